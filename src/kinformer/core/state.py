@@ -72,7 +72,7 @@ class ReservedState:
         return self.map(lambda leaf: leaf.index_select(0, rows.to(leaf.device)))
 
     def tensors(self) -> Iterator[Tensor]:
-        """Return the tensors that are allocated, capacity included."""
+        """Yield the tensors that are allocated, capacity included."""
         raise NotImplementedError
 
 
@@ -90,7 +90,7 @@ def _rebuild(state: Any, items: list[Any]) -> Any:
 
 
 def tensors(state: Any) -> Iterator[Tensor]:
-    """Return all tensor leaves, in order."""
+    """Yield all tensor leaves, in order."""
     if isinstance(state, Tensor):
         yield state
     elif isinstance(state, ReservedState):
@@ -101,7 +101,7 @@ def tensors(state: Any) -> Iterator[Tensor]:
 
 
 def reserved_parts(state: Any) -> Iterator[ReservedState]:
-    """Return all reserved parts, in order."""
+    """Yield all reserved parts, in order."""
     if isinstance(state, ReservedState):
         yield state
     elif not isinstance(state, Tensor):

@@ -1,4 +1,4 @@
-"""Embedded and user data: corpora, tokenizers, the order of training, the protocol of measuring, a baseline."""
+"""Embedded and user data: corpora, tokenizers, the order of training, the protocol of evaluation, a baseline."""
 
 from kinformer.data.buckets import IGNORED, BosEos, Buckets, Rows
 from kinformer.data.corpus import Corpus, default_cache, open_corpus

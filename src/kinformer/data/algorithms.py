@@ -27,8 +27,8 @@ PLUS, EQUALS, END = (SYMBOLS.index(symbol) for symbol in "+=.")
 
 
 class AlgorithmRows(NamedTuple):
-    """``tokens`` and ``labels`` int64 [rows, width], IGNORED where nothing is asked; how many ``digits`` int64 [rows] a
-    problem has (an addition: each of its numbers); ``valid`` bool [rows, width]."""
+    """Some problems: ``tokens`` and ``labels`` int64 [rows, width], IGNORED where nothing is predicted; how many
+    ``digits`` int64 [rows] a problem has (an addition: each of its numbers); ``valid`` bool [rows, width]."""
 
     tokens: np.ndarray
     labels: np.ndarray
@@ -37,7 +37,8 @@ class AlgorithmRows(NamedTuple):
 
 
 class _Algorithm(NamedTuple):
-    """``base`` of the digits; ``solve`` (digits [count, numbers, n]) -> answers [count, m]; a problem's ``numbers``."""
+    """An algorithm: ``base`` of the digits; ``solve`` (digits [count, numbers, n]) ->
+    answers [count, m]; a problem's ``numbers``."""
 
     base: int
     solve: Callable[[np.ndarray], np.ndarray]
@@ -45,8 +46,8 @@ class _Algorithm(NamedTuple):
 
 
 def _sum(digits: np.ndarray) -> np.ndarray:
-    """The sums of numbers [count, 2, n], the lowest digit first, with a digit more only where one is carried (else
-    END)."""
+    """Return the sums of numbers [count, 2, n], the lowest digit first, with a digit more
+    only where one is carried (else END)."""
     count, _, length = digits.shape
     answer, carry = np.full((count, length + 1), END, np.int64), np.zeros(count, np.int64)
     for place in range(length):
@@ -57,8 +58,8 @@ def _sum(digits: np.ndarray) -> np.ndarray:
 
 
 def carried(tokens: np.ndarray, digits: int) -> np.ndarray:
-    """How many places the carry has come that arrives at each place of an answer, 0 where none does: int64 [rows,
-    digits + 2], of the additions ``tokens`` [rows, width] of numbers of so many ``digits``."""
+    """Return how many places the carry has come that arrives at each place of an answer, 0 where none does: int64
+    [rows, digits + 2], of the additions ``tokens`` [rows, width] of numbers of so many ``digits``."""
     totals = tokens[:, :digits] + tokens[:, digits + 1 : 2 * digits + 1]
     come = np.zeros((len(tokens), digits + 2), np.int64)
     for place in range(digits):
@@ -77,7 +78,7 @@ ALGORITHMS = {
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmData:
-    """Rows of ``algorithm``, of ``least`` to ``most`` digits, that are drawn when they are asked for."""
+    """The rows of ``algorithm``, of ``least`` to ``most`` digits, drawn on demand."""
 
     algorithm: str = "copy"
     least: int = 1
@@ -90,16 +91,16 @@ class AlgorithmData:
 
     @property
     def fingerprint(self) -> str:
-        """Of the rows, but for their number."""
+        """Return a text that identifies the rows, but for their number."""
         return f"algorithm{self.version}:{self.algorithm}:{self.least}-{self.most}"
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a run folder keeps; figures compare only where identities are equal."""
+        """Return the identity that a run folder stores; metrics compare only where identities are equal."""
         return {"name": self.name, "version": self.version, "fingerprint": self.fingerprint}
 
     def width(self, digits: int | None = None) -> int:
-        """How many tokens a row has at most, of problems of so many digits."""
+        """Return how many tokens a row has at most, of problems of so many digits."""
         digits, numbers = digits or self.most, ALGORITHMS[self.algorithm].numbers
         answer = {"addition": digits + 1, "parity": 1}.get(self.algorithm, digits)
         return numbers * (digits + 1) + answer
@@ -113,8 +114,8 @@ class AlgorithmData:
             )
 
     def rows(self, split: str, part: int, count: int, seed: int = 0, digits: int | None = None) -> AlgorithmRows:
-        """``count`` rows as ``split``, ``seed`` and ``part`` decide, of so many ``digits`` if given; all have the width
-        of the longest that there can be."""
+        """Return ``count`` rows as ``split``, ``seed`` and ``part`` decide, of so many ``digits`` unless None; all have
+        the width of the longest possible problem."""
         draw = np.random.default_rng([SPLITS.index(split), seed, part])
         lengths = draw.integers(self.least, self.most + 1, count) if digits is None else np.full(count, digits)
         width = self.width(digits)
@@ -125,7 +126,7 @@ class AlgorithmData:
         return rows
 
     def _write(self, draw: np.random.Generator, rows: AlgorithmRows, which: np.ndarray, number: int) -> None:
-        """Put problems and answers into the rows ``which``."""
+        """Write problems and answers into the rows ``which``."""
         base, solve, numbers = ALGORITHMS[self.algorithm]
         digits = draw.integers(base, size=(len(which), numbers, number))
         answer = solve(digits)

@@ -1,4 +1,4 @@
-"""How often tokens, and pairs of tokens, occur: what guessing a masked token has to be compared with.
+"""Frequencies of tokens and of pairs of tokens: the baseline of guessing a masked token.
 
 P(w) = (c(w) + 1) / (N + V), P(w | h) = (c(h w) + T(h) P(w)) / (c(h) + T(h)), T(h) being how many tokens come after h,
 each counted once (Witten and Bell 1991); P(w) where h was never seen, or is not known.
@@ -15,7 +15,7 @@ _BLOCK = 1 << 22
 
 
 class Bigrams:
-    """Counts of a split's tokens and neighbouring pairs, of bytes or of a tokenizer's ids."""
+    """The counts of a split's tokens and neighbouring pairs, of bytes or of a tokenizer's ids."""
 
     def __init__(self, split: Split) -> None:
         self.size = split.vocab_size
@@ -33,7 +33,7 @@ class Bigrams:
         self.followers = np.bincount(pairs // self.size, minlength=self.size)
 
     def probabilities(self, tokens: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """P of each of ``tokens`` [n] alone, and given the one ``before`` it [n] (-1: not known); float64."""
+        """Return P of each of ``tokens`` [n] alone, and after the one ``before`` it [n] (-1: not known); float64."""
         single = self.single[tokens]
         seen = np.flatnonzero((before >= 0) & (self.followed[before] > 0))
         double = single.copy()

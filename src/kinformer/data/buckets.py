@@ -1,4 +1,4 @@
-"""Examples of like length in one batch, so that little of it is padding, in an order that needs no memory.
+"""Batches of examples of like length, so that there is little padding, in an order that needs no memory.
 
 Like the other samplers a pure function of (seed, step); process ``rank`` of ``world`` gets its slice of a step's rows.
 """
@@ -21,7 +21,7 @@ IGNORED = -100
 
 
 class Rows(NamedTuple):
-    """Rows of an encoder's batch: ``tokens`` int64 [rows, time], ``valid`` bool [rows, time] or None (all valid).
+    """The rows of an encoder's batch: ``tokens`` int64 [rows, time], ``valid`` bool [rows, time] or None (all valid).
 
     ``labels``: int64, [rows] of whole rows, or [rows, n] of the tokens at ``positions`` int64 [rows, n] (of all tokens
     in order where ``positions`` is None). IGNORED labels do not count.
@@ -33,7 +33,7 @@ class Rows(NamedTuple):
     positions: np.ndarray | None = None
 
     def share(self, rank: int, world: int) -> Rows:
-        """A process's rows: as many for each, so that a row may be there twice, its labels ignored."""
+        """Return a process's rows: as many for each, so that a row may be there twice, its labels ignored."""
         size = -(-len(self.tokens) // world)
         index = np.arange(rank * size, (rank + 1) * size)
         within = np.minimum(index, len(self.tokens) - 1)
@@ -51,12 +51,12 @@ class BosEos(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many tokens of a row they take."""
+        """Return how many tokens of a row the two take."""
         return (self.bos is not None) + (self.eos is not None)
 
     @property
     def before(self) -> int:
-        """How many stand before the text."""
+        """Return how many tokens stand before the text."""
         return int(self.bos is not None)
 
 
@@ -64,7 +64,7 @@ NO_ENDS = BosEos()
 
 
 def lay(texts: list[np.ndarray], ends: BosEos, width: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """``texts`` between BOS and EOS, as tokens int64 [texts, width] and valid, None where every token is."""
+    """Return ``texts`` between BOS and EOS, as tokens int64 [texts, width] and valid, None where every token is."""
     tokens = np.zeros((len(texts), width), np.int64)
     lengths = np.array([len(text) + ends.size for text in texts])
     for row, text in zip(tokens, texts, strict=True):
@@ -78,7 +78,7 @@ def lay(texts: list[np.ndarray], ends: BosEos, width: int) -> tuple[np.ndarray, 
 
 
 class Order:
-    """Which of the examples of these ``lengths`` are in the batch of a step, each once per epoch.
+    """The order of examples of these ``lengths``: which are in the batch of a step, each once per epoch.
 
     A pool of ``POOL`` batches of the shuffled epochs is sorted by length and its batches are shuffled again.
     """
@@ -88,7 +88,7 @@ class Order:
         self._pool: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))
 
     def indices(self, step: int) -> np.ndarray:
-        """The examples of the global batch, int64 [batch_size]."""
+        """Return the examples of the global batch, int64 [batch_size]."""
         number, batch = divmod(step, POOL)
         if self._pool[0] != number:
             self._pool = number, self._sorted(number)
@@ -96,7 +96,7 @@ class Order:
         return self._pool[1][index * self.batch_size : (index + 1) * self.batch_size]
 
     def batches(self, limit: int | None = None) -> Iterator[np.ndarray]:
-        """The first ``limit`` examples (or all), each once, the short ones first."""
+        """Yield the first ``limit`` examples (or all), each once, the short ones first."""
         order = np.argsort(self.lengths[:limit], kind="stable")
         for start in range(0, len(order), self.batch_size):
             yield order[start : start + self.batch_size]
@@ -108,7 +108,7 @@ class Order:
 
 
 class Buckets(Order):
-    """Batches of ``examples``, each example once per epoch, cut to ``length`` tokens with BOS and EOS."""
+    """The batches of ``examples``, each example once per epoch, cut to ``length`` tokens with BOS and EOS."""
 
     def __init__(self, examples: Examples, batch_size: int, length: int, seed: int, ends: BosEos = NO_ENDS) -> None:
         if length <= ends.size:
@@ -117,23 +117,23 @@ class Buckets(Order):
         self.examples, self.length, self.ends = examples, length, ends
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> Rows:
-        """This process's rows, as wide as the longest of the global batch needs."""
+        """Return this process's rows, as wide as the longest of the global batch needs."""
         indices = self.indices(step)
         size = len(indices) // world
         return self.rows(indices[rank * size : (rank + 1) * size], self._width(indices))
 
     def in_order(self, limit: int | None = None) -> Iterator[Rows]:
-        """The first ``limit`` examples (or all), each once, the short ones first."""
+        """Yield the first ``limit`` examples (or all), each once, the short ones first."""
         for indices in self.batches(limit):
             yield self.rows(indices, self._width(indices))
 
     def rows(self, indices: np.ndarray, width: int) -> Rows:
-        """Some examples, laid out ``width`` tokens wide."""
+        """Return some examples, laid out ``width`` tokens wide."""
         room = self.length - self.ends.size
         texts = [self.examples.tokens(index)[:room] for index in indices.tolist()]
         return Rows(*lay(texts, self.ends, width), np.asarray(self.examples.labels[indices]))
 
     def _width(self, indices: np.ndarray) -> int:
-        """Few widths: a plan of a sparse pattern is made for each."""
+        """Return the width of a batch, one of few: a sparse pattern is planned anew for each."""
         longest = int(self.lengths[indices].max())
         return min(self.length, -(-longest // STEP_OF_WIDTH) * STEP_OF_WIDTH)

@@ -1,4 +1,4 @@
-"""Recorded clips and what is said in them: which files, which words, which speaker, which part of the data.
+"""Recorded clips and their transcripts: which files, which words, which speaker, which part of the data.
 
     clips/7_theo_3.wav        transcripts.tsv:  file<TAB>transcript[<TAB>speaker[<TAB>split]]
     clips/9_lucas_0.wav                         a.wav<TAB>call me at noon<TAB>ann<TAB>train
@@ -28,8 +28,8 @@ _COLUMNS = ("file", "transcript", "speaker", "split")
 
 @dataclass(frozen=True)
 class Clip:
-    """A file and what is said in it. ``samples`` of a channel come at ``rate`` a second; ``split`` is empty where the
-    data do not say which they belong to."""
+    """A file and its transcript. ``samples`` of a channel come at ``rate`` a second; ``split``
+    is empty where the data do not name it."""
 
     name: str
     path: str
@@ -42,7 +42,8 @@ class Clip:
 
 @dataclass(frozen=True, kw_only=True)
 class Holdout:
-    """What is held out: for the test, one ``speaker`` or the clips whose names match ``pattern``; else a ``share``."""
+    """The rule of held-out clips: for the test, one ``speaker`` or the clips whose
+    names match ``pattern``; else a ``share``."""
 
     speaker: str | None = None
     pattern: str | None = None
@@ -50,7 +51,7 @@ class Holdout:
 
 
 def find_clips(path: Path) -> tuple[list[Clip], list[SourceFile], bool]:
-    """The clips under ``path`` (a folder or a table), all files that say what they are, and whether a table does.
+    """Return the clips under ``path`` (a folder or a table), all files that name them, and whether a table does.
 
     Errors: ``KinformerError`` for a path without clips, a line that is none, and sound that cannot be read or is empty.
     """
@@ -72,7 +73,7 @@ def find_clips(path: Path) -> tuple[list[Clip], list[SourceFile], bool]:
 
 
 def _listed(table: Path) -> list[Clip]:
-    """Those that a table lists."""
+    """Return the clips that a table lists."""
     with reading(table):
         raw = table.read_bytes()
     try:
@@ -109,7 +110,7 @@ def _clip(table: Path, number: int, row: dict[str, str]) -> Clip:
 
 
 def _named(files: Sequence[SourceFile]) -> list[Clip]:
-    """Those of a folder, by their names."""
+    """Return the clips of a folder, by their names."""
     fields = [Path(file.name).stem.split("_") for file in files]
     has_speakers = all(len(parts) > 2 for parts in fields)
     clips = []
@@ -126,8 +127,8 @@ def _named(files: Sequence[SourceFile]) -> list[Clip]:
 
 
 def split_clips(clips: Sequence[Clip], held: Holdout, place: str) -> dict[str, list[Clip]]:
-    """The clips of each split: as the data say, a speaker's or a pattern's for the test, and what is missing then by a
-    hash of their names."""
+    """Return the clips of each split: as the data say, a speaker's or a pattern's for the test, and
+    missing splits by a hash of the names."""
     by_split: dict[str, list[Clip]] = {name: [] for name in ("", "train", "validation", "test")}
     for clip in clips:
         by_split[clip.split].append(clip)
@@ -158,7 +159,7 @@ def _has_split(clips: Sequence[Clip], split: str) -> bool:
 
 
 def _chosen(clips: Sequence[Clip], held: Holdout, place: str) -> list[Clip]:
-    """The clips that are asked for as the test."""
+    """Return the clips that the rule holds out for the test."""
     if held.speaker is not None and held.pattern is not None:
         raise KinformerError(
             f"`held_out_speaker` {held.speaker} and `test_clips` {held.pattern} contradict; give one of them."

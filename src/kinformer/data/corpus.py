@@ -1,4 +1,4 @@
-"""Text to train on and to measure with: the standard library's sources, a file, or a folder of files.
+"""Text to train and to evaluate on: the standard library's sources, a file, or a folder of files.
 
 Bytes are the vocabulary unless a tokenizer is given. What was read is kept as an identity (name, version,
 fingerprint, bytes per split), since figures from different data are not to be compared.
@@ -41,7 +41,7 @@ class Corpus:
 
     @property
     def identity(self) -> dict:
-        """What a run folder keeps, plain enough for JSON; figures compare only where identities are equal."""
+        """Return the identity that a run folder stores as JSON; metrics compare only where identities are equal."""
         return {
             "name": self.name,
             "version": self.version,
@@ -82,12 +82,12 @@ def open_corpus(
 
 
 def default_cache() -> Path:
-    """``$XDG_CACHE_HOME/kinformer``, or ``~/.cache/kinformer``."""
+    """Return the folder of caches: ``$XDG_CACHE_HOME/kinformer``, or ``~/.cache/kinformer``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kinformer"
 
 
 def fingerprint_of(files: Sequence[SourceFile]) -> str:
-    """``"sha256:..."`` over the names, sizes and contents of ``files``.
+    """Return ``"sha256:..."`` over the names, sizes and contents of ``files``.
 
     Beyond 256 MiB in all it is ``"sampled-sha256:..."``: of the contents only 64 blocks of 1 MiB enter, evenly
     spread from the first byte to the last.
@@ -128,7 +128,7 @@ def _held_if_small(extents: Extents) -> Extents:
 
 
 def _times(files: Sequence[SourceFile]) -> str:
-    """Modification times, where contents are only sampled: an edited file must not meet its old token ids."""
+    """Return modification times, where contents are only sampled: an edited file must not meet its old token ids."""
     if sum(file.size for file in files) <= HASHED_WHOLE:
         return ""
     times = []

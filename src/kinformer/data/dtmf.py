@@ -1,4 +1,4 @@
-"""Keys of a telephone as they sound (dual-tone multi-frequency signalling, ITU-T Q.23, Q.24): sound without a file.
+"""The sounds of telephone keys (dual-tone multi-frequency signalling, ITU-T Q.23, Q.24): sound without a file.
 
 A key is the sum of a low and a high tone. Calls are numbered; each has keys, durations of tones and pauses, levels and
 noise of its own, within what a receiver must bear: tones and pauses of 40 ms and more, frequencies 1.5 % off, one tone
@@ -41,11 +41,11 @@ class Calls:
 
     @staticmethod
     def keys(join: tuple[int, int] | None) -> tuple[int, int]:
-        """How many keys a call has, least and most."""
+        """Return how many keys a call has, least and most."""
         return join or (3, 7)
 
     def samples(self, number: int) -> Tensor:
-        """Float32 [time] of the call ``number``."""
+        """Return the samples of the call ``number``, float32 [time]."""
         random = np.random.default_rng([_SEEDS[self.split], number])
         sound = np.zeros(int(self.lengths[number]))
         level, at = 10 ** random.uniform(-1.5, -0.5), int(self.before[number])
@@ -61,11 +61,11 @@ class Calls:
         return torch.from_numpy(sound.clip(-1, 1).astype(np.float32))
 
     def transcript(self, number: int) -> str:
-        """The keys with spaces between."""
+        """Return the keys with spaces between."""
         return " ".join(self._pressed(number))
 
     def name(self, number: int) -> str:
-        """What a message calls it."""
+        """Return the name of the call ``number`` in messages."""
         return f"call {number} of {self.split}"
 
     def _pressed(self, number: int) -> list[str]:

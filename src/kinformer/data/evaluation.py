@@ -1,4 +1,4 @@
-"""The one protocol of measuring: files in order, state carried, every token scored once, bits per byte."""
+"""The one protocol of evaluation: files in order, state carried, every token scored once, bits per byte."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from kinformer.runtime.errors import KinformerError
 
 
 class Segment(NamedTuple):
-    """``tokens`` int64 [streams, n + 1] (inputs and, one later, targets), ``valid`` and ``reset`` bool [streams, n]."""
+    """A segment: ``tokens`` int64 [streams, n + 1] (inputs and, one later, targets),
+    ``valid`` and ``reset`` bool [streams, n]."""
 
     tokens: np.ndarray
     valid: np.ndarray
@@ -42,7 +43,7 @@ class EvaluationStream:
         self.starts = np.arange(0, self.predictions, self.part)
 
     def __len__(self) -> int:
-        """Number of segments."""
+        """Return the number of segments."""
         return -(-self.part // self.length)
 
     def __iter__(self) -> Iterator[Segment]:
@@ -59,5 +60,5 @@ class EvaluationStream:
             yield Segment(tokens, valid, reset)
 
     def bits_per_byte(self, nats: float) -> float:
-        """Bits per byte of text from the summed negative log-likelihoods, in nats, of all predictions."""
+        """Return bits per byte of text from the summed negative log-likelihoods, in nats, of all predictions."""
         return (nats / log(2) + log2(self.split.vocab_size)) / self.split.bytes

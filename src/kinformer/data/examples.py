@@ -1,4 +1,4 @@
-"""Examples with labels, kept on disk as arrays that are mapped into memory: written once, read from there."""
+"""Examples with labels, stored on disk as arrays that are mapped into memory: written once, read from there."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Examples:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each example, int64 [examples]."""
+        """Return the tokens of each example, int64 [examples]."""
         return np.diff(self.starts)
 
     def tokens(self, index: int) -> np.ndarray:
-        """Ids of an example, in the stored dtype."""
+        """Return the ids of an example, in the stored dtype."""
         return self.ids[self.starts[index] : self.starts[index + 1]]
 
 
@@ -49,7 +49,7 @@ class Labelled:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a run folder keeps, plain enough for JSON; figures compare only where identities are equal."""
+        """Return the identity that a run folder stores as JSON; metrics compare only where identities are equal."""
         return {
             "name": self.name,
             "version": self.version,
@@ -67,7 +67,7 @@ Make = Callable[[], tuple[Sequence[str], Written]]
 
 
 def keep(folder: Path, make: Make) -> tuple[tuple[str, ...], dict[str, Examples]]:
-    """The classes and splits in ``folder``, which is filled with what ``make()`` gives if it is not there (see
+    """Return the classes and splits in ``folder``, which is filled from ``make()`` if it is not there (see
     :func:`kinformer.data.stored.stored`)."""
 
     def fill(target: Path) -> dict[str, Any]:

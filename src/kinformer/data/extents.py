@@ -16,7 +16,7 @@ _MOST_OPEN = 64
 
 
 class Extent(NamedTuple):
-    """``size`` bytes of the file at ``path``, from byte ``offset`` on."""
+    """A piece of a file: ``size`` bytes of the file at ``path``, from byte ``offset`` on."""
 
     path: str
     offset: int
@@ -38,7 +38,7 @@ class Extents:
 
     @classmethod
     def of_bytes(cls, data: bytes) -> Extents:
-        """A run of bytes in memory."""
+        """Return a run of bytes in memory."""
         run = cls([Extent("", 0, len(data))])
         run._held = data
         return run
@@ -55,7 +55,8 @@ class Extents:
         return self
 
     def read(self, start: int, stop: int) -> bytes:
-        """The bytes from ``start`` up to ``stop``, positions in the run; a stop beyond the end is an ``IndexError``."""
+        """Return the bytes from ``start`` up to ``stop``, positions in the run; a
+        stop beyond the end is an ``IndexError``."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"bytes {start} to {stop} of a run of {len(self)}")
         if self._held is not None:
@@ -63,7 +64,7 @@ class Extents:
         return b"".join(self._pieces_between(start, stop))
 
     def head(self, size: int) -> Extents:
-        """The first ``size`` bytes as a run of its own."""
+        """Return the first ``size`` bytes as a run of its own."""
         pieces = [
             piece._replace(size=min(piece.size, size - int(begin)))
             for piece, begin in zip(self.pieces, self.starts, strict=False)
@@ -74,7 +75,7 @@ class Extents:
         return part
 
     def tail(self, start: int) -> Extents:
-        """The bytes from ``start`` on as a run of its own."""
+        """Return the bytes from ``start`` on as a run of its own."""
         pieces = [
             piece._replace(offset=piece.offset + cut, size=piece.size - cut)
             for piece, begin in zip(self.pieces, self.starts, strict=False)
@@ -117,7 +118,7 @@ class Extents:
 
 
 class _Descriptor:
-    """An open file that closes when the last reader lets go of it."""
+    """An open file that closes when its last reader is gone."""
 
     number = -1
 

@@ -1,4 +1,4 @@
-"""Files on disk: which belong to a corpus, and how a failure to read them is reported."""
+"""The files of a corpus on disk, and the reports of failures to read them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SourceFile(NamedTuple):
 
 @contextmanager
 def reading(path: str | Path) -> Iterator[None]:
-    """Tell an ``OSError`` met while reading ``path`` as one sentence for the user."""
+    """Report an ``OSError`` met while reading ``path`` as one sentence for the user."""
     try:
         yield
     except OSError as error:
@@ -61,7 +61,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove what processes that died while they wrote a file or a folder into ``folder`` left there."""
+    """Remove the files and folders that processes left in ``folder`` when they died while writing them."""
     for path in folder.glob(".*.partial"):
         with suppress(OSError):
             handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -84,7 +84,7 @@ def spool(stream: BinaryIO, folder: Path) -> Path:
 
 
 def single_file(path: Path) -> SourceFile:
-    """The one file of a corpus. Its name is empty, so that a renamed copy is the same corpus."""
+    """Return the one file of a corpus. Its name is empty, so that a renamed copy is the same corpus."""
     with reading(path):
         status = path.stat()
     if not stat.S_ISREG(status.st_mode):
@@ -95,7 +95,7 @@ def single_file(path: Path) -> SourceFile:
 
 
 def folder_files(folder: Path, empty: bool = False) -> list[SourceFile]:
-    """The regular files under ``folder``, recursively, sorted by relative name; ``empty`` ones too where asked for.
+    """Return the regular files under ``folder``, recursively, sorted by relative name; ``empty`` ones too if set.
 
     Names that begin with a dot are left out, folders with such names too; links to folders are not followed.
     """
@@ -111,7 +111,7 @@ def folder_files(folder: Path, empty: bool = False) -> list[SourceFile]:
 
 
 def stdlib_files() -> list[SourceFile]:
-    """The sources of the Python standard library, sorted by relative name.
+    """Return the sources of the Python standard library, sorted by relative name.
 
     Left out are its tests, installed packages, and what a build generates (``_sysconfigdata*``, ``config-*``), so
     that the same version of Python gives the same corpus on every machine.

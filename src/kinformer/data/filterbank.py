@@ -1,4 +1,4 @@
-"""Log-mel filterbanks: what a recogniser hears of sound (Davis and Mermelstein 1980), and how loudness is taken out.
+"""Log-mel filterbanks, the features of speech recognition (Davis and Mermelstein 1980), and their normalisation.
 
     mel(f) = 2595 log10(1 + f / 700)
     x(t, m) = log max(floor, sum over f of w(m, f) |DFT(hann * samples of frame t)(f)|^2)
@@ -21,7 +21,7 @@ PRIOR_FRAMES, PRIOR_MEAN, PRIOR_DEVIATION = 100, -6.0, 4.0
 
 
 class Filterbank:
-    """Sound of ``rate`` samples a second -> features [frames, mels]."""
+    """The map of sound with ``rate`` samples a second to features [frames, mels]."""
 
     def __init__(self, rate: int, mels: int) -> None:
         self.size, self.hop = round(rate * FRAME), round(rate * HOP)
@@ -32,11 +32,12 @@ class Filterbank:
         self.filters = mel_filters(rate, self.points, mels)
 
     def frames(self, samples: int) -> int:
-        """Of how many frames so many samples are; what is left is dropped, but less than one is filled up."""
+        """Return the number of frames of so many samples: a last part of one is
+        dropped, but less than one is filled up."""
         return 1 + max(0, samples - self.size) // self.hop
 
     def __call__(self, samples: Tensor) -> Tensor:
-        """Features float32 [frames, mels] of ``samples`` [time]."""
+        """Return features float32 [frames, mels] of ``samples`` [time]."""
         if len(samples) < self.size:
             samples = torch.cat([samples, samples.new_zeros(self.size - len(samples))])
         power = torch.fft.rfft(samples.unfold(0, self.size, self.hop) * self.window, self.points).abs().square()
@@ -44,7 +45,7 @@ class Filterbank:
 
 
 def mel_filters(rate: int, points: int, mels: int) -> Tensor:
-    """Triangles w [points // 2 + 1, mels] over the frequencies of a transform of so many points.
+    """Return triangles w [points // 2 + 1, mels] over the frequencies of a transform of so many points.
 
     Errors: ``KinformerError`` where there are more filters than frequencies tell apart.
     """
@@ -61,12 +62,12 @@ def mel_filters(rate: int, points: int, mels: int) -> Tensor:
 
 
 def normalised(features: Tensor) -> Tensor:
-    """Every filter of an utterance [frames, mels] with mean 0 and deviation 1."""
+    """Return features [frames, mels] of an utterance with mean 0 and deviation 1 for every filter."""
     return (features - features.mean(0)) / features.std(0, correction=0).clamp_min(LEAST_DEVIATION)
 
 
 class RunningNorm:
-    """The same for sound whose end is not known: by the mean and deviation of what was heard, each frame included.
+    """The normalisation of sound whose end is not known: by the mean and deviation up to and with each frame.
 
     What sound usually has counts as much as ``PRIOR_FRAMES`` frames that came before.
     """
@@ -77,7 +78,7 @@ class RunningNorm:
         self.sums = usual[:, None] * PRIOR_FRAMES
 
     def __call__(self, features: Tensor) -> Tensor:
-        """The next frames [frames, mels]."""
+        """Return the next frames [frames, mels], normalised."""
         x = features.double()
         sums = torch.stack([x, x.square()]).cumsum(1) + self.sums[:, None]
         counts = self.count + torch.arange(1, len(x) + 1)[:, None]
@@ -88,7 +89,7 @@ class RunningNorm:
 
 
 def windows(features: Tensor, width: int, stride: int) -> Tensor:
-    """Features [frames, mels] as positions [ceil(frames / stride), width, mels].
+    """Return features [frames, mels] as positions [ceil(frames / stride), width, mels].
 
     A position is ``stride`` new frames behind the ``width - stride`` before them; zeros fill up both ends.
     """

@@ -1,4 +1,4 @@
-"""What a file of data is by its first bytes, where that is neither text nor bytes to learn from as they are."""
+"""The format of a data file by its first bytes, where that is neither text nor bytes to learn from as they are."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ def _head(path: Path) -> bytes:
 
 
 def _packed(head: bytes) -> tuple[str, str] | None:
-    """What a file that begins with ``head`` is, and what to do with it, where that is neither text nor plain bytes."""
+    """Return the format of a file that begins with ``head``, and what to do with it,
+    where it is neither text nor plain bytes."""
     for magic, packed in _PACKED.items():
         if head.startswith(magic) and (magic in (b"%PDF-", b"{\\rtf") or not _is_text(head)):
             return packed
@@ -95,7 +96,7 @@ def _packed(head: bytes) -> tuple[str, str] | None:
 
 
 def write_field(path: Path, name: str, target: BinaryIO) -> None:
-    """The texts of the field ``name`` of a file of JSON lines, each with a line's end, into ``target``."""
+    """Write the texts of the field ``name`` of a file of JSON lines, each with a line's end, to ``target``."""
     with reading(path), open(path, "rb") as file:
         for number, line in _lines(file):
             row = parse_json_line(path, number, line, "`text_field` reads JSON lines")
@@ -114,7 +115,7 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def _is_text(head: bytes) -> bool:
-    """Whether this is UTF-8 without control characters, perhaps cut in a character."""
+    """Return whether ``head`` is UTF-8 without control characters, perhaps cut in a character."""
     try:
         text = head[:-4].decode("utf-8") if len(head) == _HEAD else head.decode("utf-8")
     except UnicodeDecodeError:
@@ -133,7 +134,7 @@ def _is_utf16(head: bytes) -> bool:
 
 
 def _fields(head: bytes) -> list[str] | None:
-    """The fields of JSON lines, None where the first lines (up to three, and not cut) are no JSON objects."""
+    """Return the fields of JSON lines, None where the first lines (up to three, and not cut) are no JSON objects."""
     whole = head.splitlines()[: -1 if len(head) == _HEAD else None]
     lines = [line for line in whole if line.strip()][:3]
     try:

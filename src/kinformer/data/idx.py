@@ -27,12 +27,12 @@ _NAME = re.compile(r"images?[-.]idx\d[-.]ubyte(\.gz)?$")
 
 
 def is_images(name: str) -> bool:
-    """Whether a file of this name is one of images in the IDX format (``train-images-idx3-ubyte.gz``)."""
+    """Return whether a file of this name is one of images in the IDX format (``train-images-idx3-ubyte.gz``)."""
     return _NAME.search(name.lower()) is not None
 
 
 def read_idx(path: Path, dimensions: tuple[int, ...]) -> np.ndarray:
-    """The array in the IDX file ``path``, uint8; it must have one of these numbers of dimensions."""
+    """Return the array in the IDX file ``path``, uint8; it must have one of these numbers of dimensions."""
     with reading(path), path.open("rb") as raw:
         packed = raw.read(2) == GZIP
         raw.seek(0)
@@ -65,12 +65,12 @@ def _read(path: Path, file: BinaryIO, dimensions: tuple[int, ...], packed: bool)
 
 
 def read_idx_file(path: Path) -> ImageSet:
-    """The images in the IDX file ``path``, and their labels if the file of labels stands beside it."""
+    """Return the images in the IDX file ``path``, and their labels if the file of labels stands beside it."""
     return _image_set({"train": path})
 
 
 def read_idx_folder(folder: Path, files: list[Path]) -> ImageSet:
-    """The images in a folder that has the IDX files ``files``, a file a split, told apart by their names."""
+    """Return the images in a folder that has the IDX files ``files``, a file a split, recognised by their names."""
     by_split: dict[str, Path] = {}
     for path in files:
         split = _split_of(path.name.lower())
@@ -116,7 +116,8 @@ def _part(path: Path) -> Part:
 
 
 def labels_beside(path: Path) -> Path | None:
-    """The file of labels that belongs to the images ``path``: ``train-labels-idx1-ubyte.gz`` for those of MNIST."""
+    """Return the file of labels that belongs to the images ``path``:
+    ``train-labels-idx1-ubyte.gz`` for those of MNIST."""
     start = path.name.lower().rindex("image")
     rest = re.sub("(?i)idx[0-9]", "idx1", re.sub("(?i)^image", "label", path.name[start:])).removesuffix(".gz")
     names = (f"{path.name[:start]}{rest}", f"{path.name[:start]}{rest}.gz")

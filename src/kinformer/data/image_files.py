@@ -34,7 +34,7 @@ _ORIENTATION, _TURNED = 274, (5, 6, 7, 8)
 
 
 class Head(NamedTuple):
-    """What a picture's file says before its pixels."""
+    """The head of a picture's file: its size, mode, transparency and rotation, before its pixels."""
 
     width: int
     height: int
@@ -44,7 +44,7 @@ class Head(NamedTuple):
 
 
 def require_pillow(place: Path | str) -> Any:
-    """Pillow's module of images, or one sentence."""
+    """Return Pillow's module of images, or raise one sentence."""
     try:
         from PIL import Image
     except ImportError:
@@ -55,8 +55,8 @@ def require_pillow(place: Path | str) -> Any:
 
 
 def read_folder(folder: Path, files: Sequence[SourceFile], size: int | None) -> ImageSet:
-    """The pictures among ``files``, which are all of ``folder``; with ``size`` each is scaled until its shorter side
-    has so many pixels, and the middle square is taken.
+    """Return the pictures among ``files``, which are all of ``folder``; with ``size`` each is scaled until its shorter
+    side has so many pixels, and the middle square is taken.
 
     Raises :class:`KinformerError` for a picture that cannot be read, and for unlike sizes where ``size`` is None.
     """
@@ -84,7 +84,7 @@ def read_folder(folder: Path, files: Sequence[SourceFile], size: int | None) -> 
 
 
 class Pictures(Sequence[np.ndarray]):
-    """Pictures that are decoded when they are asked for, uint8 of ``shape`` (height, width, channels)."""
+    """Pictures that are decoded on demand, uint8 of ``shape`` (height, width, channels)."""
 
     def __init__(self, files: Sequence[SourceFile], shape: tuple[int, int, int]) -> None:
         self.files, self.shape = files, shape
@@ -97,7 +97,7 @@ class Pictures(Sequence[np.ndarray]):
 
 
 def read_head(path: Path) -> Head:
-    """What ``path`` says of itself, without its pixels; a file that is no picture is one sentence."""
+    """Return the head of ``path``, without its pixels; a file that is no picture is one sentence."""
     Image = require_pillow(path)
     require_file(path)
     with _decoding(path), Image.open(path, formats=("PNG", "JPEG")) as image:
@@ -114,7 +114,8 @@ def read_head(path: Path) -> Head:
 
 
 def decode(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
-    """The picture ``path`` as uint8 of ``shape`` (height, width, channels), scaled and cropped where it has another."""
+    """Return the picture ``path`` as uint8 of ``shape`` (height, width, channels),
+    scaled and cropped where it has another."""
     Image = require_pillow(path)
     from PIL import ImageOps
 
@@ -146,7 +147,7 @@ def write_png(path: Path, pixels: np.ndarray) -> None:
 
 
 class _decoding:  # noqa: N801 (used as a function)
-    """Tell what Pillow says of a damaged file as one sentence; its warnings of size are errors."""
+    """Report Pillow's errors about a damaged file as one sentence; its warnings of size are errors."""
 
     def __init__(self, path: Path) -> None:
         self.reading = reading(path, "is no PNG or JPEG that can be read", "mend, replace or remove it")
@@ -168,7 +169,7 @@ def _keys(files: Sequence[SourceFile]) -> list[bytes]:
 
 
 def _place(name: str) -> tuple[str, str | None]:
-    """The split ("" if none is named) and the class (None if there is none) of a file of this name."""
+    """Return the split ("" if none is named) and the class (None if there is none) of a file of this name."""
     *folders, _ = name.split("/")
     split = SPLITS[folders.pop(0)] if folders and folders[0] in SPLITS else ""
     return split, folders[0] if folders else None
@@ -203,7 +204,7 @@ def _check_sizes(folder: Path, files: Sequence[SourceFile], heads: Sequence[Head
 
 
 def _notes(heads: Sequence[Head], others: Sequence[str]) -> list[str]:
-    """What is changed or left out, as sentences' parts."""
+    """Return what is changed or left out, as parts of sentences."""
     grey = sum(head.mode in _GREY | _DEEP for head in heads)
     counted = {
         "with transparency, laid over white": sum(head.transparent for head in heads),

@@ -1,4 +1,4 @@
-"""What counting finds in images: baselines that a model of images must beat.
+"""Baselines of images by counting, which a model of images must beat.
 
 ``histogram``: how often each intensity stands at a place, over the training images. ``neighbours``: how often it
 stands behind its four neighbours that are known in raster order (left, upper left, upper, upper right, of the same
@@ -18,8 +18,8 @@ _WEIGHT = 32.0
 
 
 def floors(train: np.ndarray, held_out: np.ndarray) -> dict[str, float]:
-    """Bits per dimension of ``held_out``, counted in the first 60,000 of ``train``; both uint8 [count, height, width,
-    channels]. All values are scored."""
+    """Return bits per dimension of ``held_out``, counted in the first 60,000 of ``train``; both uint8 [count, height,
+    width, channels]. All values are scored."""
     train = train[:_MOST_TRAINED]
     return {"histogram": _histogram(train, held_out), "neighbours": _neighbours(train, held_out)}
 
@@ -48,7 +48,7 @@ def _neighbours(train: np.ndarray, held_out: np.ndarray) -> float:
 
 
 def _contexts(images: np.ndarray) -> np.ndarray:
-    """The number of every value's context, channel by channel, int64 of the shape of ``images``."""
+    """Return the number of every value's context, channel by channel, int64 of the shape of ``images``."""
     steps = images.astype(np.int64) * STEPS // LEVELS
     padded = np.pad(steps, ((0, 0), (1, 0), (1, 1), (0, 0)))
     left, upper_left, upper, upper_right = (
@@ -63,7 +63,7 @@ def _contexts(images: np.ndarray) -> np.ndarray:
 
 
 def _shares(counts: np.ndarray, above: np.ndarray) -> np.ndarray:
-    """[..., LEVELS] of ``counts``, to which ``above`` adds its weight."""
+    """Return shares [..., LEVELS] of ``counts``, to which ``above`` adds its weight."""
     return (counts + _WEIGHT * above) / (counts.sum(-1, keepdims=True) + _WEIGHT)
 
 

@@ -15,7 +15,7 @@ _LIKE = "images and labels, x_train and y_train, or train_images and train_label
 
 
 def read_npz(path: Path) -> ImageSet:
-    """The images in the archive ``path``: uint8 [count, height, width] or [count, height, width, channels].
+    """Return the images in the archive ``path``: uint8 [count, height, width] or [count, height, width, channels].
 
     Arrays are ``images`` (or ``x``) and, if there are any, ``labels`` (or ``y``), or these with a split before or
     behind (``x_test``, ``val_images``). Raises :class:`KinformerError` for other archives.
@@ -34,7 +34,7 @@ def read_npz(path: Path) -> ImageSet:
 
 
 def _role(name: str) -> tuple[str, str] | None:
-    """The split and the kind of an array, None if it is neither images nor labels."""
+    """Return the split and the kind of an array, None if it is neither images nor labels."""
     words = name.lower().split("_")
     split = next((SPLITS[word] for word in words if word in SPLITS), "train")
     rest = "_".join(word for word in words if word not in SPLITS)

@@ -1,4 +1,4 @@
-"""What a reader of images gives: the images of each split, of one shape, before anything is held out or stored."""
+"""The result of a reader of images: the images of each split, of one shape, before anything is held out or stored."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ SPLITS = {
 
 
 class Part(NamedTuple):
-    """Images of one split: ``images[i]`` is uint8 [height, width, channels] or, of grey ones, [height, width];
-    ``labels`` are names of classes; ``keys()`` are bytes that tell each from others, whose hashes say which are held
-    out."""
+    """The images of one split: ``images[i]`` is uint8 [height, width, channels] or, of grey ones, [height, width];
+    ``labels`` are names of classes; ``keys()`` are bytes that identify images, whose hashes say which are held out."""
 
     images: Any
     labels: Sequence[str] | None
@@ -35,7 +34,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageSet:
-    """All that a reader found: ``shape`` is (height, width, channels), ``notes`` say what was changed or left out."""
+    """All images of a reader: ``shape`` is (height, width, channels), ``notes`` say what was changed or left out."""
 
     parts: Mapping[str, Part]
     shape: tuple[int, int, int]
@@ -43,12 +42,12 @@ class ImageSet:
 
 
 def array_part(images: np.ndarray, labels: np.ndarray | None) -> Part:
-    """A part whose images, uint8 [count, height, width] or [count, height, width, channels], are in memory."""
+    """Return a part whose images, uint8 [count, height, width] or [count, height, width, channels], are in memory."""
     names = None if labels is None else [str(label) for label in labels.tolist()]
     return Part(images, names, lambda: [image.tobytes() for image in images])
 
 
 def hash_order(keys: Sequence[bytes]) -> np.ndarray:
-    """Indices in the order of the keys' hashes, int64: a shuffle that is the same on every machine."""
+    """Return indices in the order of the keys' hashes, int64: a shuffle that is the same on every machine."""
     hashes = [blake2b(key, digest_size=16).digest() for key in keys]
     return np.array(sorted(range(len(keys)), key=lambda index: (hashes[index], index)), np.int64)

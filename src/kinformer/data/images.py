@@ -1,4 +1,4 @@
-"""Images to train on and to measure with: IDX files, a NumPy archive, a folder of pictures, or scikit-learn's digits.
+"""Images to train and to evaluate on: IDX files, a NumPy archive, a folder of pictures, or scikit-learn's digits.
 
 They are decoded once, kept as bytes on disk and mapped into memory from there. What was read is kept as an identity,
 since figures from different data are not to be compared.
@@ -50,7 +50,7 @@ class Images:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Height, width, channels."""
+        """Return height, width and channels."""
         height, width, channels = self.pixels.shape[1:]
         return height, width, channels
 
@@ -67,32 +67,32 @@ class ImageData:
 
     @property
     def train(self) -> Images:
-        """What is learnt from."""
+        """Return the training images."""
         return self.splits["train"]
 
     @property
     def validation(self) -> Images:
-        """What decides between weights."""
+        """Return the images that decide between weights."""
         return self.splits["validation"]
 
     @property
     def test(self) -> Images:
-        """What is reported."""
+        """Return the images of the reported metrics."""
         return self.splits["test"]
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes, none where images have no labels."""
+        """Return the names of the classes, none where images have no labels."""
         return self.train.classes
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Height, width, channels of every image."""
+        """Return height, width and channels of every image."""
         return self.train.shape
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a run folder keeps, plain enough for JSON; figures compare only where identities are equal."""
+        """Return the identity that a run folder stores as JSON; metrics compare only where identities are equal."""
         return {
             "name": self.name,
             "version": self.version,
@@ -106,7 +106,7 @@ class ImageData:
 def read_images(
     data: str = DIGITS, *, cache: Path | None = None, holdout: float | None = None, size: int | None = None
 ) -> ImageData:
-    """The images that ``data`` names: ``"digits"``, or the path of a folder or a file.
+    """Return the images that ``data`` names: ``"digits"``, or the path of a folder or a file.
 
     Splits that are not given are held out of the training images by a hash, 5 % each (10 % of fewer than 10,000);
     ``holdout=0.1`` holds out a tenth once instead, which is then validation and test. ``size`` scales pictures, of
@@ -151,7 +151,7 @@ def _read_cached(path: Path, name: str, cache: Path | None, holdout: float | Non
 
 
 def _files(path: Path) -> list[SourceFile]:
-    """All that decides what is read of ``path``."""
+    """Return the files that decide what is read of ``path``."""
     if path.is_dir():
         return folder_files(path, empty=True)
     labels = labels_beside(path) if is_images(path.name) else None
@@ -188,12 +188,12 @@ def _write(
 
 
 def _ordered(labels: set[str]) -> list[str]:
-    """By number where all are numbers, else by letter."""
+    """Return labels by number where all are numbers, else by letter."""
     return sorted(labels, key=int if all(label.isdecimal() for label in labels) else str)
 
 
 def _held_out(parts: Mapping[str, Part], holdout: float | None, place: str) -> dict[str, tuple[Part, np.ndarray]]:
-    """Of each split where its images stand, and which it has; what is not given comes out of the training images."""
+    """Return of each split where its images stand, and which it has; missing splits come out of the training images."""
     train = hash_order(parts["train"].keys())
     usual = HELD_OUT if len(train) >= FEW else HELD_OUT_OF_FEW
     count = math.ceil((usual if holdout is None else holdout) * len(train))

@@ -1,4 +1,4 @@
-"""Labelled text of your own: a folder per class, a table (TSV) or a file of JSON lines.
+"""Labelled text of the user's: a folder per class, a table (TSV) or a file of JSON lines.
 
     reviews/good/1.txt          reviews.tsv:  good<TAB>A fine film.         reviews.jsonl:  {"text": ..., "label": ...}
     reviews/bad/2.txt                         bad<TAB>Never again.
@@ -36,7 +36,7 @@ BySplit = dict[str, Texts]
 def open_labelled(
     spec: str, *, cache: Path | None = None, tokenizer: Tokenizer | None = None, holdout: float | None = None
 ) -> Labelled:
-    """The labelled data at the path ``spec``, as ids of ``tokenizer`` (bytes if not given).
+    """Return the labelled data at the path ``spec``, as ids of ``tokenizer`` (bytes if None).
 
     ``holdout=0.1`` holds out a tenth instead of a twentieth twice; it is then validation and test at once. ``cache`` is
     the folder for the ids, written once; ``~/.cache/kinformer`` if not given. Raises :class:`KinformerError` for a path
@@ -82,12 +82,12 @@ def _encoded(examples_of: BySplit, tokenizer: Tokenizer, place: str) -> tuple[li
 
 
 def _ordered(labels: set[str]) -> list[str]:
-    """By number where all are numbers, else by letter."""
+    """Return labels by number where all are numbers, else by letter."""
     return sorted(labels, key=int if all(label.isdecimal() for label in labels) else str)
 
 
 def _split_examples(path: Path, files: Sequence[SourceFile], holdout: float | None) -> BySplit:
-    """The examples of each split."""
+    """Return the examples of each split."""
     names: dict[str, int] = {}
     if not path.is_dir():
         texts = Texts(names)
@@ -114,7 +114,7 @@ def _split_examples(path: Path, files: Sequence[SourceFile], holdout: float | No
 
 
 def _file(file: SourceFile, name: str, path: Path) -> Example:
-    """A file as an example: its class is the name of the folder that it stands in."""
+    """Return a file as an example: its class is the name of the folder that it stands in."""
     label, _, rest = name.partition("/")
     if not rest:
         raise KinformerError(
@@ -125,7 +125,7 @@ def _file(file: SourceFile, name: str, path: Path) -> Example:
 
 
 def _held_out(parts: BySplit, holdout: float | None, place: str) -> BySplit:
-    """Splits that are not given, taken from the rest of the data in the order of the texts' hashes."""
+    """Return the splits, missing ones taken from the rest of the data in the order of the texts' hashes."""
     train = parts["train"].by_hash()
     count = math.ceil((HELD_OUT if holdout is None else holdout) * len(train))
     held_out: BySplit = {}
@@ -168,7 +168,7 @@ def _rows(path: Path, lines: Iterable[bytes]) -> Iterator[Example]:
 
 
 def _columns(cells: Sequence[bytes]) -> tuple[int, int] | None:
-    """Where label and text stand, if these are the names of columns."""
+    """Return where label and text stand, if these are the names of columns."""
     names = [cell.strip().lower().decode("utf-8", "replace") for cell in cells]
     texts = [index for index, name in enumerate(names) if name in _TEXT_COLUMNS]
     return (names.index("label"), texts[0]) if "label" in names and texts else None

@@ -1,4 +1,4 @@
-"""ListOps (Nangia and Bowman 2018), as long as in the Long Range Arena (Tay et al. 2021): what does this tree compute?
+"""ListOps (Nangia and Bowman 2018), as long as in the Long Range Arena (Tay et al. 2021): the value of a tree.
 
     [MAX 4 3 [MIN 2 3 ] 1 0 [MED 1 5 8 9 2 ] ]    ->  5
 
@@ -33,7 +33,8 @@ _ROOTS = 1 << 13
 
 
 def open_listops(number: int, bounds: tuple[int, int] = BOUNDS, seed: int = 0, cache: Path | None = None) -> Labelled:
-    """``number`` trees to train on, and for each of validation and test ``HELD_OUT``, or an eighth if that is less.
+    """Return ``number`` trees to train on, and for each of validation and test ``HELD_OUT``, or an eighth if that is
+    less.
 
     They are drawn once and kept in ``cache`` (``~/.cache/kinformer`` if not given).
     """
@@ -58,7 +59,7 @@ def _splits(number: int, bounds: tuple[int, int], seed: int) -> tuple[tuple[str,
 
 
 class Level(NamedTuple):
-    """The nodes that stand so many below their roots, the children of a node side by side; int64 [nodes] all.
+    """The nodes at one depth below their roots, the children of a node side by side; int64 [nodes] all.
 
     ``symbol``: a digit, or an operator with ``arity`` children (0 of a digit); ``root`` counts from 0.
     """
@@ -69,7 +70,7 @@ class Level(NamedTuple):
 
 
 def examples(number: int, seed: int, bounds: tuple[int, int] = BOUNDS) -> tuple[list[np.ndarray], np.ndarray]:
-    """``number`` trees as ids of ``SYMBOLS`` (uint8 [tokens] each), and their values int64 [number].
+    """Return ``number`` trees as ids of ``SYMBOLS`` (uint8 [tokens] each), and their values int64 [number].
 
     The same seed gives the same trees; more of them begin with those of fewer.
     """
@@ -97,7 +98,8 @@ def _stream(seed: int, least: int, most: int) -> Iterator[tuple[np.ndarray, int]
 
 
 def _grow(draw: np.random.Generator, most: int) -> list[Level]:
-    """The levels of many trees. Of one that gets too long nothing more is drawn: what is missing are no digits."""
+    """Return the levels of many trees. A tree that gets too long is drawn no
+    further, and its missing nodes are no digits."""
     root = np.arange(_ROOTS)
     tokens = np.zeros(_ROOTS, np.int64)
     levels = []
@@ -113,7 +115,7 @@ def _grow(draw: np.random.Generator, most: int) -> list[Level]:
 
 
 def _fold(levels: list[Level]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Tokens and value of every node of every level, from the leaves up."""
+    """Return tokens and value of every node of every level, from the leaves up."""
     sizes: list[np.ndarray] = []
     values: list[np.ndarray] = []
     size = value = np.zeros(0, np.int64)
@@ -132,7 +134,7 @@ def _fold(levels: list[Level]) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 
 def _apply(operator: np.ndarray, values: np.ndarray, first: np.ndarray, arity: np.ndarray) -> np.ndarray:
-    """Each operator's value; ``values`` of its children begin at ``first``."""
+    """Return each operator's value; ``values`` of its children begin at ``first``."""
     ranked = np.sort(values + 10 * np.repeat(np.arange(len(arity)), arity)) % 10
     middle = (ranked[first + (arity - 1) // 2] + ranked[first + arity // 2]) // 2
     total = np.add.reduceat(values, first) % 10
@@ -140,7 +142,7 @@ def _apply(operator: np.ndarray, values: np.ndarray, first: np.ndarray, arity: n
 
 
 def _write(levels: list[Level], sizes: list[np.ndarray], selected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The kept trees' ids, end to end, and where each begins."""
+    """Return the selected trees' ids, end to end, and where each begins."""
     lengths = np.where(selected, sizes[0], 0)
     start = np.cumsum(lengths) - lengths
     text = np.empty(lengths.sum(), np.uint8)
@@ -158,5 +160,5 @@ def _write(levels: list[Level], sizes: list[np.ndarray], selected: np.ndarray) -
 
 
 def spell(tree: np.ndarray) -> str:
-    """A tree's ids as text."""
+    """Return a tree's ids as text."""
     return " ".join(SYMBOLS[symbol] for symbol in tree)

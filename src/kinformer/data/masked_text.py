@@ -1,4 +1,4 @@
-"""Masked language modelling: windows of a text, between BOS and EOS, some of their tokens masked."""
+"""Masked language modelling: windows of a text, between BOS and EOS, with some of their tokens masked."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ _TRAINING, _EVALUATION = 6, 7
 
 
 class MaskedRows(NamedTuple):
-    """Rows as a model sees them, and of what was masked the token before it in the text, -1 if none: [rows, n]."""
+    """The rows as a model sees them, and for every masked token the one before
+    it in the text, -1 if none: [rows, n]."""
 
     rows: Rows
     before: np.ndarray
 
 
 class MaskedText:
-    """Windows of ``split`` that are ``length`` tokens with BOS and EOS; all draws follow from ``seed``.
+    """The windows of ``split`` that are ``length`` tokens with BOS and EOS; all draws follow from ``seed``.
 
     A step of training masks other tokens each time. In order, as for measuring, what is masked of a window follows from
     its position in the split alone.
@@ -37,22 +38,22 @@ class MaskedText:
         self.split, self.length, self.masking, self.ends, self.seed = split, length, masking, ends, seed
 
     def __len__(self) -> int:
-        """Windows that cover the split, of which the last may be short."""
+        """Return how many windows cover the split, of which the last may be short."""
         return -(-len(self.split) // self.room)
 
     def sampler(self, batch_size: int) -> RandomWindows:
-        """The order in which training sees windows."""
+        """Return the order in which training sees windows."""
         return RandomWindows(self.split, batch_size, self.room, self.seed)
 
     def batch(self, sampler: RandomWindows, step: int, rank: int = 0, world: int = 1) -> Rows:
-        """A process's rows of a step."""
+        """Return a process's rows of a step."""
         starts = sampler.starts(step)
         share = slice(rank * (len(starts) // world), (rank + 1) * (len(starts) // world))
         keys = mix(self.seed, _TRAINING, step, np.arange(len(starts)))
         return self.show(starts[share], keys[share]).rows
 
     def in_order(self, rows: int, shuffled: bool = False) -> Iterator[MaskedRows]:
-        """All windows, ``rows`` at a time: as they follow each other, or from all over the split."""
+        """Yield all windows, ``rows`` at a time: as they follow each other, or from all over the split."""
         starts = np.arange(0, len(self.split), self.room)
         if shuffled:
             starts = starts[permute(np.arange(len(starts)), len(starts), mix(self.seed, _EVALUATION))]
@@ -61,7 +62,7 @@ class MaskedText:
             yield self.show(some, mix(self.seed, _EVALUATION, some))
 
     def show(self, starts: np.ndarray, keys: np.ndarray) -> MaskedRows:
-        """The windows that begin at ``starts`` with tokens masked by ``keys``."""
+        """Return the windows that begin at ``starts`` with tokens masked by ``keys``."""
         lengths = np.minimum(self.room, len(self.split) - starts)
         texts = [
             self.split.tokens(start, length) for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)

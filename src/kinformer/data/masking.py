@@ -23,7 +23,7 @@ WORD, BLANK = 1, 2
 
 @dataclass(frozen=True, eq=False)
 class Words:
-    """What tokens begin and end with, by id: WORD (letters, digits), BLANK or 0 (all else), uint8 [vocab_size].
+    """The beginnings and ends of tokens, by id: WORD (letters, digits), BLANK or 0 (all else), uint8 [vocab_size].
 
     A token continues the word of the one before it where that ends with what it begins with.
     """
@@ -49,14 +49,14 @@ class Words:
         return cls(first, np.array([_kind(piece[-1:]) & WORD for piece in pieces], np.uint8))
 
     def joined(self, tokens: np.ndarray) -> np.ndarray:
-        """Whether each of ``tokens`` [n] belongs to the word of the one before it; bool [n]."""
+        """Return whether each of ``tokens`` [n] belongs to the word of the one before it; bool [n]."""
         together = self.last[tokens[:-1]] & self.first[tokens[1:]]
         return np.concatenate([[False], together != 0])
 
 
 @dataclass(frozen=True, eq=False)
 class Masking:
-    """How tokens are masked: ``mask_token`` stands for them, ``ordinary`` are the ids that may be drawn instead."""
+    """The masking of tokens: ``mask_token`` replaces them, ``ordinary`` are the ids that may be drawn instead."""
 
     mask_token: int
     ordinary: np.ndarray
@@ -68,11 +68,11 @@ class Masking:
             raise KinformerError(f"`mask_share` is {self.share:g} but must lie between 0 and 1.")
 
     def most(self, length: int) -> int:
-        """Tokens that are chosen of a row of ``length``, with whole words at most."""
+        """Return how many tokens are chosen of a row of ``length``, with whole words at most."""
         return max(1, round(self.share * length))
 
     def choose(self, tokens: np.ndarray, keys: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """The positions of the tokens that are chosen, rising, then -1: int64 [rows, most].
+        """Return the positions of the chosen tokens, rising, then -1: int64 [rows, most].
 
         ``tokens`` int64 [rows, time], of which the first ``lengths`` [rows] count; ``keys`` uint64 [rows].
         """
@@ -91,7 +91,8 @@ class Masking:
     def __call__(
         self, tokens: np.ndarray, keys: np.ndarray, lengths: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """``tokens`` with some masked, the positions of these and their labels; 0 and IGNORED where they are fewer."""
+        """Return ``tokens`` with some masked, the positions of these and their
+        labels; 0 and IGNORED where they are fewer."""
         lengths = np.full(len(tokens), tokens.shape[1]) if lengths is None else lengths
         positions = self.choose(tokens, keys, lengths)
         chosen = positions >= 0
@@ -107,12 +108,12 @@ class Masking:
 
 
 def ordinary(vocab_size: int, special: set[int]) -> np.ndarray:
-    """The ids of a tokenizer of ``vocab_size`` that stand for text, without ``special`` ones."""
+    """Return the ids of a tokenizer of ``vocab_size`` that stand for text, without ``special`` ones."""
     return np.array([token for token in range(vocab_size) if token not in special], np.int64)
 
 
 def _whole(joined: np.ndarray, draw: np.ndarray, count: int) -> np.ndarray:
-    """Tokens of words in random order, without those that would make it more than ``count``."""
+    """Return tokens of words in random order, without those that would make it more than ``count``."""
     starts = np.flatnonzero(~joined)
     sizes = np.diff(np.append(starts, len(joined)))
     order = np.argsort(draw[starts], kind="stable")

@@ -25,8 +25,8 @@ SPLITS = ("train", "validation", "test")
 
 
 class RecallRows(NamedTuple):
-    """``tokens`` and ``labels`` int64 [rows, length], IGNORED where nothing is asked; how many ``pairs`` int64 [rows]
-    a row has."""
+    """The rows: ``tokens`` and ``labels`` int64 [rows, length], IGNORED where nothing is predicted; how
+    many ``pairs`` int64 [rows] a row has."""
 
     tokens: np.ndarray
     labels: np.ndarray
@@ -35,7 +35,7 @@ class RecallRows(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Recall:
-    """Rows that are drawn when they are asked for, of any of ``pairs`` alike often."""
+    """The rows of the task, drawn on demand, of any of ``pairs`` alike often."""
 
     pairs: tuple[int, ...] = (8,)
     symbols: int = 256
@@ -46,14 +46,14 @@ class Recall:
 
     @property
     def fingerprint(self) -> str:
-        """Of the rows, but for their length and number."""
+        """Return a text that identifies the rows, but for their length and number."""
         fillers = "random" if self.random_fillers else "zero"
         pairs = "-".join(map(str, self.pairs))
         return f"mqar{self.version}:{pairs}:{self.symbols}:{self.gap_power:g}:{fillers}"
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a run folder keeps; figures compare only where identities are equal."""
+        """Return the identity that a run folder stores; metrics compare only where identities are equal."""
         return {"name": self.name, "version": self.version, "fingerprint": self.fingerprint}
 
     def check(self, length: int, pairs: tuple[int, ...] | None = None) -> None:
@@ -73,7 +73,8 @@ class Recall:
     def rows(
         self, split: str, part: int, count: int, length: int, seed: int = 0, pairs: tuple[int, ...] | None = None
     ) -> RecallRows:
-        """``count`` rows of ``length`` tokens, as ``split``, ``seed`` and ``part`` decide; other ``pairs`` if given."""
+        """Return ``count`` rows of ``length`` tokens, as ``split``, ``seed`` and ``part``
+        decide; ``pairs`` overrides the default."""
         self.check(length, pairs)
         draw = np.random.default_rng([SPLITS.index(split), seed, part])
         pair_counts = draw.choice(self.pairs if pairs is None else pairs, count)
@@ -86,7 +87,7 @@ class Recall:
         return rows
 
     def _write(self, draw: np.random.Generator, rows: RecallRows, which: np.ndarray, number: int) -> None:
-        """Put the pairs and the queries into the rows ``which`` [n, 1]."""
+        """Write the pairs and the queries into the rows ``which`` [n, 1]."""
         half, slots = self.symbols // 2, (rows.tokens.shape[1] - 2 * number) // 2
         keys = 1 + _distinct(draw.random((len(which), half - 1)), number)
         values = half + _distinct(draw.random((len(which), self.symbols - half)), number)
@@ -100,7 +101,7 @@ class Recall:
 
 
 def _distinct(costs: np.ndarray, number: int) -> np.ndarray:
-    """The columns of the ``number`` least ``costs`` of every row, in order."""
+    """Return the columns of the ``number`` least ``costs`` of every row, in order."""
     least = np.argpartition(costs, number - 1, axis=1)[:, :number]
     order = np.take_along_axis(costs, least, 1).argsort(axis=1)
     return np.take_along_axis(least, order, 1)

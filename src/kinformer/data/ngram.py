@@ -1,4 +1,4 @@
-"""An interpolated Witten-Bell n-gram model of bytes: what a model must beat on the same data.
+"""An interpolated Witten-Bell n-gram model of bytes: the baseline of models on the same data.
 
 P(w | h) = (c(h w) + T(h) P(w | h')) / (c(h) + T(h)), h' being h without its first byte, c counts, T(h) the number of
 distinct bytes seen after h, and 1/256 below the empty context (Witten and Bell 1991, method C, in the interpolated form
@@ -21,7 +21,8 @@ _MOST = 7
 
 @dataclass(frozen=True, eq=False)
 class _Order:
-    """Sorted n-grams (a byte each 8 bits, oldest highest) with counts; sorted contexts with counts and followers."""
+    """The sorted n-grams of one order (a byte each 8 bits, oldest highest) with counts;
+    sorted contexts with counts and followers."""
 
     grams: np.ndarray
     counts: np.ndarray
@@ -37,7 +38,7 @@ class _Order:
         return cls(grams, counts, contexts[first], np.add.reduceat(counts, first, dtype=counts.dtype), followers)
 
     def interpolate(self, grams: np.ndarray, lower: np.ndarray) -> np.ndarray:
-        """P of each gram's last byte given the bytes before it, ``lower`` being P given one byte less."""
+        """Return P of each gram's last byte after the bytes before it, ``lower`` being P after one byte less."""
         index = find_sorted(self.contexts, grams >> np.uint64(8))
         seen = index >= 0
         index, gram = index[seen], find_sorted(self.grams, grams[seen])
@@ -49,7 +50,8 @@ class _Order:
 
 
 class NgramModel:
-    """Predicts a byte from at most ``context`` bytes before it, by counts of n-grams, n = 1 to ``context`` + 1.
+    """A model that predicts a byte from at most ``context`` bytes before it, by counts of n-grams, n = 1 to ``context``
+    + 1.
 
     Memory follows the number of distinct n-grams. Train on ``split.take(n)`` where the whole would take too long.
     """
@@ -68,7 +70,7 @@ class NgramModel:
             self._orders.insert(0, _Order.of(grams, counts))
 
     def probabilities(self, data: np.ndarray, start: int = 0) -> np.ndarray:
-        """P of each byte from ``start`` on given those before it, float64; ``data`` is uint8 [length].
+        """Return P of each byte from ``start`` on after those before it, float64; ``data`` is uint8 [length].
 
         Byte i is predicted from at most i bytes of context, so the first one by its frequency.
         """
@@ -80,7 +82,7 @@ class NgramModel:
         return result
 
     def bits_per_byte(self, split: Split) -> float:
-        """Bits per byte of ``split``, by the protocol of all models: its first byte costs 8 bits."""
+        """Return bits per byte of ``split``, by the protocol of all models: its first byte costs 8 bits."""
         text, bits = split.text, 8.0
         text.require(2, "measuring")
         for start in range(1, len(text), _BLOCK):
@@ -91,7 +93,7 @@ class NgramModel:
 
 
 def _count(split: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The distinct runs of ``size`` bytes of the split, sorted, and how often each occurs."""
+    """Return the distinct runs of ``size`` bytes of the split, sorted, and how often each occurs."""
     grams, counts = np.empty(0, np.uint64), np.empty(0, np.uint32 if len(split) < 1 << 32 else np.uint64)
     for start in range(0, len(split) - size + 1, _BLOCK):
         data = split.tokens(start, min(_BLOCK + size - 1, len(split) - start))
@@ -101,7 +103,7 @@ def _count(split: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def merge_counts(grams: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sorted distinct grams and the sums of their counts."""
+    """Return sorted distinct grams and the sums of their counts."""
     order = np.argsort(grams, kind="stable")
     grams = grams[order]
     first = np.flatnonzero(np.append(True, grams[1:] != grams[:-1]))
@@ -109,7 +111,8 @@ def merge_counts(grams: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def _grams(data: np.ndarray, size: int) -> np.ndarray:
-    """Each run of ``size`` bytes of ``data`` as an integer, the last byte lowest; uint64 [len(data) - size + 1]."""
+    """Return each run of ``size`` bytes of ``data`` as an integer, the last byte
+    lowest; uint64 [len(data) - size + 1]."""
     count = len(data) - size + 1
     grams = np.zeros(count, np.uint64)
     for shift in range(size):
@@ -122,6 +125,6 @@ def _mask(size: int) -> np.uint64:
 
 
 def find_sorted(table: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The index of each value in a sorted table, -1 where it is not."""
+    """Return the index of each value in a sorted table, -1 where it is not."""
     index = np.minimum(np.searchsorted(table, values), len(table) - 1)
     return np.where(table[index] == values, index, -1)

@@ -30,7 +30,7 @@ _GERMAN_TENS = ["-", "-", "zwanzig", "dreißig", "vierzig", "fünfzig", "sechzig
 
 
 def english(number: int) -> str:
-    """A number below a million in English words."""
+    """Return a number below a million in English words."""
     thousands, rest = divmod(number, 1000)
     words = [f"{_english_below_thousand(thousands)} thousand"] if thousands else []
     if rest or not thousands:
@@ -50,14 +50,14 @@ def _english_below_thousand(number: int) -> str:
 
 
 def german(number: int) -> str:
-    """A number below a million as one German word."""
+    """Return a number below a million as one German word."""
     thousands, rest = divmod(number, 1000)
     word = (_german_below_thousand(thousands, "ein") + "tausend") if thousands else ""
     return word + (_german_below_thousand(rest, "eins") if rest or not thousands else "")
 
 
 def _german_below_thousand(number: int, one: str) -> str:
-    """``one`` is what a last 1 is called: ``eins``, but ``eintausend``."""
+    """Return a number below a thousand in German; ``one`` is the word for a last 1: ``eins``, but ``eintausend``."""
     hundreds, rest = divmod(number, 100)
     word = (("ein" if hundreds == 1 else _GERMAN[hundreds]) + "hundert") if hundreds else ""
     if rest >= 20:
@@ -70,7 +70,7 @@ def _german_below_thousand(number: int, one: str) -> str:
 
 @cache
 def pairs(split: str) -> tuple[list[bytes], list[bytes]]:
-    """The lines of a split in both languages, always the same."""
+    """Return the lines of a split in both languages, always the same."""
     draw = np.random.default_rng([int(VERSION), list(SIZES).index(split)])
     sides: Any = ([], [])
     for count in draw.integers(FEWEST, MOST + 1, SIZES[split]).tolist():

@@ -17,7 +17,7 @@ _USUAL = ("source", "target")
 
 
 def read_table(path: Path, text: str, names: Names) -> tuple[Names, list[Row]]:
-    """What source and target are called in the ``text`` of a file (as asked for, where that is said), and its rows."""
+    """Return the names of source and target in the ``text`` of a file (``names`` where they are set), and its rows."""
     lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
     if path.name.removesuffix(".gz").endswith(".tsv"):
         return _columns(path, lines, names)
@@ -52,7 +52,7 @@ def _columns(path: Path, lines: Sequence[str], names: Names) -> tuple[Names, lis
 
 
 def _is_header(cells: Sequence[str], names: Names) -> bool:
-    """Whether these are names of columns: the usual ones, those asked for, or two codes of languages."""
+    """Return whether ``cells`` are names of columns: the usual ones, those of ``names``, or two codes of languages."""
     named = [name.lower() for name in names if name]
     if named:
         return all(name in cells for name in named)
@@ -84,7 +84,7 @@ def _objects(path: Path, lines: Sequence[str], names: Names) -> tuple[Names, lis
 
 
 def _fields(row: Any, names: Names) -> Names:
-    """The fields of source and target: the usual ones, or the only two that are text, English first."""
+    """Return the fields of source and target: the usual ones, or the only two that are text, English first."""
     texts = [name for name, value in row.items() if isinstance(value, str)] if isinstance(row, dict) else []
     if not any(names) and set(_USUAL) <= set(texts):
         return _USUAL

@@ -34,18 +34,18 @@ _PARTS = {"val": "validation", "dev": "validation", "test": "test"}
 
 
 class Pairs(NamedTuple):
-    """Lines of text: ``source[i]`` and its translation ``target[i]``, none of them empty, UTF-8."""
+    """The lines of text: ``source[i]`` and its translation ``target[i]``, none of them empty, UTF-8."""
 
     source: Sequence[bytes]
     target: Sequence[bytes]
 
     def taken(self, numbers: Sequence[int]) -> Pairs:
-        """Some of them, in this order."""
+        """Return some of the pairs, in this order."""
         return Pairs([self.source[index] for index in numbers], [self.target[index] for index in numbers])
 
 
 class Languages(NamedTuple):
-    """What the sides are called: endings of files, or names of columns; None where it is not said."""
+    """The names of the two sides: endings of files, or names of columns; None where they are not set."""
 
     source: str | None = None
     target: str | None = None
@@ -53,8 +53,8 @@ class Languages(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Parallel:
-    """Pairs in the splits "train", "validation" and "test"; of several parts that are one of the last two, each is a
-    split by its own name, too."""
+    """The pairs in the splits "train", "validation" and "test"; of several parts that are one of the last two,
+    each is a split by its own name, too."""
 
     name: str
     version: str
@@ -65,7 +65,7 @@ class Parallel:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a run folder keeps, plain enough for JSON; figures compare only where identities are equal."""
+        """Return the identity that a run folder stores as JSON; metrics compare only where identities are equal."""
         return {
             "name": f"{self.name} ({self.languages.source} to {self.languages.target})",
             "version": self.version,
@@ -82,7 +82,7 @@ def open_pairs(
     holdout: float | None = None,
     languages: Languages = Languages(),  # noqa: B008 (an immutable value)
 ) -> Parallel:
-    """The pairs that ``spec`` names: a path as above, or ``number-words`` (``data.number_words``).
+    """Return the pairs that ``spec`` names: a path as above, or ``number-words`` (``data.number_words``).
 
     ``holdout=0.1`` holds out a tenth instead of a twentieth twice; it is then validation and test at once. Where
     ``languages`` are not given, English is the source if it is one of them, else the first by the alphabet. Raises
@@ -120,7 +120,7 @@ def _files(path: Path) -> list[SourceFile]:
 
 
 def _parts(path: Path, files: Sequence[SourceFile], requested: Languages) -> tuple[Languages, dict[str, Pairs]]:
-    """The languages, and the pairs of every part by its name."""
+    """Return the languages, and the pairs of every part by its name."""
     tables: dict[str, SourceFile] = {}
     sides: dict[str, dict[str, SourceFile]] = {}
     for file in files:
@@ -188,7 +188,7 @@ def _of_tables(tables: Mapping[str, SourceFile], requested: Languages) -> tuple[
 
 
 def _text(path: Path) -> str:
-    """What a file holds, unpacked and decoded."""
+    """Return the text of a file, unpacked and decoded."""
     data = read_unpacked(path)
     try:
         return data.decode("utf-8-sig")
@@ -226,7 +226,7 @@ def _without_empty(source: Sequence[bytes], target: Sequence[bytes], place: str)
 
 
 def _held_out(parts: Mapping[str, Pairs], holdout: float | None, path: Path) -> dict[str, Pairs]:
-    """The splits: parts by their names, and what is missing of them taken from the rest in the order of hashes."""
+    """Return the splits: parts by their names, and missing ones taken from the rest in the order of hashes."""
     held_out: dict[str, list[str]] = {}
     for stem in parts:
         first = stem.lower() if len(parts) > 1 else "train"

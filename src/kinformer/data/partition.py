@@ -1,4 +1,4 @@
-"""How a corpus is split into parts for training and for measuring, always the same way."""
+"""The split of a corpus into parts for training and for evaluation, always the same way."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FULL = 0.95
 
 
 def partition(files: Sequence[SourceFile], holdout: float | None = None) -> dict[str, list[Extent]]:
-    """Pieces of files for each of "train", "validation" and "test".
+    """Return pieces of files for each of "train", "validation" and "test".
 
     Without ``holdout`` about 90, 5 and 5 % of the bytes. With it, that share is held out and is validation and test
     at once. Ten files or more are split by file. Fewer, or files too different in size to come within a factor of two
@@ -36,7 +36,7 @@ def _close(parts: Sequence[Sequence[Extent]], shares: Sequence[float]) -> bool:
 
 
 def _by_file(files: Sequence[SourceFile], shares: Sequence[float]) -> list[list[Extent]]:
-    """Files, in the order of their names' hashes, fill each held-out part to its share of the bytes."""
+    """Return files, in the order of their names' hashes, that fill each held-out part to its share of the bytes."""
     total = sum(file.size for file in files)
     waiting = sorted(files, key=lambda file: sha256(file.name.encode("utf-8", "surrogateescape")).digest())
     held_out = []
@@ -69,7 +69,7 @@ def _by_position(files: Sequence[SourceFile], shares: Sequence[float]) -> list[l
 
 
 def _character_start(file: SourceFile, position: int) -> int:
-    """The first position from ``position`` on, at most 3 bytes later, that is not inside a UTF-8 character."""
+    """Return the first position from ``position`` on, at most 3 bytes later, that is not inside a UTF-8 character."""
     size = min(3, file.size - position)
     following = Extents([Extent(file.path, position, size)]).read(0, size)
     inside = len(following) - len(following.lstrip(bytes(range(0x80, 0xC0))))

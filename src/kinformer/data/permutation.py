@@ -19,7 +19,8 @@ def mix(*words: np.ndarray | int) -> np.ndarray:
 
 
 def permute(index: np.ndarray, count: int, key: np.ndarray | int) -> np.ndarray:
-    """Where a permutation of range(``count``), chosen by ``key``, sends each of ``index``; int64, the same shape.
+    """Return where a permutation of range(``count``), chosen by ``key``, sends each of ``index``; int64, the same
+    shape.
 
     A Feistel network permutes the next power of four; walking its cycles until the result lies below ``count``
     keeps it a bijection (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Takes no memory beyond
@@ -36,8 +37,8 @@ def permute(index: np.ndarray, count: int, key: np.ndarray | int) -> np.ndarray:
 
 
 def in_epochs(place: np.ndarray, count: int, *key: int) -> np.ndarray:
-    """Which of ``count`` examples stands at each ``place`` of an order without end, in which every epoch has each once,
-    in an order of its own; ``key`` chooses them."""
+    """Return which of ``count`` examples stands at each ``place`` of an order without end, in which every epoch has
+    each once, in an order of its own; ``key`` chooses them."""
     epoch, index = np.divmod(place, count)
     return permute(index, count, mix(*key, epoch))
 

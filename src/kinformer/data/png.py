@@ -1,4 +1,4 @@
-"""Whether a PNG holds all of its rows: Pillow decodes one whose data end early as if the rest were black."""
+"""A check that a PNG holds all of its rows: Pillow decodes one whose data end early as if the rest were black."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def require_rows(path: Path) -> None:
 
 
 def _bytes(width: int, height: int, depth: int, colour: int, _method: int, _filter: int, interlaced: int) -> int:
-    """What all rows take, each with the byte that says how it is filtered."""
+    """Return the bytes that all rows take, each with the byte that says how it is filtered."""
     if colour not in _CHANNELS:
         raise ValueError(f"its colours are of the type {colour}")
     total = 0

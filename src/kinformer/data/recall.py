@@ -1,4 +1,4 @@
-"""Associative retrieval (Schlag, Irie and Schmidhuber 2021, section 6.1): which value was stored under this key?
+"""Associative retrieval (Schlag, Irie and Schmidhuber 2021, section 6.1): the value that was stored under a key.
 
 Every step of a sequence is one pair of a key and a value, each out of ``num_keys`` symbols; then some keys are asked.
 
@@ -26,7 +26,8 @@ from kinformer.runtime.errors import KinformerError
 
 
 class Retrieval(NamedTuple):
-    """``keys``, ``values`` [rows, writes], ``queries``, ``targets`` [rows, asked]: int64 from 0 to num_keys - 1."""
+    """The examples: ``keys``, ``values`` [rows, writes], ``queries``, ``targets`` [rows,
+    asked]: int64 from 0 to num_keys - 1."""
 
     keys: Tensor
     values: Tensor
@@ -49,7 +50,7 @@ class AssociativeRetrieval:
         self.generator = torch.Generator().manual_seed(seed)
 
     def batch(self, rows: int, num_queries: int = 1) -> Retrieval:
-        """``rows`` sequences, each with ``num_queries`` queries."""
+        """Return ``rows`` sequences, each with ``asked`` queries."""
         keys, values = self._symbols(rows), self._symbols(rows)
         steps = torch.randint(self.writes, (rows, num_queries), generator=self.generator)
         queries = keys.gather(1, steps)
@@ -62,6 +63,6 @@ class AssociativeRetrieval:
 
 
 def last_write(keys: Tensor, queries: Tensor) -> Tensor:
-    """The last step [rows, asked] at which each of ``queries`` stands in ``keys`` [rows, writes]."""
+    """Return the last step [rows, asked] at which each of ``queries`` stands in ``keys`` [rows, writes]."""
     step = torch.arange(keys.shape[1], device=keys.device)
     return torch.where(keys[:, None] == queries[..., None], step, -1).amax(dim=-1)

@@ -17,7 +17,8 @@ CROSSINGS, PASSED = 12, 0.94
 
 
 class Resampler:
-    """Sound of ``rate`` samples a second as sound of ``to``. Fed in pieces it gives what it would give for the whole.
+    """The conversion of sound of ``rate`` samples a second to ``to``. Fed in pieces it returns what it would for the
+    whole.
 
     ``to / rate`` in lowest terms is n / o: every o samples that come give n, each by a filter of its own.
     """
@@ -35,7 +36,8 @@ class Resampler:
         self._came = self._gave = 0
 
     def feed(self, samples: Tensor, last: bool = False) -> Tensor:
-        """What can be told after ``samples`` [time]; with ``last`` all, ceil(time to / rate) samples in sum."""
+        """Return the new samples that follow from ``samples`` [time]; with ``last``
+        all, ceil(time to / rate) samples in sum."""
         if self.same:
             return samples
         self._came += len(samples)
@@ -55,5 +57,5 @@ class Resampler:
 
 
 def resample(samples: Tensor, rate: int, to: int) -> Tensor:
-    """``samples`` [time] of ``rate`` samples a second at the rate ``to``."""
+    """Return ``samples`` [time] of ``rate`` samples a second at the rate ``to``."""
     return Resampler(rate, to).feed(samples, last=True)

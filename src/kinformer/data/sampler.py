@@ -1,4 +1,4 @@
-"""Which tokens a training step sees: a pure function of (seed, step), the same for every number of processes.
+"""The tokens of a training step: a pure function of (seed, step), the same for every number of processes.
 
 To resume a run, the step number suffices. A step's *global* batch does not depend on how many processes share it;
 process ``rank`` of ``world`` gets its ``rank``-th contiguous slice of rows.
@@ -18,14 +18,16 @@ _PHASE, _ORDER = 1, 2
 
 
 class Sampler(Protocol):
-    """What a trainer asks of the data."""
+    """The interface of a trainer's data: the rows of a step, and where sequences begin in them."""
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray:
-        """Ids int64 [batch_size / world, length + 1]; inputs are all but the last column, targets all but the first."""
+        """Return ids int64 [batch_size / world, length + 1]; inputs are all but the
+        last column, targets all but the first."""
         ...
 
     def resets(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray | None:
-        """Bool [batch_size / world, length]: inputs at which a new sequence begins; None if there is no such mark."""
+        """Return bool [batch_size / world, length]: inputs at which a new sequence
+        begins; None if there is no such mark."""
         ...
 
 
@@ -44,18 +46,19 @@ class RandomWindows:
         self.windows, self._phases = _grid(len(split), length)
 
     def starts(self, step: int) -> np.ndarray:
-        """Position of the first token of each row of the global batch, int64 [batch_size]."""
+        """Return the position of the first token of each row of the global batch, int64 [batch_size]."""
         sample = step * self.batch_size + np.arange(self.batch_size)
         epoch, index = np.divmod(sample, self.windows)
         window = permute(index, self.windows, mix(self.seed, _ORDER, epoch))
         return _phase(self.seed, epoch, self._phases) + window * self.length
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray:
-        """Ids int64 [batch_size / world, length + 1]."""
+        """Return ids int64 [batch_size / world, length + 1]."""
         return self.split.rows(_share(self.starts(step), rank, world), self.length + 1)
 
     def resets(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray | None:
-        """Bool [batch_size / world, length], True at the first token of a document; None unless asked for."""
+        """Return bool [batch_size / world, length], True at the first token of a
+        document; None without ``reset_documents``."""
         if not self.reset_documents:
             return None
         return self.split.document_starts(_share(self.starts(step), rank, world), self.length)
@@ -76,17 +79,17 @@ class SegmentStreams:
         self.segments, self._phases = _grid(self.stream_length + 1, length)
 
     def starts(self, step: int) -> np.ndarray:
-        """Position of the first token of each row of the global batch, int64 [batch_size]."""
+        """Return the position of the first token of each row of the global batch, int64 [batch_size]."""
         epoch, segment = divmod(step, self.segments)
         phase = _phase(self.seed, np.array([epoch]), self._phases)
         return np.arange(self.batch_size) * self.stream_length + phase + segment * self.length
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray:
-        """Ids int64 [batch_size / world, length + 1]."""
+        """Return ids int64 [batch_size / world, length + 1]."""
         return self.split.rows(_share(self.starts(step), rank, world), self.length + 1)
 
     def resets(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray:
-        """Bool [batch_size / world, length], True at the first token of a document or of a stream."""
+        """Return bool [batch_size / world, length], True at the first token of a document or of a stream."""
         resets = self.split.document_starts(_share(self.starts(step), rank, world), self.length)
         if step % self.segments == 0:
             resets[:, 0] = True
@@ -94,7 +97,8 @@ class SegmentStreams:
 
 
 def _grid(tokens: int, length: int) -> tuple[int, int]:
-    """How many windows of ``length`` predictions an epoch over ``tokens`` tokens has, and how many phases it allows."""
+    """Return how many windows of ``length`` predictions an epoch over ``tokens``
+    tokens has, and how many phases it allows."""
     windows = max(1, (tokens - length) // length)
     return windows, min(length, tokens - windows * length)
 

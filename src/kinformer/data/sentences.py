@@ -8,7 +8,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 def line_sentences(tokens: np.ndarray, longest: int = 64, newline: int = 10) -> np.ndarray:
-    """The sentence of every token, from 0 in each row: int64 [rows, time], for ``model(tokens, sentences=...)``.
+    """Return the sentence of every token, from 0 in each row: int64 [rows, time], for ``model(tokens, sentences=...)``.
 
     A sentence is as many lines as go into ``longest`` tokens, each with the ``newline`` that ends it; a longer line is
     cut. Sentences give away where lines end, so take them from a text in which ends of lines are not to be guessed.

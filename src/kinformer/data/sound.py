@@ -1,4 +1,4 @@
-"""Sound to recognise speech in: recorded clips (``data.clips``), or telephone tones that are made (``data.dtmf``).
+"""Sound for speech recognition: recorded clips (``data.clips``), or synthetic telephone tones (``data.dtmf``).
 
 Utterances of a split are numbered; each has samples at the data's rate and a transcript, made of *symbols*: characters,
 or labels with spaces between them (words, digits, phonemes). Clips may be joined into longer utterances.
@@ -38,7 +38,7 @@ class Utterances(Protocol):
     lengths: np.ndarray
 
     def samples(self, number: int) -> Tensor:
-        """Float32 [time]."""
+        """Return the samples of the utterance ``number``, float32 [time]."""
         ...
 
     def transcript(self, number: int) -> str: ...
@@ -48,8 +48,9 @@ class Utterances(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SoundOptions:
-    """How recordings are read: ``units`` (characters or labels; None as they fit the data), ``join`` (how many clips
-    make an utterance, least and most), ``rate`` of sampling (None: that of most clips), ``held``: what is held out."""
+    """The options of recordings: ``units`` (characters or labels; None as they fit the data), ``join`` (how
+    many clips make an utterance, least and most), ``rate`` of sampling (None: that of most clips),
+    ``held``: the rule of held-out clips."""
 
     units: str | None = None
     join: tuple[int, int] | None = None
@@ -74,7 +75,7 @@ class Sound:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a run folder keeps, plain enough for JSON."""
+        """Return the identity that a run folder stores as JSON."""
         return {
             "name": self.name, "version": self.version, "fingerprint": self.fingerprint,
             "rate": self.rate, "unit": self.unit, "symbols": list(self.symbols),
@@ -83,17 +84,17 @@ class Sound:
 
 
 def split_symbols(transcript: str, unit: str) -> list[str]:
-    """The symbols of a transcript."""
+    """Return the symbols of a transcript."""
     return list(transcript) if unit == CHARACTERS else transcript.split()
 
 
 def join_symbols(symbols: Sequence[str], unit: str) -> str:
-    """The transcript that they make."""
+    """Return the transcript that the symbols make."""
     return ("" if unit == CHARACTERS else " ").join(symbols)
 
 
 class Recorded:
-    """Utterances of one clip each, or of several with pauses; ``groups`` are their clips, by number."""
+    """The utterances of one clip each, or of several with pauses; ``groups`` are their clips, by number."""
 
     def __init__(self, clips: Sequence[Clip], groups: Sequence[np.ndarray], rate: int, seed: int) -> None:
         self.clips, self.groups, self.rate = clips, groups, rate
@@ -119,7 +120,7 @@ class Recorded:
         return " + ".join(clip.name for clip in self._of(number))
 
     def _clip(self, index: int) -> Tensor:
-        """A clip's samples, kept as long as there is room."""
+        """Return a clip's samples, cached as long as there is room."""
         if index in self._resampled:
             return self._resampled[index]
         samples, rate = read_sound(self.clips[index].path)
@@ -134,7 +135,7 @@ class Recorded:
 
 
 def open_sound(spec: str, options: SoundOptions, symbols: Sequence[str] | None = None) -> Sound:
-    """The sound that ``spec`` names: ``dtmf``, a folder of clips, or a table of them.
+    """Return the sound that ``spec`` names: ``dtmf``, a folder of clips, or a table of them.
 
     ``symbols``: those that are known already, in their order, where a model was trained before. Errors:
     ``KinformerError`` for data that cannot be read, and for a transcript with a symbol that no training transcript has.
@@ -193,7 +194,7 @@ def _symbols(splits: Mapping[str, Sequence[Clip]], unit: str, joined: bool) -> t
 
 
 def _check_symbols(clips: Sequence[Clip], unit: str, trained: Sequence[str]) -> None:
-    """Refuse what no model trained on the ``trained`` symbols could write."""
+    """Refuse symbols that no model trained on the ``trained`` ones could write."""
     symbols = set(trained)
     for clip in clips:
         for symbol in split_symbols(clip.transcript, unit):
@@ -205,7 +206,8 @@ def _check_symbols(clips: Sequence[Clip], unit: str, trained: Sequence[str]) -> 
 
 
 def _groups(clips: Sequence[Clip], join: tuple[int, int] | None, rounds: int) -> list[np.ndarray]:
-    """The clips of every utterance: one each, or some of one speaker, every clip once in each of the ``rounds``."""
+    """Return the clips of every utterance: one each, or some of one speaker,
+    every clip once in each of the ``rounds``."""
     if join is None:
         return [np.array([number]) for number in range(len(clips))]
     speakers: dict[str, list[int]] = {}

@@ -30,7 +30,7 @@ class Split:
 
     @classmethod
     def of_bytes(cls, name: str, corpus: str, extents: Extents) -> Split:
-        """A split whose tokens are the bytes of ``extents``; each of its pieces is a document."""
+        """Return a split whose tokens are the bytes of ``extents``; each of its pieces is a document."""
         return cls(name, corpus, extents, documents=extents.starts[:-1])
 
     def __len__(self) -> int:
@@ -38,28 +38,29 @@ class Split:
 
     @property
     def text(self) -> Split:
-        """The same part as bytes: the split itself when its tokens are bytes."""
+        """Return the same part as bytes: the split itself when its tokens are bytes."""
         return self if self.encoded_from is None else self.encoded_from
 
     @property
     def bytes(self) -> int:
-        """Bytes of text that the tokens stand for, the denominator of bits per byte."""
+        """Return the bytes of text that the tokens stand for, the denominator of bits per byte."""
         return len(self.text)
 
     def tokens(self, start: int, length: int) -> np.ndarray:
-        """Ids [length] from position ``start`` on, read-only, in the stored dtype (uint8, uint16 or uint32)."""
+        """Return ids [length] from position ``start`` on, read-only, in the stored dtype (uint8, uint16 or uint32)."""
         width = self.dtype.itemsize
         return np.frombuffer(self.extents.read(start * width, (start + length) * width), self.dtype)
 
     def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Ids int64 [len(starts), length], one row from each of ``starts`` on."""
+        """Return ids int64 [len(starts), length], one row from each of ``starts`` on."""
         rows = np.empty((len(starts), length), np.int64)
         for row, start in zip(rows, starts.tolist(), strict=True):
             row[:] = self.tokens(start, length)
         return rows
 
     def document_starts(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Bool [len(starts), length]: which tokens of the rows from ``starts`` on are the first of a document."""
+        """Return bool [len(starts), length]: which tokens of the rows from
+        ``starts`` on are the first of a document."""
         marked = np.zeros((len(starts), length), bool)
         lows = np.searchsorted(self.documents, starts)
         highs = np.searchsorted(self.documents, starts + length)
@@ -68,7 +69,7 @@ class Split:
         return marked
 
     def take(self, length: int) -> Split:
-        """The first ``length`` tokens as a split.
+        """Return the first ``length`` tokens as a split.
 
         Of tokenizer ids slightly fewer are taken (or, of a very short request, more): up to the nearest mark, so that
         the bytes are exact.
@@ -90,7 +91,8 @@ class Split:
         )
 
     def skip(self, length: int) -> Split:
-        """All but the first ``length`` tokens as a split; of tokenizer ids, all but those that :meth:`take` takes."""
+        """Return all but the first ``length`` tokens as a split; of tokenizer ids,
+        all but those that :meth:`take` takes."""
         if self.marks is None or self.encoded_from is None:
             cut, text, marks = length, None, None
         else:

@@ -24,7 +24,7 @@ Fill = Callable[[Path], Mapping[str, Any]]
 
 
 def stored(folder: Path, schema: int, fill: Fill) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """What is known of the arrays in ``folder`` (with the schema behind its name), and the arrays by name, mapped.
+    """Return the record of the arrays in ``folder`` (with the schema behind its name), and the arrays by name, mapped.
 
     ``fill`` makes them if they are not there. The folder appears whole or not at all; processes may race, since each
     writes the same. Every file is held to its checksum.
@@ -42,8 +42,8 @@ def stored(folder: Path, schema: int, fill: Fill) -> tuple[dict[str, Any], dict[
 
 
 def save_joined(path: Path, pieces: Iterable[np.ndarray]) -> np.ndarray:
-    """Write ``pieces``, arrays of one dimension, as one array, none of them longer in memory than it is looked at;
-    returns where each begins, and at last where they end."""
+    """Write ``pieces``, arrays of one dimension, as one array, holding one piece in memory at a time; return where
+    each begins, and at last where they end."""
     starts, dtype, bare = array("q", [0]), np.dtype(np.uint8), path.with_suffix(".bare")
     with bare.open("wb") as file:
         for piece in pieces:

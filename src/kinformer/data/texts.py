@@ -14,15 +14,16 @@ _BATCH = 1 << 17
 
 
 class Example(NamedTuple):
-    """Bytes of text and the name of a class."""
+    """The bytes of a text and the name of its class."""
 
     text: bytes
     label: str
 
 
 class Texts:
-    """Text i is ``data[ends[i] : ends[i + 1]]``; ``labels`` counts the classes in the order of ``names``, which several
-    collections may share. ``order`` (None: all of them) says which texts there are, and in what order."""
+    """Labelled texts: text i is ``data[ends[i] : ends[i + 1]]``; ``labels`` counts the classes in
+    the order of ``names``, which several collections may share. ``order`` (None: all of them) says
+    which texts there are, and in what order."""
 
     def __init__(self, names: dict[str, int]) -> None:
         self.names, self.order = names, None
@@ -41,20 +42,20 @@ class Texts:
         return len(self.labels) if self.order is None else len(self.order)
 
     def taken(self, order: np.ndarray) -> Self:
-        """The texts of the numbers ``order``, with the same bytes behind them."""
+        """Return the texts of the numbers ``order``, with the same bytes behind them."""
         texts = type(self)(self.names)
         texts.data, texts.ends, texts.labels, texts.order = self.data, self.ends, self.labels, order
         return texts
 
     def by_hash(self) -> np.ndarray:
-        """The numbers of all texts, in the order of the first 8 bytes of their sha256."""
+        """Return the numbers of all texts, in the order of the first 8 bytes of their sha256."""
         digests = np.empty(len(self.labels), np.uint64)
         for index in range(len(digests)):
             digests[index] = int.from_bytes(sha256(self._text(index)).digest()[:8], "big")
         return digests.argsort(kind="stable")
 
     def batches(self) -> Iterator[list[bytes]]:
-        """All texts in order, some at a time."""
+        """Yield all texts in order, some at a time."""
         batch: list[bytes] = []
         size = 0
         for index in range(len(self.labels)) if self.order is None else map(int, self.order):
@@ -67,7 +68,7 @@ class Texts:
             yield batch
 
     def classes(self) -> np.ndarray:
-        """Of each text the number of its class in ``names``, int64."""
+        """Return the number of each text's class in ``names``, int64."""
         labels = np.frombuffer(self.labels, np.int64)
         return labels if self.order is None else labels[self.order]
 

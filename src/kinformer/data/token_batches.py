@@ -16,8 +16,8 @@ _TIES, _ORDER = 8, 9
 
 
 class TokenBatches:
-    """``widths`` [pairs] tokens, at most ``tokens`` of rows x width in a batch, whose rows are a multiple of
-    ``multiple``."""
+    """The batches: ``widths`` [pairs] tokens, at most ``tokens`` of rows x width in a batch,
+    whose rows are a multiple of ``multiple``."""
 
     def __init__(self, widths: Sequence[int] | np.ndarray, tokens: int, seed: int, multiple: int = 1) -> None:
         self.widths, self.seed = np.asarray(widths, np.int64), seed
@@ -27,11 +27,12 @@ class TokenBatches:
 
     @property
     def batches(self) -> int:
-        """Of an epoch."""
+        """Return the number of batches of an epoch."""
         return len(self.starts) - 1
 
     def indices(self, step: int) -> np.ndarray:
-        """The pairs of batch number ``step``, int64; a last one that is no multiple is filled up with its first."""
+        """Return the pairs of batch number ``step``, int64; a last one that is no
+        multiple is filled up with its first."""
         epoch, number = divmod(step, self.batches)
         if self._epoch[0] != epoch:
             ties = mix(self.seed, _TIES, epoch, np.arange(len(self.widths)))
@@ -42,7 +43,7 @@ class TokenBatches:
 
 
 def _starts(widths: np.ndarray, tokens: int, multiple: int) -> np.ndarray:
-    """Where batches of the rising ``widths`` begin, and at last where they end."""
+    """Return where batches of the rising ``widths`` begin, and at last where they end."""
     starts = [0]
     while starts[-1] < len(widths):
         start = starts[-1]

@@ -21,7 +21,7 @@ _HELD = 64 << 20
 
 
 def encode_split(split: Split, tokenizer: Tokenizer, folder: Path, key: str) -> Split:
-    """The split of bytes ``split`` as ids of ``tokenizer``, kept in ``folder`` under ``key`` and its name.
+    """Return the split of bytes ``split`` as ids of ``tokenizer``, stored in ``folder`` under ``key`` and its name.
 
     Ids are uint16 where they fit, else uint32, little-endian. Text is encoded in pieces that end at line ends, so
     memory stays bounded; the index, written last, vouches for the ids by their checksum. Processes may race: each
@@ -50,7 +50,7 @@ def encode_split(split: Split, tokenizer: Tokenizer, folder: Path, key: str) -> 
 
 
 def first_bytes(split: Split, count: int, tokenizer: Tokenizer) -> Split:
-    """The first ``count`` bytes of ``split`` as a text of its own, less what is left of a character at its end.
+    """Return the first ``count`` bytes of ``split`` as a text of its own, without a partial character at its end.
 
     Of tokenizer ids, the bytes behind the last mark before ``count`` are encoded, unless that is a share too small
     to matter of ids that are too many for the memory.

@@ -26,37 +26,38 @@ _BLANKS = str.maketrans("\u0120\u2581\u0109\u010a\u010d", "  \t\n\r")
 
 
 class TextStream(Protocol):
-    """Turns ids into text as they come; characters that are still incomplete wait for their rest."""
+    """A decoder of ids as they come; characters that are still incomplete wait for their rest."""
 
     def feed(self, token: int) -> str:
-        """The text that ``token`` completes, possibly empty."""
+        """Return the text that ``token`` completes, possibly empty."""
         ...
 
     def finish(self) -> str:
-        """What was still waiting, with U+FFFD for what never became a character."""
+        """Return the text that was still waiting, with U+FFFD for bytes that never became a character."""
         ...
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. ``fingerprint`` differs between tokenizers; ids lie below ``vocab_size``."""
+    """The protocol from text to ids and back. ``fingerprint`` differs between
+    tokenizers; ids lie below ``vocab_size``."""
 
     vocab_size: int
     fingerprint: str
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """Ids int64 [length] of ``text``."""
+        """Return ids int64 [length] of ``text``."""
         ...
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Ids of each of ``texts``."""
+        """Return the ids of each of ``texts``."""
         ...
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of ``tokens``, with U+FFFD where they are no text."""
+        """Return the text of ``tokens``, with U+FFFD where they are no text."""
         ...
 
     def stream(self) -> TextStream:
-        """A decoder for ids that come one by one."""
+        """Return a decoder for ids that come one by one."""
         ...
 
 
@@ -67,40 +68,40 @@ class ByteTokenizer:
     fingerprint = "bytes"
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """Ids int64 [length]: the UTF-8 bytes of a string (bytes escaped by the system's decoding come back)."""
+        """Return ids int64 [length]: the UTF-8 bytes of a string (bytes escaped by the system's decoding come back)."""
         return np.frombuffer(as_bytes(text), np.uint8).astype(np.int64)
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Ids of each of ``texts``."""
+        """Return the ids of each of ``texts``."""
         return [self.encode(text) for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of ``tokens``, with U+FFFD where they are not UTF-8."""
+        """Return the text of ``tokens``, with U+FFFD where they are not UTF-8."""
         return bytes(int(token) for token in tokens).decode("utf-8", "replace")
 
     def stream(self) -> ByteStream:
-        """A decoder for bytes that come one by one."""
+        """Return a decoder for bytes that come one by one."""
         return ByteStream()
 
 
 class ByteStream:
-    """UTF-8 byte by byte."""
+    """A decoder of UTF-8, byte by byte."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
-        """The character that the byte completes, or nothing."""
+        """Return the character that the byte completes, or nothing."""
         return self._decoder.decode(bytes([token]))
 
     def finish(self) -> str:
-        """U+FFFD if a character was left incomplete."""
+        """Return U+FFFD if a character was left incomplete."""
         return self._decoder.decode(b"", final=True)
 
 
 class FileTokenizer:
-    """A tokenizer.json. It adds no special tokens, and truncation and padding set in the file are ignored. One with
-    another ``fingerprint`` than the given is refused.
+    """A tokenizer.json. It adds no special tokens, and truncation and padding set in the file are ignored. A file whose
+    fingerprint is not ``fingerprint`` is refused.
 
     Bits per byte are honest for a tokenizer that loses nothing (byte-level BPE); one that normalises text (lower case,
     unknown words) leaves some of the bytes unpredicted.
@@ -135,11 +136,11 @@ class FileTokenizer:
             file.write(self.source)
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """Ids int64 [length] of UTF-8 text."""
+        """Return ids int64 [length] of UTF-8 text."""
         return self.encode_batch([as_bytes(text)])[0]
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Ids of each of ``texts``, UTF-8; anything else is a :class:`KinformerError`."""
+        """Return ids of each of ``texts``, UTF-8; anything else is a :class:`KinformerError`."""
         try:
             decoded = [text.decode("utf-8") for text in texts]
         except UnicodeDecodeError as error:
@@ -152,25 +153,25 @@ class FileTokenizer:
         return [np.array(encoding.ids, np.int64) for encoding in encodings]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of ``tokens``."""
+        """Return the text of ``tokens``."""
         with _library_errors("the tokenizer", "cannot decode these tokens", "give another one"):
             return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
 
     def spelled(self) -> tuple[list[str], bool]:
-        """How each id is spelled, with blanks for the signs that stand for them, and whether ``##`` marks what goes on
-        a word, as in WordPiece."""
+        """Return how each id is spelled, with blanks for the signs that stand for them, and whether ``##`` marks a
+        token that continues a word, as in WordPiece."""
         pieces = [self._tokenizer.id_to_token(token) or "" for token in range(self.vocab_size)]
         marked = type(self._tokenizer.model).__name__ == "WordPiece"
         return [piece.translate(_BLANKS) for piece in pieces], marked
 
     def stream(self) -> FileStream:
-        """A decoder for ids that come one by one."""
+        """Return a decoder for ids that come one by one."""
         return FileStream(self)
 
 
 @contextmanager
 def _library_errors(place: str | Path, what: str, remedy: str) -> Iterator[None]:
-    """Tell what goes wrong in the library as one sentence, a panic of its Rust code too, which is no ``Exception``."""
+    """Report errors in the library as one sentence, a panic of its Rust code too, which is no ``Exception``."""
     with files.reading(place, what, remedy):
         try:
             yield
@@ -181,12 +182,12 @@ def _library_errors(place: str | Path, what: str, remedy: str) -> Iterator[None]
 
 
 def file_fingerprint(source: bytes) -> str:
-    """What identifies a tokenizer.json that holds ``source``."""
+    """Return the fingerprint of a tokenizer.json that holds ``source``."""
     return "sha256:" + sha256(source).hexdigest()
 
 
 class FileStream:
-    """Decodes the newest ids beside the ones before them, since a token's text may depend on its neighbour."""
+    """A decoder of the newest ids beside the ones before them, since a token's text may depend on its neighbour."""
 
     def __init__(self, tokenizer: FileTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -194,12 +195,12 @@ class FileStream:
         self._waiting: list[int] = []
 
     def feed(self, token: int) -> str:
-        """The text that ``token`` completes, or nothing while a character is incomplete."""
+        """Return the text that ``token`` completes, or nothing while a character is incomplete."""
         self._waiting.append(token)
         return "" if self._tokenizer.decode(self._decoded_ids + self._waiting).endswith(_REPLACEMENT) else self.finish()
 
     def finish(self) -> str:
-        """The text of the ids that were waiting."""
+        """Return the text of the ids that were waiting."""
         decoded = len(self._tokenizer.decode(self._decoded_ids))
         text = self._tokenizer.decode(self._decoded_ids + self._waiting)[decoded:]
         if self._waiting:
@@ -216,12 +217,12 @@ def train_tokenizer(split: Split, vocab_size: int, path: str | Path, limit: int 
 
 
 def texts_of(split: Split, limit: int = 256 << 20) -> Iterator[str]:
-    """The first ``limit`` bytes of ``split`` in pieces."""
+    """Yield the first ``limit`` bytes of ``split`` in pieces."""
     return (piece.decode("utf-8", "replace") for piece in text_pieces(split.text.take(limit)))
 
 
 def train_tokenizer_on(texts: Iterable[str], vocab_size: int, path: str | Path) -> FileTokenizer:
-    """The same from ``texts``."""
+    """Learn a byte-level BPE of at most ``vocab_size`` tokens from ``texts``, and write it to ``path``."""
     if vocab_size < 256:
         raise KinformerError(f"vocab_size is {vocab_size} but a byte-level tokenizer needs 256 or more.")
     library = _library()
@@ -238,7 +239,7 @@ def train_tokenizer_on(texts: Iterable[str], vocab_size: int, path: str | Path) 
 
 
 def text_pieces(split: Split) -> Iterator[bytes]:
-    """The bytes of ``split`` in pieces of at most 64 KiB that end at a line's end, else between characters.
+    """Yield the bytes of ``split`` in pieces of at most 64 KiB that end at a line's end, else between characters.
 
     No piece crosses a document's end.
     """
@@ -261,7 +262,8 @@ def _last_character_start(piece: bytes) -> int:
 
 
 def as_bytes(text: str | bytes) -> bytes:
-    """``text`` as UTF-8; bytes that the system's decoding escaped come back. Half of a surrogate pair is an error."""
+    """Return ``text`` as UTF-8; bytes that the system's decoding escaped come back.
+    Half of a surrogate pair is an error."""
     if not isinstance(text, str):
         return text
     try:

@@ -1,4 +1,4 @@
-"""How much longer a tokenizer.json may make a text before it splits it, or after it has joined it again.
+"""The growth of a text by a tokenizer.json, before it splits the text or after it has joined it again.
 
 Replacements that follow one another multiply: forty times ``a -> aa`` make a terabyte of a letter, and the library ends
 the process when its memory does. So the bound is found from the replacements before any text is encoded.
@@ -20,7 +20,8 @@ _COPIES = 8
 
 
 class _Replacement(NamedTuple):
-    """``pattern`` (None: a regular expression, which may match any character, or nothing) becomes ``content``."""
+    """A replacement: ``pattern`` (None: a regular expression, which may match any
+    character, or nothing) becomes ``content``."""
 
     pattern: str | None
     content: str
@@ -52,13 +53,13 @@ def _replacements(part: Mapping[str, Any]) -> Iterator[_Replacement]:
 
 
 def _are_bounded(steps: list[_Replacement]) -> bool:
-    """Whether nothing that a replacement writes grows long, by itself or by all later ones."""
+    """Return whether nothing that a replacement writes grows long, by itself or by all later ones."""
     alone = all(len(content) <= MOST_GROWTH * len(pattern or ".") for pattern, content in steps)
     return alone and all(_is_bounded(steps, first) for first in range(len(steps)))
 
 
 def _is_bounded(steps: list[_Replacement], first: int) -> bool:
-    """Whether what the replacement ``first`` writes stays short in all later ones."""
+    """Return whether the text that the replacement ``first`` writes stays short in all later ones."""
     text, factor = steps[first].content * _COPIES, 1
     most = _COPIES * MOST_GROWTH * len(steps[first].pattern or ".")
     for pattern, content in steps[first + 1 :]:

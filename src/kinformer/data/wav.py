@@ -24,7 +24,7 @@ _DAMAGED = ("is no sound that can be read", "record or convert it again")
 
 
 class SoundInfo(NamedTuple):
-    """Of a file: samples a second, how many there are of each channel, and how many channels."""
+    """The head of a sound file: samples a second, how many there are of each channel, and how many channels."""
 
     rate: int
     samples: int
@@ -32,7 +32,7 @@ class SoundInfo(NamedTuple):
 
 
 def sound_info(path: str | Path) -> SoundInfo:
-    """What a file says of itself, without its samples.
+    """Return the head of a file, without its samples.
 
     Errors: ``KinformerError`` for a file that is missing, is no sound, holds none, or less than it says.
     """
@@ -56,7 +56,8 @@ def sound_info(path: str | Path) -> SoundInfo:
 
 
 def read_sound(path: str | Path) -> tuple[np.ndarray, int]:
-    """Samples float32 [time] and their rate. Errors as of :func:`sound_info`, and for numbers that are not finite."""
+    """Return samples float32 [time] and their rate. Errors as of
+    :func:`sound_info`, and for numbers that are not finite."""
     info = sound_info(path)
     with reading(path, *_DAMAGED):
         try:
@@ -97,7 +98,7 @@ def _require_length(path: Path) -> None:
 
 
 class WavStream:
-    """WAV that comes bit by bit, as from a microphone, whatever its head says of its length.
+    """A stream of WAV in parts, as from a microphone, whatever its head says of its length.
 
     Errors: ``KinformerError`` where it does not begin as WAV of PCM does.
     """
@@ -118,7 +119,7 @@ class WavStream:
         self._step = self._wave.getsampwidth() * self._wave.getnchannels()
 
     def read(self, seconds: float) -> np.ndarray:
-        """The next samples float32 [time], so many seconds of them or what is left; none at the end."""
+        """Return the next samples float32 [time], so many seconds of them or the rest; none at the end."""
         wanted = max(1, round(seconds * self.rate)) * self._step
         data = b""
         while len(data) < wanted and (piece := self._file.read(wanted - len(data))):
@@ -127,7 +128,7 @@ class WavStream:
 
 
 def _mixed(data: bytes, width: int, channels: int) -> np.ndarray:
-    """PCM of ``width`` bytes a sample as float32 [time]; what is left of a sample that was cut off is dropped."""
+    """Return PCM of ``width`` bytes a sample as float32 [time]; a last sample that was cut off is dropped."""
     raw = np.frombuffer(data[: len(data) // (width * channels) * width * channels], np.uint8)
     if width == 1:
         values = (raw.astype(np.float32) - 128) / 128
@@ -139,7 +140,7 @@ def _mixed(data: bytes, width: int, channels: int) -> np.ndarray:
 
 
 def _by_soundfile(path: str | Path, why: Exception, does: str, **options: Any) -> Any:
-    """What soundfile finds in a file that is no WAV of PCM, because of ``why``."""
+    """Call soundfile for a file that is no WAV of PCM, because of ``why``."""
     try:
         import soundfile
     except ImportError:

@@ -1,4 +1,4 @@
-"""A decoder whose head has a store to look things up in, by what the model made of the context.
+"""A decoder whose head searches a store, by keys that the model makes of the context.
 
 The key of a context is the input of the last layer's feed-forward (after its pre-norm where it has one), as Khandelwal
 et al. 2020 found best; in a post-norm layer, whose norm stands behind the attention sublayer, that input is normed too.
@@ -24,7 +24,8 @@ FEED_FORWARD, HIDDEN = "feed-forward input of the last layer", "final hidden sta
 
 
 class Keyed(NamedTuple):
-    """``hidden_states`` [batch, time, dim], ``keys`` [batch, time, key width] and the state after the chunk."""
+    """The results: ``hidden_states`` [batch, time, dim], ``keys`` [batch, time, key
+    width] and the state after the chunk."""
 
     hidden_states: Tensor
     keys: Tensor
@@ -32,15 +33,15 @@ class Keyed(NamedTuple):
 
 
 class KeyedStates(NamedTuple):
-    """What a head that looks things up needs of every position: ``hidden_states`` [batch, time, dim] for the decoder's
-    own prediction, ``keys`` [batch, time, key width] to search with."""
+    """The inputs of a head that searches a store: ``hidden_states`` [batch, time, dim] for the decoder's own
+    prediction, ``keys`` [batch, time, key width] to search with."""
 
     hidden_states: Tensor
     keys: Tensor
 
 
 class KeyedDecoder(nn.Module):
-    """A decoder that also gives the key of every context. ``representation`` names which, ``width`` is its size."""
+    """A decoder that also returns the key of every context. ``representation`` names which, ``width`` is its size."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
@@ -71,7 +72,7 @@ class KeyedDecoder(nn.Module):
         return Keyed(hidden_states, keys, state)
 
     def _probe(self) -> int | None:
-        """The width of what enters the last layer's feed-forward; None unless that is one vector of every token."""
+        """Return the width of the last layer's feed-forward input; None unless that is one vector of every token."""
         stack = self.decoder.stack
         skips = bool(stack.exits) or stack.halting is not None
         if skips or not isinstance(getattr(stack.units[-1], "feed_forward", None), nn.Module):
@@ -83,7 +84,8 @@ class KeyedDecoder(nn.Module):
 
     @contextmanager
     def _tapped(self) -> Iterator[list[Tensor]]:
-        """What enters the last layer's feed-forward meanwhile (the last time counts where a layer is used again)."""
+        """Tap the last layer's feed-forward input within the context (the last
+        time counts where a layer is used again)."""
         seen: list[Tensor] = []
         module: Any = self.decoder.stack.units[-1]
 
@@ -125,13 +127,13 @@ class AttachedDecoder(nn.Module):
         return self.decoder.max_length
 
     def initial_state(self, batch: int, **options: Any) -> Any:
-        """The state of ``batch`` new sequences."""
+        """Return the state of ``batch`` new sequences."""
         return self.decoder.initial_state(batch, **options)
 
     def forward(
         self, values: Tensor, state: Any = None, *, valid: Tensor | None = None, reset: Tensor | None = None
     ) -> tuple[Tensor, Any]:
-        """Logits [batch, time, vocab] (zero where not ``valid``) and the state after the chunk."""
+        """Return logits [batch, time, vocab] (zero where not ``valid``) and the state after the chunk."""
         inputs, state = self.head_inputs(values, state, valid=valid, reset=reset)
         return select_valid(self.logits(inputs), valid), state
 
@@ -144,17 +146,17 @@ class AttachedDecoder(nn.Module):
         reset: Tensor | None = None,
         taps: Sequence[int] = (),
     ) -> Hidden:
-        """The decoder's."""
+        """Return the decoder's hidden states, its state and its taps."""
         return self.decoder.hidden(values, state, valid=valid, reset=reset, taps=taps)
 
     def head_inputs(
         self, values: Tensor, state: Any = None, *, valid: Tensor | None = None, reset: Tensor | None = None
     ) -> tuple[KeyedStates, Any]:
-        """Hidden states and keys, and the state after the chunk."""
+        """Return hidden states and keys, and the state after the chunk."""
         hidden_states, keys, state = self.keyed(values, state, valid=valid, reset=reset)
         return KeyedStates(hidden_states, keys), state
 
     def logits(self, inputs: KeyedStates) -> Tensor:
-        """[batch, time, ...] -> [batch, time, vocab]."""
+        """Return logits [batch, time, vocab] of head inputs [batch, time, ...]."""
         logits = self.decoder.logits(inputs.hidden_states)
         return self.head(logits.flatten(0, -2), inputs.keys.flatten(0, -2)).view(logits.shape)

@@ -1,4 +1,5 @@
-"""A run with and without a datastore at its head (kNN-LM): at many weights, and with fewer entries."""
+"""The evaluation of a run with and without a datastore at its head (kNN-LM): at
+many weights, and with fewer entries."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ BITS = Metric("bits_per_byte", "bits per byte")
 
 @dataclass(frozen=True, kw_only=True)
 class StoreMeasurement:
-    """With ``entries`` entries: the setting, what it was chosen on (None: it was given), and the reported figures."""
+    """The result with ``entries`` entries: the setting, the split it was chosen
+    on (None: the user's), and the metrics."""
 
     entries: int
     setting: Setting
@@ -56,7 +58,7 @@ class StoreMeasurement:
         return self.sweep.bits_per_byte(self.setting)
 
     def at(self, weight: float) -> float:
-        """Bits per byte with another weight."""
+        """Return bits per byte with another weight."""
         return self.sweep.bits_per_byte(
             Setting(weight=weight, temperature=self.setting.temperature, neighbours=self.setting.neighbours)
         )
@@ -64,7 +66,7 @@ class StoreMeasurement:
 
 @dataclass(frozen=True)
 class _Job:
-    """What is measured, and how."""
+    """The parts of one evaluation: its options, the run, the model, its datastore and the windows."""
 
     options: Any
     run: StoredRun
@@ -103,7 +105,7 @@ def evaluate_datastore(runs: Sequence[StoredRun], options: Any, task_options: An
 
 
 def _sizes(runs: Sequence[StoredRun], options: Any, task_options: Any) -> list[int]:
-    """The numbers of entries that are tried too; raises for what does not go together with a datastore."""
+    """Return the numbers of entries that are tried too; raise for options that conflict with a datastore."""
     for flag in ("lengths", "recl", "baseline"):
         if getattr(task_options, flag, None):
             raise KinformerError(f"{marked(flag)}: does not go together with `datastore`; leave one out.")
@@ -116,7 +118,7 @@ def _sizes(runs: Sequence[StoredRun], options: Any, task_options: Any) -> list[i
 
 
 def _parts(held: HeldOut, options: Any) -> tuple[Split | None, Split]:
-    """What is tuned on, if asked for, and what is reported: never the same tokens."""
+    """Return the split to tune on, if any, and the split to report: never the same tokens."""
     if not options.tune:
         return None, held.split
     splits = held.corpus.splits
@@ -134,7 +136,7 @@ def _parts(held: HeldOut, options: Any) -> tuple[Split | None, Split]:
 
 
 def _measure(job: _Job, tuning: Split | None, reported: Split, entries: int) -> StoreMeasurement:
-    """Tune, if asked for, and measure with the first ``entries`` entries; few of them, which fill no list, exactly."""
+    """Tune, if requested, and measure with the first ``entries`` entries; few of them, which fill no list, exactly."""
     options = job.options
     probes = None if entries < min(EXACT_BELOW, job.store.entries) else options.probes
     look_up: Any = searcher(job.store, probes, entries)

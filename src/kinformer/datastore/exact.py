@@ -18,7 +18,7 @@ _SPARE, _GATHERED = 8, 1 << 20
 
 
 class ExactSearch:
-    """Compares with the first ``entries`` entries of ``store`` (all if not given)."""
+    """The search over all of the first ``entries`` entries of ``store`` (all if None)."""
 
     def __init__(self, store: Datastore, *, entries: int | None = None) -> None:
         if entries is not None and not 1 <= entries <= store.entries:
@@ -29,7 +29,7 @@ class ExactSearch:
         self.bytes_read = 0
 
     def search(self, queries: Tensor, neighbours: int) -> Neighbours:
-        """The nearest entries of ``queries`` [n, dim]; of equal ones, those that came first."""
+        """Return the nearest entries of ``queries`` [n, dim]; of equal ones, those that came first."""
         check_queries(queries, self.store, neighbours)
         wide = queries.detach().float().cpu()
         parts = [self._search(rows, min(neighbours, self.entries)) for rows in wide.split(_ROWS)]
@@ -52,7 +52,8 @@ class ExactSearch:
 
 
 def nearest(store: Datastore, queries: Tensor, candidates: Tensor, neighbours: int) -> Neighbours:
-    """The best ``neighbours`` of ``candidates`` [n, m] (entries, -1 for none), by distances from the stored keys."""
+    """Return the best ``neighbours`` of ``candidates`` [n, m] (entries, -1 for
+    none), by distances from the stored keys."""
     rows = max(1, _GATHERED // (candidates.shape[1] * store.dim))
     gaps = [
         store.float_keys(some.clamp_min(0).numpy()).sub_(query[:, None]).square_().sum(dim=2)
@@ -67,7 +68,7 @@ def nearest(store: Datastore, queries: Tensor, candidates: Tensor, neighbours: i
 
 
 def check_queries(queries: Tensor, store: Datastore, neighbours: int) -> None:
-    """Queries must be [n, dim] and ask for at least one neighbour."""
+    """Raise unless queries are [n, dim] and request at least one neighbour."""
     if queries.dim() != 2 or queries.shape[1] != store.dim:
         raise KinformerError(f"queries must be [n, {store.dim}] for {store.folder}, but are {tuple(queries.shape)}.")
     if neighbours < 1:

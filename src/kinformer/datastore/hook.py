@@ -1,4 +1,4 @@
-"""The one hook by which runs come to datastores: what is asked of them at every stage of a run's life."""
+"""The one hook by which runs come to datastores, with a method for every stage of a run's life."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 
 
 class Stores:
-    """Datastores of runs, which ``open_run`` opens by their folders. Nothing is imported before it is needed."""
+    """The datastores of runs, which ``open_run`` opens by their folders. Nothing is imported before it is needed."""
 
     def __init__(self, open_run: OpenRun) -> None:
         self.open_run = open_run
 
     def choose(self, options: Any, config: ModelConfig) -> dict[str, Any]:
-        """What a new run's ``data`` says of its datastore; ``options`` are ``runs.options.TrainOptions``."""
+        """Return the datastore entry of a new run's ``data``; ``options`` are ``runs.options.TrainOptions``."""
         from kinformer.datastore.retrieval import choose_retrieval
 
         return choose_retrieval(options, config)
 
     def resume(self, run: StoredRun, options: Any) -> dict[str, Any]:
-        """What a resumed run's ``data`` says of it; ``options`` as of :meth:`choose`."""
+        """Return the datastore entry of a resumed run's ``data``; ``options`` as of :meth:`choose`."""
         from kinformer.datastore.retrieval import resume_retrieval
 
         return resume_retrieval(run, options)
 
     def rows(self, rows: DataModule, run: StoredRun, plan: TrainingPlan, device: str, quiet: bool) -> DataModule:
-        """The run's rows, with what their neighbours say where it looks things up on ``device``."""
+        """Return the run's rows, with the tokens of their neighbours where the model uses them on ``device``."""
         if not run.data.get("retrieval"):
             return rows
         from kinformer.datastore.retrieval import with_neighbours
@@ -42,7 +42,7 @@ class Stores:
         return with_neighbours(rows, run, self.open_run, plan, device, quiet)
 
     def attach(self, run: StoredRun, model: Any, options: StoreOptions | None = None, rows: int | None = None) -> Any:
-        """``model`` with the datastore that the run or ``options`` name, or as it is where there is none.
+        """Return ``model`` with the datastore that the run or ``options`` name, or as it is where there is none.
 
         ``rows``: a retriever is made ready to read so many sequences token by token.
         """
@@ -51,7 +51,7 @@ class Stores:
         return attach_store(run, model, self.open_run, options, rows)
 
     def facts(self, model: Any) -> dict[str, Any] | None:
-        """What an attached ``model`` that was trained with a datastore looks things up in, for JSON."""
+        """Return the facts, for JSON, of the datastore of an attached ``model`` that was trained with one."""
         from kinformer.datastore.attach import lookup_facts
 
         return lookup_facts(model)
@@ -59,7 +59,8 @@ class Stores:
     def evaluate(
         self, runs: Sequence[StoredRun], options: Any, task_options: Any, quiet: bool
     ) -> EvaluationReport | None:
-        """A run with and without the datastore that ``options`` mix into its predictions; None where there is none."""
+        """Evaluate a run with and without the datastore that ``options`` mix into its
+        predictions; return None where there is none."""
         from kinformer.datastore.attach import looks_up
 
         if options.datastore is None or all(looks_up(run.config) for run in runs):
@@ -69,7 +70,7 @@ class Stores:
         return evaluate_datastore(runs, options, task_options, quiet)
 
     def note_text(self, facts: Mapping[str, Any] | None, data: Mapping[str, Any], holdout: float | None) -> None:
-        """Tell where the datastore of :meth:`facts` holds the very text ``data`` that was evaluated on."""
+        """Note where the datastore of :meth:`facts` holds the very text ``data`` that was evaluated on."""
         if facts is None:
             return
         from kinformer.datastore.attach import note_stored

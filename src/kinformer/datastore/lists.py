@@ -58,8 +58,8 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class InvertedLists:
-    """``entries`` entries in ``count`` lists; ``stamp`` identifies them, ``shards`` and ``trained`` the
-    checksums of the files. The centroids were learnt when the store had ``trained_on`` entries."""
+    """The record of lists: ``entries`` entries in ``count`` lists; ``stamp`` identifies them, ``shards`` and
+    ``trained`` the checksums of the files. The centroids were learnt when the store had ``trained_on`` entries."""
 
     count: int
     seed: int
@@ -71,12 +71,12 @@ class InvertedLists:
 
 
 def has_lists(folder: Path) -> bool:
-    """Whether the datastore in ``folder`` was sorted into lists before."""
+    """Return whether the datastore in ``folder`` was sorted into lists before."""
     return (folder / FOLDER / RECORD).exists()
 
 
 def default_probes(folder: Path) -> int | None:
-    """How many lists are looked into where nobody says; None where there are no lists, or no faiss to search them."""
+    """Return how many lists are searched by default; None where there are no lists, or no faiss to search them."""
     if not has_lists(folder) or find_spec("faiss") is None:
         return None
     count = read_json(folder / FOLDER / RECORD).get("count")
@@ -126,7 +126,8 @@ def build(
 
 
 def _trained(store: Datastore, folder: Path, count: int, seed: int) -> Any:
-    """An index of ``count`` centroids with no entries, learnt from a sample unless a killed build already did."""
+    """Return an index of ``count`` centroids with no entries, learnt from a
+    sample unless a killed build already did."""
     faiss = _faiss()
     path, plan_path = folder / TRAINED, folder / PLAN
     plan = {"schema": SCHEMA, "codec": CODEC, "count": count, "seed": seed, "stamp": _stamp(store, store.entries)}
@@ -147,7 +148,7 @@ def _trained(store: Datastore, folder: Path, count: int, seed: int) -> Any:
 
 
 def _shards(store: Datastore, folder: Path, trained: Any, progress: Progress | None) -> list[Path]:
-    """Files with the lists of all entries, a bounded number in each; those that are there are left as they are."""
+    """Return files with the lists of all entries, a bounded number in each; existing ones are left as they are."""
     faiss = _faiss()
     faiss.omp_set_num_threads(torch.get_num_threads())
     paths = []
@@ -172,7 +173,7 @@ def _write_index(index: Any, path: Path) -> None:
 
 
 class ListSearch:
-    """Looks into the ``probes`` lists nearest to a query, at the first ``entries`` entries of ``store`` (or all)."""
+    """The search of the ``probes`` lists nearest to a query, at the first ``entries`` entries of ``store`` (or all)."""
 
     def __init__(self, store: Datastore, probes: int, *, entries: int | None = None) -> None:
         lists = _read(store.folder)
@@ -191,7 +192,7 @@ class ListSearch:
         ]
 
     def search(self, queries: Tensor, neighbours: int) -> Neighbours:
-        """The nearest entries of ``queries`` [n, dim] among those looked at."""
+        """Return the nearest entries of ``queries`` [n, dim] among those in the searched lists."""
         check_queries(queries, self.store, neighbours)
         neighbours = min(neighbours, self.entries)
         retained = _SPARE * neighbours
@@ -211,7 +212,7 @@ class ListSearch:
 
 
 class _Shard:
-    """The lists of a range of entries, mapped; only entries below ``entries`` are found."""
+    """The lists of a range of entries, mapped; only entries below ``entries`` are returned."""
 
     def __init__(self, path: Path, probes: int, entries: int) -> None:
         faiss = _faiss()
@@ -224,14 +225,14 @@ class _Shard:
         self._parameters = faiss.SearchParametersIVF(nprobe=probes, sel=self._selector)
 
     def search(self, queries: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Rough distances and entries, each [n, kept]; -1 where there are fewer."""
+        """Return rough distances and entries, [n, candidates] both; -1 where there are fewer."""
         _, probed = self._index.quantizer.search(queries, self._probes)
         self.bytes_read += int(self._sizes[np.unique(probed[probed >= 0])].sum()) * self._entry_bytes
         return self._index.search(queries, count, params=self._parameters)
 
 
 def _range(name: str) -> tuple[int, int]:
-    """First entry and end of the shard called ``name``."""
+    """Return the first entry and the end of the shard called ``name``."""
     match = _SHARD_NAME.fullmatch(name)
     if match is None:
         raise ValueError(f"{name!r} is no name of a shard")
@@ -244,7 +245,7 @@ def _index(path: Path, flags: int = 0) -> Any:
 
 
 def _read(folder: Path) -> InvertedLists:
-    """What ``lists.json`` says; lists that are missing, truncated or damaged are one clear sentence."""
+    """Return the record ``lists.json``; lists that are missing, truncated or damaged are one clear sentence."""
     place = folder / FOLDER / RECORD
     if not place.exists():
         raise KinformerError(
@@ -268,7 +269,7 @@ def _read(folder: Path) -> InvertedLists:
 
 
 def _stamp(store: Datastore, entries: int) -> int:
-    """Identifies the first ``entries`` entries of a store by the checksums of its pieces."""
+    """Return an identity of the first ``entries`` entries of a store by the checksums of its pieces."""
     return zlib.crc32(repr([block for block in store.record.blocks if block[0] <= entries]).encode())
 
 

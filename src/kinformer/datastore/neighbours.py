@@ -1,4 +1,4 @@
-"""What follows the nearest entries of a store at every token of a text, looked up once and kept as a file.
+"""Tables of the tokens that follow the nearest entries of a store, at every token of a text, searched once and stored.
 
 ``NAME.bin`` holds int32 [tokens, k], row after row, -1 where there is no neighbour; ``NAME.json`` says what the rows
 are of, how many are safely on the disk, and their checksum. A build that is killed goes on from there.
@@ -34,7 +34,7 @@ Blocks = Callable[[int], Iterator[np.ndarray]]
 
 @dataclass(frozen=True, kw_only=True)
 class NeighbourTable:
-    """A table of ``tokens`` rows of ``neighbours`` tokens each; ``source`` says, as plain data, of what."""
+    """A table of ``tokens`` rows of ``neighbours`` tokens each; ``source`` names the text, as plain data."""
 
     name: str
     tokens: int
@@ -46,19 +46,19 @@ class NeighbourTable:
         return {"schema": SCHEMA, "tokens": self.tokens, "neighbours": self.neighbours, "source": dict(self.source)}
 
     def path(self, store: Datastore) -> Path:
-        """Its file, in the store's folder."""
+        """Return the table's file, in the store's folder."""
         stamp = zlib.crc32(repr((sorted(self.source.items()), self.neighbours, store.record.blocks)).encode())
         return store.folder / FOLDER / f"{self.name}-{stamp:08x}.bin"
 
 
 def is_whole(store: Datastore, plan: NeighbourTable) -> bool:
-    """Whether all rows of ``plan`` were looked up before."""
+    """Return whether all rows of ``plan`` were searched before."""
     return _written(plan.path(store).with_suffix(".json"), plan)[0] == plan.tokens
 
 
 def table(store: Datastore, plan: NeighbourTable, blocks: Blocks, progress: Progress | None = None) -> np.ndarray:
-    """The rows of ``plan`` [tokens, k] int32, mapped; those that are not there yet are taken from ``blocks(first)``,
-    which gives pieces [n, k] of all rows from ``first`` on. Other processes wait for the one that writes."""
+    """Return the rows of ``plan`` [tokens, k] int32, mapped; missing ones are taken from ``blocks(first)``, which
+    yields pieces [n, k] of all rows from ``first`` on. Other processes wait for the one that writes."""
     path = plan.path(store)
     try:
         path.parent.mkdir(exist_ok=True)
@@ -95,7 +95,7 @@ def _fill(file: BinaryIO, path: Path, plan: NeighbourTable, blocks: Blocks, prog
 
 
 def _written(record: Path, plan: NeighbourTable) -> tuple[int, int]:
-    """How many rows are on the disk, and their checksum."""
+    """Return how many rows are on the disk, and their checksum."""
     if not record.exists():
         return 0, 0
     record_ = read_json(record)
@@ -106,7 +106,7 @@ def _written(record: Path, plan: NeighbourTable) -> tuple[int, int]:
 
 
 def neighbours_without_self(store: Datastore, searcher: Searcher, first: int, plan: NeighbourTable) -> Blocks:
-    """What followed the neighbours of the entries ``first``, ``first + 1``, ... of ``store``, none its own."""
+    """Return a function that yields the tokens after the neighbours of the entries from ``first`` on, none its own."""
 
     def blocks(done: int) -> Iterator[np.ndarray]:
         for start in range(first + done, first + plan.tokens, _BLOCK):
@@ -118,7 +118,7 @@ def neighbours_without_self(store: Datastore, searcher: Searcher, first: int, pl
 
 
 def neighbours_of(keys: Iterator[Tensor], searcher: Searcher, plan: NeighbourTable, done: int) -> Iterator[np.ndarray]:
-    """What followed the neighbours of ``keys`` (pieces [n, dim], in order), from number ``done`` on."""
+    """Yield the tokens after the neighbours of ``keys`` (pieces [n, dim], in order), from number ``done`` on."""
     seen = 0
     for piece in keys:
         new = piece[max(0, done - seen) :]
@@ -128,7 +128,8 @@ def neighbours_of(keys: Iterator[Tensor], searcher: Searcher, plan: NeighbourTab
 
 
 def others(nearest: Neighbours, itself_at: Tensor, neighbours: int) -> np.ndarray:
-    """Next tokens [n, neighbours] of the ``nearest`` [n, neighbours + 1] entries, entry ``itself_at`` [n] left out."""
+    """Return next tokens [n, neighbours] of the ``nearest`` [n, neighbours + 1]
+    entries, entry ``itself_at`` [n] left out."""
     itself = nearest.entries == itself_at[:, None]
     order = itself.to(torch.int8).sort(dim=1, stable=True).indices
     rest = nearest._replace(entries=nearest.entries.masked_fill(itself, -1))
@@ -136,7 +137,7 @@ def others(nearest: Neighbours, itself_at: Tensor, neighbours: int) -> np.ndarra
 
 
 def padded(nearest: Neighbours, neighbours: int) -> np.ndarray:
-    """Next tokens [n, neighbours] int32, -1 where there is no neighbour."""
+    """Return next tokens [n, neighbours] int32, -1 where there is no neighbour."""
     rows = np.full((len(nearest.entries), neighbours), -1, TOKEN)
     tokens = nearest.tokens.masked_fill(nearest.entries < 0, -1)
     rows[:, : tokens.shape[1]] = tokens.cpu().numpy()

@@ -1,4 +1,4 @@
-"""How a datastore is used: by keyword in Python, by flag on the command line. Free of PyTorch."""
+"""The options of a datastore: by keyword in Python, by flag on the command line. Free of PyTorch."""
 
 from __future__ import annotations
 

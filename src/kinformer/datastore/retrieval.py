@@ -1,4 +1,4 @@
-"""What a run whose head looks things up (SPALM) trains with: its datastore, the retriever that made it, and tables.
+"""The retrieval of a run whose head searches a store (SPALM): its datastore, the retriever that made it, and tables.
 
 ``config.json`` names them under ``data.retrieval``. What follows the neighbours of every training and validation token
 is looked up once and kept in the datastore's folder, for all runs that look up as many.
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Retrieval:
-    """A datastore, open, with what made it and what finds in it; ``part`` are the run's training tokens, entries
-    ``first`` and on."""
+    """An open datastore, the retriever that made it and its searcher; ``part`` are the run's
+    training tokens, entries ``first`` and on."""
 
     keys: KeyedDecoder
     store: Datastore
@@ -60,15 +60,15 @@ class _Retrieval:
 
 @runtime_checkable
 class TakesNeighbours(Protocol):
-    """Rows of text that can be joined with what followed the neighbours of every token."""
+    """The protocol of rows of text that can be joined with the tokens after every token's neighbours."""
 
     def with_neighbours(self, train: np.ndarray, validation: np.ndarray) -> DataModule:
-        """The same rows with ``train`` and ``validation`` [tokens, k] int64, -1 where there is no neighbour."""
+        """Return the same rows with ``train`` and ``validation`` [tokens, k] int64, -1 where there is no neighbour."""
         ...
 
 
 def choose_retrieval(options: Any, config: ModelConfig) -> dict[str, Any]:
-    """What a new run's ``data`` says of its retrieval."""
+    """Return the retrieval entry of a new run's ``data``."""
     named = {name: getattr(options, name) for name in ("retriever", "neighbours", "probes")}
     if options.datastore is None:
         for name, value in named.items():
@@ -95,7 +95,7 @@ def choose_retrieval(options: Any, config: ModelConfig) -> dict[str, Any]:
 
 
 def resume_retrieval(run: StoredRun, options: Any) -> dict[str, Any]:
-    """What a resumed run's ``data`` says: as it was, but for folders that were moved."""
+    """Return the retrieval entry of a resumed run's ``data``: as it was, but for folders that were moved."""
     retrieval = run.data.get(RETRIEVAL)
     for name in ("datastore", "retriever", "neighbours", "probes"):
         value = getattr(options, name)
@@ -116,7 +116,7 @@ def resume_retrieval(run: StoredRun, options: Any) -> dict[str, Any]:
 def with_neighbours(
     rows: DataModule, run: StoredRun, open_run: OpenRun, plan: TrainingPlan, device: str, quiet: bool
 ) -> DataModule:
-    """The run's rows of text with what their neighbours say, where it looks things up."""
+    """Return the run's rows of text with the tokens of their neighbours, where the model uses them."""
     if RETRIEVAL not in run.data:
         return rows
     if not isinstance(rows, TakesNeighbours):
@@ -158,7 +158,7 @@ def _open(run: StoredRun, open_run: OpenRun, corpus: Corpus, device: str) -> _Re
 
 
 def _train_part(store: Datastore, run: StoredRun, corpus: Corpus) -> tuple[StoredText, int]:
-    """The part of ``store`` that is the run's training split, entry by entry, and where it begins."""
+    """Return the part of ``store`` that is the run's training split, entry by entry, and where it begins."""
     reason, tokenizer = "it holds other data", run.tokenizer
     assert tokenizer is not None
     if store.record.origin.tokenizer != tokenizer.fingerprint:
@@ -179,7 +179,7 @@ def _train_part(store: Datastore, run: StoredRun, corpus: Corpus) -> tuple[Store
 
 
 def _same_tokens(store: Datastore, part: StoredText, first: int, corpus: Corpus) -> bool:
-    """Whether entry t of ``part`` is the token behind training token t."""
+    """Return whether entry t of ``part`` is the token behind training token t."""
     train, step = corpus.splits["train"], 1 << 20
     if part.total != len(train) - 1:
         return False
@@ -200,7 +200,8 @@ def _foreign(store: Datastore, run: StoredRun, corpus: Corpus, reason: str) -> K
 
 
 def _check_settings(run: StoredRun, retrieval_: _Retrieval, settings: Settings, segments: bool) -> None:
-    """The objective must look things up; the retriever reads what the model reads, and must not end before it."""
+    """Raise unless the objective uses neighbours and the retriever reads what the
+    model reads, and does not end before it."""
     reader, where = retrieval_.keys.decoder, run.data[RETRIEVAL]["retriever"]
     if settings.objective not in (None, "next-token"):
         raise KinformerError(f"`objective` {settings.objective}: looks nothing up; take next-token.")
@@ -222,7 +223,7 @@ def _plan(retrieval_: _Retrieval, name: str, tokens: int, source: Mapping[str, A
 
 
 def _keys(retrieval_: _Retrieval, split: Split) -> Iterator[Tensor]:
-    """The retriever's keys of ``split``, read as the datastore's text was."""
+    """Yield the retriever's keys of ``split``, read as the datastore's text was."""
     source = retrieval_.part.source
     context = source.get("context")
     windows = None if context is None else Windows(context=context, overlap=source.get("overlap", 0.0))

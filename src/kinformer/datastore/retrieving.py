@@ -1,4 +1,4 @@
-"""A decoder whose head is given neighbours that another, frozen one finds in a store (SPALM, Yogatama et al. 2021).
+"""A decoder whose head takes neighbours that another, frozen one retrieves from a store (SPALM, Yogatama et al. 2021).
 
 Both read the same tokens, and the state is that of both; the store is no part of it.
 """
@@ -20,7 +20,7 @@ from kinformer.models.decoder import Decoder
 
 
 class RetrievingState(NamedTuple):
-    """``decoder``: of the model itself; ``retriever``: of the one that makes its queries."""
+    """The state: ``decoder`` is that of the model itself, ``retriever`` that of the model that makes its queries."""
 
     decoder: Any
     retriever: Any
@@ -53,12 +53,12 @@ class RetrievingDecoder(nn.Module):
 
     @property
     def max_length(self) -> int | None:
-        """Where the positions of either end."""
+        """Return the length at which the positions of either end."""
         ends = [end for end in (self.decoder.max_length, self.retriever.decoder.max_length) if end is not None]
         return min(ends, default=None)
 
     def initial_state(self, batch: int, *, dtype: torch.dtype | None = None, **options: Any) -> RetrievingState:
-        """The state of ``batch`` new sequences; ``dtype`` is of the decoder's part."""
+        """Return the state of ``batch`` new sequences; ``dtype`` is of the decoder's part."""
         return RetrievingState(
             self.decoder.initial_state(batch, dtype=dtype, **options),
             self.retriever.decoder.initial_state(batch, **options),
@@ -72,7 +72,7 @@ class RetrievingDecoder(nn.Module):
         valid: Tensor | None = None,
         reset: Tensor | None = None,
     ) -> tuple[Tensor, RetrievingState]:
-        """Logits [batch, time, vocab] (zero where not ``valid``) and the state after the chunk."""
+        """Return logits [batch, time, vocab] (zero where not ``valid``) and the state after the chunk."""
         inputs, state = self.head_inputs(values, state, valid=valid, reset=reset)
         return select_valid(self.logits(inputs), valid), state
 
@@ -85,7 +85,7 @@ class RetrievingDecoder(nn.Module):
         reset: Tensor | None = None,
         taps: Sequence[int] = (),
     ) -> Hidden:
-        """The decoder's hidden states and taps, and the state after the chunk."""
+        """Return the decoder's hidden states and taps, and the state after the chunk."""
         before = state or RetrievingState(None, None)
         hidden_states, after, tapped = self.decoder.hidden(values, before.decoder, valid=valid, reset=reset, taps=taps)
         with torch.no_grad():
@@ -100,7 +100,7 @@ class RetrievingDecoder(nn.Module):
         valid: Tensor | None = None,
         reset: Tensor | None = None,
     ) -> tuple[KeyedStates, RetrievingState]:
-        """The decoder's hidden states and the retriever's keys, and the state after the chunk."""
+        """Return the decoder's hidden states and the retriever's keys, and the state after the chunk."""
         before = state or RetrievingState(None, None)
         hidden_states, after, _ = self.decoder.hidden(values, before.decoder, valid=valid, reset=reset)
         with torch.no_grad():
@@ -108,12 +108,12 @@ class RetrievingDecoder(nn.Module):
         return KeyedStates(hidden_states, keys), RetrievingState(after, result)
 
     def logits(self, inputs: KeyedStates) -> Tensor:
-        """[batch, time, ...] -> [batch, time, vocab]."""
+        """Return logits [batch, time, vocab] of head inputs [batch, time, ...]."""
         result = self.searcher.search(inputs.keys.flatten(0, -2).detach(), self.neighbours)
         neighbours = following(result).view(*inputs.hidden_states.shape[:-1], -1)
         return self.decoder.head(inputs.hidden_states, self.decoder.input, neighbours=neighbours)
 
 
 def following(neighbours: Neighbours) -> Tensor:
-    """The tokens [n, k] that followed, -1 where there is no neighbour."""
+    """Return the tokens [n, k] that followed, -1 where there is no neighbour."""
     return neighbours.tokens.masked_fill(neighbours.entries < 0, -1)

@@ -1,4 +1,4 @@
-"""A datastore (Khandelwal et al. 2020, kNN-LM): what a model made of every context, and the token that came next.
+"""A datastore (Khandelwal et al. 2020, kNN-LM): a model's key of every context, and the token that came next.
 
 A folder with ``store.json`` (the record, below), ``keys.bin`` (``entries`` x ``dim``, float16 or float32) and
 ``tokens.bin`` (``entries`` x int32), raw little-endian arrays that are mapped, never loaded. The record counts only
@@ -29,8 +29,8 @@ _CHECKED_BLOCKS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class KeySpace:
-    """What makes keys comparable: the model's ``weights`` (a digest), which of its representations the keys are, their
-    width, and the vocabulary that the tokens are of."""
+    """The space of keys: the model's ``weights`` (a digest), which of its representations the keys are, their width,
+    and the vocabulary of the tokens. Keys compare only within one space."""
 
     weights: str
     representation: str
@@ -41,7 +41,7 @@ class KeySpace:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredText:
-    """A text in the store: ``source`` says which and how it was read, plainly; ``written`` of ``total`` entries."""
+    """A text in the store: ``source`` names it and how it was read; ``written`` of ``total`` entries."""
 
     source: Mapping[str, Any]
     written: int
@@ -50,7 +50,8 @@ class StoredText:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """``blocks``: (entries up to its end, crc32 of its keys, crc32 of its tokens) of every piece that was flushed."""
+    """The record: ``blocks`` are (entries up to its end, crc32 of its keys, crc32
+    of its tokens) of every flushed piece."""
 
     origin: KeySpace
     dtype: str
@@ -63,7 +64,7 @@ class Record:
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of one key."""
+        """Return the bytes of one key."""
         return self.origin.dim * np.dtype(self.dtype).itemsize
 
     def to_json(self) -> dict[str, Any]:
@@ -71,7 +72,7 @@ class Record:
 
 
 def read_record(folder: Path) -> Record:
-    """The record of a datastore; anything that is not one is one clear sentence."""
+    """Return the record of a datastore; anything that is not one is one clear sentence."""
     place = folder / RECORD
     if not place.exists():
         raise KinformerError(
@@ -100,7 +101,7 @@ def read_record(folder: Path) -> Record:
 
 
 def require_origin(folder: Path, stored: KeySpace, wanted: KeySpace) -> None:
-    """Raise where the store's keys or tokens mean something else than those of the model at hand."""
+    """Raise where the store's keys or tokens are of another space than those of the model at hand."""
     reasons = {
         "weights": "its keys were made by a model with other weights",
         "representation": f"its keys are the model's {stored.representation!r}, not its {wanted.representation!r}",
@@ -143,18 +144,19 @@ class Datastore:
         return self.record.origin.dim
 
     def blocks(self, size: int, stop: int | None = None) -> Iterator[tuple[int, Tensor]]:
-        """(number of the first entry, keys [at most ``size``, dim] float32) of all entries below ``stop``, in order."""
+        """Yield (number of the first entry, keys [at most ``size``, dim] float32) of
+        all entries below ``stop``, in order."""
         stop = self.entries if stop is None else stop
         for start in range(0, stop, size):
             yield start, self.float_keys(slice(start, min(start + size, stop)))
 
     def float_keys(self, entries: slice | np.ndarray) -> Tensor:
-        """The keys of ``entries`` as float32, in memory of their own."""
+        """Return the keys of ``entries`` as float32, in memory of their own."""
         taken = self.keys[entries]
         return torch.from_numpy(np.array(taken) if isinstance(entries, slice) else np.asarray(taken)).float()
 
     def next_tokens(self, entries: np.ndarray) -> Tensor:
-        """The tokens of ``entries`` as int64, of any shape; ids outside the vocabulary are a sign of damage."""
+        """Return the tokens of ``entries`` as int64, of any shape; ids outside the vocabulary are a sign of damage."""
         tokens = self.tokens[entries].astype(np.int64)
         if tokens.size and not (tokens.min() >= 0 and tokens.max() < self.record.origin.vocab_size):
             raise KinformerError(f"{self.folder / TOKENS}: is damaged (it holds ids that no token has); rebuild it.")
@@ -195,5 +197,5 @@ class Datastore:
 
 
 def crc32(array: np.ndarray, before: int = 0) -> int:
-    """crc32 of a contiguous array's bytes, after those that gave ``before``."""
+    """Return the crc32 of a contiguous array's bytes, continued from ``before``."""
     return zlib.crc32(np.ascontiguousarray(array).data.cast("B"), before)

@@ -1,4 +1,4 @@
-"""The text that a datastore is made of, and the entries that a model makes of it, in order."""
+"""The text of a datastore, and the entries that a model makes of it, in order."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class IndexedText:
 
     @property
     def entries(self) -> int:
-        """One for every token that has one before it."""
+        """Return the number of entries: one for every token that has one before it."""
         return sum(len(split) - 1 for split in self.splits)
 
 
 def open_source(run: StoredRun, model: Decoder, options: Any) -> IndexedText:
-    """The text that ``options`` (``runs.options.IndexOptions``) name."""
+    """Return the text that ``options`` (``runs.options.IndexOptions``) name."""
     holdout = run.data.get("holdout") if options.holdout is None else options.holdout
     corpus = open_corpus(spec_of(run, options.data), tokenizer=run.tokenizer, holdout=holdout)
     names = ["train", "validation", "test"] if holdout is None else ["train", "test"]
@@ -68,7 +68,7 @@ Entries = tuple[Tensor, np.ndarray, tuple[Tensor, ...]]
 
 
 def entries_of(model: KeyedDecoder, text: IndexedText, done: int, leaves: Sequence[Tensor]) -> Iterator[Entries]:
-    """Keys [n, width], next tokens [n] and the carried state's tensors, from entry number ``done`` on.
+    """Yield keys [n, width], next tokens [n] and the carried state's tensors, from entry number ``done`` on.
 
     ``done`` is where an earlier call had come to, and ``leaves`` are the tensors that it gave there.
     """

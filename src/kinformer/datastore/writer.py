@@ -1,4 +1,4 @@
-"""Writes a datastore: entries are appended, flushed to the disk, and only then counted.
+"""The writer of a datastore: entries are appended, flushed to the disk, and only then counted.
 
 A build that is killed at any moment goes on from the last flush, and ends with the same bytes as one that is not.
 """
@@ -35,7 +35,7 @@ from kinformer.runtime.lock import locked
 
 
 class Writer:
-    """Appends entries to the datastore in ``folder``, which is made if it is not there; a context manager.
+    """The writer of the datastore in ``folder``, which is created if it is not there; a context manager.
 
     ``FLUSHED``: after how many entries a flush is due.
 
@@ -85,11 +85,11 @@ class Writer:
         os.ftruncate(file.fileno(), size)
 
     def holds(self, source: Mapping[str, Any]) -> bool:
-        """Whether the store is empty or has begun with ``source``."""
+        """Return whether the store is empty or has begun with ``source``."""
         return not self.record.parts or any(part.source == source for part in self.record.parts)
 
     def begin(self, source: Mapping[str, Any], total: int) -> int:
-        """Make ``source``, a text of ``total`` entries, the one that is written; returns how many it has yet."""
+        """Begin to write ``source``, a text of ``total`` entries; return how many it has yet."""
         parts = self.record.parts
         if parts and parts[-1].source == source:
             return parts[-1].written
@@ -120,11 +120,11 @@ class Writer:
 
     @property
     def pending(self) -> int:
-        """Entries since the last flush, which a crash would lose."""
+        """Return the entries since the last flush, which a crash would lose."""
         return self._pending
 
     def flush(self, state: Sequence[Tensor] = ()) -> None:
-        """Bring what was appended to the disk, with the ``state`` to go on from, then count it."""
+        """Write the appended entries to the disk, with the ``state`` to go on from, then count them."""
         if not self._pending:
             return
         if state:
@@ -146,7 +146,7 @@ class Writer:
                 path.unlink()
 
     def load_state(self) -> list[Tensor]:
-        """The ``state`` that was given to the last flush."""
+        """Return the ``state`` of the last flush."""
         path = self._state_file(self.record.entries)
         tensors = load_tensors(path)[0] if path.exists() else {}
         return [tensors[name] for name in sorted(tensors)]
@@ -155,7 +155,7 @@ class Writer:
         return self.folder / f"state-{entries}.safetensors"
 
     def close(self) -> None:
-        """Let go of the folder and its files; what was not flushed is not counted."""
+        """Release the folder and its files; entries that were not flushed are not counted."""
         self._held.close()
 
     def __enter__(self) -> Writer:

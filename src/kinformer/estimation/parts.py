@@ -118,7 +118,7 @@ class _Ledger:
 
 
 def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Return the parts of a model by name: its children but the stack, and that one's layers with their children."""
+    """Yield the parts of a model by name: its children but the stack, and that one's layers with their children."""
     units = units_of(model)
     yield from ((name, child) for name, child in _children(model) if not (units and name == "stack"))
     for index, layer in enumerate(units):

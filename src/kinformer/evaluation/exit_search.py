@@ -57,7 +57,7 @@ class Outlook:
         return retained
 
     def _measured(self, thresholds: np.ndarray) -> Iterator[np.ndarray]:
-        """Return nats and layers, [some draws, 2]."""
+        """Yield nats and layers, [some draws, 2]."""
         layers, count = np.array(self.layers), self.nats.shape[1]
         for some in np.array_split(thresholds, max(1, len(thresholds) * count // _AT_ONCE)):
             exit = np.full((len(some), count), len(self.layers) - 1)

@@ -12,7 +12,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def plot(alone: float, weights: Points, sizes: Points, path: Path) -> None:
-    """Both curves as PNG or SVG; ``alone`` is what the model reaches without a store. ``sizes`` may be empty."""
+    """Draw both curves as PNG or SVG; ``alone`` is the model's metric without a store. ``sizes`` may be empty."""
     from matplotlib.ticker import EngFormatter
 
     with figure(10.0 if sizes else 5.2, 3.8) as drawn:

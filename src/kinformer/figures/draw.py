@@ -44,7 +44,7 @@ FAINTEST = 0.35
 
 
 def draw(panels: Sequence[Panel], title: str, path: Path) -> None:
-    """All panels as small multiples under one title; the ending of ``path`` says whether as PNG or SVG."""
+    """Draw all panels as small multiples under one title; the ending of ``path`` says whether as PNG or SVG."""
     columns = 3 if len(panels) in (5, 6, 9) else min(COLUMNS, len(panels))
     rows = ceil(len(panels) / columns)
     lines = [_title(panel, title) for panel in panels]
@@ -71,7 +71,7 @@ def draw(panels: Sequence[Panel], title: str, path: Path) -> None:
 
 
 def draw_small(panel: Panel, path: Path, inches: float = 1.2) -> None:
-    """One panel without words, to be one among many."""
+    """Draw one panel without words, to be one among many."""
     with figure(inches, inches) as drawn:
         axes = drawn.add_axes((0.0, 0.0, 1.0, 1.0))
         _paint(axes, panel)
@@ -94,14 +94,14 @@ def _paint(axes: Any, panel: Panel) -> None:
 
 
 def _title(panel: Panel, title: str) -> list[str]:
-    """Where the panel's part stands, and what it is unless the figure's title says so; at most four lines."""
+    """Return where the panel's part stands, and what it is unless the figure's title says so; at most four lines."""
     parts = [part for part in panel.name.split("\n") if part != title]
     lines = [line for part in parts for line in wrap(part, 44)]
     return ([panel.place] if panel.place else []) + (lines if len(lines) < 4 else [*lines[:2], f"{lines[2]} ..."])
 
 
 def _tops(panel: Panel) -> bool:
-    """Whether the panel has its ticks on top."""
+    """Return whether the panel has its ticks on top."""
     return isinstance(panel, PatternPanel | FieldPanel)
 
 
@@ -137,7 +137,7 @@ def _field(axes: Any, panel: FieldPanel) -> None:
 
 
 def _mosaic(axes: Any, colours: np.ndarray) -> None:
-    """Square cells with thin lines between, the first row on top."""
+    """Draw square cells with thin lines between, the first row on top."""
     rows, columns = colours.shape[:2]
     axes.pcolormesh(
         np.arange(columns + 1),
@@ -213,7 +213,7 @@ def _legend(drawn: Any, panels: Sequence[Panel], left: float) -> None:
 
 
 def _hides(panel: PatternPanel) -> bool:
-    """Whether a query misses something that it might see."""
+    """Return whether a query misses something that it might see."""
     shares = np.tril(panel.shares, -1) + np.triu(np.ones_like(panel.shares)) if panel.causal else panel.shares
     return bool((shares == 0).any())
 

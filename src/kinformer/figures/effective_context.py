@@ -11,7 +11,8 @@ from kinformer.figures.style import FAINT, QUIET, SERIES, bare, figure, save, sp
 
 
 def plot(names: Sequence[str], contexts: Sequence[int], curves: Sequence[Recl], path: Path) -> None:
-    """Gain in percent of perplexity against the context that a step leads to, one line per model; PNG or SVG."""
+    """Draw the gain in percent of perplexity against the context that a step
+    leads to, one line per model; PNG or SVG."""
     with figure(6.4, 4.0) as drawn:
         axes = drawn.subplots()
         bare(axes, "left", "bottom")

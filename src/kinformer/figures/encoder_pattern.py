@@ -1,4 +1,4 @@
-"""What the tokens of a whole text see of each other in an encoder, its global input included: for pictures."""
+"""The pattern of a full sequence in an encoder, its global input included: for pictures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from kinformer.core.pattern import Pattern
 
 @dataclass(frozen=True)
 class WholeText(Pattern):
-    """``inner`` between the tokens of the long input; the first ``num_global`` positions are the global input.
+    """A pattern of the global and the long input, with ``inner`` between the tokens of the long one; the first
+    ``num_global`` positions are the global input.
 
     These, and the first ``global_tokens`` of the long input, see all and are seen by all. ``global_input`` is its
     config or None.
@@ -34,7 +35,8 @@ class WholeText(Pattern):
         return WholeText(self.inner.at(head), self.global_tokens, self.global_input, self.num_global)
 
     def sized(self, length: int) -> Pattern:
-        """Of ``length`` tokens together: as many of the long input as leave room for the global one."""
+        """Return the pattern of ``length`` tokens together: as many of the long
+        input as leave room for the global one."""
         num_global = 0
         if self.global_input is not None:
             built = self.global_input.build(1)
@@ -50,13 +52,13 @@ class WholeText(Pattern):
 
 
 def in_text(pattern: Pattern, config: Any) -> Pattern:
-    """``pattern`` with the global tokens of the model of ``config``, which may be a decoder's or a part's."""
+    """Return ``pattern`` with the global tokens of the model of ``config``, which may be a decoder's or a part's."""
     count, global_input = getattr(config, "global_tokens", 0), getattr(config, "global_input", None)
     return WholeText(pattern, count, global_input) if count or global_input is not None else pattern
 
 
 def global_token_words(text: WholeText) -> str:
-    """A text's global tokens in words."""
+    """Return a sequence's global tokens in words."""
     count, global_input = text.global_tokens, text.global_input
     words = [f"{count} global token{'s' if count > 1 else ''}"] if count else []
     if global_input is not None:

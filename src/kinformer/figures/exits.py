@@ -1,4 +1,4 @@
-"""A text coloured by depth: behind every token, how many layers were gone through before it was predicted."""
+"""A text coloured by depth: for every token, how many layers predicted it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIGHTEST, DARKEST = 0.06, 0.85
 
 @dataclass(frozen=True, kw_only=True)
 class ColouredText:
-    """``pieces`` of text, each with the number of the exit that foretold it, None of the first."""
+    """The ``pieces`` of text, each with the number of the exit that predicted it, None of the first."""
 
     title: str
     pieces: Sequence[tuple[str, int | None]]
@@ -26,7 +26,7 @@ class ColouredText:
 
 
 def draw_exits(text: ColouredText, path: Path) -> None:
-    """The text in lines of at most ``COLUMNS`` characters, and a legend; PNG or SVG by the ending of ``path``."""
+    """Draw the text in lines of at most ``COLUMNS`` characters, and a legend; PNG or SVG by the ending of ``path``."""
     lines = list(_lines(text.pieces))
     width, height = 2 * MARGIN + COLUMNS * CELL, TOP + len(lines) * LINE + FOOT
     colours = _colours(len(text.exited.layers))
@@ -51,7 +51,7 @@ def draw_exits(text: ColouredText, path: Path) -> None:
 
 
 def _lines(pieces: Sequence[tuple[str, int | None]]) -> Iterator[list[tuple[str, int | None]]]:
-    """Characters with their exits, a list for each line; the end of a line is shown, as its exit is."""
+    """Yield characters with their exits, a list for each line; the end of a line is shown, as its exit is."""
     line: list[tuple[str, int | None]] = []
     for piece, exit in pieces:
         for character in piece:
@@ -91,7 +91,7 @@ def _legend(drawn: Any, exited: Exited, colours: Sequence[Any], size: tuple[floa
 
 
 def _colours(count: int) -> list[Any]:
-    """Light for few layers, dark for all."""
+    """Return colours from light for few layers to dark for all."""
     from matplotlib import colormaps
 
     steps = [LIGHTEST + (DARKEST - LIGHTEST) * index / max(1, count - 1) for index in range(count)]

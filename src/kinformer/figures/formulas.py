@@ -1,4 +1,4 @@
-"""What a model computes: the formulas that its parts' modules open with, and its sizes in papers' symbols and ours."""
+"""The formulas of a model: those in the docstrings of its parts' modules, and its sizes in papers' symbols and ours."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SYMBOLS = (
 
 
 class Formula(NamedTuple):
-    """What one part computes: its ``slot`` and ``kind``, a sentence, and formulas, a line each."""
+    """The formula of one part: its ``slot`` and ``kind``, a sentence, and formulas, a line each."""
 
     slot: str
     kind: str
@@ -40,7 +40,8 @@ class Formula(NamedTuple):
 
 
 def formulas(config: Config) -> list[Formula]:
-    """Of every different part of a model's config, mixers first; formulas stand indented in a module's docstring."""
+    """Return the formulas of every different part of a model's config, mixers first; formulas
+    stand indented in a module's docstring."""
     formulas_by_name: dict[tuple[str, str], Formula] = {}
     for part in parts_in(config):
         key = (part.slot, part.kind)
@@ -53,7 +54,7 @@ def formulas(config: Config) -> list[Formula]:
 
 
 def symbols(config: Any) -> list[tuple[str, str, Any]]:
-    """(symbol of papers, name here, value) of the sizes that all layers have in common."""
+    """Return (symbol of papers, name here, value) of the sizes that all layers have in common."""
     sizes: dict[str, set[Any]] = {"dim": {config.dim}}
     for layer in config.layers:
         for part in parts_in(layer):

@@ -1,4 +1,4 @@
-"""An image beside what a model looks at in it: heat over the image, or the windows within which patches attend."""
+"""An image beside a model's attention to it: heat over the image, or the windows within which patches attend."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COVER = 0.6
 
 @dataclass(frozen=True, kw_only=True)
 class HeatOver:
-    """``values`` [rows, columns], one for each patch of ``patch`` x ``patch`` pixels; 1 is the mean."""
+    """The heat ``values`` [rows, columns], one for each patch of ``patch`` x ``patch`` pixels; 1 is the mean."""
 
     name: str
     values: NDArray[np.float64]
@@ -30,7 +30,8 @@ class HeatOver:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowsOver:
-    """Windows of ``side`` x ``side`` patches of ``patch`` pixels on a side, which begin ``shift`` patches further."""
+    """The windows of ``side`` x ``side`` patches of ``patch`` pixels on a side,
+    which begin ``shift`` patches further."""
 
     name: str
     patch: int
@@ -38,14 +39,14 @@ class WindowsOver:
     shift: int
 
     def lines(self, pixels: int) -> list[int]:
-        """Where windows meet along a side of so many ``pixels``."""
+        """Return where windows meet along a side of so many ``pixels``."""
         step, first = self.side * self.patch, self.shift * self.patch
         return list(range(first or step, pixels, step))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageDrawing:
-    """``pixels`` uint8 [height, width, 1 or 3], and what is drawn over them."""
+    """The image ``pixels`` uint8 [height, width, 1 or 3], and the layers drawn over it."""
 
     title: str
     pixels: NDArray[np.uint8]
@@ -53,7 +54,7 @@ class ImageDrawing:
 
 
 def draw_image(drawing: ImageDrawing, path: Path) -> None:
-    """The image, then a panel for each thing over it; PNG or SVG by the ending of ``path``."""
+    """Draw the image, then a panel for each thing over it; PNG or SVG by the ending of ``path``."""
     count = 1 + len(drawing.panels)
     columns = min(COLUMNS, count)
     rows = ceil(count / columns)

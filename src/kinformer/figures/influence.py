@@ -1,4 +1,4 @@
-"""Who sees whom in a mixer that has no pattern: how much each output changes when tokens are exchanged for others.
+"""Who sees whom in a mixer without a pattern: how much each output changes when tokens are exchanged for others.
 
 Gradients would not tell: none reaches the inputs of an earlier segment, which a memory nevertheless shows to the query.
 """
@@ -27,7 +27,7 @@ ROUNDING = 1e-10
 def influence_panel(
     mixer: CausalMixer | EncoderMixer, name: str, place: str, dim: int, length: int | None
 ) -> HeatPanel:
-    """Influence of the keys of a cell on the queries of a cell: [query cell, key cell] from 0 to 1.
+    """Return the influence of the keys of a cell on the queries of a cell: [query cell, key cell] from 0 to 1.
 
     It is the mean length of the change of an output when the cell's inputs, which are drawn at random, are drawn again.
     Rows are divided by their largest value beside a token's own, which may dwarf all others and counts as 1 at most;
@@ -57,7 +57,8 @@ def influence_panel(
 
 
 def _extent(mixer: CausalMixer | EncoderMixer) -> tuple[int, int]:
-    """(tokens per cell, a power of two, cells) for what a query sees and half of that again; of an image 8 x 8."""
+    """Return (tokens per cell, a power of two, cells) for what a query sees and
+    half of that again; of an image 8 x 8."""
     if isinstance(mixer, GridOnly):
         return 1, PATCHES
     seen = getattr(mixer, "retained", None)

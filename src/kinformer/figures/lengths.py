@@ -34,7 +34,7 @@ class Curve:
 
 
 def plot(curves: Sequence[Curve], path: Path) -> None:
-    """Both pictures side by side, as PNG or SVG by the ending of ``path``; what lies far above is cut off."""
+    """Draw both pictures side by side, as PNG or SVG by the ending of ``path``; values far above are cut off."""
     with figure(11.0, 4.7) as drawn:
         left, right = drawn.subplots(1, 2)
         colours = [curve.colour or SERIES[index % len(SERIES)] for index, curve in enumerate(curves)]
@@ -72,7 +72,7 @@ def _panel(axes: Any, curves: Sequence[Curve], lines: Sequence[Points], colours:
 
 
 def _range(curves: Sequence[Curve], lines: Sequence[Points]) -> tuple[float, float]:
-    """From the best value to somewhat above what the models reach at their training length."""
+    """Return the range from the best value to somewhat above the models' values at their training length."""
     values = [y for points in lines for _, y in points]
     within = [y for one, points in zip(curves, lines, strict=True) for x, y in points if x == one.trained]
     low, high = min(values), max(values)
@@ -83,7 +83,8 @@ def _range(curves: Sequence[Curve], lines: Sequence[Points]) -> tuple[float, flo
 
 
 def _label(axes: Any, names: Sequence[str], lines: Sequence[Points], colours: Sequence[str]) -> None:
-    """Each curve's name where it ends: beside its last point, or above the picture where it leaves that for good."""
+    """Write each curve's name where it ends: beside its last point, or above the
+    picture where it leaves that for good."""
     low, high = axes.get_ylim()
     left, right = (log2(x) for x in axes.get_xlim())
     ends = [((log2(points[-1][0]) - left) / (right - left), points[-1][1]) for points in lines]
@@ -105,7 +106,7 @@ def _label(axes: Any, names: Sequence[str], lines: Sequence[Points], colours: Se
 
 
 def _exit(points: Points, high: float) -> float | None:
-    """log2 of where the curve crosses ``high`` for the last time, if it ends above."""
+    """Return log2 of where the curve crosses ``high`` for the last time, if it ends above."""
     if points[-1][1] <= high:
         return None
     below = max((index for index, (_, y) in enumerate(points) if y <= high), default=None)

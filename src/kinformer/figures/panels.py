@@ -1,4 +1,4 @@
-"""What a picture of attention shows, as numbers: a panel for each pattern that differs, named by its layers and heads.
+"""The numbers of a picture of attention: a panel for each pattern that differs, named by its layers and heads.
 
 A cell of a pattern's panel stands for some tokens of queries (down) and of keys (across) and holds the share of their
 pairs that are allowed. Equal patterns are shown once.
@@ -29,7 +29,7 @@ SPARSE, SPARSER = 0.5, 0.35
 
 @dataclass(frozen=True, kw_only=True)
 class PatternPanel:
-    """``shares`` [cells, cells] from 0 to 1; ``causal``: no query sees a later key.
+    """The panel of a pattern: ``shares`` [cells, cells] from 0 to 1; ``causal``: no query sees a later key.
 
     Of the ``allowed_pairs`` among ``length`` tokens, ``computed_pairs`` is how many the executor works on, if known.
     """
@@ -46,7 +46,7 @@ class PatternPanel:
 
 @dataclass(frozen=True, kw_only=True)
 class FieldPanel:
-    """What one query sees of a raster image: ``shown`` [height, width] of LATER, UNSEEN, SEEN and ITSELF."""
+    """The panel of one query in a raster image: ``shown`` [height, width] of LATER, UNSEEN, SEEN and ITSELF."""
 
     place: str
     name: str
@@ -56,8 +56,8 @@ class FieldPanel:
 
 @dataclass(frozen=True, kw_only=True)
 class HeatPanel:
-    """Numbers [rows, columns] as colours; ``signed``: around zero in two colours, else from zero in one. A cell stands
-    for ``tokens_per_cell`` rows and columns."""
+    """The panel of numbers [rows, columns] as colours; ``signed``: around zero in two colours, else from zero in one. A
+    cell stands for ``tokens_per_cell`` rows and columns."""
 
     place: str
     name: str
@@ -70,7 +70,7 @@ class HeatPanel:
 
 @dataclass(frozen=True, kw_only=True)
 class CurvePanel:
-    """``curves`` [heads, distances], one line per head."""
+    """The panel of ``curves`` [heads, distances], one line per head."""
 
     place: str
     name: str
@@ -92,8 +92,8 @@ class Placed:
 
 
 def parts_of(config: Config, slot: str) -> list[Placed]:
-    """The parts of a slot in a model's config, equal ones of equal owners together, in order of first layers; those
-    of an encoder that reads the model's source are that one's."""
+    """Return the parts of a slot in a model's config, equal ones of equal owners together, in order of first layers;
+    those of an encoder of the model's source are that one's."""
     panels: list[Placed] = []
     for path, part, owner in _walk(config, slot, (), config):
         if path[0] == "encoder":
@@ -122,7 +122,7 @@ def _walk(node: Any, slot: str, path: tuple[str, ...], owner: Any) -> Iterator[t
 
 
 def heads_of(config: PatternConfig) -> list[tuple[Pattern, str, tuple[int, ...]]]:
-    """The patterns of the heads that differ, how they are called, and which heads (from 0); () means every head."""
+    """Return the patterns of the heads that differ, their names, and which heads (from 0); () means every head."""
     pattern = config.build()
     if pattern.num_heads is None:
         return [(pattern, describe(config), ())]
@@ -141,7 +141,7 @@ def heads_of(config: PatternConfig) -> list[tuple[Pattern, str, tuple[int, ...]]
 
 
 def pattern_panel(pattern: Pattern, name: str, place: str, tokens_per_cell: int, cells: int) -> PatternPanel:
-    """The panel of one head's pattern over ``cells * tokens_per_cell`` tokens."""
+    """Return the panel of one head's pattern over ``cells * tokens_per_cell`` tokens."""
     shares = shares_of(pattern.sized(cells * tokens_per_cell), tokens_per_cell, cells)
     return PatternPanel(
         place=place,
@@ -155,7 +155,7 @@ def pattern_panel(pattern: Pattern, name: str, place: str, tokens_per_cell: int,
 
 
 def shares_of(pattern: Pattern, tokens_per_cell: int, cells: int) -> Floats:
-    """The share of allowed pairs of every cell, [cells, cells], a row of cells at a time."""
+    """Return the share of allowed pairs of every cell, [cells, cells], a row of cells at a time."""
     keys = torch.arange(cells * tokens_per_cell)[None]
     shares = np.empty((cells, cells))
     for row in range(cells):
@@ -166,7 +166,7 @@ def shares_of(pattern: Pattern, tokens_per_cell: int, cells: int) -> Floats:
 
 
 def scale(patterns: Sequence[Pattern], cells: int = CELLS) -> int:
-    """Tokens per cell, a power of two, at which the structure of all ``patterns`` is to be seen.
+    """Return the tokens per cell, a power of two, at which the structure of all ``patterns`` is visible.
 
     Of a pattern with structure, that is where less than half of the pairs of the picture are allowed, or little more
     than a third where single tokens do not show anyway.
@@ -190,7 +190,7 @@ def _powers(most: int) -> Iterator[int]:
 
 
 def grid(length: int | None, patterns: Sequence[Pattern]) -> tuple[int, int]:
-    """(tokens per cell, cells) for a picture of ``length`` tokens, or of as many as the patterns need."""
+    """Return (tokens per cell, cells) for a picture of ``length`` tokens, or of as many as the patterns need."""
     if length is None:
         return scale(patterns), CELLS
     tokens = -(-length // MOST_CELLS)
@@ -200,7 +200,8 @@ def grid(length: int | None, patterns: Sequence[Pattern]) -> tuple[int, int]:
 def field_panel(
     pattern: Pattern, name: str, place: str, shape: tuple[int, int], cell: Callable[..., Any]
 ) -> FieldPanel:
-    """What a query about three fifths down an image of ``shape`` sees; ``cell(positions)`` gives rows and columns."""
+    """Return the panel of a query about three fifths down an image of ``shape``;
+    ``cell(positions)`` returns rows and columns."""
     height, width = shape
     positions = torch.arange(height * width)
     rows, columns = (item.numpy() for item in cell(positions))
@@ -215,7 +216,8 @@ def field_panel(
 
 
 def raster(pattern: Pattern, width: int | None) -> tuple[tuple[int, int], Callable[..., Any]] | None:
-    """The shape of the image that a pattern's positions are pixels of, and where each stands; None where there is none.
+    """Return the shape of the image whose pixels a pattern's positions are, and where each stands; None where there is
+    none.
 
     ``width``: take the positions for the pixels of a raster so wide.
     """
@@ -226,7 +228,7 @@ def raster(pattern: Pattern, width: int | None) -> tuple[tuple[int, int], Callab
 
 
 def _inside(pattern: Pattern) -> Iterator[Any]:
-    """A pattern and those that it is made of."""
+    """Yield a pattern and those that it is made of."""
     yield pattern
     if dataclasses.is_dataclass(pattern):
         for field in dataclasses.fields(pattern):
@@ -237,7 +239,7 @@ def _inside(pattern: Pattern) -> Iterator[Any]:
 
 
 def describe(config: Config) -> str:
-    """A part in words: ``local: window 8``, ``strided: stride 8 | local: window 4``; what is as always is left out."""
+    """Return a part in words: ``local: window 8``, ``strided: stride 8 | local: window 4``; defaults are left out."""
     inner = [_inner(item) for item in getattr(config, "patterns", ())]
     name = config.kind.replace("_", " ")
     if config.kind in ("union", "intersection"):
@@ -255,7 +257,7 @@ def _inner(config: Config) -> str:
 
 
 def _option(field: Any, value: Any, config: Config) -> str:
-    """One option in words, or nothing: sizes of a pattern always, all else where it is not the default."""
+    """Return one option in words, or nothing: sizes of a pattern always, all else where it is not the default."""
     size = config.slot == "pattern" and isinstance(value, int) and not isinstance(value, bool) and value
     if value is None or isinstance(value, Config) or (value == field.default and not size):
         return ""
@@ -266,7 +268,7 @@ def _option(field: Any, value: Any, config: Config) -> str:
 
 
 def numbered(what: str, indices: Sequence[int]) -> str:
-    """``layers 1-4``, ``head 2``, ``layers 1, 3, 5``: counted from 1."""
+    """Return numbers in words: ``layers 1-4``, ``head 2``, ``layers 1, 3, 5``, counted from 1."""
     if not indices:
         return ""
     first, last = indices[0] + 1, indices[-1] + 1

@@ -1,4 +1,4 @@
-"""Encodings of positions as panels: whatever a position's hooks do, found from the hooks alone.
+"""Encodings of positions as panels, computed from a position's hooks alone.
 
 embed, layer_input    what is added, [position, feature]
 rotate                the product of a feature with itself at a distance: cos(angle) of rotary positions
@@ -33,7 +33,7 @@ class Encoding:
 
 
 class OneToken(Position):
-    """What an embedding of tokens and positions makes of token 0 at every position."""
+    """An embedding of tokens and positions, shown for token 0 at every position."""
 
     def __init__(self, embedding: nn.Module) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class OneToken(Position):
 
 
 def encoding_panels(encoding: Encoding, length: int) -> list[Panel]:
-    """The panels of an encoding over ``length`` positions or distances, or as many as it has."""
+    """Return the panels of an encoding over ``length`` positions or distances, or as many as it has."""
     limit = encoding.position.max_length
     length = length if limit is None else min(length, limit)
     with torch.no_grad():
@@ -64,7 +64,7 @@ def _added(encoding: Encoding, length: int) -> Iterator[HeatPanel]:
 
 
 def _rotated(encoding: Encoding, length: int, width: int) -> Iterator[HeatPanel]:
-    """Every feature alone, as a row of its own: its product with itself some distance away."""
+    """Yield the product of every feature, alone in a row of its own, with itself at every distance."""
     probe = torch.eye(width, dtype=torch.float64)[:, None, None].expand(width, 1, length, width)
     _, k = encoding.position.rotate(probe, probe, torch.arange(length)[None].expand(width, length))
     if not torch.equal(k, probe):
@@ -93,7 +93,7 @@ def _by_distance(encoding: Encoding, relative: Relative | None, length: int) -> 
 
 
 def _whole(table: Tensor, lowest: int, length: int, rest: float) -> Floats:
-    """[n, distances] of all distances below ``length``: ``rest`` where the encoding names none."""
+    """Return [n, distances] of all distances below ``length``: ``rest`` where the encoding names none."""
     whole = np.full((table.shape[0], length), rest)
     whole[:, lowest : lowest + table.shape[1]] = table.double().numpy()[:, : length - lowest]
     return whole

@@ -1,4 +1,4 @@
-"""Returns against those that were asked for, in the manner of Chen et al. 2021, figure 4."""
+"""Returns against target returns, in the manner of Chen et al. 2021, figure 4."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kinformer.figures.style import BLUE, FAINT, ORANGE, QUIET, bare, figure, sa
 def plot(
     rows: Sequence[Mapping[str, Any]], clone: Mapping[str, Any] | None, best: float, title: str, path: Path
 ) -> None:
-    """``rows`` have a ``target``, a ``mean`` and a ``confidence``; the optimum is drawn where it is known in the mean.
-    The best of the data and the mean of cloned behaviour are lines."""
+    """Draw ``rows``, which have a ``target``, a ``mean`` and a ``confidence``; the optimum is drawn where its mean is
+    known. The best of the data and the mean of cloned behaviour are lines."""
     points = sorted((row["optimal"] if row["target"] is None else row["target"], row) for row in rows)
     with figure(5.4, 4.2) as drawn:
         axes = drawn.subplots()

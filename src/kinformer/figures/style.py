@@ -1,4 +1,4 @@
-"""What all figures share: matplotlib if installed, colours that colour-blind readers distinguish, PNG or SVG files.
+"""The style of all figures: matplotlib if installed, colours that colour-blind readers distinguish, PNG or SVG files.
 
 The colours are those of Okabe and Ito (2008, Color Universal Design).
 """
@@ -41,7 +41,7 @@ STYLE = {
 
 
 def check(path: Path) -> str:
-    """The format that the ending of ``path`` names, "png" or "svg"; also raises where matplotlib is missing."""
+    """Return the format that the ending of ``path`` names, "png" or "svg"; raise where matplotlib is missing."""
     ending = path.suffix.lower().removeprefix(".")
     if ending not in FORMATS:
         raise KinformerError(f"{path}: a figure's name ends in .png or .svg, but this one in {path.suffix!r}.")
@@ -54,7 +54,7 @@ def check(path: Path) -> str:
 
 @contextmanager
 def figure(width: float, height: float) -> Iterator[Figure]:
-    """An empty figure of ``width`` x ``height`` inches in the house style."""
+    """Yield an empty figure of ``width`` x ``height`` inches, in the house style within the context."""
     from matplotlib import style
     from matplotlib.figure import Figure
 
@@ -76,7 +76,8 @@ def bare(axes: Any, *sides: str) -> None:
 
 
 def spread(heights: Sequence[float], gap: float) -> list[float]:
-    """``heights`` moved as little as needed to lie at least ``gap`` apart, in the same order: labels at lines' ends."""
+    """Return ``heights`` moved as little as needed to lie at least ``gap`` apart, in
+    the same order: labels at lines' ends."""
     order = sorted(range(len(heights)), key=lambda index: heights[index])
     groups: list[tuple[list[int], float]] = []
     for index in order:

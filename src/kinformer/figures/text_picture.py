@@ -17,7 +17,7 @@ SEEN, UNSEEN = "■", "·"
 
 
 def draw(pattern: Pattern, tokens_per_cell: int = 1, cells: int = CELLS) -> list[str]:
-    """``cells`` lines: whether the last query of each cell's tokens sees any key of the other cell."""
+    """Return ``cells`` lines: whether the last query of each cell's tokens sees any key of the other cell."""
     index = torch.arange(cells * tokens_per_cell)
     pattern = pattern.sized(len(index))
     last = index[tokens_per_cell - 1 :: tokens_per_cell]
@@ -26,7 +26,8 @@ def draw(pattern: Pattern, tokens_per_cell: int = 1, cells: int = CELLS) -> list
 
 
 def scale(pattern: Pattern, cells: int = CELLS) -> int:
-    """Tokens per cell at which the window of ``pattern`` fills about a third of the picture, or something is unseen."""
+    """Return the tokens per cell at which the window of ``pattern`` fills about a third
+    of the picture, or something is unseen."""
     if pattern.behind is not None:
         return max(1, 3 * pattern.behind // cells)
     powers = (2**power for power in range(MOST_TOKENS.bit_length()))
@@ -34,7 +35,7 @@ def scale(pattern: Pattern, cells: int = CELLS) -> int:
 
 
 def pictures(model: nn.Module) -> list[dict[str, Any]]:
-    """Each different pattern of the model's mixers and their heads, in order: its name, scale and lines."""
+    """Return each different pattern of the model's mixers and their heads, in order: its name, scale and lines."""
     pictures_by_name: dict[tuple[str, ...], dict[str, Any]] = {}
     for pattern in _patterns(model):
         cell = scale(pattern)

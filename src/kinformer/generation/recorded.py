@@ -206,7 +206,7 @@ def _same(one: Run, other: Run) -> bool:
 
 
 def _written(run: Run) -> Iterator[tuple[Any, Any, Any]]:
-    """Return of each operator its kind, the numbers of its inputs, and its value where it is a constant."""
+    """Yield of each operator its kind, the numbers of its inputs, and its value where it is a constant."""
     graph = run.graph  # type: ignore[attr-defined]
     numbers = {value.debugName(): number for number, value in enumerate(graph.inputs())}
     for node in graph.nodes():

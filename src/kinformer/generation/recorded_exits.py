@@ -92,6 +92,6 @@ def record_exits(model: Any, tokens: Tensor, state: Any) -> ExitsRecording:
 
 
 def _split(stack: Any, state: Any) -> Iterator[Any]:
-    """Return the states of the layers before each exit."""
+    """Yield the states of the layers before each exit."""
     for number in range(len(stack.exits)):
         yield state._replace(layers=tuple(state.layers[use] for use in stack.leads(number)))

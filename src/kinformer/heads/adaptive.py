@@ -91,7 +91,7 @@ class AdaptiveSoftmax(nn.Module):
         return torch.cat([first[..., : self.clusters.sizes[0]], *tails], dim=-1)
 
     def _weights(self, embedding: Tensor | Tables) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Yield the table [size, width] and the projection [dim, width] of every cluster."""
+        """Return the tables [size, width] and the projections [dim, width] of all clusters."""
         local: list[Tensor | None] = list(self.projections)
         if len(self.tables):
             return list(self.tables), local or [None] * len(self.tables)

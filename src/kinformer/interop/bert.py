@@ -21,12 +21,12 @@ ROBERTA = Family(
 
 
 def bert_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
-    """The model config, as data and without its head, of BERT's ``config.json``."""
+    """Return the model config, as data and without its head, of BERT's ``config.json``."""
     return _model_config(BERT, config, place)
 
 
 def roberta_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
-    """The model config, as data and without its head, of RoBERTa's ``config.json``."""
+    """Return the model config, as data and without its head, of RoBERTa's ``config.json``."""
     return _model_config(ROBERTA, config, place)
 
 

@@ -33,7 +33,7 @@ BIG_BIRD = Family(
 
 
 def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
-    """The model config, as data and without its head, of Big Bird's ``config.json``."""
+    """Return the model config, as data and without its head, of Big Bird's ``config.json``."""
     full = BIG_BIRD.settings(config, place)
     require(full, place, {"rescale_embeddings": False})
     projection = {"projection": {"kind": "multi_head", "bias": bool(full["use_bias"])}}

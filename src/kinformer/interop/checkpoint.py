@@ -24,7 +24,7 @@ CONFIG, WEIGHTS, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.s
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """What a folder holds, in our terms: the member it is, the model config as data, weights under our names (float32).
+    """The contents of a folder in our terms: the member, the model config as data, weights under our names (float32).
 
     ``tokenizer`` is the path of its tokenizer.json, or None. ``notes`` say what was left out or added. ``classes``:
     what an encoder of images tells.
@@ -40,7 +40,7 @@ class Imported:
 
 @dataclass(frozen=True, kw_only=True)
 class _Format:
-    """How checkpoints of one ``model_type`` are read: config to model config, weights to our weights.
+    """The conversion of checkpoints of one ``model_type``: config to model config, weights to our weights.
 
     ``family`` is that of an encoder, whose head is known by its tensors. ``images``: whether it reads those.
     ``buffers`` names the tensors that are no weights, which old checkpoints hold in any dtype.
@@ -118,7 +118,7 @@ def _imported(folder: Path) -> Imported:
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the checkpoint under their own names."""
+    """Return all tensors of the checkpoint under their own names."""
     if (folder / WEIGHTS).is_file():
         return load_tensors(folder / WEIGHTS)[0]
     if (folder / INDEX).is_file():
@@ -132,7 +132,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _shards(folder: Path) -> dict[str, Tensor]:
-    """The tensors that the index names, each from its file in the folder and nowhere else."""
+    """Return the tensors that the index names, each from its file in the folder and nowhere else."""
     index = read_json(folder / INDEX)
     file_of = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(file_of, dict) or not file_of:
@@ -150,7 +150,7 @@ def _shards(folder: Path) -> dict[str, Tensor]:
 
 
 def _weights(tensors: Mapping[str, Tensor], buffers: re.Pattern[str], folder: Path) -> dict[str, Tensor]:
-    """All tensors but ``buffers`` in float32; no other may be masks or whole numbers."""
+    """Return all tensors but ``buffers`` in float32; no other may be masks or whole numbers."""
     weights = {name: tensor for name, tensor in tensors.items() if not buffers.fullmatch(name)}
     for name, weight in weights.items():
         if not weight.is_floating_point():

@@ -28,7 +28,7 @@ HEADS = {
 
 
 def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
-    """The model config, as data, of DeiT's ``config.json``."""
+    """Return the model config, as data, of DeiT's ``config.json``."""
     heads = [HEADS[name] for name in config.get("architectures") or () if name in HEADS]
     if not heads:
         raise KinformerError(
@@ -40,7 +40,7 @@ def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
 
 
 def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
-    """The weights under our names; an unknown one is an error."""
+    """Return the weights under our names; an unknown one is an error."""
     plain = images.plain(tensors, "deit")
     if "embeddings.distillation_token" not in plain:
         raise KinformerError(f"{folder}: lacks the distillation token; restore it from a copy.")

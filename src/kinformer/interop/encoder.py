@@ -1,4 +1,4 @@
-"""What the configs of the encoders of the library transformers have in common (BERT, RoBERTa, Longformer, Big Bird).
+"""The settings that all encoder configs of the library transformers share (BERT, RoBERTa, Longformer, Big Bird).
 
 All have post-norm layers, learned positions, token types and a norm after the embedding. A config need not name the
 head; its tensors do.
@@ -38,7 +38,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How one family of encoders differs from the others.
+    """The differences of one family of encoders from the others.
 
     ``defaults`` of the config's settings; ``shifted``: positions are counted from behind the padding token's number;
     ``activated``: the kinds of heads that have the layers' activation; ``first_is_global``: for a classifier of texts
@@ -52,7 +52,7 @@ class Family:
     tokens: Mapping[str, str] = field(default_factory=dict)
 
     def settings(self, config: Mapping[str, Any], place: Path) -> dict[str, Any]:
-        """``config`` with what it leaves out; what ours would compute otherwise is an error."""
+        """Return ``config`` with its defaults; settings that ours would compute otherwise are an error."""
         require(config, place, REQUIRED)
         if config.get("pruned_heads"):
             raise KinformerError(f"{place}: heads are pruned; import the checkpoint before pruning.")
@@ -62,18 +62,20 @@ class Family:
         return full
 
     def plain(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], place: Path) -> dict[str, Tensor]:
-        """The weights among the tensors by their plain names, the position table from the first token's row on."""
+        """Return the weights among the tensors by their plain names, the
+        position table from the first token's row on."""
         plain_tensors = {plain(name): tensor for name, tensor in tensors.items()}
         if POSITIONS in plain_tensors:
             plain_tensors[POSITIONS] = plain_tensors[POSITIONS][self._skipped(self.settings(config, place), place) :]
         return plain_tensors
 
     def _skipped(self, full: Mapping[str, Any], place: Path) -> int:
-        """How many rows of the position table stand before that of the first token."""
+        """Return how many rows of the position table stand before that of the first token."""
         return 1 + whole(full, place, "pad_token_id", least=0) if self.shifted else 0
 
     def model(self, full: Mapping[str, Any], place: Path, mixers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The model config, as data, without its head; ``mixers`` is what is special in each layer's mixer."""
+        """Return the model config, as data, without its head; ``mixers`` are the
+        special settings of each layer's mixer."""
         dropout = number(full, place, "hidden_dropout_prob")
         norm = {"kind": "layer_norm", "eps": number(full, place, "layer_norm_eps"), "bias": True}
         hidden_dim = whole(full, place, "intermediate_size")
@@ -107,7 +109,8 @@ class Family:
         }
 
     def head(self, config: Mapping[str, Any], place: Path, names: Collection[str]) -> dict[str, Any]:
-        """The settings that depend on the head: that of the plain ``names``; one for masked tokens if there is none."""
+        """Return the settings that depend on the head: that of the plain ``names``;
+        one for masked tokens if there is none."""
         full = self.settings(config, place)
         architectures = " ".join(map(str, full.get("architectures") or ()))
         activation = ACTIVATIONS[full["hidden_act"]]

@@ -58,13 +58,14 @@ LEFT_OUT = re.compile(r"(pooler|cls\.seq_relationship)\b.*")
 
 
 def plain(name: str) -> str:
-    """A tensor's name without that of the model before it, and with the names that norms have today."""
+    """Return a tensor's name without that of the model before it, and with the names that norms have today."""
     name = PREFIX.sub("", name, count=1)
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
 def _head_names(kind: str, names: Collection[str]) -> dict[str, str]:
-    """Their names of the head's parts to ours; where a classifier has a product of its own, the pooler is not it."""
+    """Return their names of the head's parts, to ours; where a classifier has a
+    product of its own, the pooler is not it."""
     local = HEAD_NAMES[kind]
     if kind == "classification" and "classifier.dense.weight" in names:
         return {name: ours for name, ours in local.items() if name != "pooler.dense"}
@@ -72,12 +73,13 @@ def _head_names(kind: str, names: Collection[str]) -> dict[str, str]:
 
 
 def has_language_head(names: Collection[str]) -> bool:
-    """Whether ``names``, made plain, hold a masked-language head."""
+    """Return whether ``names``, made plain, hold a masked-language head."""
     return bool({"cls.predictions.transform.dense.weight", "lm_head.dense.weight"} & set(names))
 
 
 def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
-    """The weights, by their plain names, under ours; an unknown one is an error, one left out is named by ``notes``."""
+    """Return the weights, by their plain names, under ours; an unknown one is an
+    error, one left out is named by ``notes``."""
     kind = model["head"]["kind"]
     head = _head_names(kind, tensors)
     weights: dict[str, Tensor] = {}
@@ -114,7 +116,8 @@ def _fused(tensors: Mapping[str, Tensor], place: str, folder: Path) -> Tensor:
 def _with_head(
     weights: dict[str, Tensor], model: Mapping[str, Any], names: Collection[str], folder: Path
 ) -> dict[str, Tensor]:
-    """``weights`` with one bias of the masked-language head, and no output matrix where that is the embedding."""
+    """Return ``weights`` with one bias of the masked-language head, and no
+    output matrix where that is the embedding."""
     import torch
 
     if model["head"]["kind"] != "masked_language":
@@ -138,7 +141,7 @@ def _with_head(
 
 
 def _new_head(model: Mapping[str, Any]) -> dict[str, Tensor]:
-    """A head that passes hidden states on: norm(gelu(hidden)) times the embedding."""
+    """Return a head that passes hidden states on: norm(gelu(hidden)) times the embedding."""
     import torch
 
     dim = model["dim"]
@@ -152,7 +155,7 @@ def _new_head(model: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def notes(names: Collection[str], model: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a user should know of what was left out of the checkpoint with the plain ``names``, or added to it."""
+    """Return notes for the user on what was left out of the checkpoint with the plain ``names``, or added to it."""
     kind, notes_ = model["head"]["kind"], []
     used = _head_names(kind, names)
     out = sorted(name for name in names if LEFT_OUT.fullmatch(name) and name.rpartition(".")[0] not in used)

@@ -40,7 +40,8 @@ MASKS = re.compile(r"(transformer\.)?h\.\d{1,5}\.attn\.(bias|masked_bias)")
 
 
 def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
-    """The model config, as data, of transformers' ``config.json``; what ours would compute otherwise is an error."""
+    """Return the model config, as data, of transformers' ``config.json``; settings that ours
+    would compute otherwise are an error."""
     for name, value in REQUIRED.items():
         if config.get(name, value) is not value:
             raise KinformerError(
@@ -84,7 +85,7 @@ def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
 
 
 def _setting(config: Mapping[str, Any], place: Path, name: str, alias: str, default: int) -> int:
-    """A size by either of its names; transformers' own default where it is left out or null."""
+    """Return a size by either of its names; transformers' own default where it is left out or null."""
     value = config.get(name)
     value = config.get(alias) if value is None else value
     value = default if value is None else value
@@ -103,7 +104,7 @@ def _number(config: Mapping[str, Any], place: Path, name: str, default: float) -
 
 
 def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
-    """The weights under our names; a tensor that a GPT-2 language model does not have is an error."""
+    """Return the weights under our names; a tensor that a GPT-2 language model does not have is an error."""
     import torch
 
     plain = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}

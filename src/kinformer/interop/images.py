@@ -1,4 +1,4 @@
-"""What the configs and tensors of the image encoders of the library transformers have in common.
+"""The settings and tensors that all image encoders of the library transformers share.
 
 How an image is prepared stands in a file of its own, ``preprocessor_config.json``; mean and standard deviation of the
 channels become part of the model's input here, which takes pixels from 0 to 1.
@@ -22,7 +22,7 @@ FUSED = ("query", "key", "value")
 
 
 def patches(full: Mapping[str, Any], place: Path, **settings: Any) -> dict[str, Any]:
-    """The input ``patches``, as data, of a config and of the preprocessor's beside it."""
+    """Return the input ``patches``, as data, of a config and of the preprocessor's beside it."""
     size, channels = _pair(full, place, "image_size"), whole(full, place, "num_channels")
     rows, columns = _pair(full, place, "patch_size")
     if rows != columns:
@@ -32,14 +32,14 @@ def patches(full: Mapping[str, Any], place: Path, **settings: Any) -> dict[str, 
 
 
 def notes(folder: Path) -> tuple[str, ...]:
-    """What a user should know of the preparation of images."""
+    """Return notes for the user on the preparation of images."""
     if (folder / PREPROCESSOR).is_file():
         return ()
     return (f"it has no {PREPROCESSOR}, so pixels from 0 to 1 are read as they are, without mean and deviation",)
 
 
 def classes(full: Mapping[str, Any], place: Path) -> tuple[str, ...]:
-    """The names of the classes, in order; transformers' own where the config has none."""
+    """Return the names of the classes, in order; transformers' own where the config has none."""
     names = full.get("id2label")
     if names is None:
         return tuple(f"LABEL_{number}" for number in range(whole({"num_labels": 2} | dict(full), place, "num_labels")))
@@ -49,12 +49,12 @@ def classes(full: Mapping[str, Any], place: Path) -> tuple[str, ...]:
 
 
 def plain(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors by their names without that of the model before them."""
+    """Return the tensors by their names without that of the model before them."""
     return {name.removeprefix(f"{prefix}."): tensor for name, tensor in tensors.items()}
 
 
 def fused(parts: Mapping[str, Mapping[str, Tensor]], folder: Path) -> dict[str, Tensor]:
-    """Queries, keys and values, which are three products there and one here, by the place of that."""
+    """Return queries, keys and values, which are three products there and one here, by the place of that."""
     import torch
 
     joined = {}
@@ -66,7 +66,7 @@ def fused(parts: Mapping[str, Mapping[str, Tensor]], folder: Path) -> dict[str, 
 
 
 def unknown(folder: Path, name: str, model: str) -> KinformerError:
-    """For a tensor that no model of this kind has."""
+    """Return the error for a tensor that no model of this kind has."""
     return KinformerError(f"{folder}: holds {name[:99]!r}, which no {model} for image classification has.")
 
 
@@ -79,7 +79,7 @@ def _pair(full: Mapping[str, Any], place: Path, name: str) -> list[int]:
 
 
 def _normalisation(path: Path, channels: int) -> dict[str, Any]:
-    """Mean and standard deviation of the channels, where there is a file that says them."""
+    """Return mean and standard deviation of the channels, where there is a file that says them."""
     if not path.is_file():
         return {}
     config = read_json(path)

@@ -27,7 +27,7 @@ LONGFORMER = Family(
 
 
 def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
-    """The model config, as data and without its head, of Longformer's ``config.json``."""
+    """Return the model config, as data and without its head, of Longformer's ``config.json``."""
     full = LONGFORMER.settings(config, place)
     special = [
         {"projection": {"kind": "multi_head_global"}, "pattern": {"kind": "window", "window": sides // 2}}

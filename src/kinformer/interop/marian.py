@@ -59,7 +59,8 @@ JOINED = {
 
 
 def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
-    """The model config, as data, of transformers' ``config.json``; what ours would compute otherwise is an error."""
+    """Return the model config, as data, of transformers' ``config.json``; settings that ours
+    would compute otherwise are an error."""
     require(config, place, REQUIRED)
     full = {**DEFAULTS, **config}
     size = whole(full, place, "vocab_size")
@@ -98,7 +99,7 @@ def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
 
 
 def _layer(full: Mapping[str, Any], place: Path, side: str) -> dict[str, Any]:
-    """What the layers of both sides have, and the number of heads."""
+    """Return the settings of the layers of both sides, and the number of heads."""
     return {
         "feed_forward": {
             "kind": "mlp",
@@ -112,7 +113,7 @@ def _layer(full: Mapping[str, Any], place: Path, side: str) -> dict[str, Any]:
 
 
 def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
-    """The weights under our names; a tensor that such a model does not have is an error."""
+    """Return the weights under our names; a tensor that such a model does not have is an error."""
     import torch
 
     plain = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
@@ -151,7 +152,7 @@ _TABLES = {
 
 
 def _tables(plain: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
-    """The tables of ids, of which one or two are different, and the head's bias."""
+    """Return the tables of ids, of which one or two are different, and the head's bias."""
     import torch
 
     separate = model["encoder"]["input"] is not None

@@ -10,7 +10,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 def whole(config: Mapping[str, Any], place: Path, name: str, least: int = 1, most: int = 2**31 - 1) -> int:
-    """A whole number between ``least`` and ``most``."""
+    """Return a whole number between ``least`` and ``most``."""
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise KinformerError(f"{place}: {name} is {value!r}, but must be a whole number from {least} to {most}.")
@@ -18,7 +18,7 @@ def whole(config: Mapping[str, Any], place: Path, name: str, least: int = 1, mos
 
 
 def number(config: Mapping[str, Any], place: Path, name: str) -> float:
-    """A number of 0 or more and below 1."""
+    """Return a number of 0 or more and below 1."""
     value = config.get(name)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
         raise KinformerError(f"{place}: {name} is {value!r}, but must be a number of 0 or more and below 1.")
@@ -26,7 +26,7 @@ def number(config: Mapping[str, Any], place: Path, name: str) -> float:
 
 
 def choice(config: Mapping[str, Any], place: Path, name: str, names: Iterable[str]) -> str:
-    """One of ``names``."""
+    """Return the setting ``name``, which must be one of ``names``."""
     value, names = config.get(name), list(names)
     if value not in names:
         raise KinformerError(f"{place}: {name} is {value!r}, but only {', '.join(names)} can be imported.")

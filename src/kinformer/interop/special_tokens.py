@@ -1,4 +1,4 @@
-"""Which ids stand for a mask and for a text's two ends, as the tokenizer's files in a checkpoint folder tell it."""
+"""The ids of a mask and of a sequence's two ends, from the tokenizer's files in a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROLES = {
 
 
 def special_tokens(folder: Path, config: Mapping[str, Any], settings: Mapping[str, str]) -> dict[str, int]:
-    """The ids of the roles that ``tokenizer.json`` and its neighbours tell, else ``settings`` of the config.
+    """Return the ids of the roles in ``tokenizer.json`` and its neighbours, else by ``settings`` of the config.
 
     ``settings``: role to the name of the setting of ``config.json`` that holds its id.
     """
@@ -36,7 +36,8 @@ def special_tokens(folder: Path, config: Mapping[str, Any], settings: Mapping[st
 
 
 def _ids(path: Path) -> dict[str, int]:
-    """Every token of a ``tokenizer.json`` with its id; the vocabulary is a table, or a list of tokens and costs."""
+    """Return every token of a ``tokenizer.json`` with its id; the vocabulary is a
+    table, or a list of tokens and costs."""
     data = _table(path)
     model = data.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
@@ -57,5 +58,5 @@ def _table(path: Path) -> dict[str, Any]:
 
 
 def _text(token: Any) -> str:
-    """A token as the files give it: its text, or a table that holds it."""
+    """Return the text of a token as the files have it: its text, or a table that holds it."""
     return str(token.get("content") if isinstance(token, dict) else token)

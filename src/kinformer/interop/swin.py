@@ -61,7 +61,7 @@ BUFFERS = re.compile(r".*\.(relative_position_index|relative_coords_table)")
 
 
 def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
-    """The model config, as data, of the ``config.json`` of Swin, or of Swin V2."""
+    """Return the model config, as data, of the ``config.json`` of Swin, or of Swin V2."""
     full = {**DEFAULTS, **config}
     second = full["model_type"] == "swinv2"
     require(full, place, {"use_absolute_embeddings": False})
@@ -113,7 +113,7 @@ def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
 
 
 def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
-    """The weights under our names; an unknown one is an error."""
+    """Return the weights under our names; an unknown one is an error."""
     depths = model["stack"]["depths"]
     weights: dict[str, Tensor] = {}
     for name, tensor in images.plain(images.plain(tensors, "swin"), "swinv2").items():

@@ -47,13 +47,13 @@ LEFT_OUT = re.compile(r"pooler\..*|embeddings\.mask_token")
 
 
 def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
-    """The model config, as data, of ViT's ``config.json``."""
+    """Return the model config, as data, of ViT's ``config.json``."""
     head = {"kind": "linear_classification", "classes": len(images.classes(config, place))}
     return encoder(config, place, head)
 
 
 def encoder(config: Mapping[str, Any], place: Path, head: Mapping[str, Any], **tokens: Any) -> dict[str, Any]:
-    """The model config, as data, with this ``head``; ``tokens``: further settings of the input."""
+    """Return the model config, as data, with this ``head``; ``tokens``: further settings of the input."""
     full = {**DEFAULTS, **config}
     depth = whole(full, place, "num_hidden_layers", most=10_000)
     activation = ACTIVATIONS[choice(full, place, "hidden_act", ACTIVATIONS)]
@@ -90,12 +90,12 @@ def encoder(config: Mapping[str, Any], place: Path, head: Mapping[str, Any], **t
 
 
 def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
-    """The weights under our names; an unknown one is an error."""
+    """Return the weights under our names; an unknown one is an error."""
     return converted(images.plain(tensors, "vit"), NAMES, folder, "ViT")
 
 
 def converted(tensors: Mapping[str, Tensor], names: Mapping[str, str], folder: Path, kind: str) -> dict[str, Tensor]:
-    """The weights by their plain names under ours; ``names``: of what is no layer's."""
+    """Return the weights by their plain names under ours; ``names`` are those outside of layers."""
     if not {"embeddings.cls_token", "embeddings.position_embeddings"} <= tensors.keys():
         raise KinformerError(f"{folder}: lacks the class token or the positions of {kind}; restore it from a copy.")
     weights: dict[str, Tensor] = {}

@@ -164,8 +164,8 @@ class EtcAttention(EncoderMixer):
 
 
 def _mine(text: SequenceContext) -> Tensor | None:
-    """Return whether the global token stands for the sentence of the long input's
-    token, [batch, time, num_global] bool."""
+    """Return whether the global token stands for the sentence of the long input's token,
+    [batch, time, num_global] bool, or None."""
     if text.sentences is None:
         return None
     stands_for, belongs_to = text.sentences[:, None, : text.num_global], text.sentences[:, text.num_global :, None]

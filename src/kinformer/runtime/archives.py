@@ -1,4 +1,4 @@
-"""Compressed files that somebody else made: gzip, and NumPy archives (.npz), unpacked within bounds.
+"""Compressed files from outside: gzip, and NumPy archives (.npz), unpacked within bounds.
 
 A file of a few kilobytes can unpack to more than the memory holds, and the head of an array can announce any size.
 Both are looked at before memory is taken, and nothing is ever unpickled.
@@ -28,7 +28,7 @@ _BLOCK = 1 << 20
 
 
 def check_ratio(path: Path | str, unpacked: int, packed: int) -> None:
-    """Refuse what is compressed far more than data can be: it is made to fill the memory. Sizes are in bytes."""
+    """Refuse data compressed far more than data can be: it is made to fill the memory. Sizes are in bytes."""
     if unpacked > _SUSPECT and unpacked > _LIKELY_RATIO * packed:
         raise KinformerError(
             f"{path}: would unpack to {unpacked} bytes or more, {unpacked // max(packed, 1)} times its size, which no "
@@ -37,7 +37,7 @@ def check_ratio(path: Path | str, unpacked: int, packed: int) -> None:
 
 
 def read_unpacked(path: Path) -> bytes:
-    """What the file ``path`` holds, unpacked where it is gzip.
+    """Return the bytes of the file ``path``, unpacked where it is gzip.
 
     Errors: ``KinformerError`` for a file that cannot be read, is damaged, or unpacks to far more than its size.
     """
@@ -61,7 +61,7 @@ def _unpacked(path: Path, file: BinaryIO) -> bytes:
 
 
 def read_arrays(path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str, ndarray], Collection[str]]:
-    """The arrays of the .npz file ``path`` whose names are ``wanted``, and the names of all.
+    """Return the arrays of the .npz file ``path`` whose names are ``wanted``, and the names of all.
 
     Errors: ``KinformerError`` for what is no archive, is damaged or lies about its sizes, and for an array of objects.
     """
@@ -82,7 +82,7 @@ def _opened(path: Path) -> zipfile.ZipFile:
 
 
 def _array(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> ndarray:
-    """One array, whose head is looked at before memory is taken for it."""
+    """Return one array, whose head is checked before memory is taken for it."""
     import numpy as np
 
     with archive.open(entry) as file:

@@ -1,4 +1,4 @@
-"""What ``torch.compile`` is told of functions, without its compiler being loaded for that.
+"""Marks on functions for ``torch.compile``, made without loading its compiler.
 
 PyTorch's own decorators load it as soon as they decorate: more than a second, and 70 MB, in every process that builds
 a model.
@@ -17,7 +17,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def uncompiled(reason: str) -> Callable[[F], F]:
-    """Left out of graphs: ``torch.compiler.disable``, which is asked once something has loaded the compiler."""
+    """Leave a function out of graphs: ``torch.compiler.disable``, which is called
+    once something has loaded the compiler."""
 
     def decorate(function: F) -> F:
         disabled: Callable[..., Any] | None = None
@@ -38,6 +39,7 @@ def uncompiled(reason: str) -> Callable[[F], F]:
 
 
 def constant(function: F) -> F:
-    """Called while a graph is captured, and its result taken as it is: ``torch.compiler.assume_constant_result``."""
+    """Call a function while a graph is captured, and take its result as a constant:
+    ``torch.compiler.assume_constant_result``."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

@@ -1,4 +1,4 @@
-"""Derivatives that a kernel does not have raise, whichever call asks for them.
+"""Derivatives that a kernel does not have raise an error in every call for them.
 
 A kernel with a backward of its own knows first derivatives in reverse. PyTorch would leave out the others in silence:
 of a second derivative the part that goes through the kernel, and of forward mode the tangents.
@@ -23,9 +23,9 @@ REMEDY = "build the mixer with impl='reference' for that"
 
 
 def first_order(name: str, remedy: str = REMEDY) -> Callable[[Callable[..., Gradients]], Callable[..., Gradients]]:
-    """Decorates the ``backward(ctx, saved, *gradients)`` of a function called ``name``: what it returns is connected to
-    all that it is made of, so that whoever differentiates it again meets an error, which tells the ``remedy``.
-    ``saved``: ``ctx.saved_tensors``."""
+    """Decorate the ``backward(ctx, saved, *gradients)`` of a function called ``name``: its results are
+    connected to all their inputs, so that differentiating them again raises an error, which names the
+    ``remedy``. ``saved`` are ``ctx.saved_tensors``."""
 
     def decorate(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
         @wraps(backward)
@@ -48,7 +48,7 @@ def first_order(name: str, remedy: str = REMEDY) -> Callable[[Callable[..., Grad
 
 
 class _Gradients(torch.autograd.Function):
-    """The first ``count`` of the tensors as they are, whose gradient raises."""
+    """The function that returns the first ``count`` of its tensors as they are, and whose gradient raises."""
 
     @staticmethod
     def forward(ctx: Any, named: tuple[str, str], count: int, *tensors: Tensor) -> tuple[Tensor, ...]:

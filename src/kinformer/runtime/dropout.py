@@ -16,10 +16,10 @@ _DRAWS_PER_WORD = 4
 
 
 class Dropout(nn.Dropout):
-    """``nn.Dropout``, elsewhere than on a CPU PyTorch's own. Masks follow PyTorch's global generator."""
+    """The module ``nn.Dropout``, elsewhere than on a CPU PyTorch's own. Masks follow PyTorch's global generator."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x of any shape -> x with elements zeroed with probability p and the others grown by 1 / (1 - p)."""
+        """Return x of any shape with elements zeroed with probability p and the others multiplied by 1 / (1 - p)."""
         dropped = round(self.p * _LEVELS)
         ours = self.training and 0 < dropped < _LEVELS and x.device.type == "cpu" and not self.inplace
         if not ours:

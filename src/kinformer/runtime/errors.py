@@ -1,4 +1,4 @@
-"""How Kinformer speaks to its users when something is wrong.
+"""The errors of Kinformer, as sentences for its users.
 
 Every message is one sentence that holds the value, what was expected, the place and the remedy. A message marks the
 names of options with backticks, as in "`max_bytes` is 0". Who reads it sees them as they are written where they are:
@@ -27,29 +27,29 @@ class KinformerError(ValueError):
 
     @property
     def message(self) -> str:
-        """The sentence with its marks."""
+        """Return the sentence with its marks."""
         return super().__str__()
 
 
 def marked(name: str) -> str:
-    """The option ``name`` as messages mark it."""
+    """Return the option ``name`` as messages mark it."""
     return f"`{name}`"
 
 
 def flag_of(name: str) -> str:
-    """The option ``name`` on the command line: ``batch_size`` is ``--batch-size``."""
+    """Return the option ``name`` on the command line: ``batch_size`` is ``--batch-size``."""
     return f"--{name.replace('_', '-')}"
 
 
 def spelled(message: str) -> str:
-    """``message`` with the marked options as they are written in Python, or inside :func:`as_flags` as flags."""
+    """Return ``message`` with the marked options as they are written in Python, or inside :func:`as_flags` as flags."""
     if _AS_FLAGS.get():
         return _MARKED.sub(lambda match: flag_of(match[1]), message)
     return _MARKED.sub(r"\1", _CHANGE.sub(_change, message))
 
 
 def _change(match: re.Match[str]) -> str:
-    """A change of a config, ``set` path=value``, as Python has it."""
+    """Return a change of a config, ``set`` path=value, as Python has it."""
     _, path, value = match.groups()
     if value in ("true", "false", "null"):
         value = {"true": "True", "false": "False", "null": "None"}[value]
@@ -60,7 +60,7 @@ def _change(match: re.Match[str]) -> str:
 
 @contextmanager
 def as_flags() -> Iterator[None]:
-    """Messages are for somebody at a command line."""
+    """Spell messages for somebody at a command line within the context."""
     token = _AS_FLAGS.set(True)
     try:
         yield
@@ -69,7 +69,7 @@ def as_flags() -> Iterator[None]:
 
 
 def nearest(word: str, names: Iterable[str], limit: int = 3) -> str:
-    """The valid names nearest to ``word`` as text for a message, or all of them when none is near."""
+    """Return the valid names nearest to ``word`` as text for a message, or all of them when none is near."""
     names = sorted(names)
     close = get_close_matches(word, names, n=limit, cutoff=0.61)
     if close:
@@ -86,7 +86,7 @@ def choose(word: str, names: Iterable[str], place: str) -> str:
 
 
 def require_finite(finite: bool, where: str = "") -> None:
-    """Refuse what a model with damaged weights predicts; ``where`` it did."""
+    """Refuse predictions that are not finite, as of a model with damaged weights; ``where`` names the place."""
     if not finite:
         raise KinformerError(
             f"the model's predictions are not finite numbers{where}; its weights are damaged or diverged."

@@ -1,4 +1,4 @@
-"""Options and settings are of the types that their dataclass says, and numbers in range, wherever they come from."""
+"""Checks that options and settings have the types of their dataclass, and numbers in range, wherever they come from."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def require_ranges(values: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """Options whose numbers are checked when they are made: the root of every ``__post_init__`` that calls the next."""
+    """The base of options whose numbers are checked when they are made: the root of every
+    ``__post_init__`` that calls the next."""
 
     def __post_init__(self) -> None:
         """Refuse a number that is not finite."""
@@ -73,7 +74,7 @@ def require_path(name: str, value: Any) -> None:
 
 @cache
 def _plain_types(declared: type) -> dict[str, tuple[Any, ...]]:
-    """What each field may be, of those that hold plain values."""
+    """Return the plain types that each field may have."""
     hints = typing.get_type_hints(declared)
     plain = {}
     for field in fields(declared):

@@ -30,12 +30,12 @@ _BLOCK, _WHOLE_BLOCKS, _SAMPLED_BLOCKS = 1 << 20, 256, 64
 
 
 def partial_of(path: Path) -> Path:
-    """Where ``path`` is filled before it appears under its name."""
+    """Return where ``path`` is filled before it appears under its name."""
     return path.with_name(f".{path.name}.partial")
 
 
 def remove_partials(folder: Path, names: Iterable[str]) -> None:
-    """Remove what writers of the files ``names`` (which may be patterns) left behind in ``folder`` when they died.
+    """Remove the partial files that writers of ``names`` (which may be patterns) left in ``folder`` when they died.
 
     Only for a folder that the caller has locked.
     """
@@ -86,7 +86,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def reading(path: Path | str, what: str = "is damaged", remedy: str = "restore it from a copy") -> Iterator[None]:
-    """Tell whatever goes wrong with the contents of ``path`` inside as one sentence."""
+    """Report any error in the contents of ``path`` inside as one sentence."""
     try:
         yield
     except (KinformerError, ImportError):  # a broken installation is not the file's fault
@@ -117,20 +117,20 @@ def require_utf8(path: Path) -> None:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """``data`` as indented JSON, atomically."""
+    """Write ``data`` as indented JSON, atomically."""
     text = json.dumps(data, indent=2) + "\n"
     write_atomic(path, lambda target: target.write_text(text, encoding="utf-8"))
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in ``path``; a missing or damaged file is one clear sentence."""
+    """Return the JSON value in ``path``; a missing or damaged file is one clear sentence."""
     require_file(path)
     with reading(path, "is not readable JSON"):
         return parse_json(path.read_bytes())
 
 
 def signed(data: Mapping[str, Any]) -> dict[str, Any]:
-    """``data`` with the checksum of all its keys as one more."""
+    """Return ``data`` with the checksum of all its keys as one more."""
     return {**data, CHECKSUM: json_digest(data)}
 
 
@@ -149,13 +149,13 @@ def require_signature(data: Any, path: Path, required: bool = False) -> None:
 
 
 def json_digest(data: Any) -> str:
-    """sha256 of ``data`` as JSON, whatever the order of its keys."""
+    """Return the sha256 of ``data`` as JSON, whatever the order of its keys."""
     plain = json.loads(json.dumps(data))
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
 def checksum(path: Path) -> str:
-    """Size and crc32 of a file; of one beyond 256 MiB only 64 blocks of 1 MiB, evenly spread, are looked at."""
+    """Return size and crc32 of a file; of one beyond 256 MiB only 64 blocks of 1 MiB, evenly spread, are read."""
     require_file(path)
     with reading(path, "cannot be read", "check its permissions"), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -171,7 +171,7 @@ def checksum(path: Path) -> str:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
-    """Write ``tensors`` (on any device, sharing no memory) to ``path``, atomically; returns their digest."""
+    """Write ``tensors`` (on any device, sharing no memory) to ``path``, atomically; return their digest."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -190,7 +190,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors and the metadata of ``path``; a missing, truncated or altered file is one clear sentence.
+    """Return the tensors and the metadata of ``path``; a missing, truncated or altered file is one clear sentence.
 
     The library opens a file once for its head and again for its tensors. Where another process puts a new file in its
     place in between, the file is read again.
@@ -209,7 +209,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _identity(path: Path) -> tuple[int, ...] | None:
-    """What differs when another file stands in the place of this one, or when it was written to."""
+    """Return a value that differs when another file stands in the place of this one, or when it was written to."""
     try:
         status = path.stat()
     except (OSError, ValueError):
@@ -253,7 +253,7 @@ def require_weights(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[st
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """sha256 over names, types, shapes and bytes, in order of the names."""
+    """Return the sha256 over names, types, shapes and bytes, in order of the names."""
     import torch
 
     total = hashlib.sha256()

@@ -14,13 +14,13 @@ Shape = tuple[int, int, int]
 
 
 def batched_product(total: Shape, left: Shape, right: Shape, *_: Any, **__: Any) -> int:
-    """total + left @ right for shapes [batch, m, k] and [batch, k, n]: 2 batch m k n."""
+    """Return the operations of total + left @ right for shapes [batch, m, k] and [batch, k, n]: 2 batch m k n."""
     batch, rows, inner = left
     return 2 * batch * rows * inner * right[2]
 
 
 def int8_product(left: tuple[int, int], right: tuple[int, int], *_: Any, **__: Any) -> int:
-    """left @ right for shapes [m, k] and [k, n]: 2 m k n operations."""
+    """Return the operations of left @ right for shapes [m, k] and [k, n]: 2 m k n."""
     return 2 * left[0] * left[1] * right[1]
 
 

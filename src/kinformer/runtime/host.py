@@ -12,12 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def has_data(x: Tensor) -> bool:
-    """Whether it is more than a shape, which is all that is known when costs are counted."""
+    """Return whether ``x`` is more than a shape, which is all there is when costs are counted."""
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 
 def host_ints(x: Tensor, otherwise: int) -> list[int] | None:
-    """The entries of ``x`` [n]; ``otherwise`` n times where it has none (shapes alone are known, as when costs are
+    """Return the entries of ``x`` [n]; ``otherwise`` n times where it has none (shapes alone, as when costs are
     counted), None while a graph is captured, which must hold for all numbers."""
     if torch.compiler.is_compiling():
         return None
@@ -27,8 +27,8 @@ def host_ints(x: Tensor, otherwise: int) -> list[int] | None:
 
 
 def is_empty_mask(output_mask: Tensor) -> bool:
-    """Whether ``output_mask`` [batch, time] selects no token. A mask without positions, [batch, 0], answers without a
-    look at its entries."""
+    """Return whether ``output_mask`` [batch, time] selects no token. A mask without positions, [batch, 0],
+    answers without a look at its entries."""
     return not output_mask.numel() or not output_mask.any()
 
 
@@ -37,8 +37,8 @@ _host_lengths_known: ContextVar[bool] = ContextVar("known", default=False)
 
 @contextmanager
 def trusted_arguments() -> Iterator[None]:
-    """Within it a model does not look at its arguments for what is wrong with them: they are its own, such as a token
-    that was drawn from its logits and the state that it returned."""
+    """Skip a model's checks of its arguments within the context: they are its own, such as a token drawn from its
+    logits and the state that it returned."""
     before = _host_lengths_known.set(True)
     try:
         yield
@@ -47,5 +47,5 @@ def trusted_arguments() -> Iterator[None]:
 
 
 def arguments_trusted() -> bool:
-    """Whether arguments need no look, as :func:`trusted_arguments` says."""
+    """Return whether arguments need no check, as :func:`trusted_arguments` says."""
     return not torch.compiler.is_compiling() and _host_lengths_known.get()

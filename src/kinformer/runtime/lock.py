@@ -1,4 +1,4 @@
-"""One writer a folder: a lock that the system lets go of when its process ends, however it ends."""
+"""One writer a folder: a lock that the system releases when its process ends, however it ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kinformer.runtime.errors import KinformerError
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep ``folder`` for this process, so that no other writes there; readers may read.
+    """Lock ``folder`` for this process, so that no other writes there; readers may read.
 
     A folder that is not there is made, and is gone again at the end if nothing was put into it. The lock is one of the
     folder itself (flock), so it leaves no file behind. A file system without locks gives no protection.
@@ -35,7 +35,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def is_here(folder: Path, status: os.stat_result) -> bool:
-    """Whether ``folder`` still is the one that ``status`` was taken of."""
+    """Return whether ``folder`` still is the one that ``status`` was taken of."""
     try:
         return os.path.samestat(folder.stat(), status)
     except OSError:
@@ -43,7 +43,7 @@ def is_here(folder: Path, status: os.stat_result) -> bool:
 
 
 def _make(folder: Path) -> list[Path]:
-    """The folders that were not there and are now, innermost first."""
+    """Return the folders that were not there and are now, innermost first."""
     try:
         missing = [item for item in (folder, *folder.parents) if not item.exists()]
         folder.mkdir(parents=True, exist_ok=True)
@@ -56,8 +56,8 @@ def _make(folder: Path) -> list[Path]:
 
 
 def take(handle: int, wait: bool = False) -> bool:
-    """Lock the open file or folder ``handle`` until it is closed; False where another process has it, unless told to
-    ``wait`` for that one."""
+    """Lock the open file or folder ``handle`` until it is closed; return False where another process has
+    it, unless it may ``wait`` for that one."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Which way float32 products take on a CPU, as ``torch.set_float32_matmul_precision`` says.
+"""The path of float32 products on a CPU, by ``torch.set_float32_matmul_precision``.
 
 Any setting but "highest" is oneDNN's way (see ``runtime.process``): twice as fast for large products, but it takes
 so long to begin that those of a few rows are 2 to 15 times slower, for instance all of a generation step, and those
@@ -28,7 +28,7 @@ def _precision() -> str:
 
 
 def by_onednn(x: Tensor) -> bool:
-    """Whether large products of ``x`` are oneDNN's, and small ones slow; narrow ones always are."""
+    """Return whether large products of ``x`` are oneDNN's, and small ones slow; narrow ones always are."""
     if x.device.type != "cpu" or x.element_size() > 4:
         return False
     return x.element_size() < 4 or _precision() != "highest"
@@ -36,7 +36,7 @@ def by_onednn(x: Tensor) -> bool:
 
 @contextmanager
 def few_rows(device: torch.device, wanted: bool = True) -> Iterator[None]:
-    """Within it, if ``wanted``, products on a CPU take PyTorch's own way, for steps of one token.
+    """Let products on a CPU take PyTorch's own path within the context, if ``wanted``, for steps of one token.
 
     The setting is every thread's, so only a command's process makes it; a caller's process stays as it is.
     """

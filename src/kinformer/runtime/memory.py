@@ -1,4 +1,4 @@
-"""What becomes of memory that this process has freed."""
+"""The memory that this process has freed: whether it stays with the process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 
 def keep_memory() -> None:
-    """Memory that was freed stays with this process, which must be our own, as a command's is; Linux with glibc only.
+    """Let freed memory stay with this process, which must be our own, as a command's is; Linux with glibc only.
 
     Left to itself glibc gives the top of its memory back as soon as a few large tensors are freed, and the next step
     asks for it again and has the system clear it page by page: training steps then take 2 to 17 % longer (AMD EPYC,

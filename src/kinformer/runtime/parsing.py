@@ -1,4 +1,4 @@
-"""JSON and TOML that somebody else wrote, as plain values; whatever is wrong with the text is a ``ValueError``.
+"""JSON and TOML from outside, as plain values; anything wrong with the text is a ``ValueError``.
 
 The parsers of the standard library raise ``RecursionError`` for text that nests deep, and pass what cannot be written
 again: numbers of thousands of digits in TOML, and halves of surrogate pairs, which are no characters of any encoding.
@@ -44,7 +44,8 @@ def parse_json(text: str | bytes, errors: str = "surrogateescape") -> Any:
 
 
 def parse_json_line(path: Path | str, number: int, line: str | bytes, remedy: str) -> Any:
-    """The value of line ``number`` of a file of JSON lines; anything else is one sentence that ends in ``remedy``."""
+    """Return the value of line ``number`` of a file of JSON lines; anything else is
+    one sentence that ends in ``remedy``."""
     try:
         return parse_json(line, "strict")
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What other packages add: parts, tasks and members, found by name through their entry points.
+"""Additions of other packages: parts, tasks and members, discovered by name through their entry points.
 
 A package says in its metadata what it adds, for example in ``pyproject.toml``::
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @cache
 def entry_points_of(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
-    """Name to the entry points of that name, in all installed packages; more than one is for the caller to refuse."""
+    """Return the entry points of each name, in all installed packages; more than one is for the caller to refuse."""
     from importlib.metadata import entry_points
 
     installed: dict[str, tuple[EntryPoint, ...]] = {}
@@ -42,7 +42,7 @@ def entry_points_of(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
 
 
 def load(entry: EntryPoint, what: str) -> Any:
-    """The object behind an entry point; ``what`` is how messages call it ("the mixer 'my_mixer'")."""
+    """Return the object behind an entry point; ``what`` is its name in messages ("the mixer 'my_mixer'")."""
     try:
         return entry.load()
     except KeyboardInterrupt as error:  # the user's, most likely; the package's, where it comes every time
@@ -63,7 +63,8 @@ def warn_once(sentence: str) -> None:
 
 
 class Registry(Mapping[str, T]):
-    """Things by name: Kinformer's ``builtin``, and those that other packages add by the entry points of ``group``.
+    """A table of things by name: Kinformer's ``builtin``, and those that other packages add by the entry points of
+    ``group``.
 
     An entry point's name is ``prefix`` followed by the name here. ``noun`` is what messages call such a thing;
     ``expected(name)`` says in words what has to be found there, and ``fits(name, found)`` whether it is. A name that is
@@ -85,7 +86,7 @@ class Registry(Mapping[str, T]):
 
     @classmethod
     def of_records(cls, record: type[T], builtin: Mapping[str, T], group: str) -> Registry[T]:
-        """One of objects of the class ``record`` that know their own name."""
+        """Return a registry of objects of the class ``record`` that know their own name."""
         return cls(
             record.__name__.lower(),
             builtin,
@@ -95,12 +96,13 @@ class Registry(Mapping[str, T]):
         )
 
     def added(self) -> list[str]:
-        """The names that other packages add, sorted; one of them may be taken already."""
+        """Return the names that other packages add, sorted; one of them may be taken already."""
         names = (name for name in entry_points_of(self.group) if name.startswith(self.prefix))
         return sorted(name.removeprefix(self.prefix) for name in names)
 
     def available(self, complain: Callable[[str], object] = warn_once) -> list[T]:
-        """All that can be had, Kinformer's own first; ``complain`` gets a sentence for each that cannot."""
+        """Return all usable things by name, Kinformer's own first; ``complain`` gets a
+        sentence for each that fails to load."""
         installed = list(self.builtin.values())
         for name in self.added():
             try:
@@ -110,12 +112,12 @@ class Registry(Mapping[str, T]):
         return installed
 
     def package(self, name: str) -> str | None:
-        """The other package ("name version") that adds ``name``, None if there is none; imports nothing."""
+        """Return the other package ("name version") that adds ``name``, None if there is none; nothing is imported."""
         entries = entry_points_of(self.group).get(self.prefix + name, ())
         return _package(entries[0]) if entries else None
 
     def check_package(self, name: str, package: str | None) -> None:
-        """Refuse ``name`` if it was written down as part of ``package`` and is not found there any more.
+        """Refuse ``name`` if it was stored as part of ``package`` and is not there any more.
 
         ``package`` is what :meth:`package` gave then ("name version"); with None nothing is asked.
         """
@@ -155,7 +157,7 @@ class Registry(Mapping[str, T]):
 
 
 def package_of(thing: object, group: str, name: str) -> str | None:
-    """The package ("name version") whose entry point ``name`` of ``group`` leads to ``thing``, or None."""
+    """Return the package ("name version") whose entry point ``name`` of ``group`` leads to ``thing``, or None."""
     for entry in entry_points_of(group).get(name, ()):
         try:
             result = load(entry, repr(name))
@@ -167,7 +169,7 @@ def package_of(thing: object, group: str, name: str) -> str | None:
 
 
 def require_package(package: str, what: str, installed: str | None) -> None:
-    """Refuse what was written down as part of ``package`` ("name version") and is not found there any more.
+    """Refuse a part that was stored as part of ``package`` ("name version") and is not there any more.
 
     ``what`` is how messages call it, ``installed`` the package that has the name now: ``KINFORMER``, another
     one, or None.

@@ -1,4 +1,4 @@
-"""What a process may change for good because it is a command's, and what a function of the package leaves as it was."""
+"""The settings that a command's process may change for good, and that functions of the package restore."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def begin_process() -> None:
 
 
 def is_command() -> bool:
-    """Whether this process is a command's, so that no other thread computes with settings of its own."""
+    """Return whether this process is a command's, so that no other thread computes with settings of its own."""
     return _begun
 
 
@@ -40,7 +40,7 @@ def use_fast_products() -> None:
 
 
 def flush_subnormals() -> None:
-    """Numbers below the smallest normal one become 0 in this process.
+    """Flush numbers below the smallest normal one to 0 in this process.
 
     On some processors an operation with one of them takes a hundred cycles, and softmax leaves many. A thread inherits
     this when it starts, so it is to be called before the first parallel operation.

@@ -1,4 +1,4 @@
-"""Which processor this is: the flags that Linux reports, and the class that measured tables are keyed by."""
+"""The processor at hand: the flags that Linux reports, and the class that measured tables are keyed by."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @cache
 def processor() -> str | None:
-    """What Linux says of the processor, its flags among it; None where nothing is said."""
+    """Return Linux's description of the processor, its flags among it; None where there is none."""
     try:
         return Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -17,12 +17,12 @@ def processor() -> str | None:
 
 @cache
 def processor_class() -> str:
-    """What tables of processors tell apart: ``AMX``, ``AVX-512 and bfloat16`` or ``other``, by the flags."""
+    """Return the key of tables by processor: ``AMX``, ``AVX-512 and bfloat16`` or ``other``, by the flags."""
     flags = processor() or ""
     return "AMX" if "amx_tile" in flags else "AVX-512 and bfloat16" if "avx512_bf16" in flags else "other"
 
 
 def has_amx() -> bool:
-    """Whether this x86 processor has AMX tiles; True where that cannot be found out."""
+    """Return whether this x86 processor has AMX tiles; True where that cannot be determined."""
     flags = processor()
     return flags is None or "amx_tile" in flags

@@ -19,12 +19,12 @@ LOGGER = logging.getLogger("kinformer")
 
 
 def note(text: str) -> None:
-    """Tell the user something that is no error: the command line prints it, Python's logging has it at level INFO."""
+    """Report something that is no error: the command line prints it, Python's logging has it at level INFO."""
     LOGGER.info(spelled(text))
 
 
 def note_once(text: str) -> None:
-    """The same, unless it was told before: of what is found each time that data is opened."""
+    """Report ``text`` like :func:`note`, unless it was reported before, as for facts of data that is opened again."""
     if text not in _SHOWN:
         _SHOWN.add(text)
         note(text)
@@ -43,7 +43,7 @@ class Tolerant:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        """Write, if anybody reads."""
+        """Write ``text``, unless the reader is gone."""
         try:
             return self.stream.write(text)
         except (OSError, ValueError):
@@ -51,7 +51,7 @@ class Tolerant:
             return len(text)
 
     def flush(self) -> None:
-        """Flush, if anybody reads."""
+        """Flush the stream, unless the reader is gone."""
         try:
             self.stream.flush()
         except (OSError, ValueError):
@@ -67,14 +67,15 @@ class _Nowhere(StringIO):
 
 
 def tolerant(stream: TextIO | None) -> Any:
-    """``stream`` as a :class:`Tolerant` one; None, which Python has for a closed one, as one that goes nowhere."""
+    """Return ``stream`` as a :class:`Tolerant` one; None, which Python has for a
+    closed one, as one that goes nowhere."""
     if isinstance(stream, Tolerant):
         return stream
     return Tolerant(stream or _Nowhere())
 
 
 def abandon(stream: TextIO) -> None:
-    """Send what is still buffered and all that follows nowhere."""
+    """Send the buffered text and all that follows nowhere."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -83,7 +84,7 @@ def abandon(stream: TextIO) -> None:
 
 @contextmanager
 def progressing(quiet: bool, label: str = "measuring") -> Iterator[ProgressCallback | None]:
-    """A bar on standard error, if that is a terminal."""
+    """Show a bar on standard error, if that is a terminal."""
     stream = tolerant(sys.stderr)
     if quiet or not stream.isatty():
         yield None

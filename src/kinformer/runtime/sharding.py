@@ -1,4 +1,4 @@
-"""Tensors that are spread over processes: parameters outside of their modules' forward, their gradients and norms.
+"""Tensors that are sharded over processes: parameters outside of their modules' forward, their gradients and norms.
 
 They are PyTorch's DTensor, whose module takes half a second to load and is not asked for.
 """
@@ -11,18 +11,19 @@ from torch import Tensor
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether each process has a part of it only."""
+    """Return whether each process has a part of the tensor only."""
     return hasattr(tensor, "full_tensor")
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """All of it where it is spread, for which all processes must ask together; itself where it is not."""
+    """Return the whole tensor where it is sharded, for which all processes must
+    call together; itself where it is not."""
     spread: Any = tensor
     return spread.full_tensor() if is_sharded(tensor) else tensor
 
 
 def like(parameter: Tensor, value: Tensor) -> Tensor:
-    """``value`` spread over processes as ``parameter`` is, where it has its shape."""
+    """Return ``value`` sharded over processes as ``parameter`` is, where it has its shape."""
     if not is_sharded(parameter) or value.shape != parameter.shape:
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -32,5 +33,5 @@ def like(parameter: Tensor, value: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor :func:`gathered`, on the CPU, sharing no memory."""
+    """Return a tensor :func:`gathered`, on the CPU, sharing no memory."""
     return gathered(tensor.detach()).to("cpu", copy=True)

@@ -1,4 +1,4 @@
-"""What operators allocate for a moment, for those who run a model on shapes only: an operator hides it from them."""
+"""The temporary memory of operators, for runs on shapes only: an operator hides it from them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _RULES: dict[Any, Rule] = {}
 
 
 def scratch(operator: Any) -> Callable[[Rule], Rule]:
-    """Register the bytes that a call of ``operator`` (such as ``torch.ops.kinformer.name``) allocates and lets go of
-    before it returns, by its own arguments, which have shapes only."""
+    """Register the bytes that a call of ``operator`` (such as ``torch.ops.kinformer.name``) allocates and frees before
+    it returns, by its own arguments, which have shapes only."""
 
     def register(rule: Rule) -> Rule:
         _RULES[operator.default] = rule
@@ -21,6 +21,6 @@ def scratch(operator: Any) -> Callable[[Rule], Rule]:
 
 
 def scratch_bytes(operator: Any, arguments: Any) -> int:
-    """Of a call; 0 for operators that say nothing."""
+    """Return the temporary bytes of a call; 0 for operators that register none."""
     rule = _RULES.get(operator)
     return rule(*arguments) if rule else 0

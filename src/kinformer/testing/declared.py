@@ -1,4 +1,4 @@
-"""What a mixer declares about its state, against what is measured."""
+"""The declarations of a mixer about its state, compared with measurements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ FAR = 1_000_000
 
 
 def structure(subject: MixerSubject) -> None:
-    """States are (named) tuples of tensors, batch first, zero or empty at the start, alike before and after a step."""
+    """Check that states are (named) tuples of tensors, batch first, zero or empty at the
+    start, alike before and after a step."""
     module = subject.build()
     require(isinstance(module, CausalMixer), f"{type(module).__name__} is no CausalMixer.")
     require(module.growth in GROWTHS, f"growth is {module.growth!r}, expected one of {', '.join(GROWTHS)}.")
@@ -51,7 +52,7 @@ def _check_leaves(state: Any, batch: int, place: str) -> None:
 
 
 def alike(state: Any, start: Any, place: str) -> None:
-    """Same names, dtypes and shapes (but for the number of past slots)."""
+    """Check for the same names, dtypes and shapes (but for the number of past slots)."""
     require(_skeleton(state) == _skeleton(start), f"the structure of the state changed {place}.")
     for (name, leaf, is_slots), (_, first, _) in zip(named_leaves(state), named_leaves(start), strict=True):
         require(leaf.dtype == first.dtype, f"{name} became {leaf.dtype} {place}; it was {first.dtype} at the start.")
@@ -68,7 +69,7 @@ def _skeleton(state: Any) -> Any:
 
 
 def state_size(subject: MixerSubject) -> None:
-    """Measured bytes are the declared ones, at every length and dtype, and grow as ``growth`` says."""
+    """Check that measured bytes are the declared ones, at every length and dtype, and grow as ``growth`` says."""
     for dtype in (torch.float32, torch.float64):
         module = subject.build(dtype)
         for length in sorted({1, 2, 5, subject.time // 2, subject.time}):

@@ -1,5 +1,5 @@
-"""Derivatives are the numerical ones. Second ones and those of forward mode, which a kernel of one's own easily drops,
-may be an error instead."""
+"""The check that derivatives are the numerical ones. Second ones and those of forward mode, which a custom kernel
+easily drops, may be an error instead."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _MISSING = (RuntimeError, KinformerError)
 
 
 def dense_gradients(loss: Tensor, points: Sequence[Tensor], create_graph: bool = False) -> list[Tensor]:
-    """The gradients of ``loss`` by ``points``, zeros where it does not depend on one; sparse ones are made dense."""
+    """Return the gradients of ``loss`` by ``points``, zeros where it does not
+    depend on one; sparse ones are made dense."""
     gradients = torch.autograd.grad(
         loss, list(points), create_graph=create_graph, allow_unused=True, materialize_grads=True
     )
@@ -31,7 +32,8 @@ def dense_gradients(loss: Tensor, points: Sequence[Tensor], create_graph: bool =
 
 
 def agree_gradients(function: Function, points: Sequence[Tensor], module: nn.Module, inputs: str, where: str) -> None:
-    """The gradients of ``function`` at ``points`` (float64 leaves: the ``inputs``, then the weights of ``module``)."""
+    """Check the gradients of ``function`` at ``points`` (float64 leaves: the
+    ``inputs``, then the weights of ``module``)."""
     try:
         torch.autograd.gradcheck(function, points, fast_mode=True, atol=1e-6, rtol=1e-4)
     except GradcheckError as error:
@@ -40,7 +42,7 @@ def agree_gradients(function: Function, points: Sequence[Tensor], module: nn.Mod
 
 
 def agree_derivatives(place: str, function: Function, points: Sequence[Tensor]) -> None:
-    """The derivatives of ``function`` at ``points`` (float64 leaves) along a random direction."""
+    """Check the derivatives of ``function`` at ``points`` (float64 leaves) along a random direction."""
     generator = torch.Generator().manual_seed(81)
 
     def like(x: Tensor) -> Tensor:
@@ -78,7 +80,7 @@ def agree_derivatives(place: str, function: Function, points: Sequence[Tensor]) 
 
 
 def _difference(function: Function, points: Sequence[Tensor], direction: Sequence[Tensor]) -> list[Tensor]:
-    """The derivative along ``direction`` by central differences."""
+    """Return the derivative along ``direction`` by central differences."""
     ahead, behind = (
         function(*(p.detach() + step * u for p, u in zip(points, direction, strict=True))) for step in (_STEP, -_STEP)
     )

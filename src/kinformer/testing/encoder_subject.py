@@ -1,4 +1,4 @@
-"""Encoders under examination: a mixer over a text or a whole model, what they read, and the same without padding."""
+"""Encoders under examination: a mixer over a sequence or a whole model, their inputs, and the same without padding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kinformer.testing.subject import built
 
 
 class Case(NamedTuple):
-    """Something to read: inputs [batch, time, ...], what is known of the tokens, and in words what it is.
+    """The inputs of one examination [batch, time, ...], their context, and a description in words.
 
     ``inputs`` and every tensor of ``text`` have the batch first.
     """
@@ -24,36 +24,36 @@ class Case(NamedTuple):
     text: Any
 
     def rows(self, index: Tensor) -> Case:
-        """Some rows of it."""
+        """Return some rows of the case."""
         return Case(self.name, self.inputs[index], _of_rows(self.text, index))
 
 
 class EncoderSubject(ABC):
-    """Builds what is examined, and runs it on ``Case``s."""
+    """The encoder under examination, which this class builds and runs on ``Case``s."""
 
     def __init__(self, make: Callable[[], nn.Module], batch: int, time: int) -> None:
         self.make, self.batch, self.time = make, batch, time
 
     def build(self, dtype: torch.dtype = torch.float64, make: Callable[[], nn.Module] | None = None) -> Any:
-        """A fresh module in eval mode with the same weights on every call."""
+        """Return a fresh module in eval mode with the same weights on every call."""
         return built(make or self.make, dtype)
 
     @abstractmethod
     def cases(self) -> Iterator[Case]:
-        """Texts without padding."""
+        """Yield cases of sequences without padding."""
 
     @abstractmethod
     def padded(self, case: Case) -> tuple[Case, list[Case], Tensor]:
-        """``case`` with rubbish as padding, as much as differs by row, each of its rows alone without, and which
-        tokens [batch, time] are valid."""
+        """Return ``case`` with rubbish as padding, as much as differs by row, each of its rows alone without, and
+        which tokens [batch, time] are valid."""
 
     @abstractmethod
     def run(self, module: Any, case: Case) -> Tensor:
-        """Outputs, batch first."""
+        """Return the outputs for a case, batch first."""
 
 
 class EncoderMixerSubject(EncoderSubject):
-    """An :class:`EncoderMixer` of width ``dim``, on plain texts and on such with global tokens and a global input.
+    """An :class:`EncoderMixer` of width ``dim``, on plain sequences and on those with global tokens and a global input.
 
     ``num_globals``: sizes of the global input; ``impls`` are other makers of the same mixer. ``global_tokens`` False
     leaves out texts with global tokens in the long input, for a mixer that refuses them.
@@ -128,7 +128,8 @@ class EncoderMixerSubject(EncoderSubject):
 
 
 class EncoderModelSubject(EncoderSubject):
-    """An encoder of tokens, ``logits = model(tokens, valid=, kinds=)``, whose logits are those of tokens or of texts.
+    """An encoder of tokens, ``logits = model(tokens, valid=, kinds=)``, whose logits are those of tokens or of
+    sequences.
 
     Padding may stand anywhere. ``global_tokens`` False leaves ``kinds`` out, for a model that refuses them. ``shape``:
     of a position that is no id but numbers, as frames of sound are, [batch, time, *shape].

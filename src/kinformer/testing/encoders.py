@@ -1,4 +1,4 @@
-"""The contract of encoders as executable laws: padding, rows, dtypes, for a mixer over a text and for a model."""
+"""The contract of encoders as executable laws: padding, rows, dtypes, for a mixer over a sequence and for a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ CLOSE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
 def padding(subject: EncoderSubject) -> None:
-    """Texts of different lengths in one batch, rubbish in their padding, are as each alone, in values and gradients."""
+    """Check that sequences of different lengths in one batch, rubbish in their padding, are
+    as each alone, in values and gradients."""
     module = subject.build()
     for case in subject.cases():
         together, alone, valid = subject.padded(case)
@@ -37,7 +38,7 @@ def padding(subject: EncoderSubject) -> None:
 
 
 def rows(subject: EncoderSubject) -> None:
-    """Rows permuted, repeated or among others give what they gave before; a second call gives the same."""
+    """Check that rows permuted, repeated or among others give the same outputs; a second call gives the same."""
     module = subject.build()
     with torch.no_grad():
         for case in subject.cases():
@@ -50,7 +51,8 @@ def rows(subject: EncoderSubject) -> None:
 
 
 def both_ways(subject: EncoderSubject) -> None:
-    """What comes later is seen: changing the last token moves the first output (through some token, in some case)."""
+    """Check that later tokens are seen: changing the last token moves the first
+    output (through some token, in some case)."""
     module = subject.build()
     with torch.no_grad():
         moved = 0.0
@@ -63,7 +65,7 @@ def both_ways(subject: EncoderSubject) -> None:
 
 
 def dtype(subject: EncoderSubject) -> None:
-    """Other dtypes give outputs of their own dtype near the float64 ones; autocast runs."""
+    """Check that other dtypes give outputs of their own dtype near the float64 ones; autocast runs."""
     with torch.no_grad():
         for case in subject.cases():
             want = subject.run(subject.build(), case)
@@ -77,7 +79,7 @@ def dtype(subject: EncoderSubject) -> None:
 
 
 def implementations(subject: EncoderMixerSubject) -> None:
-    """Every other implementation with the same weights gives the same outputs and gradients, padded too."""
+    """Check that every other implementation with the same weights gives the same outputs and gradients, padded too."""
     oracle = subject.build(make=subject.impls.get("reference"))
     others = {name: make for name, make in subject.impls.items() if name != "reference"}
     for name, make in {"the default": subject.make, **others}.items():
@@ -92,14 +94,14 @@ def implementations(subject: EncoderMixerSubject) -> None:
 
 
 def gradcheck(subject: EncoderMixerSubject) -> None:
-    """Analytic gradients by inputs and weights are the numerical ones."""
+    """Check that analytic gradients by inputs and weights are the numerical ones."""
     module = subject.build()
     for case in subject.cases():
         agree_gradients(*_as_function(module, case), module, "inputs", f", {case.name}")
 
 
 def derivatives(subject: EncoderMixerSubject) -> None:
-    """Second derivatives and those of forward mode are the numerical ones, or raise."""
+    """Check that second derivatives and those of forward mode are the numerical ones, or raise."""
     for name, make in {"the default": subject.make, **subject.impls}.items():
         module = subject.build(make=make)
         for case in subject.cases():
@@ -107,7 +109,7 @@ def derivatives(subject: EncoderMixerSubject) -> None:
 
 
 def _as_function(module: Any, case: Case) -> tuple[Callable[..., tuple[Tensor]], list[Tensor]]:
-    """Outputs of the first row as a function of inputs and weights, and these as leaves."""
+    """Return the outputs of the first row as a function of inputs and weights, and these as leaves."""
     one = case.rows(torch.tensor([0]))
     names = [name for name, _ in module.named_parameters()]
 
@@ -118,7 +120,7 @@ def _as_function(module: Any, case: Case) -> tuple[Callable[..., tuple[Tensor]],
 
 
 def compile_(subject: EncoderMixerSubject) -> None:
-    """``torch.compile(fullgraph=True)`` captures the forward of texts without padding."""
+    """Check that ``torch.compile(fullgraph=True)`` captures the forward of sequences without padding."""
     for case in subject.cases():
         torch.compiler.reset()
         module = subject.build()
@@ -139,7 +141,7 @@ def _outcome(
     valid: Tensor | None = None,
     run: Callable[[Case], Tensor] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Outputs, and the gradients of their sum weighted by feature, padding left out."""
+    """Return outputs, and the gradients of their sum weighted by feature, padding left out."""
     leaves = {
         f"parameter {name}": named_parameter
         for name, named_parameter in module.named_parameters()

@@ -1,4 +1,4 @@
-"""What the battery says when a law is broken: which check, which values, where."""
+"""The errors of the battery when a law is broken: which check, which values, where."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def require(holds: bool, message: str) -> None:
 
 
 def agree(place: str, got: Tensor, want: Tensor, tolerance: float) -> None:
-    """Two tensors of one shape agree within ``tolerance * max(1, max |want|)``; NaN agrees with nothing."""
+    """Check that two tensors of one shape agree within ``tolerance * max(1, max |want|)``; NaN agrees with nothing."""
     require(got.shape == want.shape, f"{place}: the shape is {tuple(got.shape)}, expected {tuple(want.shape)}.")
     if got.numel() == 0:
         return
@@ -50,7 +50,8 @@ def agree(place: str, got: Tensor, want: Tensor, tolerance: float) -> None:
 
 
 def agree_states(place: str, got: Any, want: Any, tolerance: float = VALUES) -> None:
-    """Two states of one structure agree on their valid slots within ``tolerance`` times their largest entry."""
+    """Check that two states of one structure agree on their valid slots within
+    ``tolerance`` times their largest entry."""
     sizes = [float(leaf.detach().double().abs().max()) for leaf in states.tensors(states.value(want)) if leaf.numel()]
     gap = states.difference(got, want)
     limit = tolerance * max([1.0, *sizes])

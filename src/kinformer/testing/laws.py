@@ -20,7 +20,8 @@ from kinformer.testing.subject import Subject
 
 
 def causality(subject: Subject) -> None:
-    """Tokens from t on are changed strongly; no output before t moves. Gradients would miss leaks by selection."""
+    """Change tokens from t on strongly and check that no output before t moves.
+    Gradients would miss leaks by selection."""
     module = subject.build()
     inputs = subject.inputs(subject.batch, subject.time, seed=1)
     for kind, start in starts(subject, module):
@@ -34,7 +35,7 @@ def causality(subject: Subject) -> None:
 
 
 def partition(subject: Subject) -> None:
-    """However a sequence is cut into chunks, outputs, gradients and final state are those of one chunk."""
+    """Check that for any cut into chunks, outputs, gradients and final state are those of one chunk."""
     module = subject.build()
     inputs = subject.inputs(subject.batch, subject.time, seed=2)
     for kind, start in starts(subject, module):
@@ -45,7 +46,8 @@ def partition(subject: Subject) -> None:
 
 
 def padding(subject: Subject) -> None:
-    """Ragged chunks with NaN in their padding are as each row alone; a row without tokens keeps its state."""
+    """Check that ragged chunks with NaN in their padding are as each row alone;
+    a row without tokens keeps its state."""
     sizes = _ragged_sizes(subject.time)
     valid = _ragged_mask(subject, sizes)
     inputs = subject.spoil(subject.inputs(subject.batch, sum(sizes), seed=3), valid)
@@ -53,7 +55,8 @@ def padding(subject: Subject) -> None:
 
 
 def reset(subject: Subject) -> None:
-    """After a reset, at any position of a chunk, everything is as in a new sequence; partitions agree on it."""
+    """Check that after a reset, at any position of a chunk, everything is as in a
+    new sequence; partitions agree on it."""
     inputs = subject.inputs(subject.batch, subject.time, seed=4)
     inputs = torch.cat([subject.disturb(inputs, 0, 6.0)[:, :8], inputs[:, 8:]], dim=1)
     cuts = [[4, 5, subject.time - 9], [subject.time], [1] * subject.time]
@@ -64,7 +67,7 @@ def reset(subject: Subject) -> None:
 
 
 def ragged_reset(subject: Subject) -> None:
-    """Resets in ragged chunks; a reset that stands on padding is none."""
+    """Check resets in ragged chunks; a reset that stands on padding is none."""
     sizes = _ragged_sizes(subject.time)
     valid = _ragged_mask(subject, sizes)
     inputs = subject.spoil(subject.inputs(subject.batch, sum(sizes), seed=5), valid)
@@ -74,7 +77,7 @@ def ragged_reset(subject: Subject) -> None:
 
 
 def rows(subject: Subject) -> None:
-    """Rows permuted, selected, repeated, or among other rows give what they gave before."""
+    """Check that rows permuted, selected, repeated, or among other rows give the same results."""
     module = subject.build()
     inputs = subject.inputs(subject.batch, subject.time, seed=6)
     batch = range(subject.batch)
@@ -108,7 +111,8 @@ def _ragged_sizes(time: int) -> list[int]:
 
 
 def _ragged_mask(subject: Subject, sizes: list[int]) -> Tensor:
-    """Row r has r fewer tokens in one chunk and r more in the next; some rows, and once all rows, have none."""
+    """Return masks in which row r has r fewer tokens in one chunk and r more in the next;
+    some rows, and once all rows, have none."""
     row = torch.arange(subject.batch)
     masks = []
     for index, size in enumerate(sizes):
@@ -118,7 +122,7 @@ def _ragged_mask(subject: Subject, sizes: list[int]) -> Tensor:
 
 
 def _reset_positions(subject: Subject) -> list[Tensor]:
-    """Different positions per row with one row without any; and every row reset at its first token and later."""
+    """Return different positions per row with one row without any; and every row reset at its first token and later."""
     unlike = torch.zeros(subject.batch, subject.time, dtype=torch.bool)
     for row in range(1, subject.batch):
         unlike[row, [3 * row, 3 * row + 1, 3 * row + 2, subject.time - 2 * row]] = True

@@ -22,7 +22,8 @@ CLOSE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
 def dtype(subject: MixerSubject) -> None:
-    """Other dtypes give outputs of their own dtype near the float64 ones; states keep theirs; autocast runs."""
+    """Check that other dtypes give outputs of their own dtype near the float64
+    ones; states keep theirs; autocast runs."""
     inputs = subject.inputs(subject.batch, subject.time, seed=71)
     with torch.no_grad():
         want = _in_two_chunks(subject, subject.build(), inputs)
@@ -61,7 +62,7 @@ def _check_accumulators(state: Any) -> None:
 
 
 def implementations(subject: MixerSubject) -> None:
-    """Every other implementation with the same weights: the same outputs, state and gradients."""
+    """Check that every other implementation with the same weights gives the same outputs, state and gradients."""
     oracle = subject.build(make=subject.impls.get("reference"))
     inputs = subject.inputs(subject.batch, subject.time, seed=72)
     sizes = [subject.time // 2, 1, subject.time - subject.time // 2 - 1]
@@ -76,19 +77,19 @@ def implementations(subject: MixerSubject) -> None:
 
 
 def gradcheck(subject: MixerSubject) -> None:
-    """Analytic gradients by inputs, initial state and weights are the numerical ones (3 tokens after 2)."""
+    """Check that analytic gradients by inputs, initial state and weights are the numerical ones (3 tokens after 2)."""
     module = subject.build()
     agree_gradients(*_as_function(subject, module), module, "inputs, initial state", "")
 
 
 def derivatives(subject: MixerSubject) -> None:
-    """Second derivatives and those of forward mode are the numerical ones, or raise (3 tokens after 2)."""
+    """Check that second derivatives and those of forward mode are the numerical ones, or raise (3 tokens after 2)."""
     for name, make in {"the default": subject.make, **subject.impls}.items():
         agree_derivatives(f"implementation {name!r}", *_as_function(subject, subject.build(make=make)))
 
 
 def _as_function(subject: MixerSubject, module: CausalMixer) -> tuple[Callable[..., tuple[Tensor, ...]], list[Tensor]]:
-    """Outputs and final state as a function of inputs, initial state and weights, and these as leaves."""
+    """Return outputs and final state as a function of inputs, initial state and weights, and these as leaves."""
     start = subject.started(module, batch=1, time=2)
     names = [name for name, _ in module.named_parameters()]
     leaves = [subject.inputs(1, 3, seed=73), *filter(_moves, states.tensors(start)), *module.parameters()]
@@ -108,7 +109,8 @@ def _moves(leaf: Tensor) -> bool:
 
 
 def compile_(subject: MixerSubject) -> None:
-    """``torch.compile(fullgraph=True)`` captures the forward; outputs, state and gradients are the eager ones."""
+    """Check that ``torch.compile(fullgraph=True)`` captures the forward; outputs,
+    state and gradients are the eager ones."""
     torch.compiler.reset()
     module = subject.build()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")

@@ -18,7 +18,8 @@ STEPS = (1, 1, 3, 1, 5, 2)
 
 
 def purity(subject: Subject) -> None:
-    """The same state twice gives the same result; neither state nor inputs nor the module's own tensors change."""
+    """Check that the same state twice gives the same result; neither state nor
+    inputs nor the module's own tensors change."""
     for grad in (True, False):
         module = subject.build()
         for kind, start in starts(subject, module):
@@ -47,7 +48,7 @@ def _twice(subject: Subject, module: Any, start: Any, place: str) -> None:
 
 
 def reserved(subject: Subject) -> None:
-    """A reserved state is the value state in another dress: same results, one owner, forks, ragged rows and resets."""
+    """Check that a reserved state acts as the value state: same results, one owner, forks, ragged rows and resets."""
     module = subject.build()
     total = subject.time
     with torch.no_grad():
@@ -71,7 +72,7 @@ def _walk(subject: Subject, module: Any, start: Any, total: int, kind: str) -> N
 
 
 def _steps(subject: Subject, total: int, masked: bool) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:
-    """Chunks of different sizes that hold at most ``total`` tokens together."""
+    """Yield chunks of different sizes that hold at most ``total`` tokens together."""
     step = 0
     while total > 0:
         size = min(total, STEPS[step % len(STEPS)])
@@ -84,7 +85,7 @@ def _steps(subject: Subject, total: int, masked: bool) -> Iterator[tuple[Tensor,
 
 
 def _ownership(subject: Subject, module: Any, start: Any, kind: str) -> None:
-    """A consumed state is refused; a value taken before is not written to."""
+    """Check that a consumed state is refused, and a value taken before is not written to."""
     held = states.reserve(states.fork(start), subject.time)
     if not has_reserved(held):
         return
@@ -107,7 +108,7 @@ def _ownership(subject: Subject, module: Any, start: Any, kind: str) -> None:
 
 
 def _forks(subject: Subject, module: Any, start: Any, kind: str) -> None:
-    """Fork, selected rows and original go on independently, in turns."""
+    """Check that fork, selected rows and original go on independently, in turns."""
     tokens = [subject.inputs(subject.batch, 2, seed) for seed in (51, 52, 53)]
     _, held = subject.call(module, tokens[0], states.reserve(states.fork(start), subject.time))
     _, state = subject.run(module, tokens[0], start)
@@ -127,7 +128,7 @@ def _forks(subject: Subject, module: Any, start: Any, kind: str) -> None:
 
 
 def has_reserved(state: Any) -> bool:
-    """Whether any part of the state is reserved."""
+    """Return whether any part of the state is reserved."""
     if isinstance(state, Tensor):
         return False
     return isinstance(state, states.ReservedState) or any(has_reserved(item) for item in state)

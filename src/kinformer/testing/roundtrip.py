@@ -1,4 +1,4 @@
-"""Configs and weights must survive a file: what is read back is what was written, and computes the same."""
+"""The check that configs and weights survive a file: they come back as they were written, and compute the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from kinformer.testing.subject import MixerSubject, Subject
 def verify_config(
     config: Config, kinds: Kinds, *, dim: int = 16, subject: Callable[[Any], Subject] | None = None
 ) -> None:
-    """``config`` survives JSON, and the weights of what it builds survive safetensors into a fresh build, exactly.
+    """Check that ``config`` survives JSON, and the weights of its module survive safetensors into a fresh build,
+    exactly.
 
     ``subject`` says how to build and run a config; by default it is that of a mixer, ``config.build(dim)``.
     Raises :class:`ContractError` with the check ``"config"`` or ``"weights"``.

@@ -15,7 +15,8 @@ from kinformer.testing.subject import Subject, named_leaves
 
 
 class Plan(NamedTuple):
-    """``inputs`` [batch, time, ...] to be absorbed in chunks of ``sizes``; ``valid`` and ``reset`` [batch, time]."""
+    """The plan: ``inputs`` [batch, time, ...] to be absorbed in chunks of ``sizes``;
+    ``valid`` and ``reset`` [batch, time]."""
 
     inputs: Tensor
     sizes: Sequence[int]
@@ -33,7 +34,7 @@ How = Callable[[Subject, Any, Plan, Any], tuple[Tensor, Any]]
 
 
 def absorb(subject: Subject, module: Any, plan: Plan, state: Any) -> tuple[Tensor, Any]:
-    """The plan as it stands, chunk after chunk; outputs [batch, time, ...] and the final state."""
+    """Absorb the plan as it stands, chunk after chunk; return outputs [batch, time, ...] and the final state."""
     outputs, begin = [], 0
     for size in plan.sizes:
         part = slice(begin, begin + size)
@@ -45,7 +46,8 @@ def absorb(subject: Subject, module: Any, plan: Plan, state: Any) -> tuple[Tenso
 
 
 def absorb_alone(subject: Subject, module: Any, plan: Plan, state: Any) -> tuple[Tensor, Any]:
-    """What the plan means: every sequence of every row alone, whole, without padding; zeros at invalid positions."""
+    """Absorb every sequence of every row alone, whole, without padding, which defines the
+    plan's results; zeros at invalid positions."""
     rows, ends = [], []
     for row in range(len(plan.inputs)):
         row_state = None if state is None else states.select_rows(state, torch.tensor([row]))
@@ -62,7 +64,8 @@ def absorb_alone(subject: Subject, module: Any, plan: Plan, state: Any) -> tuple
 
 
 def _with_costs(state: Any, before: Any) -> Any:
-    """``state`` with the side costs of ``before``, its row's last sequence: a reset settles no account."""
+    """Return ``state`` with the side costs of ``before``, its row's last
+    sequence added: a reset clears none of them."""
     if isinstance(state, Tensor):
         return state
     items = [_with_costs(item, old) for item, old in zip(state, before, strict=True)]
@@ -72,7 +75,7 @@ def _with_costs(state: Any, before: Any) -> Any:
 
 
 def _sequences(plan: Plan, row: int) -> Iterator[tuple[Tensor, bool]]:
-    """Positions [n] of the valid tokens of each sequence of a row, and whether the sequence is new."""
+    """Yield positions [n] of the valid tokens of each sequence of a row, and whether the sequence is new."""
     everywhere = torch.ones(plan.inputs.shape[1], dtype=torch.bool)
     positions = (everywhere if plan.valid is None else plan.valid[row]).nonzero()[:, 0]
     begins = [] if plan.reset is None else plan.reset[row, positions].nonzero()[:, 0].tolist()
@@ -88,7 +91,8 @@ def _scatter(blocks: list[Tensor], positions: list[Tensor], time: int) -> Tensor
 
 
 def outcome(subject: Subject, module: Any, how: How, plan: Plan, start: Any) -> ContractOutputs:
-    """Outputs, final state, and the gradients of a random projection of both by inputs, weights and initial state."""
+    """Return outputs, final state, and the gradients of a random projection of both
+    by inputs, weights and initial state."""
     leaves = {
         f"parameter {name}": parameter for name, parameter in module.named_parameters() if parameter.requires_grad
     }
@@ -114,7 +118,8 @@ def _weights(values: Tensor) -> Tensor:
 
 
 def project(state: Any) -> Tensor:
-    """A fixed linear function of a state's floating leaves that does not depend on how many empty slots it has."""
+    """Return a fixed linear function of a state's floating leaves that does not
+    depend on how many empty slots it has."""
     total = torch.zeros((), dtype=torch.float64)
     for _, leaf, is_slots in named_leaves(state):
         if leaf.is_floating_point() and leaf.numel():
@@ -125,7 +130,7 @@ def project(state: Any) -> Tensor:
 
 
 def agree_outcomes(place: str, got: ContractOutputs, want: ContractOutputs) -> None:
-    """Values and states to 1e-9, gradients to 1e-7."""
+    """Check that values and states agree to 1e-9, gradients to 1e-7."""
     agree(f"{place}, outputs", got.outputs, want.outputs, VALUES)
     agree_states(f"{place}, final state", got.state, want.state)
     for name, gradient in want.gradients.items():
@@ -133,7 +138,8 @@ def agree_outcomes(place: str, got: ContractOutputs, want: ContractOutputs) -> N
 
 
 def agree_with_rows_alone(subject: Subject, plans: Mapping[str, Plan]) -> None:
-    """The outputs, final state and gradients of all plans are those of every sequence alone, from both kinds of start.
+    """Check that outputs, final state and gradients of all plans are those of every sequence alone, from both kinds of
+    start.
 
     The plans, each with what messages call it, differ in their sizes only, so that sequences alone are run once.
     """
@@ -154,13 +160,14 @@ def agree_with_rows_alone(subject: Subject, plans: Mapping[str, Plan]) -> None:
 
 
 def starts(subject: Subject, module: Any) -> Iterator[tuple[str, Any]]:
-    """A new state and one that has a past, with a name for messages."""
+    """Yield a new state and one that has a past, with a name for messages."""
     yield "from a new state", subject.start(module, subject.batch)
     yield "after a past of 9 tokens", subject.started(module, subject.batch)
 
 
 def partitions(time: int) -> Iterator[list[int]]:
-    """Ways of cutting ``time`` tokens: ones, odd sizes, one long and one short, one short and one long, random."""
+    """Yield ways of cutting ``time`` tokens: ones, odd sizes, one long and one
+    short, one short and one long, random."""
     yield [1] * time
     yield _cut(time, [3, 5, 7])
     yield [time - 2, 2]

@@ -1,4 +1,5 @@
-"""What is examined: a mixer or a whole model behind one narrow interface, so that each law is written once."""
+"""The subject of an examination: a mixer or a whole model behind one narrow
+interface, so that each law is written once."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ JITTER = 0.1
 
 
 def built(make: Callable[[], nn.Module], dtype: torch.dtype) -> Any:
-    """What ``make`` gives, always with the same weights, none of which is zero or one."""
+    """Return the module of ``make``, always with the same weights, none of which is zero or one."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = make()
@@ -28,7 +29,7 @@ def built(make: Callable[[], nn.Module], dtype: torch.dtype) -> Any:
 
 
 class Subject(ABC):
-    """Builds the thing under examination, makes inputs for it and runs it.
+    """The interface of the thing under examination: it is built, has inputs made for it, and runs.
 
     ``batch`` rows of ``time`` tokens are enough to cross every window and segment; ``make`` must be repeatable under
     a fixed seed. Outputs are [batch, time, ...].
@@ -40,49 +41,51 @@ class Subject(ABC):
         self.make, self.batch, self.time = make, batch, time
 
     def build(self, dtype: torch.dtype = torch.float64, make: Callable[[], nn.Module] | None = None) -> Any:
-        """A fresh module in eval mode with the same weights on every call."""
+        """Return a fresh module in eval mode with the same weights on every call."""
         return built(make or self.make, dtype)
 
     def run(
         self, module: Any, inputs: Tensor, state: Any, valid: Tensor | None = None, reset: Tensor | None = None
     ) -> tuple[Tensor, Any]:
-        """One chunk after a copy of ``state``, so that a module that writes into its state spoils no other check."""
+        """Absorb one chunk after a copy of ``state``, so that a module that writes
+        into its state spoils no other check."""
         return self.call(module, inputs, None if state is None else states.fork(state), valid, reset)
 
     def started(self, module: Any, batch: int, time: int = 9) -> Any:
-        """A state that has absorbed ``time`` tokens, cut from the graph."""
+        """Return a state that has absorbed ``time`` tokens, cut from the graph."""
         with torch.no_grad():
             return states.detach(self.run(module, self.inputs(batch, time, seed=7), self.start(module, batch))[1])
 
     @abstractmethod
     def inputs(self, batch: int, time: int, seed: int) -> Tensor:
-        """Random inputs [batch, time, ...]."""
+        """Return random inputs [batch, time, ...]."""
 
     @abstractmethod
     def start(self, module: Any, batch: int) -> Any:
-        """The state of ``batch`` new sequences."""
+        """Return the state of ``batch`` new sequences."""
 
     def anew(self, module: Any, state: Any) -> Any:
-        """The state of one row's new sequence where a reset ends the one of ``state``."""
+        """Return the state of one row's new sequence where a reset ends the one of ``state``."""
         return _keeping(self.start(module, 1), state)
 
     @abstractmethod
     def call(
         self, module: Any, inputs: Tensor, state: Any, valid: Tensor | None = None, reset: Tensor | None = None
     ) -> tuple[Tensor, Any]:
-        """One chunk after ``state`` itself."""
+        """Absorb one chunk after ``state`` itself."""
 
     @abstractmethod
     def mask(self, counts: Tensor, time: int, seed: int) -> Tensor:
-        """A validity mask [batch, time] with ``counts`` [batch] valid tokens per row, as this subject may get it."""
+        """Return a validity mask [batch, time] with ``counts`` [batch] valid
+        tokens per row, as this subject may get it."""
 
     @abstractmethod
     def spoil(self, inputs: Tensor, valid: Tensor) -> Tensor:
-        """``inputs`` with what must never be looked at at invalid positions."""
+        """Return ``inputs`` with values at invalid positions that must never be read."""
 
     @abstractmethod
     def disturb(self, inputs: Tensor, since: int, factor: float) -> Tensor:
-        """``inputs`` with every token from ``since`` on changed strongly."""
+        """Return ``inputs`` with every token from ``since`` on changed strongly."""
 
 
 class MixerSubject(Subject):
@@ -162,9 +165,8 @@ class ModelSubject(Subject):
 
 
 class SourceModelSubject(ModelSubject):
-    """The same of a model whose sequences begin over a source of ``source_length`` tokens: ``model.begin(source,
-    valid)``. All rows have the same source, so that a row is the same alone and among others; its third token is
-    padding."""
+    """A model whose sequences begin over a source of ``source_length`` tokens: ``model.begin(source, valid)``. All rows
+    have the same source, so that a row is the same alone and among others; its third token is padding."""
 
     def __init__(
         self, make: Callable[[], nn.Module], vocab_size: int, *, batch: int = 3, time: int = 23, source_length: int = 9
@@ -180,7 +182,7 @@ class SourceModelSubject(ModelSubject):
 
 
 def _keeping(new: Any, old: Any) -> Any:
-    """``new`` with those parts of ``old`` that outlive a reset."""
+    """Return ``new`` with those parts of ``old`` that outlive a reset."""
     if not isinstance(new, tuple) or old is None:
         return new
     if getattr(type(new), "outlives_reset", False):
@@ -190,7 +192,7 @@ def _keeping(new: Any, old: Any) -> Any:
 
 
 def named_leaves(state: Any, name: str = "state", is_slots: bool = False) -> Iterator[tuple[str, Tensor, bool]]:
-    """Name, tensor, and whether its third axis counts past slots, of every leaf of a value state."""
+    """Yield name, tensor, and whether its third axis counts past slots, of every leaf of a value state."""
     if isinstance(state, Tensor):
         yield name, state, is_slots
         return

@@ -1,4 +1,4 @@
-"""What is examined of a task: a tiny run of it in a scratch folder, with options that note who reads them."""
+"""The examination of a task: a tiny run of it in a scratch folder, with options that note every read of them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _COPIES = ("dataclasses", "kinformer.runtime.fields")
 
 @dataclass
 class TaskSubject:
-    """A task and how it is tried.
+    """A task and the options of its tiny runs.
 
     ``changes`` are those of the recipe, ``train`` options of ``kinformer.train`` beside those of :data:`TINY` (None
     leaves one of these out), ``evaluate`` those of ``kinformer.evaluate``, ``generate`` those of
@@ -54,7 +54,7 @@ class TaskSubject:
 
     @contextmanager
     def open(self) -> Iterator[TaskSubject]:
-        """The subject while its task stands in the table of tasks and its runs in a scratch folder."""
+        """Enter the subject's task in the table of tasks, with its runs in a scratch folder, within the context."""
         from kinformer.tasks.table import TASKS
 
         self.task = copy.copy(self.make())
@@ -74,7 +74,7 @@ class TaskSubject:
 
     @cached_property
     def run(self) -> Run:
-        """A tiny run, trained to its end."""
+        """Return a tiny run, trained to its end."""
         import kinformer
 
         options = {name: value for name, value in {**TINY, **self.train}.items() if value is not None}
@@ -82,7 +82,7 @@ class TaskSubject:
         return kinformer.train(self.member, out=out, task=self.task.name, set=self.changes, quiet=True, **options)
 
     def resumed(self) -> Run:
-        """The same run, thrown back to its last checkpoint but one and trained to its end again."""
+        """Return the same run, set back to its last checkpoint but one and trained to its end again."""
         import kinformer
 
         folder = self.folder / "resumed"
@@ -91,7 +91,7 @@ class TaskSubject:
         return kinformer.train(self.member, out=folder, resume=True, quiet=True, device="cpu")
 
     def rows(self) -> DataModule:
-        """The run's rows, made anew."""
+        """Return the run's rows, built anew."""
         from kinformer.runs.planning import plan_of
         from kinformer.runs.rows import rows_of
         from kinformer.training.settings import Settings
@@ -100,14 +100,14 @@ class TaskSubject:
 
     @cached_property
     def evaluation(self) -> Evaluation:
-        """How good the run is."""
+        """Return the evaluation of the run."""
         import kinformer
 
         return kinformer.evaluate(self.run.folder, quiet=True, device="cpu", **self.evaluate)
 
     @cached_property
     def generated(self) -> Any:
-        """What the run generates."""
+        """Return the results that the run generates."""
         from kinformer.runs.generate import generate
         from kinformer.runs.options import GenerateOptions
 
@@ -120,7 +120,7 @@ class TaskSubject:
 
 
 def _watched(options: type, read: set[str]) -> type:
-    """A subclass of a dataclass of options that adds the name of every field that is looked at to ``read``."""
+    """Return a subclass of a dataclass of options that adds the name of every field that is read to ``read``."""
     names = {item.name for item in fields(options)}
 
     def look(self: Any, name: str) -> Any:

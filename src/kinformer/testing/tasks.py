@@ -1,4 +1,4 @@
-"""The laws of a task: what the trainer, the command line and the documentation rely on."""
+"""The laws of a task, on which the trainer, the command line and the documentation rely."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = (5, 0, 3)
 
 
 def record(subject: TaskSubject) -> None:
-    """The record says what the command line and the documentation print."""
+    """Check that the record has everything that the command line and the documentation print."""
     task = subject.task
     for name in ("name", "title", "description"):
         require(bool(getattr(task, name, "")), f"the record has no {name}")
@@ -32,12 +32,12 @@ def record(subject: TaskSubject) -> None:
 
 
 def train(subject: TaskSubject) -> None:
-    """A tiny run comes to its end."""
+    """Check that a tiny run comes to its end."""
     require(bool(subject.run.metrics), "a run of the task was never validated")
 
 
 def rows(subject: TaskSubject) -> None:
-    """The batch of a step depends on the step's number alone, and the validation is always the same."""
+    """Check that the batch of a step depends on the step's number alone, and the validation is always the same."""
     first, second = subject.rows(), subject.rows()
     before = [first.batch(step, 0, 1) for step in range(max(STEPS) + 1)]
     validation = list(first.validation(0, 1))
@@ -49,7 +49,8 @@ def rows(subject: TaskSubject) -> None:
 
 
 def objective(subject: TaskSubject) -> None:
-    """Every objective returns a float32 loss with a graph and detached sums, those that the rows report among them."""
+    """Check that every objective returns a float32 loss with a graph and detached sums,
+    those that the rows report among them."""
     data, run = subject.rows(), subject.run
     torch.manual_seed(0)
     model = run.build().train()
@@ -65,7 +66,7 @@ def objective(subject: TaskSubject) -> None:
 
 
 def validation(subject: TaskSubject) -> None:
-    """Training reports the metrics of the rows, the deciding one first."""
+    """Check that training reports the metrics of the rows, the deciding one first."""
     names = [metric.name for metric in subject.rows().metrics]
     metrics = subject.run.metrics
     require(list(metrics)[:1] == names[:1], f"the best validation has {list(metrics)}, not {names}")
@@ -74,7 +75,7 @@ def validation(subject: TaskSubject) -> None:
 
 
 def resume(subject: TaskSubject) -> None:
-    """A run that was stopped and resumed ends with the weights of one that was not."""
+    """Check that a run that was stopped and resumed ends with the weights of one that was not."""
     from kinformer.runtime.files import load_tensors
 
     whole, again = (
@@ -86,7 +87,7 @@ def resume(subject: TaskSubject) -> None:
 
 
 def evaluate(subject: TaskSubject) -> None:
-    """An evaluation reports finite metrics with unit and direction, as text and as JSON."""
+    """Check that an evaluation reports finite metrics with unit and direction, as text and as JSON."""
     result = subject.evaluation
     units = {metric.name: metric for metric in result.units}
     require(bool(result.metrics), "the evaluation has no metrics")
@@ -102,13 +103,13 @@ def evaluate(subject: TaskSubject) -> None:
 
 
 def generate(subject: TaskSubject) -> None:
-    """The task generates, or refuses to with a :class:`KinformerError`."""
+    """Check that the task generates, or refuses to with a :class:`KinformerError`."""
     if _generates(subject):
         require(subject.generated is not None, "nothing was generated")
 
 
 def options(subject: TaskSubject) -> None:
-    """Training, evaluation and generation look at every option that the task declares."""
+    """Check that training, evaluation and generation read every option that the task declares."""
     _ = subject.run, subject.rows(), subject.evaluation
     generate(subject)
     names = {kind: {field.name for field in fields(getattr(subject.task, kind))} for kind in KINDS}
@@ -133,7 +134,7 @@ def _same(place: str, got: Any, want: Any) -> None:
 
 
 def _tensors(batch: Any) -> list[Tensor]:
-    """All tensors of a batch, in order."""
+    """Return all tensors of a batch, in order."""
 
     def walk(item: Any) -> Iterator[Tensor]:
         if isinstance(item, Tensor):

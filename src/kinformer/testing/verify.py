@@ -1,4 +1,4 @@
-"""The battery: named checks, what each needs to be run, and one call that runs them all."""
+"""The battery: named checks, the checks that each depends on, and one call that runs them all."""
 
 from __future__ import annotations
 
@@ -112,7 +112,8 @@ TASK_CHECKS: dict[str, Check] = _table(
 
 @dataclass
 class Report:
-    """What became of every check: passed, failed with its error, skipped and why, not run and for want of what."""
+    """The outcome of every check: passed, failed with its error, skipped and why,
+    or not run and which need was missing."""
 
     passed: list[str] = field(default_factory=list)
     failed: dict[str, ContractError] = field(default_factory=dict)
@@ -173,7 +174,7 @@ def verify_model(
     skip: Mapping[str, str] | None = None,
 ) -> Report:
     """Hold the causal model that ``make()`` builds, ``logits, state = model(tokens, state, valid=, reset=)``, against
-    the laws at its edge; ``vocab_size`` is how many ids it knows. See :func:`verify_mixer`."""
+    the laws at its edge; ``vocab_size`` is how many ids it takes. See :func:`verify_mixer`."""
     return _verdict(examine(MODEL_CHECKS, ModelSubject(make, vocab_size, batch=batch, time=time), skip))
 
 

@@ -283,7 +283,7 @@ class Trainer:
         self.checkpoints.save(checkpoint)
 
     def _pace(self) -> Pace:
-        """Return how many steps the minutes buy, and how often to validate and to save meanwhile."""
+        """Return the pace of the run: how many steps the minutes buy, and how often to validate and to save."""
         budget = 60 * (self.settings.minutes or 0)
         seconds = self.step_seconds if self.step else self.update.seconds_per_step(PROBE_SHARE * budget)
         item = self.group.on_first(lambda: seconds)

@@ -55,7 +55,7 @@ class StackedMuon(Muon):
 
 
 def _alike(matrices: list[Tensor]) -> Iterator[list[int]]:
-    """Return indices of ``matrices``, those of one shape and device together where they are small."""
+    """Yield indices of ``matrices``, those of one shape and device together where they are small."""
     groups: dict[Any, list[int]] = {}
     for index, matrix in enumerate(matrices):
         alone = index if matrix.numel() > SMALL else None
