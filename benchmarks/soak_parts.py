@@ -31,7 +31,7 @@ OF_KINDS: dict[str, dict[str, Any]] = {
     "random_fourier": {"features": 4},
     "t5": {"num_buckets": 8},
     "compressive": {"memory": 6},
-    "memorizing": {"topk": 4},
+    "memorizing": {"topk": 4, "segment": 8, "memory_size": 16},
     "rope": {"scaling": "none"},
     "geometric": {"thresholds": (0.5,)},
     "sinkhorn": {"max_length": 48},

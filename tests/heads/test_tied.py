@@ -65,8 +65,9 @@ def test_works_or_is_refused(embedding, head):
         head=HEADS[head],
     )
     if head not in WORKS[embedding]:
-        with pytest.raises(KinformerError, match="is tied to"):
+        with pytest.raises(KinformerError, match="is tied to") as refused:
             config.build()
+        assert ("tied = false" in str(refused.value)) == (head != "spalm")  # which has no such field
         return
     model = config.build()
     logits = model(torch.arange(VOCAB).view(1, -1))

@@ -81,9 +81,10 @@ def check_table(head: HeadConfig, dim: int, input: Input) -> None:
     shape = list(table.shape) if isinstance(table, Tensor) else None
     if shape != want:
         has = f"is {shape}" if shape else "is none" if table is None else "is in clusters"
+        untied = "give the head a matrix of its own (tied = false), or" if hasattr(head, "tied") else "give"
         raise KinformerError(
             f"the head {head.kind!r} is tied to the input's table, which must be [vocab_size, width] = {want} but "
-            f"{has}; give the head a matrix of its own (tied = false), or the input another embedding."
+            f"{has}; {untied} the input another embedding."
         )
 
 

@@ -239,7 +239,7 @@ def check_forgetful(projection: Projection, config: ProjectionConfig) -> None:
     if projection.context:
         raise KinformerError(
             f"the projection {config.kind!r} looks at earlier tokens, which a memory of hidden states cannot project "
-            "again; use one that looks at each token alone (shared, grouped)."
+            "again; use one that looks at each token alone (multi_head, grouped)."
         )
 
 

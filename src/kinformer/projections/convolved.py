@@ -46,7 +46,7 @@ class Convolved(Projection):
             if inner.context:
                 raise KinformerError(
                     f"the projection {self.kind!r} cannot stand around {self.inner.kind!r}, which has a context of its "
-                    "own; choose an inner projection without (shared, grouped)."
+                    "own; choose an inner projection without (multi_head, grouped)."
                 )
             return Convolved(inner, self.width, num_heads, head_dim)
 
