@@ -321,8 +321,8 @@ def png(width: int, height: int, rows: bytes = b"\0", interlaced: bool = False) 
 
 
 BAD_PICTURES = {
-    "empty": (b"", "1.png: is no PNG or JPEG that can be read"),
-    "text": (b"no picture at all", "1.png: is no PNG or JPEG that can be read"),
+    "empty": (b"", "1.png: is empty, not a picture; give a PNG or JPEG"),
+    "text": (b"no picture at all", "1.png: is text, not a picture; give a PNG or JPEG"),
     "bmp": (b"BM" + bytes(60), "1.png: is no PNG or JPEG that can be read"),
     "bomb": (png(60_000, 60_000), "1.png: .*(60000 x 60000 pixels|decompression bomb)"),
     "large": (png(9000, 9000), "1.png: has 9000 x 9000 pixels, more than 67108864"),
@@ -410,7 +410,7 @@ def test_what_is_no_data_is_refused(read, tmp_path):
     with pytest.raises(KinformerError, match="does not exist; give a folder"):
         read(tmp_path / "nothing")
     (tmp_path / "a.tar.gz").write_bytes(b"\x1f\x8b\x08")
-    with pytest.raises(KinformerError, match="no file of images that is known"):
+    with pytest.raises(KinformerError, match="a.tar.gz: is gzip-compressed; give a folder .+, unpacked"):
         read(tmp_path / "a.tar.gz")
     with pytest.raises(KinformerError, match="neither pictures nor IDX files"):
         read(tmp_path)

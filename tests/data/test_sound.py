@@ -253,7 +253,7 @@ def test_mistakes(digits):
     with pytest.raises(KinformerError, match="5_ann_0.wav: holds 0 samples"):
         open_sound(str(digits), SoundOptions())
     (digits / "5_ann_0.wav").write_bytes(b"")
-    with pytest.raises(KinformerError, match="5_ann_0.wav: is no sound that can be read"):
+    with pytest.raises(KinformerError, match="5_ann_0.wav: is empty, not sound; give WAV or FLAC"):
         open_sound(str(digits), SoundOptions())
 
 

@@ -17,7 +17,7 @@ from kinformer.comparison.entrants import entrants
 from kinformer.comparison.facts import facts, settings_of
 from kinformer.comparison.machine import machine
 from kinformer.comparison.options import DEFAULT_MEMBERS, DEFAULT_STEPS, CompareOptions
-from kinformer.comparison.plan import Clock, Contestant, contestants, guarded, still_in
+from kinformer.comparison.plan import Clock, Contestant, contestants, guarded, still_in, with_length
 from kinformer.comparison.record import Comparison, EntrantRecord, Point, SeedRun, Trial
 from kinformer.comparison.speed import generation_speeds, length_speeds, memory_of, training_speeds
 from kinformer.comparison.training import SWEEP_SHARE, curve, measured, run, sweep, sweep_steps, validation_tokens
@@ -46,6 +46,7 @@ def compare(members: Sequence[str], options: CompareOptions, command: str) -> Co
     require_utf8(folder)
     options.prepare(options.seed)
     chosen = entrants(members or DEFAULT_MEMBERS, options.set)
+    options = with_length(chosen, options)
     clock = Clock()
     with locked(folder):
         cache = Cache(folder / "cache")
@@ -96,7 +97,7 @@ def _steps(contestants: Sequence[Contestant], options: CompareOptions, cache: Ca
         return {contestant.name: retained for contestant in left}
     steps = options.steps or DEFAULT_STEPS
     if options.tokens is not None:
-        steps = max(1, round(options.tokens / (options.length * options.batch_size)))
+        steps = max(1, round(options.tokens / (options.row_length * options.batch_size)))
     return {contestant.name: steps for contestant in left}
 
 
@@ -210,7 +211,7 @@ def _comparison(
             "steps": sorted(set(steps.values())),
             "minutes": options.minutes,
             "total_minutes": options.total_minutes,
-            "tokens_step": options.length * options.batch_size,
+            "tokens_step": options.row_length * options.batch_size,
             "seeds": options.seeds,
             "sweep_steps": sorted({sweep_steps(options, count) for count in steps.values()}),
         },

@@ -45,8 +45,8 @@ class CompareOptions(Machine):
     """The middle of the sweep, or with `sweep` 0 the learning rate (0.01 with muon, else 0.001)."""
     recipe: str = "small"
     """Which of the members' recipes; its width is solved for."""
-    length: int = 256
-    """Tokens of each row of a batch."""
+    length: int | None = None
+    """Tokens of each row of a batch (256, or what all members' positions allow)."""
     batch_size: int = 8
     """Rows of a step."""
     optimizer: Literal["adamw", "muon", "adafactor", "adagrad", "sgd"] = "muon"
@@ -93,6 +93,12 @@ class CompareOptions(Machine):
         require_seed(self.seed)
         require_share("holdout", self.holdout)
         super().__post_init__()
+
+    @property
+    def row_length(self) -> int:
+        """``length`` of a comparison that is planned."""
+        assert self.length is not None
+        return self.length
 
     @property
     def middle(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +25,8 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.progress import note
 from kinformer.tasks.table import task_for
 from kinformer.tasks.task import Task, TrainingPlan
+
+USUAL_LENGTH = 256
 
 
 @dataclass
@@ -75,6 +77,17 @@ def planned(options: TrainOptions) -> tuple[Task, TrainingPlan]:
     return task, planner.plan(options)
 
 
+def with_length(entrants: Sequence[Entrant], options: CompareOptions) -> CompareOptions:
+    """``options`` with a length of rows that all entrants' models can read: the usual one, or the least of theirs."""
+    if options.length is not None:
+        return options
+    task, lengths = first_task(entrants, options), [USUAL_LENGTH]
+    for entrant in entrants:
+        with suppress(KinformerError):  # of which its contestant tells
+            lengths.append(planned(_base(entrant, options, task))[1].settings.length)
+    return replace(options, length=min(lengths))
+
+
 def first_task(entrants: Sequence[Entrant], options: CompareOptions) -> Task:
     """The task of the comparison: what was asked for, or the usual one of the first entrant."""
     name = entrants[0].member
@@ -112,6 +125,8 @@ def _base(entrant: Entrant, options: CompareOptions, task: Task) -> TrainOptions
     recipe = options.recipe
     shared = ("data", "length", "batch_size", "optimizer", "precision", "tokenizer", "holdout", "device", "threads")
     shared_values = {name: getattr(options, name) for name in shared}
+    if options.length is not None and type(task).length is not Task.length:
+        shared_values["length"] = None  # the data decide it, for every model by itself
     task_options = {**entrant.needs(task.Options), **options.task_options}
     return TrainOptions(
         member=entrant.member,

@@ -43,7 +43,7 @@ def validation_tokens(options: CompareOptions, steps: int) -> int:
     """Tokens of a validation, of which a run has ten: all runs the same ones, and few where runs are short."""
     if options.minutes is not None:
         return SWEEP_TOKENS
-    return min(MOST_TOKENS, max(LEAST_TOKENS, steps * options.length * options.batch_size // VALIDATED_SHARE))
+    return min(MOST_TOKENS, max(LEAST_TOKENS, steps * options.row_length * options.batch_size // VALIDATED_SHARE))
 
 
 def sweep(contestant: Contestant, options: CompareOptions, cache: Cache, steps: int, figure: Metric) -> None:
@@ -190,7 +190,7 @@ def measured(
     option_fields = {field.name for field in fields(task.EvaluationOptions)}
     task_options: dict[str, Any] = {}
     if first and "lengths" in option_fields:
-        task_options["lengths"] = _possible(options.contexts, contestant, options.length)
+        task_options["lengths"] = _possible(options.contexts, contestant, options.row_length)
     if baseline and "baseline" in option_fields:
         task_options["baseline"] = True
     most = None if "data" in task.data.refused else options.max_bytes

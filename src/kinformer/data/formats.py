@@ -80,6 +80,17 @@ def check_folder(folder: Path, files: Sequence[SourceFile]) -> None:
     )
 
 
+def content_of(path: Path) -> str | None:
+    """What the first bytes of ``path`` are, such as "text" or "a PNG picture"; None for unknown ones."""
+    head = _head(path)
+    if not head:
+        return "empty"
+    if (packed := _packed(head)) is not None:
+        return packed[0]
+    binary = next((what for magic, what in _BINARY.items() if head.startswith(magic)), None)
+    return binary or ("text" if _is_text(head) else None)
+
+
 def _head(path: Path) -> bytes:
     with reading(path), open(path, "rb") as file:
         return file.read(_HEAD)

@@ -18,12 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kinformer.data.files import SourceFile, atomic_write
+from kinformer.data.formats import content_of
 from kinformer.data.image_source import SPLITS, ImageSet, Part
 from kinformer.data.png import require_rows
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import reading, require_file
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
+_PICTURES = ("a PNG picture", "a JPEG picture")
 MOST_PIXELS = 1 << 26
 _GREY, _COLOUR, _DEEP = (
     {"1", "L", "LA", "La"},
@@ -147,9 +149,11 @@ def write_png(path: Path, pixels: np.ndarray) -> None:
 
 
 class _decoding:  # noqa: N801 (used as a function)
-    """Report Pillow's errors about a damaged file as one sentence; its warnings of size are errors."""
+    """Report Pillow's errors about a damaged file, or what a file is instead of a picture, as one sentence; its
+    warnings of size are errors."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self.reading = reading(path, "is no PNG or JPEG that can be read", "mend, replace or remove it")
         self.caught = warnings.catch_warnings()
 
@@ -160,7 +164,11 @@ class _decoding:  # noqa: N801 (used as a function)
         warnings.filterwarnings("error", message=".*decompression bomb.*")
 
     def __exit__(self, *error: Any) -> Any:
+        from PIL import UnidentifiedImageError
+
         self.caught.__exit__(*error)
+        if isinstance(error[1], UnidentifiedImageError) and (what := content_of(self.path)) not in (None, *_PICTURES):
+            raise KinformerError(f"{self.path}: is {what}, not a picture; give a PNG or JPEG.") from None
         return self.reading.__exit__(*error)
 
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from kinformer.data.corpus import default_cache, fingerprint_of
 from kinformer.data.files import SourceFile, folder_files, reading, single_file
+from kinformer.data.formats import content_of
 from kinformer.data.idx import is_images, labels_beside, read_idx_file, read_idx_folder
 from kinformer.data.image_files import SUFFIXES, read_folder
 from kinformer.data.image_npz import read_npz
@@ -172,7 +173,8 @@ def _find(path: Path, files: list[SourceFile], size: int | None) -> ImageSet:
         return read_idx_file(path)
     if path.suffix.lower() == ".npz":
         return read_npz(path)
-    raise KinformerError(f"{path}: is no file of images that is known; give {_FORMATS}, unpacked.")
+    what = content_of(path) or "no file of images that is known"
+    raise KinformerError(f"{path}: is {what}; give {_FORMATS}, unpacked.")
 
 
 def _write(

@@ -13,6 +13,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
+from kinformer.data.formats import content_of
 from kinformer.runtime.archives import check_ratio
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import reading, require_file
@@ -140,7 +141,10 @@ def _mixed(data: bytes, width: int, channels: int) -> np.ndarray:
 
 
 def _by_soundfile(path: str | Path, why: Exception, does: str, **options: Any) -> Any:
-    """Call soundfile for a file that is no WAV of PCM, because of ``why``."""
+    """Call soundfile for a file that is no WAV of PCM, because of ``why``, unless it is no sound at all."""
+    what = content_of(Path(path))
+    if what is not None and not what.startswith("sound"):
+        raise KinformerError(f"{path}: is {what}, not sound; give WAV or FLAC.")
     try:
         import soundfile
     except ImportError:

@@ -47,7 +47,7 @@ def create(options: TrainOptions, device: str, begun: float, quiet: bool = True)
         planner = planner_for(options, task, spec, base)
 
         def plan_of(options: TrainOptions) -> TrainingPlan:
-            return _checked(planner.plan(options), task, _group(options, device))
+            return checked(planner.plan(options), task, _group(options, device))
 
         if decides(options):
             kind = Chooser if task.data.running_text else Ladder
@@ -89,7 +89,7 @@ def _open_recipe(options: TrainOptions, base: Run | None) -> ModelConfig | None:
     return None if named else recipe_config(options, base, None)
 
 
-def _checked(plan: TrainingPlan, task: Task, group: Group) -> TrainingPlan:
+def checked(plan: TrainingPlan, task: Task, group: Group) -> TrainingPlan:
     """``plan``, unless its model does not go with the data, the length, the objective, or several processes."""
     plan.settings.rows(group.world)
     with torch.device("meta"):

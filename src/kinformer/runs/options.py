@@ -78,7 +78,7 @@ class TrainOptions(Settings, Machine):
     it is chosen so that the time is well spent (see ``runs.minutes``); else the defaults of :class:`Settings` hold."""
 
     length: int | None = None  # type: ignore[assignment]
-    """Tokens that each row of a batch predicts (512, or what suits `minutes`)."""
+    """Tokens that each row of a batch predicts (512, what the model's positions allow, or what suits `minutes`)."""
     batch_size: int | None = None  # type: ignore[assignment]
     """Rows per step, over all processes and all accumulated parts (8, or what suits `minutes`)."""
     optimizer: Literal["adamw", "muon", "adafactor", "adagrad", "sgd"] | None = None  # type: ignore[assignment]

@@ -41,12 +41,16 @@ class Planner:
     base: Run | None = None
 
     def plan(self, options: TrainOptions) -> TrainingPlan:
-        """What a run with these options would train.
+        """What a run with these options would train. Where neither they nor the data give a length, rows are as long as
+        usual, or as the model's positions allow.
 
         Errors: ``KinformerError`` for options that do not fit the task or its data.
         """
         config = plan_config(options, self.base, self.task, self.data)
-        settings = _settings(options, self.task, self.task.length(self.data, config))
+        length = self.task.length(self.data, config)
+        settings = _settings(options, self.task, length)
+        if options.length is None and length is None:
+            settings = replace(settings, length=min(settings.length, _longest(config) or settings.length))
         return self.fixed(config, settings, training_options(self.task, options.task_options))
 
     def fixed(self, config: ModelConfig, settings: Settings, options: Any) -> TrainingPlan:
@@ -167,6 +171,14 @@ def _file_tokenizer(path: str) -> FileTokenizer:
             "`train_tokenizer` holds one, or leave it out and train on bytes."
         )
     return FileTokenizer(path)
+
+
+def _longest(config: ModelConfig) -> int | None:
+    """Where the positions of a model of ``config`` end; None: nowhere."""
+    import torch
+
+    with torch.device("meta"):
+        return getattr(config.build(), "max_length", None)
 
 
 def _settings(options: TrainOptions, task: Task, length: int | None) -> Settings:

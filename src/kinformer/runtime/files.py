@@ -101,7 +101,7 @@ def require_file(path: Path) -> None:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        raise KinformerError(f"{path}: there is no such file; check the folder's name.") from None
+        raise KinformerError(f"{path}: there is no such file; check its name and folder.") from None
     except (OSError, ValueError) as error:
         raise KinformerError(f"{path}: cannot be read ({error}); check the path and its permissions.") from None
     if not stat.S_ISREG(mode):

@@ -64,7 +64,8 @@ def check_sequence(model: nn.Module) -> None:
         if isinstance(pattern, Pattern) and pattern.domain != "sequence":
             raise KinformerError(
                 f"`data`: is a sequence of tokens, but this model's attention pattern is for an {pattern.domain}; "
-                'choose one for sequences, as `set` \'layers.*.mixer.pattern={"kind": "local"}\' or another recipe.'
+                "draw images with `task` image, or choose a pattern for sequences, as "
+                '`set` \'layers.*.mixer.pattern={"kind": "local"}\', or another recipe.'
             )
 
 
