@@ -53,6 +53,16 @@ def random(*shape, seed=2):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+@pytest.mark.parametrize("ramp", [1, 32])
+def test_the_nearest_key_counts_whatever_the_span(ramp):
+    """A step of one query relies on it (``kernels.attention.one_query``): a row without a key would be NaN there."""
+    for share in (-1.0, 0.0, 0.4, 2.0):
+        span = mixer_of(ramp=ramp).build(DIM).span
+        with torch.no_grad():
+            span.span.fill_(share)
+        assert torch.equal(span.bias(5)[:, 0], torch.zeros(HEADS))
+
+
 @pytest.fixture(scope="module")
 def arrays():
     with np.load(GOLDEN, allow_pickle=False) as found:

@@ -20,8 +20,9 @@ from kinformer.kernels.softmax.scores import products, relative_at
 def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
     """Output [batch, q_heads, 1, head_dim_v] without dropout, by operations that autograd knows.
 
-    A bias by distance of -inf may hide keys, but of a band that rows see whole not all: no span does, for which the
-    nearest key always counts, and a mask for the others would take longer than the softmax.
+    A bias by distance of -inf may hide keys, but of a band that rows see whole not all: the output would be NaN. No
+    span does, for which the nearest key always counts. A weight of 0 there, by PyTorch's safe softmax or a mask, would
+    make a call with a bias take 1.07 to 1.2 times as long (4 heads, 64 to 4,096 keys, one thread of an Intel Xeon).
     """
     batch, heads, _, head_dim = q.shape
     accumulator, relative = state_dtype(q.dtype), scoring.relative
