@@ -202,6 +202,42 @@ def test_messages_mark_options_instead_of_writing_flags(path):
     assert not written, 'mark options with backticks, as in "`max_bytes` is 0"'
 
 
+SHORTEST_DOCSTRING = 28
+"""Characters below which a docstring says nothing that the name does not say."""
+FRAGMENT = re.compile(r"(Of|As|Such|By) ")
+UNFINISHED = {"calibration", "cli", "comparison", "control", "runs", "tasks"}
+"""Rooms whose docstrings are not all sentences yet; the list only shrinks."""
+
+
+def docstrings_of(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """The place and the text of every docstring of a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            text = ast.get_docstring(node)
+            if text is not None:
+                place = "the module" if isinstance(node, ast.Module) else f"{node.name}, line {node.lineno}"
+                yield place, text
+
+
+def is_fragment(docstring: str) -> bool:
+    return len(docstring) < SHORTEST_DOCSTRING or FRAGMENT.match(docstring) is not None
+
+
+@pytest.mark.parametrize(
+    "docstring", ["By length.", "Of the rows that go through a chunk at one position.", "As JSON."]
+)
+def test_fragments_are_seen(docstring):
+    assert is_fragment(docstring)
+
+
+@each_module
+def test_docstrings_are_sentences(path):
+    if path.relative_to(PACKAGE).parts[0] in UNFINISHED:
+        return
+    fragments = {place: text for place, text in docstrings_of(tree_of(path)) if is_fragment(text)}
+    assert not fragments, 'write a sentence, subject or verb first: "Return ...", "The mask of ..."'
+
+
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
 

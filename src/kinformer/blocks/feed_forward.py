@@ -1,7 +1,8 @@
 """Feed-forward sublayers: the same two or three products for every token.
 
-With ``chunks`` above 1 a text goes through them in that many parts (Kitaev et al. 2020, section 3), and a training step
-computes each part's hidden layer again in the backward pass: one part's is in memory at a time, the outputs are equal.
+With ``chunks`` above 1 a sequence goes through them in that many parts (Kitaev et al. 2020, section 3), and a training
+step computes each part's hidden layer again in the backward pass: one part's is in memory at a time, the outputs are
+equal.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ class Chunk(NamedTuple):
     ``x``      [batch, time, dim], time >= 1.
     ``valid``  [batch, time] bool or None (all valid): False marks padding. Inside the model the valid tokens of a
                row are a prefix of the chunk; :func:`left_align` makes them so at the model's edge.
-    ``reset``  [batch, time] bool or None (never): this token begins a new sequence in its row.
-    ``positions``  [batch, time] int64 or None: what :func:`positions_of` gives, where the model knows it already.
+    ``reset`` [batch, time] bool or None (never): this token begins a new sequence in its row. ``positions`` [batch,
+    time] int64 or None: the result of :func:`positions_of`, where the model has computed it already.
     """
 
     x: Tensor

@@ -33,8 +33,8 @@ class SequenceContext(NamedTuple):
     ``global_positions``  [batch, n] int64 or None: positions in the long input of its global tokens, -1 fills up.
     ``sentences``         [batch, num_global + time] int64 or None: the sentence that a token of the long input belongs
                           to, or that one of the global input stands for; -1 is none.
-    ``num_global``        how many tokens of the global input stand before the long input; they have no position in it.
-    ``grid``              rows and columns of an image's patches, which are the last tokens, row by row; None of a text.
+    ``num_global`` how many tokens of the global input stand before the long input; they have no position in it.
+    ``grid`` rows and columns of an image's patches, which are the last tokens, row by row; None without an image.
     """
 
     valid: Tensor | None = None

@@ -1,8 +1,8 @@
 """The three protocols of models, by which training, generation, evaluation and tasks use them.
 
 A model is input, stack and head. What can be done with it is said by the protocol that its config names, never by the
-name of its kind: a :class:`CausalModel` absorbs a sequence chunk by chunk, a :class:`WholeModel` reads it at once, a
-:class:`SourceModel` reads a source at once and then absorbs what follows from it. Free of PyTorch until a function is
+name of its kind: a :class:`CausalModel` absorbs a sequence chunk by chunk, a :class:`WholeModel` encodes it at once, a
+:class:`SourceModel` encodes a source at once and then absorbs its continuation. Free of PyTorch until a function is
 called.
 """
 

@@ -23,8 +23,8 @@ class Relative(NamedTuple):
         with ``factor``:  scale * (q . k) becomes relu(scale * (q . k)) * factor[d]
 
     ``bias``, ``factor`` [heads or 1, n]; ``keys``, ``values`` [heads or 1, n, head_dim]; ``shift`` [heads, 1, head_dim]
-    is a query that all have in common; None does nothing, and so do distances outside the range. A ``factor`` names
-    every distance that was asked for. ``keys`` are for scores that are products (see :func:`check_score`).
+    is a query that all have in common; None does nothing, and so do distances outside the range. A ``factor`` has every
+    distance of the request. ``keys`` are for scores that are products (see :func:`check_score`).
     """
 
     lowest: int

@@ -15,7 +15,8 @@ class Slots(NamedTuple):
     """The host-side numbers of a reservation: slots ``start <= s < stop`` are the past, with ``room`` more tokens
     expected.
 
-    ``full``: every past slot of every row is valid, so that no row needs a mask (known without a device sync).
+    ``full``: every past slot of every row is valid, so that no row needs a mask (stored on the host, so that no device
+    sync is needed).
     """
 
     start: int
@@ -28,8 +29,8 @@ class ReservedSlots(ReservedState):
     """The buffers [batch, heads, capacity, width], of all leaves of a state but the last, whose slots ``start .. stop``
     are the right-aligned past; the last leaf is ``seen`` [batch].
 
-    The buffers are laid out at the first step, by the mixer that knows how much past a later query can see: a window
-    keeps a constant capacity, everything else doubles it when the reserved room runs out.
+    The buffers are laid out at the first step, by the mixer, which determines how much past a later query can see: a
+    window keeps a constant capacity, everything else doubles it when the reserved room runs out.
     """
 
     def __init__(self, state: Any, slots: Slots, ticket: list[int], opened: bool = False) -> None:
@@ -108,7 +109,7 @@ class ReservedSlots(ReservedState):
         consumed.
 
         It is stepped by a mixer like any reservation, but no number of the host decides anything: what is done is the
-        same at every length. Its ``retained`` is then what the mixer asked for.
+        same at every length. Its ``retained`` is then the mixer's request.
         """
         return type(self)(type(self._state)(*views, seen), self._slots, [1], opened=True)
 

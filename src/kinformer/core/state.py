@@ -1,4 +1,4 @@
-"""Generic functions over any state: no class here knows a mechanism.
+"""Generic functions over any state: no function here depends on a mechanism.
 
 A state is a tensor, a tuple or ``NamedTuple`` of states, or a :class:`ReservedState`. Every tensor has the batch axis
 first. Tensor leaves whose third axis counts right-aligned past slots are named in the class attribute

@@ -5,8 +5,8 @@
                                 written as 407+950=592.
     parity     0110=0.          bits; the answer is whether their sum is odd
 
-A row is one problem and its answer. Every token of the answer is asked for, the end "." too, so that the model also
-tells how long an answer is. The number of digits is drawn from a range, all alike often; the digits are uniform.
+A row is one problem and its answer. Every token of the answer is predicted, the end "." too, so that the model also
+predicts an answer's length. The number of digits is drawn from a range, all alike often; the digits are uniform.
 """
 
 from __future__ import annotations

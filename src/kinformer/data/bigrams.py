@@ -1,7 +1,7 @@
 """Frequencies of tokens and of pairs of tokens: the baseline of guessing a masked token.
 
 P(w) = (c(w) + 1) / (N + V), P(w | h) = (c(h w) + T(h) P(w)) / (c(h) + T(h)), T(h) being how many tokens come after h,
-each counted once (Witten and Bell 1991); P(w) where h was never seen, or is not known.
+each counted once (Witten and Bell 1991); P(w) where h was never seen, or is masked.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Bigrams:
         self.followers = np.bincount(pairs // self.size, minlength=self.size)
 
     def probabilities(self, tokens: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return P of each of ``tokens`` [n] alone, and after the one ``before`` it [n] (-1: not known); float64."""
+        """Return P of each of ``tokens`` [n] alone, and after the one ``before`` it [n] (-1: masked); float64."""
         single = self.single[tokens]
         seen = np.flatnonzero((before >= 0) & (self.followed[before] > 0))
         double = single.copy()

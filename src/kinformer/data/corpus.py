@@ -1,7 +1,7 @@
 """Text to train and to evaluate on: the standard library's sources, a file, or a folder of files.
 
-Bytes are the vocabulary unless a tokenizer is given. What was read is kept as an identity (name, version,
-fingerprint, bytes per split), since figures from different data are not to be compared.
+Bytes are the vocabulary unless a tokenizer is given. A run stores the identity of its data (name, version, fingerprint,
+bytes per split), since metrics on different data do not compare.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ def reading(path: str | Path) -> Iterator[None]:
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Write ``path`` whole or not at all: into a temporary neighbour that is renamed at the end.
 
-    Processes may race. Each keeps its neighbour locked, so that :func:`remove_abandoned` knows those of dead ones.
+    Processes may race. Each holds a lock on its neighbour, so that :func:`remove_abandoned` recognises those of dead
+    ones.
     """
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.partial")
     try:

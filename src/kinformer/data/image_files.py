@@ -4,7 +4,7 @@
     pictures/dog/2.jpg      pictures/test/cat/7.png       pictures/2.jpg
 
 All become bytes of one shape. Grey stays grey where all are; a palette is looked up, CMYK becomes RGB, 16 bits become
-8, transparent pixels are laid over white, and a camera's rotation is applied; what was changed is told.
+8, transparent pixels are laid over white, and a camera's rotation is applied; a note says what was changed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Images to train and to evaluate on: IDX files, a NumPy archive, a folder of pictures, or scikit-learn's digits.
 
-They are decoded once, kept as bytes on disk and mapped into memory from there. What was read is kept as an identity,
-since figures from different data are not to be compared.
+They are decoded once, stored as bytes on disk and mapped into memory from there. A run stores the identity of its data,
+since metrics on different data do not compare.
 
 ``digits.npz`` is the test set of Optical Recognition of Handwritten Digits (Alpaydin and Kaynak 1998, CC BY 4.0) as
 scikit-learn ships it: 1,797 images of 8 x 8 pixels, whose 17 shades are here bytes from 0 to 255.
@@ -68,7 +68,7 @@ class ImageData:
 
     @property
     def train(self) -> Images:
-        """Return the training images."""
+        """Return the images to learn from."""
         return self.splits["train"]
 
     @property
@@ -109,10 +109,10 @@ def read_images(
 ) -> ImageData:
     """Return the images that ``data`` names: ``"digits"``, or the path of a folder or a file.
 
-    Splits that are not given are held out of the training images by a hash, 5 % each (10 % of fewer than 10,000);
-    ``holdout=0.1`` holds out a tenth once instead, which is then validation and test. ``size`` scales pictures, of
-    whatever sizes, and takes the middle square. ``cache`` is the folder for the bytes; ``~/.cache/kinformer`` if not
-    given. Raises :class:`KinformerError` for a path that is missing and for images that are damaged or of unlike sizes.
+    Missing splits are held out of the training images by a hash, 5 % each (10 % of fewer than 10,000); ``holdout=0.1``
+    holds out a tenth once instead, which is then validation and test. ``size`` scales pictures, of whatever sizes, and
+    takes the middle square. ``cache`` is the folder for the bytes; ``~/.cache/kinformer`` if not given. Raises
+    :class:`KinformerError` for a path that is missing and for images that are damaged or of unlike sizes.
     """
     if holdout is not None and not 0 < holdout < 1:
         raise KinformerError(f"holdout is {holdout} but must lie between 0 and 1; 0.1 holds out a tenth.")

@@ -4,8 +4,8 @@
     reviews/bad/2.txt                         bad<TAB>Never again.
 
 A table's columns are label and text, unless its first line names them (one is ``label``, the other ``text`` or
-``sentence``). ``train``, ``validation`` and ``test`` may be given separately, as folders of folders or as files of a
-folder (``train.tsv``). What is missing of them is held out of the rest, 5 % each, by a hash of the text.
+``sentence``). ``train``, ``validation`` and ``test`` may come separately, as folders of folders or as files of a folder
+(``train.tsv``). What is missing of them is held out of the rest, 5 % each, by a hash of the text.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 A node is a digit, or an operator of 2 to 10 nodes: the least, the greatest, the median (its half cut off) or the sum
 modulo 10. With probability 1/4 a node is an operator, the tenth node below each other never. An operator costs two
-tokens, its name and "]". Trees of more than 500 and fewer than 2000 tokens are kept, or within other bounds, each once.
+tokens, its name and "]". Trees of more than 500 and fewer than 2000 tokens are used, or within other bounds, each once.
 
 0 and 9 are the values of some 17 % of all trees each, so 17 % correct is what guessing has.
 """
@@ -36,7 +36,7 @@ def open_listops(number: int, bounds: tuple[int, int] = BOUNDS, seed: int = 0, c
     """Return ``number`` trees to train on, and for each of validation and test ``HELD_OUT``, or an eighth if that is
     less.
 
-    They are drawn once and kept in ``cache`` (``~/.cache/kinformer`` if not given).
+    They are drawn once and stored in ``cache`` (``~/.cache/kinformer`` if None).
     """
     if number < 8:
         raise KinformerError(f"`examples` {number}: ListOps needs 8 or more.")

@@ -2,7 +2,7 @@
 
 A row begins with ``pairs`` keys, each followed by its value. The rest is cut into slots of two tokens; as many of them
 are drawn as there are keys, slot i with a probability proportional to i^(gap_power - 1), and begin with a key. There
-the value of that key is asked for, as the next token. What fills the rest is random, or the token 0.
+the model predicts the value of that key, as the next token. What fills the rest is random, or the token 0.
 
     pairs        |  slots
     7 201 3 180  |  94 12  7 33  51 8  3 77  ...         asked: at 7 for 201, at 3 for 180

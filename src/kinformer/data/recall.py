@@ -1,6 +1,6 @@
 """Associative retrieval (Schlag, Irie and Schmidhuber 2021, section 6.1): the value that was stored under a key.
 
-Every step of a sequence is one pair of a key and a value, each out of ``num_keys`` symbols; then some keys are asked.
+Every step of a sequence is one pair of a key and a value, each out of ``num_keys`` symbols; then some keys are queried.
 
     replace=False: every key once, so the memory must hold ``num_keys`` pairs        (how much fits in?)
 
@@ -26,8 +26,8 @@ from kinformer.runtime.errors import KinformerError
 
 
 class Retrieval(NamedTuple):
-    """The examples: ``keys``, ``values`` [rows, writes], ``queries``, ``targets`` [rows,
-    asked]: int64 from 0 to num_keys - 1."""
+    """The examples: ``keys``, ``values`` [rows, writes], ``queries``, ``targets`` [rows, num_queries]: int64 from 0 to
+    num_keys - 1."""
 
     keys: Tensor
     values: Tensor
@@ -39,7 +39,7 @@ class AssociativeRetrieval:
     """An endless stream of examples from a generator of its own: the same ``seed`` gives the same examples.
 
     Without ``replace`` keys and values are permutations; with it both are drawn independently. A query is the key of a
-    uniformly drawn step, so every query has an answer, and a key that was written often is asked often.
+    uniformly drawn step, so every query has an answer, and a key that was written often is queried often.
     """
 
     def __init__(self, num_keys: int, replace: bool = False, seed: int = 0) -> None:
@@ -50,7 +50,7 @@ class AssociativeRetrieval:
         self.generator = torch.Generator().manual_seed(seed)
 
     def batch(self, rows: int, num_queries: int = 1) -> Retrieval:
-        """Return ``rows`` sequences, each with ``asked`` queries."""
+        """Return ``rows`` sequences, each with ``num_queries`` queries."""
         keys, values = self._symbols(rows), self._symbols(rows)
         steps = torch.randint(self.writes, (rows, num_queries), generator=self.generator)
         queries = keys.gather(1, steps)
@@ -63,6 +63,6 @@ class AssociativeRetrieval:
 
 
 def last_write(keys: Tensor, queries: Tensor) -> Tensor:
-    """Return the last step [rows, asked] at which each of ``queries`` stands in ``keys`` [rows, writes]."""
+    """Return the last step [rows, num_queries] at which each of ``queries`` stands in ``keys`` [rows, writes]."""
     step = torch.arange(keys.shape[1], device=keys.device)
     return torch.where(keys[:, None] == queries[..., None], step, -1).amax(dim=-1)

@@ -137,8 +137,8 @@ class Recorded:
 def open_sound(spec: str, options: SoundOptions, symbols: Sequence[str] | None = None) -> Sound:
     """Return the sound that ``spec`` names: ``dtmf``, a folder of clips, or a table of them.
 
-    ``symbols``: those that are known already, in their order, where a model was trained before. Errors:
-    ``KinformerError`` for data that cannot be read, and for a transcript with a symbol that no training transcript has.
+    ``symbols``: the symbols of a trained model, in their order, if there is one. Errors: ``KinformerError`` for data
+    that cannot be read, and for a transcript with a symbol that no training transcript has.
     """
     if spec == DTMF:
         return _tones(options)

@@ -14,9 +14,9 @@ from kinformer.runtime.errors import KinformerError
 class Split:
     """The documents of a part of a corpus, end to end, as token ids.
 
-    ``documents`` holds the position of each document's first token, ``corpus`` the name used in messages.
-    A split of bytes has ids 0 to 255. A split of tokenizer ids keeps the bytes that it encodes as ``encoded_from``
-    and ``marks`` [n, 2]: rising (token position, byte position) pairs at which both are known exactly.
+    ``documents`` holds the position of each document's first token, ``corpus`` the name used in messages. A split of
+    bytes has ids 0 to 255. A split of tokenizer ids has the bytes that it encodes as ``encoded_from`` and ``marks`` [n,
+    2]: rising (token position, byte position) pairs at which both are exact.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """The growth of a text by a tokenizer.json, before it splits the text or after it has joined it again.
 
 Replacements that follow one another multiply: forty times ``a -> aa`` make a terabyte of a letter, and the library ends
-the process when its memory does. So the bound is found from the replacements before any text is encoded.
+the process when its memory does. So the bound is computed from the replacements before any text is encoded.
 """
 
 from __future__ import annotations

@@ -167,8 +167,8 @@ def note_stored(record: Record, data: Mapping[str, Any], holdout: float | None) 
 
 
 def probes_of(folder: str | Path, requested: int | None) -> int | None:
-    """Return how many of a datastore's lists are searched, None for exact search: ``asked`` (0:
-    exact), else in lists where it has some."""
+    """Return how many of a datastore's lists are searched, None for exact search: ``requested`` (0: exact), else in
+    lists where it has some."""
     from kinformer.datastore.lists import default_probes
 
     return default_probes(Path(folder)) if requested is None else requested or None

@@ -77,8 +77,8 @@ class _Job:
 
 
 def evaluate_datastore(runs: Sequence[StoredRun], options: Any, task_options: Any, quiet: bool) -> EvaluationReport:
-    """Evaluate a run with the datastore that ``options`` (``runs.options.EvaluateOptions``) name; ``own`` are its
-    task's evaluation options."""
+    """Evaluate a run with the datastore that ``options`` (``runs.options.EvaluateOptions``) name; ``task_options`` are
+    its task's evaluation options."""
     sizes = _sizes(runs, options, task_options)
     run = runs[0]
     model = run.model(options.set).to(options.prepare(options.seed))

@@ -88,8 +88,8 @@ def build(
 ) -> InvertedLists:
     """Sort the entries of ``store`` into ``count`` lists, by default the root of their number.
 
-    Lists that are there take in what was appended, unless another count is asked for, or the store has grown by
-    more than half since their centroids were learnt: then they are learnt again.
+    Lists that are there take in what was appended, unless ``count`` differs, or the store has grown by more than half
+    since their centroids were learnt: then they are learnt again.
     """
     folder = store.folder / FOLDER
     folder.mkdir(exist_ok=True)

@@ -1,7 +1,7 @@
 """The retrieval of a run whose head searches a store (SPALM): its datastore, the retriever that made it, and tables.
 
-``config.json`` names them under ``data.retrieval``. What follows the neighbours of every training and validation token
-is looked up once and kept in the datastore's folder, for all runs that look up as many.
+``config.json`` names them under ``data.retrieval``. The tokens after the neighbours of every training and validation
+token are searched once and stored in the datastore's folder, for all runs with as many neighbours.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class RetrievingState(NamedTuple):
 class RetrievingDecoder(nn.Module):
     """A language model: ``decoder`` with the ``neighbours`` nearest entries of ``searcher`` at every token.
 
-    ``retriever`` made the store's keys; it is frozen. Only :meth:`logits` asks the store.
+    ``retriever`` made the store's keys; it is frozen. Only :meth:`logits` searches the store.
     """
 
     def __init__(self, decoder: Decoder, retriever: KeyedDecoder, searcher: Searcher, neighbours: int) -> None:

@@ -1,7 +1,7 @@
 """The memory of a training step that recomputes layers: every live tensor is counted while it runs on shapes only.
 
-With checkpoints every layer keeps its input, in a reversible stack nothing; the state that it hands on is there until
-the loss is known. In the backward one layer at a time is computed again. Memory is highest either where the loss is or
+With checkpoints every layer keeps its input, in a reversible stack nothing; the state that it passes on lives until the
+loss is computed. In the backward one layer at a time is computed again. Memory is highest either where the loss is or
 in the widest layer's backward.
 """
 
@@ -88,8 +88,8 @@ def held_bytes(config: Any, held: Mapping[str, int], tokens: int, handed: int) -
     """Return the bytes at the highest moment of a step of the whole model.
 
     held: of the model of distinct layers, at most until the ``loss`` and in the ``backward``. tokens: batch * length.
-    handed: what further layers leave until the loss is known; checkpointed ones keep their inputs until their backward
-    (the residual stream is float32 also under autocast).
+    handed: the bytes that further layers leave until the loss is computed; checkpointed ones keep their inputs until
+    their backward (the residual stream is float32 also under autocast).
     """
     inputs = len(config.uses) - len(set(config.layers)) if config.stack.checkpoint else 0
     further = FLOAT * tokens * config.dim * inputs

@@ -1,10 +1,10 @@
 """The costs of a model before anything is run: parameters, FLOPs, memory in training and inference, by part and in all.
 
-Nothing is computed: one layer of every distinct config is run on shapes only (``parts``), long lengths are
-continued from short ones (``length``), and like layers are multiplied. A training step is one forward, the
-cross-entropy of every token and one backward; activations are what autograd saves for it. What a process holds beyond
-that is told by ``peak``. At inference a forward may compute less: segment memories hold projections, nothing is
-computed for learning alone. It may compute more, too: exits decide.
+Nothing is computed: one layer of every distinct config is run on shapes only (``parts``), long lengths are continued
+from short ones (``length``), and like layers are multiplied. A training step is one forward, the cross-entropy of every
+token and one backward; activations are what autograd saves for it. ``peak`` estimates the rest of a process. At
+inference a forward may compute less: segment memories hold projections, nothing is computed for learning alone. It may
+compute more, too: exits decide.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def estimate(
     """Return the costs of a model config (with ``layers``, ``replace`` and ``build``) for ``batch`` rows of ``length``
     tokens.
 
-    An encoder, which has no state, is taken to predict every token of texts without padding; an encoder-decoder to read
-    sources of ``length`` tokens first.
+    An encoder, which has no state, is taken to predict every token of sequences without padding; an encoder-decoder to
+    read sources of ``length`` tokens first.
 
     Training memory is weights, gradients and optimiser state in float32, and activations; with ``bf16-mixed`` these
     include the bfloat16 copies of the weights that autocast keeps. Where the stack recomputes layers, activations are

@@ -5,7 +5,7 @@ FLOPs are what PyTorch's ``FlopCounterMode`` counts (products and convolutions, 
 bytes of distinct storages that autograd saves, parameters excluded. Parts are the model's direct children, and those of
 its layers; what lies between them is the part ``model`` or ``layers.N``, and the cross-entropy is the part ``loss``.
 
-Attention by ``impl="sdpa"`` is an exception: the meta device decomposes it, so that its scores count as kept.
+Attention by ``impl="sdpa"`` is an exception: the meta device decomposes it, so that its scores count as saved.
 """
 
 from __future__ import annotations

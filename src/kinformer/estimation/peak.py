@@ -1,11 +1,11 @@
 """The peak memory of a training process: the bytes beyond weights, optimiser and activations.
 
 Interpreter: Python, PyTorch and Kinformer themselves; how much of their files the system keeps in memory differs by 80
-MB between machines that are otherwise alike, so a process is begun here and asked. Temporaries: what lives for a moment
-at the widest point of a step, counted as it runs on shapes only. Allocator: what was freed and cannot be used again.
-glibc cuts every tensor out of a free block that is larger than it by its alignment, so that blocks of like tensors do
-not fit again, and large ones lie in pages of 2 MiB. Its share was measured (``benchmarks/estimate_peak.py``) and is the
-least certain term.
+MB between machines that are otherwise alike, so a process is started here and measured. Temporaries: what lives for a
+moment at the widest point of a step, counted as it runs on shapes only. Allocator: what was freed and cannot be used
+again. glibc cuts every tensor out of a free block that is larger than it by its alignment, so that blocks of like
+tensors do not fit again, and large ones lie in pages of 2 MiB. Its share was measured (``benchmarks/estimate_peak.py``)
+and is the least certain term.
 """
 
 from __future__ import annotations

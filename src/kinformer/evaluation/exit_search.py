@@ -1,8 +1,8 @@
 """Thresholds of every exit by random search (Depth-Adaptive Transformer, Elbayad et al. 2020, section 3.2.2).
 
 What every exit would say of every token is written down once, with all tokens in all layers (as in aligned training);
-then each draw of thresholds costs nothing but comparisons. That tokens which left earlier are looked at in later
-layers as they were is left out here, so that what is found must be measured afterwards.
+then each draw of thresholds costs nothing but comparisons. That tokens which left earlier are looked at in later layers
+as they were is left out here, so that the result must be measured afterwards.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Bits of a model with a store at its head (kNN-LM), for many weights, temperatures and numbers of neighbours at once.
 
-One pass over the text asks the store once per token, for as many neighbours as the largest number tried, and adds up
--ln(w p_kNN + (1 - w) p_LM) of the next token at every point of the grid, so memory does not grow with the text.
+One pass over the text searches the store once per token, for as many neighbours as the largest number tried, and adds
+up -ln(w p_kNN + (1 - w) p_LM) of the next token at every point of the grid, so memory does not grow with the text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the recipes of most members share: a stack of equal layers between an embedding and a head."""
+"""The parts that the recipes of most members share: a stack of equal layers between an embedding and a head."""
 
 from __future__ import annotations
 

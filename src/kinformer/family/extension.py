@@ -47,7 +47,7 @@ class WeightSource:
     last: int
 
     def rows(self, weights: Mapping[str, Tensor], count: int) -> Tensor:
-        """``count`` rows."""
+        """Return ``count`` rows of the source, repeated from its first one where it has fewer."""
         import torch
 
         source = weights[self.name][self.first : self.last]
@@ -156,5 +156,5 @@ def check_extension(short: ModelConfig, long: ModelConfig, place: Path | str) ->
 
 
 def shapes(weights: Mapping[str, Tensor]) -> dict[str, Shape]:
-    """Names to shapes."""
+    """Return the shape of every weight by its name."""
     return {name: tuple(weight.shape) for name, weight in weights.items()}

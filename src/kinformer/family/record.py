@@ -51,7 +51,7 @@ class Member:
 
     @property
     def usual_task(self) -> str:
-        """What it is trained for unless another task is asked for."""
+        """Return the task that the member is trained for by default."""
         return self.task or ("next-token" if self.causal else "mlm")
 
     @property

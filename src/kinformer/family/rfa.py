@@ -32,7 +32,7 @@ def _recipe(shape: ModelShape) -> Recipe:
 
 
 def _translating(shape: ModelShape, dropout: float = 0.0) -> Recipe:
-    """The same behind an encoder of softmax attention, as the authors translate (section 4.2)."""
+    """The recipe with an encoder of softmax attention before it, as the authors translate (section 4.2)."""
 
     def recipe(vocab: int | None) -> EncoderDecoder.Config:
         from kinformer.mixers.bidirectional import BidirectionalAttention

@@ -39,7 +39,8 @@ WORD_CUTOFFS = (20000, 40000, 200000)
 
 
 def _words(shape: ModelShape, segment: int, head_dim: int, divisor: int) -> Recipe:
-    """Of words numbered by falling frequency: clusters in the softmax and, with ``divisor`` above 1, in the tables."""
+    """The recipe of words numbered by falling frequency: clusters in the softmax and,
+    with ``divisor`` above 1, in the tables."""
     letters = _recipe(shape, segment, head_dim=head_dim)
 
     def recipe(vocab: int | None) -> ModelConfig:

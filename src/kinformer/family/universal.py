@@ -71,7 +71,7 @@ def _encoding(shape: ModelShape, steps: int, bias: float = 1.0) -> Recipe:
 
 
 def _translating(shape: ModelShape, steps: int, *, halts: bool, dropout: float = 0.0) -> Recipe:
-    """Tied layers on both sides, applied ``steps`` times or, if they ``halt``, as often as a token asks for."""
+    """The recipe of tied layers on both sides, applied ``steps`` times or, with ``halts``, until a token halts."""
 
     def recipe(vocab: int | None) -> EncoderDecoder.Config:
         from kinformer.mixers.bidirectional import BidirectionalAttention

@@ -16,7 +16,8 @@ class Hashes(nn.Module):
 
         bucket = argmax [x R; -x R],   R ~ N(0, 1) [head_dim, num_buckets / 2] of each head and round
 
-    The rotations are drawn when the module is made and kept with the weights. They have no gradient, and neither has x.
+    The rotations are drawn when the module is made and saved with the weights. They have no gradient, and neither has
+    x.
     """
 
     rotations: Tensor

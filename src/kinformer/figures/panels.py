@@ -31,7 +31,7 @@ SPARSE, SPARSER = 0.5, 0.35
 class PatternPanel:
     """The panel of a pattern: ``shares`` [cells, cells] from 0 to 1; ``causal``: no query sees a later key.
 
-    Of the ``allowed_pairs`` among ``length`` tokens, ``computed_pairs`` is how many the executor works on, if known.
+    Of the ``allowed_pairs`` among ``length`` tokens, ``computed_pairs`` is how many the executor computes, or None.
     """
 
     place: str

@@ -47,7 +47,7 @@ LEAST = {
 class PackedLinear(nn.Module):
     """A linear product [..., in] -> [..., out] with weights in oneDNN's layout; for inference on a CPU only.
 
-    ``weight`` is empty: it has the dtype and the device for modules that ask their products for them.
+    ``weight`` is empty: it has the dtype and the device that modules look up at their products.
     """
 
     def __init__(self, linear: nn.Linear, rows: int) -> None:

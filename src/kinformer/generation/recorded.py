@@ -5,7 +5,7 @@ CPU take longer than the products where batches and models are small. :func:`rec
 down while the model makes a step (the tracer of ``torch.jit``; nothing is compiled) and runs that list from then on.
 Recordings stay with the model and end where it changes (``generation.recordings``).
 
-What a list cannot hold is found out beforehand, and the model is then stepped as ever:
+Whatever a list cannot hold is detected beforehand, and the model is then stepped in Python:
 
 * what the host reads of the data (exits, searches, hashing) or draws at random, and hooks of modules;
 * leaves of the state that change their shape, or host numbers other than the bounds of reserved slots;
@@ -49,9 +49,9 @@ def logits_after(model: Any, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
 class Recording:
     """The recorded step of a model or of a part of one, in one or more ways; :meth:`begin` steps a state by it.
 
-    Each of ``runs`` takes the step's values, views of the reserved slots, all other leaves of the state and the
-    weights of ``parts``; ``retained`` is how many past slots each reservation keeps, None for all. Of ``state``, from
-    which it was made, only the sizes are kept.
+    Each of ``runs`` takes the step's values, views of the reserved slots, all other leaves of the state and the weights
+    of ``parts``; ``retained`` is how many past slots each reservation retains, None for all. Of ``state``, from which
+    it was made, only the sizes are stored.
     """
 
     def __init__(

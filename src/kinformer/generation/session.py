@@ -27,7 +27,7 @@ _CHECKED_EVERY = 256
 class Session:
     """``batch`` sequences that grow in parallel: :meth:`feed` text of any length, then :meth:`step` token by token.
 
-    A step draws from the logits of what was absorbed before, so a token is known before it is absorbed itself, and the
+    A step draws from the logits of what was absorbed before, so a token is drawn before it is absorbed itself, and the
     last one never is. ``stop`` holds token sequences that end a row, ``chunk`` is how many tokens of a prompt the model
     sees at a time, ``room`` how many more are expected (a hint); the rest is :class:`Sampling`.
 
@@ -237,11 +237,11 @@ def generate(
 ) -> Tensor:
     """Continue ``prompt_tokens`` [batch, time] int64 by at most ``max_new_tokens``; return the new ones [batch, new].
 
-    The prompt may also be a NumPy array, or lists of ids of one length.
-    ``valid`` [batch, time] bool marks the real tokens of prompts of different lengths. A row ends with the first of the
-    token sequences ``stop`` that it produces (kept in the result, then repeated to its end by its last token); when
-    every row has ended, ``new`` is smaller. ``sampling``: ``temperature`` (1.0; 0 is greedy), ``top_k``, ``top_p`` and
-    ``seed``; row r draws from stream r of the seed. The model is put in eval mode meanwhile.
+    The prompt may also be a NumPy array, or lists of ids of one length. ``valid`` [batch, time] bool marks the real
+    tokens of prompts of different lengths. A row ends with the first of the token sequences ``stop`` that it produces
+    (included in the result, then repeated to its end by its last token); when every row has ended, ``new`` is smaller.
+    ``sampling``: ``temperature`` (1.0; 0 is greedy), ``top_k``, ``top_p`` and ``seed``; row r draws from stream r of
+    the seed. The model is put in eval mode meanwhile.
 
     Errors: ``KinformerError`` where the tokens would go beyond the model's positions, before anything is computed.
     """

@@ -2,7 +2,7 @@
 
 A position is a window of frames, just what its vector depends on: ``convolutions`` of three frames and stride 2, one
 upon the other, make one vector of 2^(n + 1) - 1 frames, of which 2^n are new and the others are the last ones before
-them. So a position asks no other for anything, chunks and padding are those of any input, and sound can be streamed.
+them. So a position depends on no other, chunks and padding are those of any input, and sound can be streamed.
 """
 
 from __future__ import annotations

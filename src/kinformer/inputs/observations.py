@@ -1,6 +1,6 @@
 """Observations of an agent, one position each: norm(W [o; 1]).
 
-The norm makes vectors of one size of observations of any; the 1 beside them keeps how large an observation is.
+The norm makes vectors of one size of observations of any; the 1 beside them preserves how large an observation is.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ Activation = Literal["none", "gelu", "relu"]
 class Patches(Input):
     """The input values [batch, channels, height, width] -> [batch, tokens + patches, dim].
 
-    Values are floats from 0 to 1, or uint8, which are divided by 255; then ``mean`` is taken away and ``std`` divided
-    by, channel by channel, where they are given. An image whose sides are no multiples of ``patch`` is continued to the
+    Values are floats from 0 to 1, or uint8, which are divided by 255; then ``mean`` is subtracted and ``std`` divided
+    by, channel by channel, where they are set. An image whose sides are no multiples of ``patch`` is continued to the
     right and below with zeros.
 
     ``size``: rows and columns of the images that positions are learned for. ``class_token`` and ``distillation_token``

@@ -20,7 +20,7 @@ class Tokens(Input):
 
     ``scale``: as Vaswani et al. 2017, section 3.4. ``types``: how many token types (segments) there are, as BERT's;
     tokens are of type 0 where the caller gives none. ``mask_token``, ``bos_token`` ([CLS]) and ``eos_token`` ([SEP]):
-    which ids stand for a mask and for a text's ends; data is prepared with them, the model treats them as any other.
+    the ids of a mask and of a sequence's ends; data is prepared with them, the model treats them as any other.
     """
 
     @dataclass(frozen=True, kw_only=True)

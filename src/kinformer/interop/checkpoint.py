@@ -42,7 +42,7 @@ class Imported:
 class _Format:
     """The conversion of checkpoints of one ``model_type``: config to model config, weights to our weights.
 
-    ``family`` is that of an encoder, whose head is known by its tensors. ``images``: whether it reads those.
+    ``family`` is that of an encoder, whose head follows from its tensors. ``images``: whether it reads those.
     ``buffers`` names the tensors that are no weights, which old checkpoints hold in any dtype.
     """
 

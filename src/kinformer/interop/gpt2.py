@@ -1,7 +1,7 @@
 """GPT-2 as the library transformers saves it, as our member ``gpt``.
 
 Both compute the same: pre-norm layers, one product for queries, keys and values (in this order, head by head), learned
-positions, the output matrix tied to the embedding. Its products are kept as [in, out] and are transposed here.
+positions, the output matrix tied to the embedding. Its products are stored as [in, out] and are transposed here.
 """
 
 from __future__ import annotations

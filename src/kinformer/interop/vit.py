@@ -1,6 +1,6 @@
 """ViT (Dosovitskiy et al. 2020) as the library transformers saves it, as our ``vit``.
 
-Positions are resized there by bicubic interpolation, and only when asked to; here always, by the same interpolation.
+Positions are resized there by bicubic interpolation, and only on request; here always, by the same interpolation.
 """
 
 from __future__ import annotations

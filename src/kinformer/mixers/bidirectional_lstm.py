@@ -2,7 +2,8 @@
 
     y_t = [h_t ; h'_t],   (h_t, c_t) = LSTM(x_t, h_(t-1), c_(t-1)),   (h'_t, c'_t) = LSTM'(x_t, h'_(t+1), c'_(t+1))
 
-The second begins at a text's last token, not at the end of its padding. Each direction is half as wide as the stream.
+The second begins at a sequence's last token, not at the end of its padding. Each direction is half as wide as the
+stream.
 """
 
 from __future__ import annotations

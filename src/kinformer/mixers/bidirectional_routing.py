@@ -2,7 +2,7 @@
 2021).
 
 Each of ``num_clusters`` takes the ``window`` queries and the ``window`` keys that are most similar to its centroid; see
-``kernels.bucketed.balanced``. The mixer ``routing`` of a decoder is another one: here the whole text decides which
+``kernels.bucketed.balanced``. The mixer ``routing`` of a decoder is another one: here the full sequence decides which
 tokens a cluster takes. Centroids learn by online k-means; there is no cost that draws tokens to them.
 """
 

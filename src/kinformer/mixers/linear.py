@@ -7,7 +7,8 @@
 
 The Linear Transformer (Katharopoulos et al. 2020) has the rule linear, elu + 1 and the normaliser; fast weights (Schlag
 et al. 2021, equations 23-25) the delta rule; RetNet, Random Feature Attention, GLA and Gated DeltaNet decays a_t.
-Behind it stand a norm of every head and a gate, y <- norm(y) * silu(W_g x), where asked for. The state is constant.
+Behind it stand a norm of every head and a gate, y <- norm(y) * silu(W_g x), where the config has them. The state is
+constant.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class KernelState(NamedTuple):
 class LinearAttention(CausalMixer):
     """x [batch, time, dim] -> y [batch, time, dim].
 
-    ``head_dim`` is the width of a head's queries and keys, ``value_dim`` that of its values (head_dim unless given).
+    ``head_dim`` is the width of a head's queries and keys, ``value_dim`` that of its values (head_dim if None).
     ``scale``: y is divided by sqrt(head_dim). ``convolution``: the width of a causal convolution of q, k and v (0:
     none). ``position`` turns queries and keys. ``floor``: the normaliser is no less than this. The rows of ``qkv`` are
     those of q, k and v; with the delta rule, a head's q, k, v and beta stand together, as in its authors' code.

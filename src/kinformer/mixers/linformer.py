@@ -5,7 +5,7 @@
 E and F [k, n] project the length to the ``rank`` k: learned weights of every position, or the mean of n / k tokens, or
 a convolution whose kernel and stride are n / k. As in the authors' code the tokens are compressed before they are
 projected, wherever heads share E: then no token has a key. The cost is time * rank, for every length. A token of a
-global input before the text is a key of its own.
+global input before the sequence is a key of its own.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ class LengthProjection(nn.Module):
 class Linformer(EncoderMixer):
     """x [batch, time, dim] -> y [batch, time, dim], time <= ``max_length``. ``head_dim`` defaults to dim / num_heads.
 
-    ``rank``: the paper's k, for a text of ``max_length`` tokens (its n); a shorter one has as many learned summaries,
-    but fewer windows. ``sharing``: one E and one F for all ``heads``; one for both (``keys_values``). ``shared``: one
-    for all layers of equal sizes; with ``keys_values`` this is the paper's layerwise sharing. Padding has no weight.
+    ``rank``: the paper's k, for a sequence of ``max_length`` tokens (its n); a shorter one has as many learned
+    summaries, but fewer windows. ``sharing``: one E and one F for all ``heads``; one for both (``keys_values``).
+    ``shared``: one for all layers of equal sizes; with ``keys_values`` this is the paper's layerwise sharing. Padding
+    has no weight.
     """
 
     @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@
 
 A token sees itself only where it sees nothing else. Chunks are cut by the rank of a token in its bucket, which the past
 alone decides (``kernels.bucketed``): so the state is what later tokens can see of the past, and any cut of a sequence
-gives the same. The published form, which sorts whole texts, is the encoder mixer ``lsh``.
+gives the same. The published form, which sorts full sequences, is the encoder mixer ``lsh``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LSHAttention(CausalMixer):
     """x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
 
     ``num_buckets`` of a round is even, or 1 for none. A chunk is ``chunk_size`` tokens of a bucket; a token sees its
-    own and the one before. The rotations are drawn with the weights and kept with them.
+    own and the one before. The rotations are drawn with the weights and saved with them.
     """
 
     growth = "window"

@@ -2,12 +2,12 @@
 
     y = (1 - g) local + g external,   g = sigmoid(gate) per head,   then an output projection
     local     softmax(|scale| q . k) v over the last ``window`` tokens
-    external  softmax(|scale| q . k) v over the ``topk`` memories that q found among those of earlier segments
+    external  softmax(|scale| q . k) v over the ``topk`` memories that a search by q returns of earlier segments
 
 q and k are normalised, q / sqrt(q . q + 1e-6), v is not. A query of segment i // segment may find the ``memory_size``
 positions before its segment. What is looked up takes no gradient, the query does. Before there are memories the
-external part is 0, but keeps its share g, as in the authors' code. A ``position`` adds to the scores of the window
-alone, by distance (the paper: T5's biases); memories have none.
+external part is 0, but has its share g, as in the authors' code. A ``position`` adds to the scores of the window alone,
+by distance (the paper: T5's biases); memories have none.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class MemorizingState(NamedTuple):
 class Memorizing(CausalMixer):
     """x [batch, time, dim] -> y [batch, time, dim].
 
-    ``search``: which memories are found, see ``kernels.lookup``; "bucketed" is the authors'. ``sees_itself``: whether
+    ``search``: how memories are searched, see ``kernels.lookup``; "bucketed" is the authors'. ``sees_itself``: whether
     a token is in its own window (in the authors' code it is not). ``memory_size`` = 0 leaves the window alone; it, the
-    search and ``topk`` change no weights. ``torch.compile`` leaves the look-up as it is, outside of the graph, since
-    it asks for positions on the host.
+    search and ``topk`` change no weights. ``torch.compile`` leaves the look-up as it is, outside of the graph, since it
+    needs positions on the host.
     """
 
     growth = "window"

@@ -36,7 +36,7 @@ class StarAttention(EncoderMixer):
 
     ``ends``: the first and the last token are neighbours (``ring``), or, as in the authors' code, have a key and a
     value of zeros beyond them. ``tied``: one set of weights for all updates. ``add_relay``: y is (h_i + s) / 2, whose
-    maximum over tokens is what the authors' classifier reads; else y is h_i, and the last relay is not made.
+    maximum over tokens is the input of the authors' classifier; else y is h_i, and the last relay is not made.
     """
 
     @dataclass(frozen=True, kw_only=True)

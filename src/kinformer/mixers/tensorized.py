@@ -11,7 +11,7 @@ T has length^3 elements and is not made. Pairs of tokens before the block of 32 
     M = sum_jk W_jk k_j * v_k [dim, rank],        their part of y_i is M ((q_i + u) * g),
 and elements of T are made where j or k is in the block alone. That is some 2 length^2 dim (rank + 32) operations, and
 length (rank + 32) numbers a token, where T alone has length^2; positions double the rank. W has dim * max_length^2
-weights, so this is for short texts. M is in the state: a generated token costs 4 length dim (rank + 1).
+weights, so this is for short sequences. M is in the state: a generated token costs 4 length dim (rank + 1).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from kinformer.runtime.errors import KinformerError
 class BigBird(Unsized):
     """The pattern of sequences of any length, which end in a block that may be shorter; ``head`` None means all heads.
 
-    A text of 5 + 2 * ``random`` blocks or fewer sees all of itself, as in the authors' code.
+    A sequence of 5 + 2 * ``random`` blocks or fewer sees all of itself, as in the authors' code.
     """
 
     block: int
@@ -46,8 +46,8 @@ class BigBird(Unsized):
         layer number ``seed``, for each of ``num_heads`` heads its own (None: the same for all). A block that is drawn
         twice, or that all see anyway, counts once.
 
-        ``length``: the pattern of a text of so many tokens for shorter ones too, as padded texts have it in the
-        authors' code; None: each text's own.
+        ``length``: the pattern of a sequence of so many tokens for shorter ones too, as padded ones have it in the
+        authors' code; None: that of each sequence's length.
         """
 
         kind = "big_bird"

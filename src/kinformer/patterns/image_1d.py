@@ -15,7 +15,7 @@ from kinformer.runtime.errors import KinformerError
 class Image1D(PatternConfig):
     """The earlier tokens of the query's block and the whole block before it: between block + 1 and 2 * block keys.
 
-    It asks nothing of the positions but their order, so it serves text as well.
+    It needs no more of the positions than their order, so it serves text as well.
     """
 
     kind = "image_1d"

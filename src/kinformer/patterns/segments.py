@@ -15,8 +15,8 @@ from kinformer.runtime.errors import KinformerError
 
 @dataclass(frozen=True)
 class Segments(Pattern):
-    """The pairs with start(q) - memory <= k <= q, start(q) = segment * (q //
-    segment); not ``own``: k < start(q) too."""
+    """The pairs with start(q) - memory <= k <= q, start(q) = segment * (q // segment); not ``same_segment``: k <
+    start(q) too."""
 
     segment: int
     memory: int

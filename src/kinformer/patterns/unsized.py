@@ -13,7 +13,7 @@ from kinformer.runtime.errors import KinformerError
 class Unsized(Pattern):
     """A pattern whose ``sized(length)`` says who sees whom in a sequence so long; only encoders use it.
 
-    ``name`` is the pattern's kind and ``option`` what fixes it without a text.
+    ``name`` is the pattern's kind and ``option`` what fixes it without a sequence.
     """
 
     name: str

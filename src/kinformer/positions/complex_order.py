@@ -1,6 +1,6 @@
 """Complex-order embeddings (Wang et al. 2020, Encoding word order in complex embeddings, section 3.2).
 
-    token j at position p  ->  r_j e^{i (w_j p + t_j)},   given as [r_j cos(w_j p + t_j); r_j sin(w_j p + t_j)]
+    token j at position p  ->  r_j e^{i (w_j p + t_j)},   stored as [r_j cos(w_j p + t_j); r_j sin(w_j p + t_j)]
 
 A token's amplitudes r are its meaning; its frequencies w say how fast its features turn with its position, t with what
 phase they begin. ``sharing`` says who has a frequency in common: ``none`` gives every token one per feature,

@@ -6,7 +6,7 @@ so that a product of a query and a key depends on their distance only. ``layout`
 ``half`` pairs i with i + width/2 (GPT-NeoX, Llama), ``interleaved`` pairs 2i with 2i + 1 (the paper). ``fraction`` is
 the share of each head's features that turn (GPT-NeoX: the first quarter); the rest passes through.
 
-A model that was trained at ``original_length`` reads ``factor`` times as far with other frequencies:
+A model that was trained at ``original_length`` runs ``factor`` times as far with other frequencies:
 
     linear   f_i / factor                                     (position interpolation, Chen et al. 2023)
     ntk      base * factor^(width / (width - 2)) as the base  (NTK-aware: slow pairs are stretched, fast ones are not)
@@ -14,8 +14,8 @@ A model that was trained at ``original_length`` reads ``factor`` times as far wi
              ``beta_slow`` times or less, a linear ramp over i between; cosine and sine times 0.1 ln(factor) + 1
              (Peng et al. 2023, section 3)
 
-They add no weights. Frequencies that follow the length of the text (dynamic NTK) would make keys that are remembered
-wrong, so there are none.
+They add no weights. Frequencies that follow the length of the sequence (dynamic NTK) would make keys that are
+remembered wrong, so there are none.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Derivatives that a kernel does not have raise an error in every call for them.
 
-A kernel with a backward of its own knows first derivatives in reverse. PyTorch would leave out the others in silence:
-of a second derivative the part that goes through the kernel, and of forward mode the tangents.
+A kernel with a backward of its own has first derivatives in reverse only. PyTorch would leave out the others in
+silence: of a second derivative the part that goes through the kernel, and of forward mode the tangents.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Files that survive a crash: atomic writes, and contents whose every byte is checked when they are read.
 
-Tensors are kept as safetensors, never as pickles; the sha256 of their names, shapes, types and bytes stands in the
+Tensors are stored as safetensors, never as pickles; the sha256 of their names, shapes, types and bytes stands in the
 file's metadata, and beside it that of the rest of the metadata. Signed JSON carries the sha256 of its other keys.
 Whatever goes wrong in reading a file is reported in one sentence that names the file.
 """

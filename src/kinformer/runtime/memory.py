@@ -16,7 +16,7 @@ def keep_memory() -> None:
     """Let freed memory stay with this process, which must be our own, as a command's is; Linux with glibc only.
 
     Left to itself glibc gives the top of its memory back as soon as a few large tensors are freed, and the next step
-    asks for it again and has the system clear it page by page: training steps then take 2 to 17 % longer (AMD EPYC,
+    allocates it again and has the system clear it page by page: training steps then take 2 to 17 % longer (AMD EPYC,
     two cores, ``benchmarks/kept_memory.py``). The largest resident set grows by up to a quarter.
     """
     if sys.platform != "linux":

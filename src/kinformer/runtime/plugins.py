@@ -8,8 +8,8 @@ A package says in its metadata what it adds, for example in ``pyproject.toml``::
     [project.entry-points."kinformer.members"]
     my-member = "my_package.member:MEMBER"
 
-Names are read without importing anything; what is behind a name is imported when it is asked for by that name. All are
-asked for where records are shown (``kinformer list``), and by commands to which tasks add options (``train``).
+Names are read without importing anything; an object is imported when its name is used. All are imported where records
+are shown (``kinformer list``), and by commands to which tasks add options (``train``).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Registry(Mapping[str, T]):
     ``group``.
 
     An entry point's name is ``prefix`` followed by the name here. ``noun`` is what messages call such a thing;
-    ``expected(name)`` says in words what has to be found there, and ``fits(name, found)`` whether it is. A name that is
+    ``expected(name)`` says in words what must be there, and ``fits(name, installed)`` whether it is. A name that is
     taken twice, or leads to something else, raises a :class:`KinformerError` when it is looked up, never before.
     """
 
@@ -119,7 +119,7 @@ class Registry(Mapping[str, T]):
     def check_package(self, name: str, package: str | None) -> None:
         """Refuse ``name`` if it was stored as part of ``package`` and is not there any more.
 
-        ``package`` is what :meth:`package` gave then ("name version"); with None nothing is asked.
+        ``package`` is what :meth:`package` gave then ("name version"); with None nothing is checked.
         """
         if package is not None:
             require_package(

@@ -32,8 +32,8 @@ def use_fast_products() -> None:
     """Let float32 products on a CPU take oneDNN's path, which on many CPUs is twice as fast at float32 accuracy.
 
     PyTorch calls the setting "medium". It holds for all threads of the process, so functions of the package never make
-    it. With AMX it would mean bfloat16, and for a GPU it does too, so it is made only where the processor is known to
-    have no AMX and there is no GPU.
+    it. With AMX it would mean bfloat16, and for a GPU it does too, so it is made only where the processor has no AMX
+    for certain and there is no GPU.
     """
     if platform.machine() in ("x86_64", "AMD64") and not has_amx() and not torch.cuda.is_available():
         torch.set_float32_matmul_precision("medium")
@@ -52,8 +52,8 @@ def flush_subnormals() -> None:
 def preserved() -> Iterator[None]:
     """Restore PyTorch's global random numbers, threads and precision of products on leaving, also after an error.
 
-    Steps of training draw dropout from PyTorch's global generators, which no module can be given instead: a thread that
-    draws from them meanwhile shares their numbers.
+    Steps of training draw dropout from PyTorch's global generators, which no module can replace: a thread that draws
+    from them meanwhile shares their numbers.
     """
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     numbers = torch.get_rng_state()

@@ -1,6 +1,6 @@
 """Tensors that are sharded over processes: parameters outside of their modules' forward, their gradients and norms.
 
-They are PyTorch's DTensor, whose module takes half a second to load and is not asked for.
+They are PyTorch's DTensor, whose module takes half a second to load and is not imported here.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 with the longest span S, the ramp R, and v and b of each head; x = distance - 1, as of ``soft_span``. v begins at 0, and
 b so that all spans begin as the share ``initial`` of S. A span costs ``penalty`` times its mean over heads, as a mean
-over tokens, by the state's ``aux``. A token may ask for S tokens, so that the state holds as many; what is computed
-follows what tokens ask for, tile by tile (``kernels.attention.spans``).
+over tokens, by the state's ``aux``. A token may look back S tokens, so that the state holds as many; what is computed
+follows the tokens' spans, tile by tile (``kernels.attention.spans``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Adaptive computation time of positions (Graves 2016; Dehghani et al. 2019, section 2.2), as in tensor2tensor.
 
-With x what a step reads, y what it gives and h the sum of the probabilities of earlier steps, a running token has
+With x the input of a step, y its output and h the sum of the probabilities of earlier steps, a running token has
 
     p = sigmoid(w . x + b)        it halts now if h + p > threshold, with the weight u = 1 - h, else u = p
     basic          out = u y + (1 - u) out                   accumulated     out = out + u y          out begins at 0

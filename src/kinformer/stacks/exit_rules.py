@@ -45,7 +45,7 @@ class ExitRule(nn.Module):
     """An exit rule; ``rule(at)`` returns the exit by which each token is to leave, [n] int64: ``at.number`` or a later
     one.
 
-    It is asked at every exit but the last, of the tokens that are not to leave by an earlier one. ``exits`` is their
+    It is called at every exit but the last, for the tokens that are not to leave by an earlier one. ``exits`` is their
     number, the last included.
     """
 

@@ -6,8 +6,8 @@ in its place, each by its own keys and values, so that later tokens find it ther
 propagation). Without a rule, and in aligned training, all tokens go through all layers: the sequential stack, exactly.
 
 With the layer ``decoder`` and softmax attention nothing else than that key and value is computed of a token that has
-left; other mixers are run in full, before a feed-forward of running tokens; other layers are run in full. While a
-graph is captured, and where only shapes are known, all tokens go through all layers, with equal results: costs are
+left; other mixers are run in full, before a feed-forward of running tokens; other layers are run in full. While a graph
+is captured, and where tensors are shapes alone, all tokens go through all layers, with equal results: costs are
 estimated as if no token left early.
 """
 
@@ -30,11 +30,11 @@ from kinformer.stacks.exit_rules import AtExit, ExitRule, ExitRuleConfig
 class Exits(Stack):
     """The layers in order, with exits ``after`` some of them, counted from 1 (None: every one) and after the last.
 
-    ``rule`` None lets no token leave early. ``classifiers``: ``tied``, one head reads what leaves by any exit, or
-    ``separate``, each exit has a head of its own, all alike. ``training``: ``aligned``, all tokens go through all
-    layers and the objective looks at every exit, or ``mixed``, each token leaves by an exit drawn evenly, ``samples``
-    times in a step. ``weights``: of the losses of exits 1, 2, ... in aligned training: their numbers (``linear``),
-    equal (``uniform``), or powers of 2.
+    ``rule`` None lets no token leave early. ``classifiers``: ``tied``, one head for all exits, or ``separate``, each
+    exit has a head of its own, all alike. ``training``: ``aligned``, all tokens go through all layers and the objective
+    looks at every exit, or ``mixed``, each token leaves by an exit drawn evenly, ``samples`` times in a step.
+    ``weights``: of the losses of exits 1, 2, ... in aligned training: their numbers (``linear``), equal (``uniform``),
+    or powers of 2.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ class Exits(Stack):
         """Run a chunk, all of whose tokens run, from the exit before to exit ``number``, with ``state`` of the uses
         there.
 
-        What the last one gives, [batch, time, dim]; its logits; by which exit each token is to leave as far as is known
+        What the last one gives, [batch, time, dim]; its logits; by which exit each token is to leave as decided up to
         there, [batch, time] int64; and the states after.
         """
         x, after = chunk.x, []
@@ -189,7 +189,7 @@ class _Running:
     """The tokens of a chunk that still run, ``mask`` [batch, time] bool, and by which exit each ``leaves_by``.
 
     ``output_mask``: where layers must give outputs, None for everywhere. ``some``: whether any token runs, as far as
-    the host knows.
+    the host has read.
     """
 
     def __init__(self, chunk: Chunk, last: int) -> None:

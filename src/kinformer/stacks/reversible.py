@@ -4,7 +4,7 @@ Two streams x1 and x2 begin as the input. A layer of attention f and feed-forwar
 
     y1 = x1 + f(x2),    y2 = x2 + g(y1)         backwards    x2 = y2 - g(y1),    x1 = y1 - f(x2)
 
-so that a training step keeps the last streams only, and its activations do not grow with depth. The output is [y1, y2]
+so that a training step stores the last streams only, and its activations do not grow with depth. The output is [y1, y2]
 side by side, as in Trax and in Hugging Face's Reformer: the last norm and the head are twice as wide. With ``join =
 "mean"`` it is (y1 + y2) / 2, as in reformer-pytorch, and as wide as the model.
 
@@ -40,7 +40,7 @@ class Reversible(Stack):
     """The reversible stack: x -> both streams, through all layers, -> joined. States and partitions are those of any
     other stack.
 
-    ``recompute = False`` is the same function with everything kept for the backward pass. With it, layers are computed
+    ``recompute = False`` is the same function with everything saved for the backward pass. With it, layers are computed
     again by an autograd function of their own: there are no second derivatives, FSDP cannot shard the layers, and
     ``torch.compile`` leaves the stack as it is (with ``fullgraph=True`` it says so), because a compiler would keep what
     the stack exists not to keep.

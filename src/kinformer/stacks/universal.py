@@ -2,16 +2,16 @@
 token halts.
 
 A *step* goes once through all layers, whose weights are the same in every step. Every use of a layer has a state of its
-own. Without halting this is a stack of ``steps`` times as many tied layers. With it (``stacks.act``) a token takes as
-many steps as it asks for. That depends on its own past alone, so that chunks of any length give the same.
+own. Without halting this is a stack of ``steps`` times as many tied layers. With it (``stacks.act``) a token takes
+steps until it halts. That depends on its own past alone, so that chunks of any length give the same.
 
 A halted token is still absorbed by the state of every later step, since later tokens may look at it there, but nothing
 else is computed for it. With the layer ``decoder`` and softmax attention that is its key and value; the product behind
 attention and the feed-forward are computed of running tokens alone, in training too. Attention itself is left out where
 no token of the chunk runs, as in generation; in longer chunks it is computed for all queries. Other mixers are run in
 full, before a feed-forward of running tokens, and so are an encoder's; other layers are run in full. An encoder leaves
-out a step that no token takes. While a graph is captured, and where only shapes are known, all tokens take all steps,
-with equal results: costs are estimated as if no token halted early.
+out a step that no token takes. While a graph is captured, and where tensors are shapes alone, all tokens take all
+steps, with equal results: costs are estimated as if no token halted early.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class EncoderMixerSubject(EncoderSubject):
     """An :class:`EncoderMixer` of width ``dim``, on plain sequences and on those with global tokens and a global input.
 
     ``num_globals``: sizes of the global input; ``impls`` are other makers of the same mixer. ``global_tokens`` False
-    leaves out texts with global tokens in the long input, for a mixer that refuses them.
+    leaves out sequences with global tokens in the long input, for a mixer that refuses them.
     """
 
     def __init__(

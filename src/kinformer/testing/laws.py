@@ -46,8 +46,8 @@ def partition(subject: Subject) -> None:
 
 
 def padding(subject: Subject) -> None:
-    """Check that ragged chunks with NaN in their padding are as each row alone;
-    a row without tokens keeps its state."""
+    """Check that ragged chunks with NaN in their padding are as each row alone; the state of a row without tokens does
+    not change."""
     sizes = _ragged_sizes(subject.time)
     valid = _ragged_mask(subject, sizes)
     inputs = subject.spoil(subject.inputs(subject.batch, sum(sizes), seed=3), valid)

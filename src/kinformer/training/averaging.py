@@ -4,7 +4,7 @@ The moving mean forgets with the length of the run (polynomial-decay averaging, 
 
     mean_t = mean_(t-1) + (w_t - mean_(t-1)) / (1 + share t),   t = 0, 1, ...
 
-so that it looks back over about a ``share`` of the steps so far, whenever it is asked.
+so that it looks back over about a ``share`` of the steps so far, at any step.
 """
 
 from __future__ import annotations

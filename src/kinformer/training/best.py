@@ -1,6 +1,6 @@
 """The best weights of a run: ``model.safetensors``, whose metadata has their step and their metrics.
 
-A run that was never validated keeps its newest weights there, without figures.
+A run that was never validated has its newest weights there, without metrics.
 """
 
 from __future__ import annotations

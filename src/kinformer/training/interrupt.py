@@ -19,7 +19,7 @@ class Interrupt:
     a second one leaves at once. SIGHUP comes in pairs where a terminal closes, so a second one of those changes
     nothing; under nohup it stays ignored.
 
-    A launcher passes on the signal that a terminal has already given to all processes: with ``echoed`` a second one
+    A launcher passes on a signal that the terminal has already sent to all processes: with ``echoed`` a second one
     within a second counts as the same.
     """
 

@@ -37,7 +37,7 @@ class Log:
             self._events.scalars(values, step)
 
     def close(self) -> None:
-        """Flush and close all files."""
+        """Flush and close all files of the log."""
         self._file.close()
         if self._events is not None:
             self._events.close()

@@ -42,9 +42,9 @@ PROBE_SHARE, FORWARD_SHARE = 0.01, 0.4
 class Trainer:
     """The trainer of ``model`` on ``data`` for ``objective``; it goes on from the newest checkpoint in ``folder``.
 
-    ``model`` is any module that the objective can ask; where the data carries, one with ``initial_state(batch)``. It is
-    changed in place; with several processes it belongs to the trainer from then on. ``quiet``: it reports nothing.
-    ``begun``: since when its minutes count, by ``time.monotonic()``; now if not given.
+    ``model`` is any module that the objective can call; where the data carries, one with ``initial_state(batch)``. It
+    is changed in place; with several processes it belongs to the trainer from then on. ``quiet``: it reports nothing.
+    ``begun``: since when its minutes count, by ``time.monotonic()``; now if None.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 ``loss`` is a float32 scalar, the mean over the batch's predictions, with its graph. ``metrics`` are detached scalars:
 ``predicted``, how many predictions there are, and sums over them, such as ``nats`` and ``correct``. ``progress`` runs
-from 0 to 1 in the course of training. An objective that is a module is trained with the model and kept in
-checkpoints; one that asks the model for hidden states says so by ``reads_hidden = True``.
+from 0 to 1 in the course of training. An objective that is a module is trained with the model and saved in checkpoints;
+one that uses the model's hidden states says so by ``reads_hidden = True``.
 """
 
 from __future__ import annotations

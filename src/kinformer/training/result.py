@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class Result:
     """The result: ``steps`` done of ``total``; ``signal`` is the one that ended the run early, or 0.
 
-    ``validation``: the best one's figures, such as ``bits_per_byte``; the first is None in a run that was never
+    ``validation``: the best one's metrics, such as ``bits_per_byte``; the first is None in a run that was never
     validated.
     """
 

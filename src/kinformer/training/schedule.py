@@ -1,5 +1,5 @@
 """The learning rate as a function of the step alone: a linear rise, then a cosine (Loshchilov and Hutter 2017), or a
-fall with the inverse square root of the step (Vaswani et al. 2017, section 5.3), which knows no end."""
+fall with the inverse square root of the step (Vaswani et al. 2017, section 5.3), which has no end."""
 
 from __future__ import annotations
 

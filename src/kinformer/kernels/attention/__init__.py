@@ -58,13 +58,13 @@ def attention(
     q: [batch, q_heads, time, head_dim]; with a pattern, query i stands at slot past + i, past = k.shape[2] - time.
     k, v: [batch, kv_heads, slots, head_dim or head_dim_v]; query head h reads kv head h // (q_heads // kv_heads).
         Slots that nobody sees must hold finite numbers. Both may be ``Projected``, or ``Gathered`` by each query.
-    impl: one of ``IMPLS``; "auto" is what :func:`choose_impl` says, any other name is taken at its word.
-    lse: whether the log-sum-exp is asked for, by which results over disjoint keys are merged.
+    impl: one of ``IMPLS``; "auto" is the choice of :func:`choose_impl`, any other name is used as it is. lse: whether
+    to return the log-sum-exp, by which results over disjoint keys are merged.
 
     Returns the output [batch, q_heads, time, head_dim_v] in the dtype of q (under autocast in the autocast dtype). A
     query that sees nothing gives 0. Softmax runs in float32 or better.
 
-    Errors: ``KinformerError`` for shapes that do not fit, an unknown impl, or one that cannot do what is asked.
+    Errors: ``KinformerError`` for shapes that do not fit, an unknown impl, or one that lacks a feature of the call.
     """
     scoring = _checked(scoring)
     if isinstance(k, Gathered) and isinstance(v, Gathered):

@@ -1,8 +1,8 @@
-"""Attention of few queries, or over few keys, all pairs at once: any mask, any bias, the scores of any pair kept.
+"""Attention of few queries, or over few keys, all pairs at once: any mask, any bias, the scores of all pairs at once.
 
     out = P V / l,   P = exp(S - max S),   l = rowsum(P);   in the code S is ``scores``, P ``weights``, l ``total``
 
-P is kept for the backward, so queries or keys must be few: memory is the product of their numbers.
+P is saved for the backward, so queries or keys must be few: memory is the product of their numbers.
 """
 
 from __future__ import annotations

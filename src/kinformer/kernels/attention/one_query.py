@@ -1,5 +1,5 @@
-"""Attention of one query per head, as generation asks for: no plan, no tiles, and of patterns that hide most slots only
-those that some head sees.
+"""Attention of one query per head, for generation: no plan, no tiles, and of patterns that hide most slots only those
+that some head sees.
 
 out = softmax_j(scale * q . k_j + what the distance adds) v_j,   j over those slots
 """
@@ -18,7 +18,7 @@ from kinformer.kernels.softmax.scores import products, relative_at
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
-    """Output [batch, q_heads, 1, head_dim_v] without dropout, by operations that autograd knows.
+    """Output [batch, q_heads, 1, head_dim_v] without dropout, by operations that autograd differentiates.
 
     A bias by distance of -inf may hide keys, but of a band that rows see whole not all: the output would be NaN. No
     span does, for which the nearest key always counts. A weight of 0 there, by PyTorch's safe softmax or a mask, would

@@ -5,7 +5,7 @@
     sdpa        torch's ``scaled_dot_product_attention``
     flex        torch's FlexAttention, compiled on a GPU
 
-An explicit name is taken at its word or refused, never turned into another.
+An explicit name is used or refused, never replaced by another.
 """
 
 from __future__ import annotations

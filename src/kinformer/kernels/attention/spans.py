@@ -3,8 +3,8 @@
     out_i = sum_j m_ij exp(s_ij) v_j / sum_j m_ij exp(s_ij),    log m_ij as the span says of z_i and i - j
 
 A tile of queries meets the slots that the farthest-looking of them sees in a head, heads of like reach together; no
-others are computed. What autograd keeps is a few numbers for each of these pairs. While a graph is captured, and where
-only shapes are known, every query is taken to look as far as any may.
+others are computed. Autograd saves a few numbers for each of these pairs. While a graph is captured, and where tensors
+are shapes alone, every query is taken to look as far as any may.
 """
 
 from __future__ import annotations

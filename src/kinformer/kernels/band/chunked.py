@@ -1,10 +1,10 @@
 """Exact softmax attention tile by tile, in memory linear in time (Dao et al. 2022, FlashAttention), in PyTorch.
 
-A block of queries meets its whole key interval at once, so no running maximum is needed. Tiles are kept
-transposed, [slots, queries]: then every product but one has its small operand on the right and untransposed
-accumulation, which CPU libraries run faster, and maxima and sums run over rows that lie side by side. The backward
-recomputes P = exp(S - lse) and uses dS = P * (dP - delta), delta = rowsum(dO * O) - dlse; in the code S is ``scores``,
-P ``weights``, O ``out``, dO ``grad``, and ``errors`` is dP, then dS.
+A block of queries meets its whole key interval at once, so no running maximum is needed. Tiles are stored transposed,
+[slots, queries]: then every product but one has its small operand on the right and untransposed accumulation, which CPU
+libraries run faster, and maxima and sums run over rows that lie side by side. The backward recomputes P = exp(S - lse)
+and uses dS = P * (dP - delta), delta = rowsum(dO * O) - dlse; in the code S is ``scores``, P ``weights``, O ``out``, dO
+``grad``, and ``errors`` is dP, then dS.
 """
 
 from __future__ import annotations

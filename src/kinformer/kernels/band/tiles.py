@@ -17,7 +17,7 @@ from kinformer.kernels.softmax.request import Visibility
 
 
 class BandTile(NamedTuple):
-    """The pairs of some kv heads, queries and slots, kept as [heads, slots, group * queries].
+    """The pairs of some kv heads, queries and slots, stored as [heads, slots, group * queries].
 
     Only the first ``late`` slots may lie before what a query sees, only those from ``early`` on after it.
     """

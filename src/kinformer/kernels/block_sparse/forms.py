@@ -2,8 +2,8 @@
 
     S = form(Q, K) -> (dQ, dK) from dS;   S is ``scores``, dS ``errors``
 
-q [n, rows, head_dim], k [n, keys, head_dim], scores [n, rows, keys]. A form keeps what its ``backward`` needs from the
-last ``forward``; ``backward`` may overwrite the errors it is given.
+q [n, rows, head_dim], k [n, keys, head_dim], scores [n, rows, keys]. A form stores what its ``backward`` needs from the
+last ``forward``; ``backward`` may overwrite its ``errors``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A cluster takes the ``window`` queries and the ``window`` keys that are most similar to its centroid. So a token may be
 in several clusters, whose outputs are averaged, or in none: then its output is 0. What a cluster takes depends on the
-whole text, so that a decoder must not use it even with later tokens masked (``causal``).
+full sequence, so that a decoder must not use it even with later tokens masked (``causal``).
 """
 
 from __future__ import annotations

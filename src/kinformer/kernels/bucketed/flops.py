@@ -1,8 +1,8 @@
 """FLOPs for PyTorch's ``FlopCounterMode``: what the products of attention within buckets cost; it cannot see inside
 them.
 
-Counted are the pairs that the tiles compute when all buckets are equally full, as how full they are is known from data
-alone: two products a pair forward, five backward. The formulas hold on the meta device too.
+Counted are the pairs that the tiles compute when all buckets are equally full, as only the data say how full they are:
+two products a pair forward, five backward. The formulas hold on the meta device too.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The layout of bucketed attention: the tokens of every run side by side, in tiles that blocks compute together.
 
-``by_depth``: tiles of ``rows`` tokens are sorted by their depth (first, second, ... of its run), and within one depth
-by the length of their runs, the longest first. So the runs that have a tile at some depth are the first ones at every
-depth before it, and what the tiles of one depth see lies in slices: nothing is computed in vain. Where a few runs are
-long, as they are before hashes have learnt to tell tokens apart, depths are many and have few tiles; then runs lie one
-after the other (``by_run``), a tile's keys lie so many tiles before it, and what another run's are is masked.
+By depth (``_by_depth``), tiles of ``rows`` tokens are sorted by their depth (first, second, ... of its run), and within
+one depth by the length of their runs, the longest first. So the runs that have a tile at some depth are the first ones
+at every depth before it, and what the tiles of one depth see lies in slices: nothing is computed in vain. Where a few
+runs are long, as they are before hashes have learnt to tell tokens apart, depths are many and have few tiles; then runs
+lie one after the other (``by_run``), a tile's keys lie so many tiles before it, and what another run's are is masked.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Layout(NamedTuple):
     """The layout of one round's slots, all rows and heads flattened to [batch * heads * slots] tokens.
 
     ``token`` [lines] int64: whose line it is; lines that are left over at the ends of runs stand for token 0. ``line``
-    [tokens] int64: where a token stands, ``lines`` if nowhere. ``spare`` [lines] bool: left over. ``hidden`` [tiles of
-    keys of a block, tiles] bool or None: which of them a tile of queries does not see.
+    [tokens] int64: the line of a token, or the number of lines if it has none. ``spare`` [lines] bool: left over.
+    ``hidden`` [tiles of keys of a block, tiles] bool or None: which of them a tile of queries does not see.
     """
 
     token: Tensor

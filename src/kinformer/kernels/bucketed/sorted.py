@@ -1,11 +1,12 @@
-"""Attention within chunks of a text that is sorted by bucket, as Reformer's authors have it (Kitaev et al. 2020).
+"""Attention within chunks of a sequence that is sorted by bucket, as Reformer's authors have it (Kitaev et al. 2020).
 
 All rounds stand in one array, each sorted by bucket and then by position, and cut in chunks. A chunk sees itself and
 the one before it, whatever their buckets; the first chunk of a round sees the last one of the round before (of the
 first round: of the last). A key that several rounds see counts several times. Rounds are weighed by their log-sum-exps.
 
-What a token sees depends on the whole text, also where later tokens are masked (``causal``): how many of them share its
-bucket decides where chunks are cut. So a decoder must not use it; ``kernels.bucketed.bucketed_attention`` is for one.
+What a token sees depends on the full sequence, also where later tokens are masked (``causal``): how many of them share
+its bucket decides where chunks are cut. So a decoder must not use it; ``kernels.bucketed.bucketed_attention`` is for
+one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The past of a sequence for bucketed attention: the tokens that a later token may see.
 
-Up to ``most_slots`` tokens all are kept. Of a longer sequence only those that a later token can see in some round:
+Up to ``most_slots`` tokens all are stored. Of a longer sequence only those that a later token can see in some round:
 ``chunk_size`` and the begun chunk of every bucket at most, which is why they are never more than that.
 """
 

@@ -9,8 +9,9 @@ In the backward, with dW the gradient of W after the block and dO that of the ou
 
     G = R^T (P^T dO + K dW)        (so that dV = diag(beta) G),      dW <- dW + Q^T dO - K^T diag(beta) G
 
-runs from the last block to the first; the rest are products inside blocks. Kept for it: the inputs and one W per block.
-A decay puts its factors to Q, K, A, P and W (see ``linear.blocks``; Yang et al. 2025, arXiv 2412.06464, section 3.3).
+runs from the last block to the first; the rest are products inside blocks. Saved for it: the inputs and one W per
+block. A decay puts its factors to Q, K, A, P and W (see ``linear.blocks``; Yang et al. 2025, arXiv 2412.06464, section
+3.3).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The summary of a chunk for the delta rule, which needs no memory to apply it to: W <- a W + b, a being a matrix.
 
-Summaries compose, and composing is associative, so that chunks of one text may be summarised apart (on other ranks, in
-a tree) and joined afterwards.
+Summaries compose, and composing is associative, so that chunks of one sequence may be summarised apart (on other ranks,
+in a tree) and joined afterwards.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ gives -R diag(beta) K and R diag(beta) V of all blocks, or R^T K and R^T P^T Y; 
 
     U = R diag(beta) V - R diag(beta) K W,   W <- W + K^T U        G = R^T P^T Y + R^T K dW,   dW <- dW + Q^T Y - K^T dV
 
-The rest is mixes inside blocks: out = mix(Q, K, U, W), P^T Y = mix(K, Q, Y) and dQ = mix(Y, U, K, W^T); of dK, what
-the key writes is mix(U, Y, Q, dW^T) - mix(U, dV, K) and what it reads mix(dV, U, K, W^T). With E = V - mix(K, K, U, W),
-what a token found wrong in the memory, dV = diag(beta) G and dbeta = rowsum(G * E).
+The rest is mixes inside blocks: out = mix(Q, K, U, W), P^T Y = mix(K, Q, Y) and dQ = mix(Y, U, K, W^T); of dK, what the
+key writes is mix(U, Y, Q, dW^T) - mix(U, dV, K) and what it reads mix(dV, U, K, W^T). With E = V - mix(K, K, U, W), the
+error of the memory at a token's key, dV = diag(beta) G and dbeta = rowsum(G * E).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ Y the gradient of the numerator and g that of the denominator, the gradients of 
     dP = tril(Y V^T + g 1^T),   dQ = dP K + Y S^T + g z^T,   dK = dP^T Q + V dS^T + 1 dz^T,   dV = P^T Y + K dS
 
 and dS <- dS + Q^T Y, dz <- dz + Q^T g run from the last block to the first. Only the inputs and the state before every
-tile are kept for it. A decay puts its factors to Q, K, P and S (see ``blocks``).
+tile are saved for it. A decay puts its factors to Q, K, P and S (see ``blocks``).
 """
 
 from __future__ import annotations

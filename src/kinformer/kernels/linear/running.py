@@ -2,8 +2,8 @@
 
 With b_t the logarithm of what key t lacks and c_t = max over s <= t of ceil(b_s), the state times exp(-c_t) is finite:
 key t enters it with exp(b_t - c_t) <= 1, and it decays by exp(c_(t-1) - c_t) <= 1. A quotient of two such sums does not
-know c. No later key is asked, so that nothing leaks from the future; and c are whole numbers, which have no slope
-and whose differences are exact.
+know c. No later key enters, so that nothing leaks from the future; and c are whole numbers, which have no slope and
+whose differences are exact.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The summary of a chunk for linear attention, which needs no state to apply it to: S <- a S + s, z <- a z + z_chunk.
 
-Summaries compose, and composing is associative, so that chunks of one text may be summarised apart (on other ranks, in
-a tree) and joined afterwards.
+Summaries compose, and composing is associative, so that chunks of one sequence may be summarised apart (on other ranks,
+in a tree) and joined afterwards.
 """
 
 from __future__ import annotations

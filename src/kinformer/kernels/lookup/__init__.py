@@ -47,7 +47,7 @@ def look_up(q: Tensor, pieces: list[MemorySlice], search: Search, filed: Inverte
 
     Memories are counted from the first of ``pieces``, which follow each other; -1 stands for none. For "bucketed" the
     first one's position and the size of each piece are multiples of topk, and queries and keys are no longer than 1.
-    "inverted" has two pieces, all slots of what is ``filed``, and the others, of which a multiple of what is found.
+    "inverted" has two pieces, all slots of what is ``filed``, and the others, whose number is a multiple of each share.
     There are no gradients.
     """
     if search.kind not in SEARCHES:

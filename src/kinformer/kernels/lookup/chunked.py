@@ -1,6 +1,6 @@
 """Searches tile by tile: only the best scores of a tile outlive it, so a tile stays in the cache.
 
-A bucket's best is found by one maximum over whole numbers (see ``numbered``), which rounds scores.
+A bucket's best is computed by one maximum over whole numbers (see ``numbered``), which rounds scores.
 """
 
 from __future__ import annotations

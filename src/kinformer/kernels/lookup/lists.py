@@ -2,7 +2,7 @@
 
 A memory is in the list of the centroid of largest k . c. Memories are sorted by list and, within, by position when they
 are evicted from the window; a query looks at the lists of the ``probes`` centroids of largest q . c. The memories of a
-list are dealt out to ``share`` buckets in turn, and the best of each is found.
+list are dealt out to ``share`` buckets in turn, and the best of each is returned.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     out = (P * kept / (1 - p)) V / l,   kept = hash(seed, row, head, query, slot) >= p
 
-so a backward draws the same ones again instead of keeping them; l, the softmax's sum, is taken before dropout.
+so a backward draws the same ones again instead of storing them; l, the softmax's sum, is taken before dropout.
 """
 
 from __future__ import annotations

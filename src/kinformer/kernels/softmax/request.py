@@ -20,8 +20,8 @@ class Visibility(NamedTuple):
         are two sets without an order, as in cross-attention, and every query sees every key.
     ``positions`` [batch, time] int64 of the queries within their sequences; slot s of a row then holds the position
         p - (past + i - s), and slots of negative position belong to another sequence. None: slot s holds position s.
-    ``whole``: every slot of a row belongs to the sequence of all its queries. Whoever knows that (without a look at
-        the data) spares patterns by distance a mask.
+    ``whole``: every slot of a row belongs to the sequence of all its queries. A caller that can assert this (without a
+        look at the data) saves patterns by distance a mask.
     ``key_padding_mask`` [batch, slots] bool, True where a key is padding, which no query sees (as in
         ``torch.nn.MultiheadAttention``).
     ``attn_mask`` bool, broadcasts to [batch, heads, time, slots], True where a query may see a key (as in
