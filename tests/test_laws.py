@@ -238,6 +238,44 @@ def test_docstrings_are_sentences(path):
     assert not fragments, 'write a sentence, subject or verb first: "Return ...", "The mask of ..."'
 
 
+ORDINARY = {
+    "FileNotFoundError", "PackageNotFoundError",  # Python's
+    "Figure", "figure", "figures", "_host_lengths_known",  # pictures; the field of a comparison's file
+}  # fmt: skip
+"""Identifiers that hold a retired word in its ordinary meaning."""
+COMPONENTS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
+QUOTED = re.compile(r"``([a-z_]+)``")
+
+
+def retired_words() -> list[list[str]]:
+    """The words of the glossary's table that are retired, by their components."""
+    table = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8").partition("## Retired words")[2]
+    return [word.split("_") for word in re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)]
+
+
+def names_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Identifiers that a module writes, and the names that its docstrings quote, with their lines."""
+    for node in ast.walk(tree):
+        names = [getattr(node, field, None) for field in ("id", "arg", "attr", "name", "asname")]
+        yield from ((getattr(node, "lineno", 0), name) for name in names if isinstance(name, str))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node) or ""
+            yield from ((getattr(node, "lineno", 1), name) for name in QUOTED.findall(text))
+
+
+@each_module
+def test_no_name_holds_a_retired_word(path):
+    retired = retired_words()
+    assert len(retired) > 15
+    wrong = set()
+    for line, name in names_in(tree_of(path)):
+        parts = [part.lower() for part in COMPONENTS.findall(name)]
+        runs = {tuple(parts[i : i + n]) for n in (1, 2, 3) for i in range(len(parts))}
+        if name not in ORDINARY and any(tuple(word) in runs for word in retired):
+            wrong.add(f"{name} in line {line}")
+    assert not wrong, f"{path.name}: see the glossary's table of retired words"
+
+
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
 

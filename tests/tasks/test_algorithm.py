@@ -139,7 +139,7 @@ def test_layers_of_tokens_that_leave_early():
     with noting_depths(model) as depths, noting_exits(model) as exits, torch.no_grad():
         answers(model, batch)
     assert float(depths.last[batch.valid].double().mean()) == pytest.approx(exits.result.layers_per_token)
-    assert not depths.last[~batch.valid].any() and depths.figure.name == "layers_per_token"
+    assert not depths.last[~batch.valid].any() and depths.metric.name == "layers_per_token"
     with noting_depths(kinformer.build("gpt", recipe="tiny")) as depths:
         assert depths is None
 

@@ -202,7 +202,7 @@ def _choice_record(best: Tested | None, options: CalibrateOptions) -> dict[str, 
 
 
 def keep(run: Run, thresholds: Sequence[float], choice: Mapping[str, Any], held: HeldOut) -> Run:
-    """The run with its ``thresholds``, and what is ``said`` of how they were found, saved."""
+    """Save the run with its ``thresholds`` and the ``choice`` that led to them."""
     config = override(run.config, {"stack.rule.thresholds": list(thresholds)}, kinds())
     data = dict(run.data) | {CALIBRATION: dict(choice) | {"data": held.identity}}
     run_ = replace(run, config=config, data=data)

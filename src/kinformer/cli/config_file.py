@@ -20,7 +20,7 @@ from kinformer.runtime.parsing import parse_toml
 
 
 def read(path: str, valid_names: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The positional arguments by name, and the options as arguments. ``known`` are all with their types."""
+    """The positional arguments by name, and the options as arguments. ``valid_names``: all options with their types."""
     require_file(Path(path))
     try:
         settings = parse_toml(Path(path).read_text(encoding="utf-8"))

@@ -73,7 +73,7 @@ def form_of(
 
 
 def filled(options: type[O], form: Any) -> O:
-    """``options`` with what the parser filled in; the tasks' own options that were given stand in ``own``."""
+    """``options`` with the parser's values; the options of tasks stand in ``task_options``."""
     names = {entry.name for entry in fields(options)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
     changed: dict[str, Any] = {}

@@ -75,7 +75,7 @@ SENTENCES = {
 
 
 def meant(arguments: Sequence[str], valid_names: Collection[str]) -> str | None:
-    """What the first of ``arguments`` that is no option of ``known`` but a usual name of one means, in words."""
+    """A sentence on the first of ``arguments`` that is none of ``valid_names`` but a usual name of one."""
     for index, argument in enumerate(arguments):
         name, _, value = argument.removeprefix("--").partition("=")
         name = name.replace("_", "-").lower()

@@ -52,7 +52,7 @@ def compare(members: Sequence[str], options: CompareOptions, command: str) -> Co
         cache = Cache(folder / "cache")
         contestants_ = contestants(chosen, options)
         folder.mkdir(parents=True, exist_ok=True)
-        figure = contestants_[0].task.metrics[0]
+        metric = contestants_[0].task.metrics[0]
         for contestant in still_in(contestants_):
             with guarded(contestant, "its fact sheet"):
                 contestant.results["facts"] = facts(contestant.entrant, contestant.config)
@@ -62,10 +62,10 @@ def compare(members: Sequence[str], options: CompareOptions, command: str) -> Co
             training_speeds(contestants_, options, cache)
         steps = _steps(contestants_, options, cache, time.monotonic() - begun)
         _tell(contestants_, options, steps)
-        _train(contestants_, options, cache, clock, steps, figure)
+        _train(contestants_, options, cache, clock, steps, metric)
         _measure(contestants_, options, cache, clock)
         where = machine(str(options.usable_device()))
-        return _comparison(contestants_, options, clock, command, where, figure, steps)
+        return _comparison(contestants_, options, clock, command, where, metric, steps)
 
 
 def _flops(contestant: Contestant) -> float | None:
@@ -133,12 +133,12 @@ def _train(
     cache: Cache,
     clock: Clock,
     steps: dict[str, int],
-    figure: Any,
+    metric: Any,
 ) -> None:
     """The sweeps, and then the runs, seed after seed, so that all have one before any has two."""
     for contestant in still_in(contestants):
         with clock("sweeps"), guarded(contestant, "the sweep"):
-            sweep(contestant, options, cache, steps[contestant.name], figure)
+            sweep(contestant, options, cache, steps[contestant.name], metric)
     for number in range(options.seeds):
         for contestant in still_in(contestants):
             with guarded(contestant, f"seed {options.seed + number}"):
@@ -156,7 +156,7 @@ def _train(
 def _one_seed(
     contestant: Contestant, options: CompareOptions, cache: Cache, clock: Clock, steps: int, number: int, baseline: bool
 ) -> None:
-    seed, figure = options.seed + number, contestant.task.metrics[0]
+    seed, metric = options.seed + number, contestant.task.metrics[0]
     with clock("training"):
         tokens = validation_tokens(options, steps)
         done = run(contestant, options, cache, contestant.results["lr"], seed, steps, validation_tokens=tokens)
@@ -165,7 +165,7 @@ def _one_seed(
     with clock("measuring"):
         tested = measured(contestant, options, cache, done, number == 0, baseline and number == 0)
     contestant.results.setdefault("runs", []).append(done | {"seed": seed, "measured": tested})
-    note(f"{contestant.name}, seed {seed}: {figure.text(tested['figures'][figure.name])}")
+    note(f"{contestant.name}, seed {seed}: {metric.text(tested['figures'][metric.name])}")
 
 
 def _measure(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache, clock: Clock) -> None:
@@ -187,7 +187,7 @@ def _comparison(
     clock: Clock,
     command: str,
     where: dict[str, Any],
-    figure: Metric,
+    metric: Metric,
     steps: dict[str, int],
 ) -> Comparison:
     tested = [
@@ -200,9 +200,9 @@ def _comparison(
         created=time.strftime("%Y-%m-%d"),
         command=command,
         task=contestants[0].task.name,
-        figure=figure.name,
-        unit=figure.unit,
-        lower_is_better=figure.lower_is_better,
+        figure=metric.name,
+        unit=metric.unit,
+        lower_is_better=metric.lower_is_better,
         data=tested[0]["data"] if tested else contestants[0].identity,
         baselines=baselines,
         budget={
@@ -217,11 +217,11 @@ def _comparison(
         },
         settings=settings_of(contestants[0].base.settings()),
         seconds={stage: round(seconds, 2) for stage, seconds in clock.seconds.items()},
-        entrants=tuple(_record(contestant, options, where, figure) for contestant in contestants),
+        entrants=tuple(_record(contestant, options, where, metric) for contestant in contestants),
     )
 
 
-def _record(contestant: Contestant, options: CompareOptions, where: dict[str, Any], figure: Metric) -> EntrantRecord:
+def _record(contestant: Contestant, options: CompareOptions, where: dict[str, Any], metric: Metric) -> EntrantRecord:
     got, base = contestant.results, contestant.base
     page = got.get("facts") or {}
     settings = settings_of(base.settings()) | {
@@ -243,7 +243,7 @@ def _record(contestant: Contestant, options: CompareOptions, where: dict[str, An
         sweep=tuple(Trial(**trial) for trial in got.get("sweep", ())),
         lr=got.get("lr"),
         moved=got.get("moved"),
-        runs=tuple(_seed_run(contestant, one, figure) for one in runs),
+        runs=tuple(_seed_run(contestant, one, metric) for one in runs),
         state_bytes=page.get("state_bytes", {}),
         training=got.get("training"),
         generation=got.get("generation"),
@@ -255,15 +255,15 @@ def _record(contestant: Contestant, options: CompareOptions, where: dict[str, An
     )
 
 
-def _seed_run(contestant: Contestant, one: dict[str, Any], figure: Metric) -> SeedRun:
+def _seed_run(contestant: Contestant, one: dict[str, Any], metric: Metric) -> SeedRun:
     tested = one["measured"]
     return SeedRun(
         seed=one["seed"],
-        value=tested["figures"][figure.name],
+        value=tested["figures"][metric.name],
         figures=tested["figures"],
         steps=one["steps"],
         seconds=one["seconds"],
-        curve=tuple(Point(**point) for point in curve(one, figure, contestant.results.get("flops_step"))),
+        curve=tuple(Point(**point) for point in curve(one, metric, contestant.results.get("flops_step"))),
         contexts=tested["contexts"],
         command=one["command"],
     )

@@ -30,8 +30,8 @@ def charts(comparison: Comparison) -> list[tuple[str, list[Chart]]]:
 
 
 def _unit(comparison: Comparison) -> str:
-    figure = comparison.deciding
-    return figure.name.replace("_", " ") if figure.unit == "share" else figure.unit
+    metric = comparison.deciding
+    return metric.name.replace("_", " ") if metric.unit == "share" else metric.unit
 
 
 def _learning(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
@@ -103,16 +103,16 @@ def _seconds(entrant: EntrantRecord) -> float:
 
 
 def _contexts(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
-    figure, positions, lengths = comparison.deciding, [], []
+    metric, positions, lengths = comparison.deciding, [], []
     for entrant in comparison.finished:
         rows = [row for row in entrant.runs[0].contexts if row.get("context")]
-        points = [(row["context"], row["value"], f"{row['context']:,} tokens, {words.shown(figure, row['value'])}")
+        points = [(row["context"], row["value"], f"{row['context']:,} tokens, {words.shown(metric, row['value'])}")
                   for row in sorted(rows, key=lambda row: row["context"])]  # fmt: skip
         if len(points) > 1:
             lengths.append(Series(entrant.name, index[entrant.name], points))
         longest = max((row for row in rows if row["positions"]), key=lambda row: row["context"], default=None)
         if longest is not None:
-            inside = [(last, value, f"{first:,} to {last:,} tokens before, {words.shown(figure, value)}")
+            inside = [(last, value, f"{first:,} to {last:,} tokens before, {words.shown(metric, value)}")
                       for first, last, value in map(_bin, longest["positions"])]  # fmt: skip
             positions.append(Series(entrant.name, index[entrant.name], inside))
     note = "First seed; tokens that a prediction had before it in its window, of the longest context measured."
@@ -172,11 +172,11 @@ def _lengths(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
 
 
 def _sweep(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
-    figure = comparison.deciding
+    metric = comparison.deciding
     series = []
     for entrant in comparison.entrants:
         points = [
-            (trial.lr, trial.value, f"learning rate {trial.lr:g}, {words.shown(figure, trial.value)}")
+            (trial.lr, trial.value, f"learning rate {trial.lr:g}, {words.shown(metric, trial.value)}")
             for trial in entrant.sweep
             if trial.value is not None
         ]

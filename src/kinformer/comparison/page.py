@@ -32,7 +32,7 @@ def page(comparison: Comparison) -> str:
         {
             "title": heading,
             "words": list(words.crossovers_of(comparison)) if "length" in heading and "Time" in heading else [],
-            "charts": [_figure(drawn, Markup(svg(drawn))) for drawn in chart],
+            "charts": [_chart_facts(drawn, Markup(svg(drawn))) for drawn in chart],
         }
         for heading, chart in charts(comparison)
     ]
@@ -101,7 +101,7 @@ def _pairs(comparison: Comparison) -> dict[str, Any] | None:
     return {"names": [entrant.name for entrant in repeated], "rows": rows}
 
 
-def _figure(chart: Chart, picture: object) -> dict[str, object]:
+def _chart_facts(chart: Chart, picture: object) -> dict[str, object]:
     names = ("title", "note", "description", "series")
     return {name: getattr(chart, name) for name in names} | {"svg": picture}
 

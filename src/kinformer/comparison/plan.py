@@ -32,7 +32,7 @@ USUAL_LENGTH = 256
 @dataclass
 class Contestant:
     """An entrant with the ``base`` of its training (steps, learning rate and folder are still open), its model's
-    config and its parameters; ``error`` says why it is out. What is found of it is kept in ``found`` by stage."""
+    config and its parameters; ``error`` says why it is out. ``results`` holds what was measured, by stage."""
 
     entrant: Entrant
     base: TrainOptions

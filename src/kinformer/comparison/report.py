@@ -15,7 +15,7 @@ from kinformer.training.metric import SHARE
 
 def columns(comparison: Comparison) -> list[Measure]:
     """Of the table of results; those of which nothing is known are left out."""
-    figure, finished = comparison.deciding, bool(comparison.finished)
+    metric, finished = comparison.deciding, bool(comparison.finished)
     apart = {item.name: item for item in words.differences(comparison)} if finished else {}
 
     def p(entrant: EntrantRecord) -> float | None:
@@ -23,12 +23,12 @@ def columns(comparison: Comparison) -> list[Measure]:
 
     table = [
         Measure(
-            figure.unit if figure.unit != SHARE else figure.name.replace("_", " "),
+            metric.unit if metric.unit != SHARE else metric.name.replace("_", " "),
             lambda item: mean_of(item) if item.runs else None,
-            lambda value: words.shown(figure, value),
-            figure.lower_is_better,
+            lambda value: words.shown(metric, value),
+            metric.lower_is_better,
         ),
-        Measure("± seeds", words.spread, lambda value: words.shown(figure, value)),
+        Measure("± seeds", words.spread, lambda value: words.shown(metric, value)),
         Measure("p against the best", p, lambda value: f"{value:.3f}"),
         Measure("parameters", lambda item: item.parameters or None, lambda value: f"{value:,}"),
         Measure("learning rate", lambda item: item.lr, lambda value: f"{value:g}"),

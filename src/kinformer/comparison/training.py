@@ -46,7 +46,7 @@ def validation_tokens(options: CompareOptions, steps: int) -> int:
     return min(MOST_TOKENS, max(LEAST_TOKENS, steps * options.row_length * options.batch_size // VALIDATED_SHARE))
 
 
-def sweep(contestant: Contestant, options: CompareOptions, cache: Cache, steps: int, figure: Metric) -> None:
+def sweep(contestant: Contestant, options: CompareOptions, cache: Cache, steps: int, metric: Metric) -> None:
     """``found["sweep"]``: learning rates with what came of them; ``found["lr"]``: the best; ``found["moved"]``: what is
     to be told of an optimum that stood at an end, so that the sweep went on there."""
     short = sweep_steps(options, steps)
@@ -60,13 +60,13 @@ def sweep(contestant: Contestant, options: CompareOptions, cache: Cache, steps: 
     while True:
         for power in powers:
             if power not in tried:
-                tried[power] = _trial(contestant, options, cache, short, power, figure)
+                tried[power] = _trial(contestant, options, cache, short, power, metric)
         finite = {power: value for power, value in tried.items() if value is not None}
         if not finite:
             raise KinformerError(
                 f"training diverged at every learning rate tried; give a lower `lr` than {options.middle:g}."
             )
-        best = (min if figure.lower_is_better else max)(finite, key=lambda power: finite[power])
+        best = (min if metric.lower_is_better else max)(finite, key=lambda power: finite[power])
         beyond = best - 1 if best == min(tried) else best + 1 if best == max(tried) else None
         if beyond is None or moves == MOST_MOVES:
             break
@@ -87,13 +87,13 @@ def _moved_text(moves: int, at_edge: bool) -> str | None:
 
 
 def _trial(
-    contestant: Contestant, options: CompareOptions, cache: Cache, steps: int, power: int, figure: Metric
+    contestant: Contestant, options: CompareOptions, cache: Cache, steps: int, power: int, metric: Metric
 ) -> float | None:
     lr = options.middle * 2.0**power
     every = {"validate_every": steps, "validation_tokens": SWEEP_TOKENS, "checkpoint_every": 0, "keep": 1}
     done = run(contestant, options, cache, lr, options.seed, steps, keeps=False, **every)
-    value = done.get("validation", {}).get(figure.name)
-    value_text = figure.text(value) if value is not None else "diverged"
+    value = done.get("validation", {}).get(metric.name)
+    value_text = metric.text(value) if value is not None else "diverged"
     note(f"{contestant.name}: learning rate {lr:g}, {steps} steps: {value_text}")
     return value
 
@@ -167,13 +167,13 @@ def _log(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def curve(run: Mapping[str, Any], figure: Metric, flops_step: float | None) -> list[dict[str, Any]]:
+def curve(run: Mapping[str, Any], metric: Metric, flops_step: float | None) -> list[dict[str, Any]]:
     """The validations of a run, with the seconds of training until then."""
     points, seconds = [], {}
     for line in run["log"]:
         if "seconds" in line:
             seconds[line["step"]] = line["seconds"]
-        value = line.get(f"validation_{figure.name}")
+        value = line.get(f"validation_{metric.name}")
         if value is not None:
             step = line["step"]
             flops = None if flops_step is None else flops_step * step

@@ -50,9 +50,9 @@ def spread(entrant: EntrantRecord) -> float | None:
     return stdev(entrant.values) if len(entrant.values) > 1 else None
 
 
-def shown(figure: Metric, value: float) -> str:
+def shown(metric: Metric, value: float) -> str:
     """A value without its unit."""
-    return f"{value:.1%}" if figure.unit == SHARE else f"{value:.4f}"
+    return f"{value:.1%}" if metric.unit == SHARE else f"{value:.4f}"
 
 
 def p_text(p: float) -> str:
@@ -74,32 +74,32 @@ def summary(comparison: Comparison) -> list[str]:
 
 
 def _quality(comparison: Comparison) -> Iterator[str]:
-    figure, best = comparison.deciding, comparison.finished[0]
+    metric, best = comparison.deciding, comparison.finished[0]
     off = spread(best)
-    of = f"mean of {len(best.values)} seeds, standard deviation {shown(figure, off)}" if off is not None else "one seed"
-    unit = figure.unit if figure.unit != SHARE else figure.name.replace("_", " ")
-    yield f"{best.name} has the best {unit}: {shown(figure, mean_of(best))} ({of})."
+    of = f"mean of {len(best.values)} seeds, standard deviation {shown(metric, off)}" if off is not None else "one seed"
+    unit = metric.unit if metric.unit != SHARE else metric.name.replace("_", " ")
+    yield f"{best.name} has the best {unit}: {shown(metric, mean_of(best))} ({of})."
     apart = differences(comparison)
     behind = [entrant for entrant in apart if entrant.significant]
     near = [entrant for entrant in apart if entrant.p is not None and not entrant.significant]
     untested = [entrant for entrant in apart if entrant.p is None]
     if behind:
-        yield f"Significantly worse: {_list(_gap(figure, entrant) for entrant in behind)}."
+        yield f"Significantly worse: {_list(_gap(metric, entrant) for entrant in behind)}."
     if near:
-        yield f"Not significantly different from it: {_list(_gap(figure, entrant) for entrant in near)}."
+        yield f"Not significantly different from it: {_list(_gap(metric, entrant) for entrant in near)}."
     if untested:
         entrants_text = _list(
-            f"{entrant.name} ({shown(figure, abs(entrant.difference))} behind)" for entrant in untested
+            f"{entrant.name} ({shown(metric, abs(entrant.difference))} behind)" for entrant in untested
         )
         remedy = spelled("`seeds` 3 would tell")
         yield f"Behind it, with too few seeds to call it significant ({remedy}): {entrants_text}."
     for name, value in (comparison.baselines or {}).items():
-        yield f"For scale, {name.replace('_', ' ')}: {shown(figure, value)}."
+        yield f"For scale, {name.replace('_', ' ')}: {shown(metric, value)}."
 
 
-def _gap(figure: Metric, entrant: Difference) -> str:
+def _gap(metric: Metric, entrant: Difference) -> str:
     assert entrant.together is not None
-    return f"{entrant.name} ({shown(figure, abs(entrant.difference))} behind, {p_text(entrant.together)})"
+    return f"{entrant.name} ({shown(metric, abs(entrant.difference))} behind, {p_text(entrant.together)})"
 
 
 def _costs(comparison: Comparison) -> Iterator[str]:
@@ -126,11 +126,11 @@ def _at_equal_time(comparison: Comparison) -> Iterator[str]:
     possible = {name: value for name, value in reached.items() if value is not None}
     if len(possible) < 2:
         return
-    figure = comparison.deciding
-    leader = (min if figure.lower_is_better else max)(possible, key=lambda name: possible[name])
+    metric = comparison.deciding
+    leader = (min if metric.lower_is_better else max)(possible, key=lambda name: possible[name])
     yield (
         f"After the same {limit:,.0f} seconds of training, {leader} leads on validation with "
-        f"{shown(figure, possible[leader])}."
+        f"{shown(metric, possible[leader])}."
     )
 
 
@@ -188,7 +188,7 @@ def crossover(name: str, base: str, what: str, ours: Mapping[int, float], theirs
 
 def _beyond(comparison: Comparison) -> Iterator[str]:
     """Who reads on beyond the training length."""
-    figure = comparison.deciding
+    metric = comparison.deciding
     worse: list[str] = []
     better: list[str] = []
     for entrant in comparison.finished:
@@ -200,9 +200,9 @@ def _beyond(comparison: Comparison) -> Iterator[str]:
         longest = max(longer)
         change = values[longest] - values[trained]
         change_text = (
-            f"{entrant.name} ({shown(figure, values[trained])} to {shown(figure, values[longest])} at {longest:,})"
+            f"{entrant.name} ({shown(metric, values[trained])} to {shown(metric, values[longest])} at {longest:,})"
         )
-        (worse if (change > 0) == figure.lower_is_better else better).append(change_text)
+        (worse if (change > 0) == metric.lower_is_better else better).append(change_text)
     if better:
         yield f"Better with more context than in training: {_list(better)}."
     if worse:

@@ -41,7 +41,7 @@ class Policy(Protocol):
         ...
 
     def act(self, observations: np.ndarray, target_returns: np.ndarray) -> np.ndarray:
-        """Actions for ``observations`` [rows, features], with returns ``asked`` [rows] still to get."""
+        """Actions for ``observations`` [rows, features], with returns ``target_returns`` [rows] still to get."""
         ...
 
     def keep(self, rows: np.ndarray) -> None:

@@ -50,9 +50,9 @@ def play(
     render: str | None,
     write: Callable[[str], None] | None,
 ) -> Episode:
-    """The episode of the first row of ``environment`` that begins with the observations ``begun``. The policy is asked
-    for the return ``asked``, where it is one that can be; every step is given to ``write`` at once, and all are drawn
-    to the file ``render``."""
+    """The episode of the first row of ``environment`` that begins with the observations ``begun``. A policy
+    that takes a return aims at ``target_returns``. Every step goes to ``write`` at once, and all are drawn to the file
+    ``render``."""
     since, observations = time.perf_counter(), begun
     frames: list[np.ndarray] = []
     rewards: list[float] = []

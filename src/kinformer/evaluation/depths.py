@@ -20,7 +20,7 @@ class Depths:
     in which the model left-aligned them; ``figure`` names it."""
 
     def __init__(self, metric: Metric) -> None:
-        self.figure = metric
+        self.metric = metric
         self.last = torch.zeros(0, 0, dtype=torch.int64)
 
     def step(self, _: nn.Module, arguments: Any) -> None:

@@ -11,7 +11,7 @@ from kinformer.core.pattern import Pattern
 
 
 @dataclass(frozen=True)
-class WholeText(Pattern):
+class FullSequence(Pattern):
     """A pattern of the global and the long input, with ``inner`` between the tokens of the long one; the first
     ``num_global`` positions are the global input.
 
@@ -32,7 +32,7 @@ class WholeText(Pattern):
         return self.inner.num_heads
 
     def at(self, head: int) -> Pattern:
-        return WholeText(self.inner.at(head), self.global_tokens, self.global_input, self.num_global)
+        return FullSequence(self.inner.at(head), self.global_tokens, self.global_input, self.num_global)
 
     def sized(self, length: int) -> Pattern:
         """Return the pattern of ``length`` tokens together: as many of the long
@@ -43,7 +43,7 @@ class WholeText(Pattern):
             counts = ((built.count(None, time), time) for time in range(length, 0, -1))
             num_global = next((count for count, time in counts if count + time <= length), length)
         inner = self.inner.sized(max(1, length - num_global))
-        return WholeText(inner, self.global_tokens, self.global_input, num_global)
+        return FullSequence(inner, self.global_tokens, self.global_input, num_global)
 
     def allowed(self, q: Tensor, k: Tensor) -> Tensor:
         edge = self.num_global + self.global_tokens
@@ -54,10 +54,10 @@ class WholeText(Pattern):
 def in_text(pattern: Pattern, config: Any) -> Pattern:
     """Return ``pattern`` with the global tokens of the model of ``config``, which may be a decoder's or a part's."""
     count, global_input = getattr(config, "global_tokens", 0), getattr(config, "global_input", None)
-    return WholeText(pattern, count, global_input) if count or global_input is not None else pattern
+    return FullSequence(pattern, count, global_input) if count or global_input is not None else pattern
 
 
-def global_token_words(text: WholeText) -> str:
+def global_token_words(text: FullSequence) -> str:
     """Return a sequence's global tokens in words."""
     count, global_input = text.global_tokens, text.global_input
     words = [f"{count} global token{'s' if count > 1 else ''}"] if count else []

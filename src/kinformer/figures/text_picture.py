@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kinformer.core.parts import Pattern
-from kinformer.figures.encoder_pattern import WholeText, global_token_words, in_text
+from kinformer.figures.encoder_pattern import FullSequence, global_token_words, in_text
 
 CELLS = 16
 MOST_TOKENS = 256
@@ -54,6 +54,6 @@ def _patterns(model: nn.Module) -> Iterator[Pattern]:
 
 
 def _name(pattern: Pattern) -> str:
-    if isinstance(pattern, WholeText):
+    if isinstance(pattern, FullSequence):
         return f"{_name(pattern.inner)}, {global_token_words(pattern)}"
     return getattr(pattern, "name", type(pattern).__name__.lower())

@@ -51,7 +51,7 @@ def load(run: str | Path, changes: Mapping[str, Any] | None = None) -> Any:
 
 
 def request(kind: type[O], options: Mapping[str, Any], function: str, tasks: OptionKind | None = None) -> O:
-    """The ``options`` of ``kinformer.<function>`` as the dataclass ``kind``; those of tasks stand in ``own``.
+    """The ``options`` of ``kinformer.<function>`` as the dataclass ``kind``; those of tasks stand in ``task_options``.
 
     A path becomes text, and so does a list where ``kind`` has text, as in ``lengths=[128, 512]``.
 

@@ -49,7 +49,7 @@ class Rung:
 
 @dataclass
 class Ladder:
-    """Chooses the recipe and the rows that ``options`` leave open: those ``asked`` for, with a vocabulary.
+    """Chooses the recipe and the rows that ``options`` leave open: ``requested``, with a vocabulary.
 
     plan: gives the training plan of options, or refuses them and their model. recipe: the config that is open to
     changes; None where the model is given. begun: since when the minutes count.

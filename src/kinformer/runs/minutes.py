@@ -190,7 +190,7 @@ def _sizes(layer: Any, before: int, dim: int) -> Iterator[tuple[str, int]]:
 
 @dataclass
 class Chooser:
-    """Chooses what ``options`` leave open: those ``asked`` for, with a vocabulary.
+    """Chooses what ``options`` leave open: ``requested``, with a vocabulary.
 
     plan: gives the training plan of complete options, or refuses them. recipe: the config that is open to changes;
     None where the model is given. begun: since when the minutes count.

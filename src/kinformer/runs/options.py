@@ -1,6 +1,6 @@
 """What training, measuring, generating and indexing are asked for: by keyword in Python, by flag on the command line.
 
-Free of PyTorch until :meth:`Machine.prepare` is called. A task's own options stand in ``own``, by name.
+Free of PyTorch until :meth:`Machine.prepare` is called. A task's own options stand in ``task_options``, by name.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def what_fits(config: ModelConfig, candidates: Sequence[Task]) -> str:
 
 
 def refuse_options(task: Task, values: Mapping[str, Any]) -> None:
-    """Refuse the general options in ``given`` that mean nothing to the task."""
+    """Refuse the general options in ``values`` that mean nothing to the task."""
     for name, reason in task.data.refused.items():
         if (value := values.get(name)) is not None:
             shown = f" {value}" if name == "data" else ""

@@ -206,7 +206,7 @@ class Task:
         task_options: Any,
         quiet: bool = True,
     ) -> EvaluationReport:
-        """Measure runs, one by one unless the task compares them; ``own`` are its own options.
+        """Measure runs, one by one unless the task compares them; ``task_options`` are its own options.
 
         ``load`` gives a run its model; one model at a time is in memory.
         """

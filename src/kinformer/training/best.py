@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kinformer.training.metric import Metric
 
 WEIGHTS = "model.safetensors"
-_FIGURES, _STEP = "figures", "step"
+_METRICS, _STEP = "figures", "step"
 
 
 def best_of(folder: Path) -> tuple[dict[str, float], int] | None:
@@ -30,7 +30,7 @@ def best_of(folder: Path) -> tuple[dict[str, float], int] | None:
         return None
     metadata = load_tensors(folder / WEIGHTS)[1]
     with reading(folder / WEIGHTS):
-        return (dict(parse_json(metadata[_FIGURES])), int(metadata[_STEP])) if _FIGURES in metadata else None
+        return (dict(parse_json(metadata[_METRICS])), int(metadata[_STEP])) if _METRICS in metadata else None
 
 
 class Best:
@@ -59,5 +59,5 @@ class Best:
 
     def write(self, weights: Mapping[str, Tensor], step: int) -> None:
         """Write the weights of ``step`` to the file."""
-        noted = {} if self.metrics is None else {_FIGURES: json.dumps(list(self.metrics.items()))}
+        noted = {} if self.metrics is None else {_METRICS: json.dumps(list(self.metrics.items()))}
         save_tensors(self.folder / WEIGHTS, weights, {_STEP: str(step), **noted})

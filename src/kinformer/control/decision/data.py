@@ -20,7 +20,7 @@ OUTSIDE = 1e-4
 
 @dataclass(frozen=True, eq=False)
 class TrajectoryData:
-    """``found`` in an environment whose ``actions`` these are; ``env`` is its name, or None where nobody said so."""
+    """Trajectories of an environment with these ``actions``; ``env`` is its name, None where it is unknown."""
 
     trajectories: Trajectories
     env: str | None

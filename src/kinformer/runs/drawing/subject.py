@@ -12,7 +12,7 @@ from kinformer.core.contract import ReadsSource
 from kinformer.core.model_config import EmbeddingConfig
 from kinformer.core.parts import PatternConfig, PositionConfig
 from kinformer.core.pattern import Pattern
-from kinformer.figures.encoder_pattern import WholeText, global_token_words, in_text
+from kinformer.figures.encoder_pattern import FullSequence, global_token_words, in_text
 from kinformer.figures.influence import influence_panel
 from kinformer.figures.panels import (
     Panel,
@@ -61,7 +61,7 @@ class Subject:
         tokens, cells = grid(options.length, [pattern for pattern, _, _ in self.patterns])
         for pattern, name, place in self.patterns:
             panel = pattern_panel(pattern, name, place, tokens, cells)
-            if not isinstance(pattern, WholeText):
+            if not isinstance(pattern, FullSequence):
                 computed = explain(pattern.sized(panel.length), panel.length).computed
                 panel = replace(panel, computed_pairs=round(computed))
             panels.append(panel)
@@ -229,7 +229,7 @@ def _add(subject: Subject, side: _Side, name: str) -> None:
 
 
 def _with_globals(pattern: Pattern, name: str) -> str:
-    return f"{name}\n{global_token_words(pattern)}" if isinstance(pattern, WholeText) else name
+    return f"{name}\n{global_token_words(pattern)}" if isinstance(pattern, FullSequence) else name
 
 
 def _of_layer(placed_parts: list[Placed], options: DrawOptions) -> list[Placed]:

@@ -46,7 +46,7 @@ class ByDifficulty:
     @property
     def facts(self) -> dict[str, list[dict[str, Any]]]:
         """For JSON: by what, a row for each group that has tokens."""
-        return {f"by_{name}": rows_of(name, counts, self.depths.figure.name) for name, counts in self.counts.items()}
+        return {f"by_{name}": rows_of(name, counts, self.depths.metric.name) for name, counts in self.counts.items()}
 
 
 def rows_of(name: str, counts: Tensor, depth: str) -> list[dict[str, Any]]:

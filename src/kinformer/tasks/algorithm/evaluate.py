@@ -136,7 +136,7 @@ def _measured(
         "digits": digits, "trained": data.least <= digits <= data.most, "problems": rows, "solved": done,
         "sequence_accuracy": done / rows, "tokens": tokens, "correct": right, "accuracy": right / tokens,
         "guessing": int(counts.max()) / tokens, "nats": nats,
-    } | ({} if deep is None else {deep.depths.figure.name: deep.mean} | deep.facts)  # fmt: skip
+    } | ({} if deep is None else {deep.depths.metric.name: deep.mean} | deep.facts)  # fmt: skip
 
 
 def answer(subject: LoadedRun, prompt: str | bytes, options: Any, write: Callable[[str], None] | None) -> Generated:

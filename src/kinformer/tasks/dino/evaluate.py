@@ -46,8 +46,10 @@ def vectors_of(model: Any, level: int, images: Images, count: int, progress: Pro
 
 
 def nearest_classes(vectors: Tensor, reference: Tensor, labels: Tensor, nearest: int, classes: int) -> Tensor:
-    """The class [n] of ``vectors`` [n, dim]: of those of the ``nearest`` among ``known`` [m, dim] with ``labels`` [m],
-    the one whose exp(cosine / 0.07) have the largest sum."""
+    """The class [n] of ``vectors`` [n, dim] by weighted votes of their ``nearest`` neighbours.
+
+    The neighbours are rows of ``reference`` [m, dim] with ``labels`` [m]; each votes with exp(cosine / 0.07).
+    """
     cosine, index = (vectors @ reference.T).topk(min(nearest, len(reference)), dim=-1)
     votes = functional.one_hot(labels[index], classes) * (cosine / TEMPERATURE).exp()[..., None]
     return votes.sum(1).argmax(-1)

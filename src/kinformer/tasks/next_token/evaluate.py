@@ -57,7 +57,9 @@ def evaluate(
     task_options: NextTokenEvaluationOptions,
     quiet: bool,
 ) -> EvaluationReport:
-    """Measure runs as ``own`` says: in windows or carried, at further lengths, or how far back they make use of."""
+    """Evaluate runs in windows or with carried state, at further lengths, or by their effective context.
+
+    ``task_options`` says which."""
     if task_options.plot is not None:
         from kinformer.figures.style import check
 

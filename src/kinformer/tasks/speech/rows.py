@@ -52,7 +52,7 @@ class SpeechBatch(NamedTuple):
 class Rows:
     """The utterances of a split as a model of ``config`` hears them.
 
-    ``kept`` are those that training can learn from: not longer than ``length`` positions, and long enough for their
+    ``usable`` are those that training can learn from: not longer than ``length`` positions, and long enough for their
     transcripts.
     """
 

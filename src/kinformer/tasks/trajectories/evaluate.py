@@ -99,7 +99,7 @@ def _held_out(model: Any, data: TrajectoryData, split: str, chunk: int) -> dict[
 
 
 def agent_of(subject: LoadedRun, data: TrajectoryData, task_options: Acting, seed: int) -> TrajectoryAgent:
-    """The run as a policy, remembering as ``own`` says or as it was trained."""
+    """The run as a policy, remembering as ``task_options`` says or as it was trained."""
     drawing = ActionSampler(data.actions, task_options.action_temperature, seed)
     steps = max(1, subject.run.training["length"] // PER_STEP)
     context = task_options.context
