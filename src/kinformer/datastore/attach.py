@@ -1,4 +1,4 @@
-"""The datastore that belongs to a run or was named: opened, checked to be the run's, and attached to its model."""
+"""The datastore of a run or of its options: opened, checked to be the run's, and attached to its model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RETRIEVAL = "retrieval"
 
 
 class StoredRun(TrainedRun, Protocol):
-    """What a datastore needs of a run: that of which it is made, or that to which it belongs."""
+    """The protocol of a run with a datastore: one from which it is made, or one to which it belongs."""
 
     def model(self, changes: Mapping[str, Any] | None = None) -> Any: ...
     def weights_digest(self) -> str: ...
@@ -40,12 +40,12 @@ OpenRun = Callable[[Any], StoredRun]
 
 
 def looks_up(config: ModelConfig) -> bool:
-    """Whether the head of a model is one that looks things up while it is trained (:class:`NeedsStore`)."""
+    """Return whether the head of a model searches a store while it is trained (:class:`NeedsStore`)."""
     return isinstance(getattr(config, "head", None), NeedsStore)
 
 
 def keyed(run: StoredRun, model: Any) -> KeyedDecoder:
-    """The model with its keys shown; only a causal one has some."""
+    """Return the model with its keys exposed; only a causal one has some."""
     from kinformer.datastore.attached import KeyedDecoder
 
     if run.config.protocol is not CausalModel:
@@ -60,7 +60,7 @@ def keyed(run: StoredRun, model: Any) -> KeyedDecoder:
 
 
 def origin_of(run: StoredRun, keys: KeyedDecoder) -> KeySpace:
-    """What identifies a datastore of this run."""
+    """Return the key space of a datastore of this run, which identifies it."""
     from kinformer.datastore.store import KeySpace
 
     assert run.tokenizer is not None
@@ -76,7 +76,7 @@ def origin_of(run: StoredRun, keys: KeyedDecoder) -> KeySpace:
 def attach_store(
     run: StoredRun, model: Any, open_run: OpenRun, options: StoreOptions | None = None, rows: int | None = None
 ) -> Any:
-    """``model`` with the store that its run or ``options`` name, or as it is where there is none.
+    """Return ``model`` with the store that its run or ``options`` name, or as it is where there is none.
 
     ``rows``: a retriever is made ready to read so many sequences token by token.
     """
@@ -87,7 +87,7 @@ def attach_store(
 
 
 def attach_mixture(run: StoredRun, model: Any, options: StoreOptions) -> AttachedDecoder:
-    """``model`` with the datastore that ``options`` name at its head (kNN-LM)."""
+    """Return ``model`` with the datastore that ``options`` name at its head (kNN-LM)."""
     from kinformer.datastore.attached import AttachedDecoder
     from kinformer.datastore.store import Datastore
     from kinformer.heads.knn import KnnMixture
@@ -107,7 +107,7 @@ def attach_mixture(run: StoredRun, model: Any, options: StoreOptions) -> Attache
 
 
 def _retrieving(run: StoredRun, model: Any, open_run: OpenRun, options: StoreOptions, rows: int | None) -> Any:
-    """``model`` with its datastore and the retriever that made it (SPALM)."""
+    """Return ``model`` with its datastore and the retriever that made it (SPALM)."""
     from kinformer.datastore.retrieving import RetrievingDecoder
     from kinformer.datastore.store import Datastore
     from kinformer.generation.packed import pack
@@ -138,7 +138,7 @@ def _retrieving(run: StoredRun, model: Any, open_run: OpenRun, options: StoreOpt
 
 
 def store_of(model: Any) -> Datastore | None:
-    """What a model that :func:`attach_store` gave a trained look-up looks things up in."""
+    """Return the datastore of a model that :func:`attach_store` attached with a trained search."""
     from kinformer.datastore.retrieving import RetrievingDecoder
 
     if not isinstance(model, RetrievingDecoder):
@@ -148,7 +148,7 @@ def store_of(model: Any) -> Datastore | None:
 
 
 def lookup_facts(model: Any) -> dict[str, Any] | None:
-    """The same as JSON, with the number of neighbours."""
+    """Return the facts of the attached datastore as JSON, with the number of neighbours."""
     store = store_of(model)
     if store is None:
         return None
@@ -156,7 +156,7 @@ def lookup_facts(model: Any) -> dict[str, Any] | None:
 
 
 def note_stored(record: Record, data: Mapping[str, Any], holdout: float | None) -> None:
-    """Tell where the store holds the very text that is measured; ``data`` is the text's identity with its split."""
+    """Note where the store holds the very text that is evaluated; ``data`` is the text's identity with its split."""
     for part in record.parts:
         same = (part.source.get("fingerprint"), part.source.get("holdout")) == (data["fingerprint"], holdout)
         if same and data["split"] in part.source.get("splits", ()):
@@ -167,26 +167,22 @@ def note_stored(record: Record, data: Mapping[str, Any], holdout: float | None) 
 
 
 def probes_of(folder: str | Path, requested: int | None) -> int | None:
-<<<<<<< HEAD
     """Return how many of a datastore's lists are searched, None for exact search: ``requested`` (0: exact), else in
     lists where it has some."""
-=======
-    """Return how many lists of a datastore are searched: as ``requested`` (0: None, exact search), else its default."""
->>>>>>> 9961c12 (The glossary's retired words are a law over identifiers and the names that docstrings quote)
     from kinformer.datastore.lists import default_probes
 
     return default_probes(Path(folder)) if requested is None else requested or None
 
 
 def search_words(probes: int | None) -> str:
-    """How a datastore is searched, and how to have it otherwise."""
+    """Return in words how a datastore is searched, and how to choose otherwise."""
     if probes is None:
         return "exactly (kinformer index --approximate makes lists, which are faster to search)"
     return spelled(f"approximately, in {probes} of the datastore's lists (`probes` 0: exactly)")
 
 
 def searcher(store: Datastore, probes: int | None, entries: int | None = None) -> ExactSearch | ListSearch:
-    """Exact search in the first ``entries`` entries, or with ``probes`` in the store's lists."""
+    """Return exact search in the first ``entries`` entries, or with ``probes`` in the store's lists."""
     from kinformer.datastore.exact import ExactSearch
     from kinformer.datastore.lists import ListSearch
 

@@ -77,15 +77,8 @@ class _Job:
 
 
 def evaluate_datastore(runs: Sequence[StoredRun], options: Any, task_options: Any, quiet: bool) -> EvaluationReport:
-<<<<<<< HEAD
     """Evaluate a run with the datastore that ``options`` (``runs.options.EvaluateOptions``) name; ``task_options`` are
     its task's evaluation options."""
-=======
-    """Evaluate a run with the datastore that ``options`` (``runs.options.EvaluateOptions``) name.
-
-    ``task_options``: the evaluation options of the run's task.
-    """
->>>>>>> 9961c12 (The glossary's retired words are a law over identifiers and the names that docstrings quote)
     sizes = _sizes(runs, options, task_options)
     run = runs[0]
     model = run.model(options.set).to(options.prepare(options.seed))

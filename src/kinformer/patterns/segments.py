@@ -15,13 +15,8 @@ from kinformer.runtime.errors import KinformerError
 
 @dataclass(frozen=True)
 class Segments(Pattern):
-<<<<<<< HEAD
     """The pairs with start(q) - memory <= k <= q, start(q) = segment * (q // segment); not ``same_segment``: k <
     start(q) too."""
-=======
-    """The pairs with start(q) - memory <= k <= q, start(q) = segment * (q //
-    segment); not ``same_segment``: k < start(q) too."""
->>>>>>> 9961c12 (The glossary's retired words are a law over identifiers and the names that docstrings quote)
 
     segment: int
     memory: int
