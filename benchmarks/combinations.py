@@ -198,7 +198,9 @@ def main() -> int:
     from common import arguments, prepare, save
 
     parser = arguments(__doc__)
-    parser.add_argument("--count", type=int, default=None, help="the first so many only, without a result file")
+    parser.add_argument(
+        "--count", type=int, default=None, help="the first so many only; a result file if --out names one"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the order, and of what is drawn along")
     parser.add_argument("--done", type=Path, help="a file of outcomes, to go on after; of the same seed and table")
     parser.set_defaults(threads=1)
@@ -216,8 +218,9 @@ def main() -> int:
             outcomes.append((outcome, why, time.process_time() - begun))
             print(json.dumps(outcomes[-1]), file=file, flush=True)
     result = summary(outcomes)
-    if options.count is None:
-        save(options, "combinations", {"seed": options.seed} | result)
+    if options.count is None or options.out:
+        of = {"seed": options.seed, "of": sum(1 for _ in combinations(options.seed))}
+        save(options, "combinations", of | result)
     return 1 if result["failed"] else 0
 
 

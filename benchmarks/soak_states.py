@@ -28,7 +28,7 @@ from soak_parts import decoder, described, encoder, encoder_decoder, mixer
 from soak_sessions import Sessions
 
 LONGEST, BRANCHES, ROWS, STEPS = 40, 3, 4, 14
-SPOILED = 10**6
+ROOMS, SPOILED = (4, 20, LONGEST), 10**6
 DRAWS = {"model": decoder, "mixer": mixer, "encoder": encoder, "encoder-decoder": encoder_decoder}
 SHARES = {"model": 6, "mixer": 3, "encoder": 2, "encoder-decoder": 2}
 """How often what is drawn."""
@@ -66,6 +66,7 @@ class Walk:
         graph = self.random.random() < 0.25
         operations = {"absorb": 12, "fork": 2, "alias": 1, "select": 2, "repeat": 1, "join": 1, "detach": 1}
         operations |= {"save": 2, "renew": 1, "value": 1} | ({} if graph else {"reserve": 3})
+        before = {name: tensor.clone() for name, tensor in self.module.state_dict().items()}
         with torch.set_grad_enabled(graph):
             for _ in range(steps):
                 name = self.random.choices(list(operations), list(operations.values()))[0]
@@ -76,6 +77,8 @@ class Walk:
         with torch.no_grad():
             for branch in self.branches:
                 self._compare(branch)
+        for name, tensor in self.module.state_dict().items():
+            require(torch.equal(tensor, before[name]), f"{name} of the module was written to.")
 
     def _absorb(self, branch: Branch) -> None:
         """A chunk with or without padding and resets; where padding is, stands what must not be looked at."""
@@ -157,7 +160,7 @@ class Walk:
         self.branches = [each for each in self.branches if each is not other]
 
     def _reserve(self, branch: Branch) -> None:
-        branch.state = states.reserve(states.fork(branch.state), self.random.choice((4, 20, LONGEST)))
+        branch.state = states.reserve(states.fork(branch.state), self.random.choice(ROOMS))
 
     def _value(self, branch: Branch) -> None:
         branch.state = states.value(branch.state)
