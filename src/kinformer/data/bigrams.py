@@ -42,5 +42,6 @@ class Bigrams:
             index = find_sorted(self.pairs, first * self.size + tokens[seen])
             count = np.where(index >= 0, self.times[index], 0)
             follow = self.followers[first]
+            # (c(h w) + T(h) P(w)) / (c(h) + T(h))
             double[seen] = (count + follow * single[seen]) / (self.followed[first] + follow)
         return single, double

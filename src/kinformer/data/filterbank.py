@@ -27,6 +27,7 @@ class Filterbank:
         self.size, self.hop = round(rate * FRAME), round(rate * HOP)
         if self.hop < 1:
             raise KinformerError(f"a sampling rate of {rate} a second is too low for speech; give 4,000 or more.")
+        # The next power of two, for which the transform is fastest.
         self.points = 1 << (self.size - 1).bit_length()
         self.window = torch.hann_window(self.size)
         self.filters = mel_filters(rate, self.points, mels)
@@ -41,6 +42,7 @@ class Filterbank:
         if len(samples) < self.size:
             samples = torch.cat([samples, samples.new_zeros(self.size - len(samples))])
         power = torch.fft.rfft(samples.unfold(0, self.size, self.hop) * self.window, self.points).abs().square()
+        # x(t, m) = log max(floor, sum_f w(m, f) |DFT|^2)
         return (power @ self.filters).clamp_min(FLOOR).log()
 
 
@@ -53,6 +55,7 @@ def mel_filters(rate: int, points: int, mels: int) -> Tensor:
     edges = 700 * (10 ** (torch.linspace(0, 1, mels + 2, dtype=torch.float64) * highest / 2595) - 1)
     hertz = torch.linspace(0, rate / 2, points // 2 + 1, dtype=torch.float64)[:, None]
     low, middle, high = edges[:-2], edges[1:-1], edges[2:]
+    # A triangle is the lesser of its rising and its falling line, cut at 0.
     filters = torch.minimum((hertz - low) / (middle - low), (high - hertz) / (high - middle)).clamp_min(0)
     if not bool((filters > 0).any(0).all()):
         raise KinformerError(
@@ -79,6 +82,7 @@ class RunningNorm:
 
     def __call__(self, features: Tensor) -> Tensor:
         """Return the next frames [frames, mels], normalised."""
+        # In float64: the variance is a small difference of two large sums.
         x = features.double()
         sums = torch.stack([x, x.square()]).cumsum(1) + self.sums[:, None]
         counts = self.count + torch.arange(1, len(x) + 1)[:, None]

@@ -64,6 +64,7 @@ def _contexts(images: np.ndarray) -> np.ndarray:
 
 def _shares(counts: np.ndarray, above: np.ndarray) -> np.ndarray:
     """Return shares [..., LEVELS] of ``counts``, to which ``above`` adds its weight."""
+    # A Dirichlet prior: the level above counts as ``_WEIGHT`` observations.
     return (counts + _WEIGHT * above) / (counts.sum(-1, keepdims=True) + _WEIGHT)
 
 

@@ -108,6 +108,7 @@ def _grow(draw: np.random.Generator, most: int) -> list[Level]:
         symbol = np.where(operator, draw.integers(MIN, END, len(root)), draw.integers(0, 10, len(root)))
         arity = np.where(operator, draw.integers(FEWEST, MANY + 1, len(root)), 0)
         np.add.at(tokens, root, np.where(operator, 2, 1))
+        # A tree that is too long already is dropped, so its operators need no children.
         arity[tokens[root] >= most] = 0
         levels.append(Level(symbol, arity, root))
         root = np.repeat(root, arity)
@@ -135,6 +136,7 @@ def _fold(levels: list[Level]) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 def _apply(operator: np.ndarray, values: np.ndarray, first: np.ndarray, arity: np.ndarray) -> np.ndarray:
     """Return each operator's value; ``values`` of its children begin at ``first``."""
+    # One sort for all operators: values of operator i lie between 10 i and 10 i + 9.
     ranked = np.sort(values + 10 * np.repeat(np.arange(len(arity)), arity)) % 10
     middle = (ranked[first + (arity - 1) // 2] + ranked[first + arity // 2]) // 2
     total = np.add.reduceat(values, first) % 10

@@ -98,6 +98,7 @@ class Masking:
         chosen = positions >= 0
         positions = np.maximum(positions, 0)
         truth = np.take_along_axis(tokens, positions, 1)
+        # Uniform in [0, 1): below 0.8 the mask, below 0.9 another token, else the token itself.
         fate = mix(keys[:, None], _FATE, positions) / 2.0**64
         drawn = self.ordinary[mix(keys[:, None], _TOKEN, positions) % np.uint64(len(self.ordinary))]
         shown = np.where(fate < MASKED, self.mask_token, np.where(fate < MASKED + SWAPPED, drawn, truth))

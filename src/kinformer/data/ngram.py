@@ -45,6 +45,7 @@ class _Order:
         count = np.where(gram >= 0, self.counts[gram], 0)
         followers = self.followers[index].astype(np.float64)
         result = lower.copy()
+        # (c(h w) + T(h) P(w | h')) / (c(h) + T(h))
         result[seen] = (count + followers * lower[seen]) / (self.totals[index] + followers)
         return result
 
@@ -65,6 +66,8 @@ class NgramModel:
         self._orders = [_Order.of(grams, counts)]
         for size in range(context, 0, -1):
             first = _grams(split.text.tokens(0, size), size)
+            # Counts of shorter grams are sums of longer ones, but for the first gram of the text, which ends no longer
+            # one.
             suffixes = np.append(grams & _mask(size), first)
             grams, counts = merge_counts(suffixes, np.append(counts, counts.dtype.type(1)))
             self._orders.insert(0, _Order.of(grams, counts))
@@ -75,6 +78,7 @@ class NgramModel:
         Byte i is predicted from at most i bytes of context, so the first one by its frequency.
         """
         grams = _grams(np.concatenate([np.zeros(self.context, np.uint8), data]), self.context + 1)[start:]
+        # Below the empty context all bytes are equally likely.
         result = np.full(len(grams), 1 / 256)
         for size, order in enumerate(self._orders, start=1):
             begun = max(0, size - 1 - start)

@@ -38,6 +38,7 @@ def _close(parts: Sequence[Sequence[Extent]], shares: Sequence[float]) -> bool:
 def _by_file(files: Sequence[SourceFile], shares: Sequence[float]) -> list[list[Extent]]:
     """Return files, in the order of their names' hashes, that fill each held-out part to its share of the bytes."""
     total = sum(file.size for file in files)
+    # Hashes of names: an order that is random, but the same on every machine and with further files.
     waiting = sorted(files, key=lambda file: sha256(file.name.encode("utf-8", "surrogateescape")).digest())
     held_out = []
     for share in shares[1:]:

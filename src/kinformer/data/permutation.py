@@ -30,6 +30,7 @@ def permute(index: np.ndarray, count: int, key: np.ndarray | int) -> np.ndarray:
     image = np.array(index, np.uint64)
     keys = np.broadcast_to(_unsigned(key), image.shape)
     outside = np.ones(image.shape, bool)
+    # Cycle walking: the range is less than four times ``count``, so few steps are needed on average.
     while outside.any():
         image[outside] = _feistel(image[outside], half, keys[outside])
         outside = image >= count
@@ -47,6 +48,7 @@ def _feistel(value: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = value >> shift, value & mask
     for turn in range(_ROUNDS):
+        # A Feistel round is invertible whatever the round function is.
         left, right = right, left ^ (mix(keys, turn, right) & mask)
     return (left << shift) | right
 

@@ -26,11 +26,13 @@ class Resampler:
     def __init__(self, rate: int, to: int) -> None:
         self.same = rate == to
         self.old, self.new = (item // gcd(rate, to) for item in (rate, to))
+        # c: 0.94 of the lower rate's band, so that nothing beyond it is folded back.
         cut = PASSED * min(self.old, self.new) / self.old
         self.reach = ceil(CROSSINGS / cut)
         at = torch.arange(self.new, dtype=torch.float64)[:, None] * self.old / self.new
         distance = cut * (at - torch.arange(-self.reach, self.reach + self.old, dtype=torch.float64))
         window = (distance.clamp(-CROSSINGS, CROSSINGS) * torch.pi / (2 * CROSSINGS)).cos().square()
+        # h(t) = c sinc(c t) cos^2(pi c t / 2 Z), one filter for each of the ``new`` phases
         self.filters = (cut * torch.sinc(distance) * window).float()[:, None]
         self._waiting = torch.zeros(self.reach)
         self._came = self._gave = 0

@@ -37,10 +37,12 @@ class ExactSearch:
         return Neighbours(*(leaf.to(queries.device) for leaf in merged))
 
     def _search(self, queries: Tensor, neighbours: int) -> Neighbours:
+        # Spare candidates: the product's rounding may swap keys that are nearly equally far.
         candidates = min(neighbours + _SPARE, self.entries)
         scores = queries.new_empty(len(queries), 0)
         entries = torch.empty(len(queries), 0, dtype=torch.int64)
         for start, keys in self.store.blocks(_BLOCK, self.entries):
+            # ||k||^2 - 2 q.k; ||q||^2 is the same for all keys and changes no order.
             block = torch.addmm(keys.square().sum(dim=1), queries, keys.T, alpha=-2)
             best, rows = block.topk(min(candidates, len(keys)), largest=False)
             scores, entries = torch.cat([scores, best], 1), torch.cat([entries, rows + start], 1)
@@ -59,6 +61,7 @@ def nearest(store: Datastore, queries: Tensor, candidates: Tensor, neighbours: i
         store.float_keys(some.clamp_min(0).numpy()).sub_(query[:, None]).square_().sum(dim=2)
         for some, query in zip(candidates.split(rows), queries.split(rows), strict=True)
     ]
+    # By entry first, so that the stable sort by distance prefers earlier entries among equals.
     candidates, by_entry = candidates.sort(dim=1)
     distances = torch.cat(gaps).gather(1, by_entry).masked_fill(candidates < 0, torch.inf)
     distances, order = distances.sort(dim=1, stable=True)

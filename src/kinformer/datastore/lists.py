@@ -195,6 +195,7 @@ class ListSearch:
         """Return the nearest entries of ``queries`` [n, dim] among those in the searched lists."""
         check_queries(queries, self.store, neighbours)
         neighbours = min(neighbours, self.entries)
+        # A byte a number is coarse, so twice as many candidates are ranked by the stored keys.
         retained = _SPARE * neighbours
         _faiss().omp_set_num_threads(torch.get_num_threads())
         wide = queries.detach().float().cpu().contiguous()

@@ -103,6 +103,7 @@ def measure(
 def negative_log_likelihood(model: CausalModel, inputs: Any, targets: Tensor) -> Tensor:
     """Return -ln p of ``targets`` [batch, n] by the head's ``inputs`` (leaves [batch, n, ...]), [batch, n] float64."""
     wanted, flat = targets.flatten(), map_tensors(lambda x: x.flatten(0, 1), inputs)
+    # Logits of a whole chunk over a large vocabulary would be the peak of memory.
     step = max(1, _LOGITS_AT_ONCE // model.vocab_size)
     nats = []
     for start in range(0, len(wanted), step):

@@ -38,6 +38,7 @@ def p_value(risk: float, samples: int, delta: float, bound: Bound) -> float:
     hoeffding = exp(-2 * samples * max(0.0, delta - risk) ** 2)
     if bound == "hoeffding":
         return hoeffding
+    # min(exp(-n kl(min(E, delta), delta)), e P(Bin(n, delta) <= ceil(n E)))
     least = min(risk, delta)
     kl = (least * log(least / delta) if least else 0.0) + (1 - least) * log((1 - least) / (1 - delta))
     return min(exp(-samples * kl), exp(1) * _binomial(_rounded_up(samples * risk), samples, delta))
@@ -45,6 +46,7 @@ def p_value(risk: float, samples: int, delta: float, bound: Bound) -> float:
 
 def samples_needed(delta: float, epsilon: float, bound: Bound) -> int:
     """Return how many samples without any loss it takes to conclude that the risk is at most ``delta``."""
+    # p = epsilon at E = 0, solved for n: exp(-2 n delta^2), or exp(-n kl(0, delta)) = (1 - delta)^n.
     return ceil(log(1 / epsilon) / (2 * delta**2 if bound == "hoeffding" else -log(1 - delta)))
 
 
@@ -74,6 +76,7 @@ def chosen(tested: Sequence[Tested], epsilon: float) -> Tested | None:
 
 def grid(count: int, nearest: float = 1e-3) -> list[float]:
     """Return ``count`` thresholds from 1 - ``nearest`` down to 0, whose distances to 1 grow by one factor."""
+    # Distances to 1 from ``nearest`` to 1 in equal ratios: thresholds are densest where the risk is least.
     return [1 - nearest ** (1 - index / (count - 1)) for index in range(count)]
 
 
@@ -88,6 +91,7 @@ def dissimilarity(left: np.ndarray, right: np.ndarray) -> np.ndarray:
         same = before[:, :-1] + (left[:, index, None] == right)
         after = np.zeros_like(before)
         after[:, 1:] = np.maximum(same, before[:, 1:])
+        # L(i, j) = max(L(i-1, j-1) + [same], L(i-1, j), L(i, j-1)), a row of the table at a time
         before = np.maximum.accumulate(after, axis=1)
     return 1 - before[:, -1] / length
 
@@ -100,6 +104,7 @@ def upper_bound(losses: np.ndarray, confidence: float) -> float:
     """
     count, total = len(losses), _rounded_up(float(losses.sum()))
     low, high = float(losses.mean()), 1.0
+    # Bisection: 60 halvings exhaust float64.
     for _ in range(60):
         middle = (low + high) / 2
         if exp(1) * _binomial(total, count, middle) > 1 - confidence:
@@ -110,6 +115,7 @@ def upper_bound(losses: np.ndarray, confidence: float) -> float:
 
 
 def _rounded_up(total: float) -> int:
+    # Rounding errors of a sum must not raise a whole number to the next.
     return ceil(total - 1e-9)
 
 

@@ -62,6 +62,7 @@ class Outlook:
         for some in np.array_split(thresholds, max(1, len(thresholds) * count // _AT_ONCE)):
             exit = np.full((len(some), count), len(self.layers) - 1)
             for number in range(len(self.layers) - 2, -1, -1):
+                # From the last exit down, so that the first exit that lets a token leave is written last.
                 exit[self.confidence[number] >= some[:, number, None]] = number
             nats = self.nats[exit, np.arange(count)].mean(1)
             yield np.stack([nats, layers[exit].mean(1)], axis=1)

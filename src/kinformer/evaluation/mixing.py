@@ -130,12 +130,14 @@ def _scores(model_log_probs: Tensor, neighbours: Neighbours, targets: Tensor, gr
     total = []
     for temperature in temperatures:
         shares = (-rise / temperature).exp()
+        # Neighbours come nearest first, so cumulated sums give the softmax over the first k for every k at once.
         within = shares.cumsum(1)[:, counts]
         hit = (shares * right).cumsum(1)[:, counts]
         store = torch.where(finite, hit / within, model_log_probs.exp()[:, None])
         mixed = (weights * store + (1 - weights) * model_log_probs.exp()[:, None]).clamp_min(
             torch.finfo(torch.float64).tiny
         )
+        # Weight 0 is the model's logarithm itself, which the sum would round.
         exact = torch.where(weights == 0, model_log_probs[:, None], mixed.log())
         total.append(-exact.sum(dim=1))
     return torch.stack(total, dim=1)

@@ -51,8 +51,10 @@ def relative_gains(losses: Losses, hardest: float) -> Losses:
     count = max(1, round(hardest * losses.shape[2]))
     for step in range(gains.shape[1]):
         baseline = losses[:, step].min(axis=0)
+        # T: the share r of the tokens with the largest b(c, t)
         chosen = np.argsort(-baseline, kind="stable")[:count]
         relative = np.minimum(baseline, losses[:, step + 1])[:, chosen].mean(axis=1)
+        # g = 1 - exp(f(c, c') - f(c, c)), f(c, c) being the mean of b, as b(c, t) <= l(c, t)
         gains[:, step] = 1.0 - np.exp(relative - baseline[chosen].mean())
     return gains
 

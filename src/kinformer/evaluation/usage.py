@@ -48,6 +48,7 @@ class Usages:
             if not (total := float(weights.sum())):
                 continue
             shares = weights[weights > 0] / total
+            # log n + sum_i z_i log z_i, in which values that were never used count 0
             kl = log(len(weights)) + float((shares * shares.log()).sum())
             part = name.removesuffix(".values").removeprefix("stack.")
             usages.append(Usage(part=part, values=len(weights), used=len(shares) / len(weights), kl=max(0.0, kl)))

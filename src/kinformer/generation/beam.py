@@ -119,8 +119,10 @@ def _continued(
     odds[:, search.bos] = -torch.inf
     full = torch.tensor([running.length >= most[int(sentence)] for sentence in running.sentences])
     others = torch.arange(vocab) != search.eos
+    # A hypothesis of the greatest length must end: all but EOS is impossible.
     odds.view(count, width, vocab).masked_fill_(full[:, None, None] & others, -torch.inf)
     total = (running.scores[:, :, None] + odds.view(count, width, vocab)).flatten(1)
+    # Twice the beam: as many as ``beam`` of the best may end, and ``beam`` others must go on.
     scores, places = total.topk(min(2 * search.beam, total.shape[1]), dim=1)
     parents, tokens = places // vocab, places % vocab
     ends = tokens == search.eos
@@ -143,6 +145,7 @@ def _done(running: _Running, row: int, search: Search, hypotheses: list[list[Hyp
     finished, limit, best = hypotheses[sentence], most[sentence], float(running.scores[row, 0])
     if running.length > limit or len(finished) >= search.beam:
         return True
+    # The running hypotheses can only lose probability; at best they do so at the largest penalty.
     return bool(finished) and max(item.score for item in finished) >= best / _penalty(limit + 1, search)
 
 

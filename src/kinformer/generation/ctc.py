@@ -67,6 +67,7 @@ def _step(
                 blanks[prefix] = _sum(blanks[prefix], both + probability)
                 continue
             longer, repeats = (*prefix, symbol), bool(prefix) and prefix[-1] == symbol
+            # A repeated symbol is a new one only after a blank; without a blank it prolongs the same one.
             others[longer] = _sum(others[longer], (blank if repeats else both) + probability)
             if repeats:
                 others[prefix] = _sum(others[prefix], other + probability)

@@ -36,6 +36,7 @@ class Least(NamedTuple):
     where: str
 
 
+# Weights that the cache holds are read fast anyway, so only large matrices are worth oneDNN's slow start.
 _ZEN5 = Least(1 << 20, 1 << 16, 1 << 17, 1 << 24, "AMD EPYC (family 26, Zen 5), 32 MiB of L3, one thread, torch 2.13")
 LEAST = {
     "AVX-512 and bfloat16": _ZEN5,

@@ -108,11 +108,13 @@ class TokenSampler:
         probabilities, tokens = candidates(logits, self.sampling)
         mass = probabilities.cumsum(dim=-1)
         uniform = self._uniforms.next(logits.device)
+        # Inversion: the first token whose cumulated mass exceeds u times the whole.
         chosen = torch.searchsorted(mass, uniform * mass[:, -1:], right=True).clamp_max_(mass.shape[1] - 1)
         return (chosen if tokens is None else tokens.gather(1, chosen)).squeeze(1)
 
 
 def _uniforms(seed: int | None, stream: int, block: int) -> np.ndarray:
+    # Philox counts, so block and stream alone give the numbers, on every machine.
     bits = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(stream, block)))
     return np.random.Generator(bits).integers(1 << 48, size=_BLOCK) * 2.0**-48
 
@@ -125,12 +127,14 @@ def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | Non
         logits, tokens = logits.topk(sampling.top_k, dim=-1)
     elif sampling.top_p is not None and sampling.top_p < 1:
         logits, tokens = logits.sort(dim=-1, descending=True)
+    # In float64: a cumulated sum over a large vocabulary would lose the small probabilities in float32.
     logits = logits.double()
     highest = logits.amax(dim=-1, keepdim=True) if tokens is None else logits[:, :1]
     probabilities = ((logits - highest) / sampling.temperature).softmax(dim=-1)
     if sampling.top_p is not None and sampling.top_p < 1:
         if tokens is None:
             probabilities, tokens = probabilities.sort(dim=-1, descending=True)
+        # The fewest tokens that reach top_p: a token stays while those before it have less than top_p.
         before = probabilities.cumsum(dim=-1) - probabilities
         probabilities = probabilities.masked_fill(before >= sampling.top_p, 0.0)
     return probabilities, tokens

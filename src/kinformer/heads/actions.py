@@ -82,5 +82,6 @@ class ContinuousActions(nn.Module):
             mean = (low + high) / 2 + (high - low) / 2 * mean
         if not self.config.gaussian:
             return mean
+        # A smooth bound of log sigma, whose gradient never vanishes as a clamp's does.
         spread = (y[..., size:].tanh() + 1) / 2
         return torch.cat([mean, LOWEST_LOG_STD + (HIGHEST_LOG_STD - LOWEST_LOG_STD) * spread], dim=-1)

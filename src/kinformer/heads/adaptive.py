@@ -87,6 +87,7 @@ class AdaptiveSoftmax(nn.Module):
                 table, bias = torch.cat([table, self.columns]), torch.cat([bias, self.column_bias])
             parts.append(log_softmax(linear(x, table, bias), dim=-1))
         first, *rest = parts
+        # log p(cluster i) + log p(token | cluster i); the authors read the clusters' columns from the last one on.
         tails = [tail + first[..., -index, None] for index, tail in enumerate(rest, start=1)]
         return torch.cat([first[..., : self.clusters.sizes[0]], *tails], dim=-1)
 

@@ -52,6 +52,7 @@ class KnnMixture(nn.Module):
 
 def knn_log_probs(neighbours: Neighbours, vocab_size: int, temperature: float = 1.0) -> Tensor:
     """Return log p_kNN [n, vocab] float32."""
+    # Slots without a neighbour have an infinite distance, so their share is 0.
     shares = (-neighbours.distances / temperature).softmax(dim=-1)
     sums = shares.new_zeros(len(shares), vocab_size).scatter_add_(1, neighbours.tokens, shares)
     return torch.where(sums > 0, sums.log(), ABSENT)
@@ -61,4 +62,5 @@ def mix(model: Tensor, store: Tensor, weight: float) -> Tensor:
     """Return log(weight exp(store) + (1 - weight) exp(model)) of log-probabilities of one shape."""
     if weight in (0, 1):
         return store if weight else model
+    # log(w e^store + (1 - w) e^model), without leaving the logarithms
     return torch.logaddexp(store + log(weight), model + log1p(-weight))

@@ -94,9 +94,11 @@ class LogisticMixture(Likelihood):
         means = torch.stack([self._mean(mixture, channel, x) for channel in range(self.channels)], dim=-2)
         inverse, half = (-mixture.log_scales).exp(), 1 / (self.levels - 1)
         upper, lower = inverse * (x - means + half), inverse * (x - means - half)
+        # ln [F(u) - F(l)] = ln F(u) + ln F(-l) + ln (1 - e^(l - u)), with u - l = 2 h / s
         inside = logsigmoid(upper) + logsigmoid(-lower) + torch.log(-torch.expm1(-2 * half * inverse))
         first, last = values == 0, values == self.levels - 1
         bins = torch.where(first, logsigmoid(upper), torch.where(last, logsigmoid(-lower), inside))
+        # -ln sum_i w_i prod_c p_i(v_c): the channels of a pixel share their component.
         return -(log_softmax(mixture.weights, dim=-1) + bins.sum(-2)).logsumexp(-1)
 
     def draw(self, logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
@@ -113,6 +115,7 @@ class LogisticMixture(Likelihood):
             *(part.take_along_dim(chosen.unsqueeze(-2), -1) for part in (mixture.weights[..., None, :], *mixture[1:]))
         )
         u = uniform[..., 1:, None].to(one.means.dtype).clamp(1e-7, 1 - 1e-7)
+        # The inverse of the logistic function, ln(u / (1 - u)), draws from a logistic of scale s.
         moved = temperature * one.log_scales.exp() * (u.log() - torch.log1p(-u))
         x, drawn = torch.zeros_like(one.means), []
         for channel in range(self.channels):

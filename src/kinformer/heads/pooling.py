@@ -39,6 +39,7 @@ class PoolingHead(nn.Module):
             first = 0 if valid is None else valid.int().argmax(1)
             return hidden_states[torch.arange(len(hidden_states), device=hidden_states.device), first]
         if self.pooling == "max":
+            # The lowest number rather than -inf, so that a row of padding alone stays finite.
             lowest = hidden_states.new_full((), torch.finfo(hidden_states.dtype).min)
             return (hidden_states if valid is None else torch.where(valid[..., None], hidden_states, lowest)).amax(1)
         if valid is None:

@@ -63,6 +63,7 @@ class SpalmHead(nn.Module):
         some = valid_names.any(dim=-1, keepdim=True)
         following = rows_of(neighbours.clamp_min(0), embedding)
         scores = (following @ hidden[..., None])[..., 0]
+        # A row without any neighbour is not masked: softmax over -inf alone is NaN, and ``where`` below drops the row.
         shares = scores.masked_fill(some & ~valid_names, -torch.inf).softmax(dim=-1)
         memory = (shares[..., None, :] @ following)[..., 0, :]
         gate = self.gate(hidden).sigmoid()

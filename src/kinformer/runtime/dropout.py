@@ -25,5 +25,7 @@ class Dropout(nn.Dropout):
         if not ours:
             return super().forward(x)
         words = torch.randint(-(2**63), 2**63 - 1, (-(-x.numel() // _DRAWS_PER_WORD),), device=x.device)
+        # int16 is uniform from -2^15 on, so it lies below dropped - 2^15 with probability dropped / 2^16.
         retained = words.view(torch.int16)[: x.numel()].view(x.shape) >= dropped - _LEVELS // 2
+        # The scale of the rounded probability keeps the expectation exact.
         return x * retained.to(x.dtype).mul_(_LEVELS / (_LEVELS - dropped))

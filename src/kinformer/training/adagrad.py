@@ -39,6 +39,7 @@ class ClippedAdagrad(Optimizer):
         state = self.state[parameter]
         if not state:
             state["sum"] = torch.zeros_like(parameter)
+        # The gradient enters the sum as it came: only the step is clipped.
         state["sum"].addcmul_(gradient, gradient)
         update = gradient / state["sum"].sqrt().add_(EPS)
         if group["clip"]:

@@ -32,6 +32,7 @@ class MovingAverage:
     def update(self, step: int) -> None:
         """Add the weights after update number ``step``, counted from 0."""
         if self.named:
+            # mean_t = mean_(t-1) + (w_t - mean_(t-1)) / (1 + share t)
             torch._foreach_lerp_(list(self.means.values()), list(self.named.values()), 1 / (1 + self.share * step))
 
     def applied(self) -> AbstractContextManager[None]:
@@ -52,6 +53,7 @@ def mean_weights(model: nn.Module, checkpoints: Checkpoints, steps: Sequence[int
     """Return the mean of the weights of ``model`` and of the checkpoints of ``steps``, sharded over processes as the
     model's are; tensors that are not floating-point are the model's."""
     local = {name: weight for name, weight in model.state_dict().items() if weight.is_floating_point()}
+    # Summed in float64, so that rounding is that of one division, however many checkpoints there are.
     total = {name: weight.to(torch.float64, copy=True) for name, weight in local.items()}
     for step in steps:
         weights = load_tensors(checkpoints.path(step) / "model.safetensors")[0]

@@ -71,10 +71,12 @@ class _InPieces(torch.autograd.Function):
                 total += (top - likely.amax(-1, keepdim=True).log()).sum()
                 if not learning:
                     continue
+                # softmax - onehot, the gradient by the logits, in the memory of the softmax
                 likely.scatter_add_(1, wanted, likely.new_full((), -1).expand_as(wanted))
                 if bias is not None:
                     gradients[2] += likely.sum(0)
                 likely = likely.to(narrow)
+                # dX = G W and dW = G^T X while the piece lies in the cache; W's sum over pieces is in float32.
                 gradients[0][begin : begin + rows] = likely @ product
                 if narrow == wide:
                     torch.addmm(gradients[1], likely.mT, piece, out=gradients[1])
@@ -86,5 +88,6 @@ class _InPieces(torch.autograd.Function):
     @staticmethod
     @first_order(_NAME, _REMEDY)
     def backward(ctx: Any, saved: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # The gradients are ready; the chain rule only scales them by that of the loss.
         x, weight, *bias = (item * gradient.to(item.dtype) for item in saved[2:])
         return x, weight, bias[0] if bias else None, None, None

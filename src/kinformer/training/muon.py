@@ -45,9 +45,12 @@ class StackedMuon(Muon):
             moved = torch._foreach_lerp(gradients, momenta, group["momentum"]) if group["nesterov"] else momenta
             torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
             for alike in _alike(matrices):
+                # In bfloat16, as PyTorch's: the iterations reach singular values near 1, not 1, so precision is not
+                # needed.
                 narrow = [moved[index].bfloat16() for index in alike]
                 stack = torch.stack(narrow) if len(narrow) > 1 else narrow[0]
                 directions = orthogonalised(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                # 0.2 sqrt(max(m, n)): the root mean square of AdamW's updates, so that one learning rate suits both.
                 rate = 0.2 * max(narrow[0].shape) ** 0.5 * group["lr"]
                 for index, direction in zip(alike, directions.reshape(-1, *narrow[0].shape), strict=True):
                     matrices[index].add_(direction, alpha=-rate)
@@ -68,9 +71,11 @@ def orthogonalised(x: Tensor, coefficients: tuple[float, float, float], steps: i
     a, b, c = coefficients
     add = torch.addmm if x.dim() == 2 else torch.baddbmm
     tall = x.shape[-2] > x.shape[-1]
+    # X X^T of the short side: fewer operations.
     x = x.mT if tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
     for _ in range(steps):
         gram = x @ x.mT
+        # X <- a X + (b A + c A^2) X
         x = add(x, add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x

@@ -40,6 +40,7 @@ class Optimiser:
         hidden = [item for item in named if item[1] in inner]
         parts = [named]
         if settings.optimizer == "muon" and hidden:
+            # Muon moves the matrices of the layers; embeddings, heads, norms and biases are AdamW's.
             parts = [hidden, [item for item in named if item[1] not in inner]]
         self.parameters = [parameter for _, parameter in named]
         self.optimisers: list[Optimizer] = []
@@ -57,6 +58,7 @@ class Optimiser:
     def step(self, rate: float) -> None:
         """Make one update with learning rate ``rate``, and free the gradients. At the rate 0 nothing moves."""
         for optimiser in self.optimisers:
+            # Tables with sparse gradients have a constant rate (Lample et al. 2019), but rate 0 moves nothing at all.
             rate_ = self.table_rate if isinstance(optimiser, SparseAdam) and rate else rate
             for group in optimiser.param_groups:
                 group["lr"] = rate_

@@ -25,6 +25,7 @@ class Schedule:
         if step < rise:
             return self.peak * (step + 1) / (rise + 1)
         if self.kind == "inverse-sqrt":
+            # peak sqrt(warmup / step), which is ``peak`` where the rise ends
             return self.peak * max(self.floor, ((rise + 1) / (step + 1)) ** 0.5)
         done = min(1.0, (step - rise) / max(1, self.steps - 1 - rise))
         return self.peak * (self.floor + (1 - self.floor) * (1 + cos(pi * done)) / 2)
