@@ -1,5 +1,7 @@
 """What is trained where nothing but a member is named: its recipe, the usual task, and a length that both allow."""
 
+import re
+
 import pytest
 import torch
 
@@ -14,10 +16,12 @@ from kinformer.runs.planning import Planner, planner_for
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.table import task_for
 from kinformer.training.distributed import Group
+from kinformer.training.objective import ObjectiveModule
 
 FOR_IMAGES = {("image-transformer", "tiny-2d"), ("image-transformer", "small-2d")}
 """Recipes whose usual task is next-token, but whose pattern is for images: they name the task to give."""
 NEED_DATA = {"classify", "trajectories"}
+SEPARATE = {"stack": {"kind": "exits", "classifiers": "separate"}, "head.tied": False}
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +67,71 @@ def test_a_comparison_takes_a_length_for_all(text_file, tmp_path):
     for contestant in contestants(members, chosen):
         assert contestant.error is None and contestant.base.length == chosen.length
     assert with_length(members, CompareOptions(length=16)).length == 16
+
+
+def gradients_of(planner, task, options):
+    """A step's batch through model and objective, backwards: the gradient of every weight that is trained."""
+    plan = checked(planner.plan(options), task, Group(torch.device("cpu")))
+    torch.manual_seed(0)
+    model = plan.config.build().train()
+    data = task.data_module(plan)
+    data.begin(model, {})
+    module = ObjectiveModule(model, task.objective(plan.settings.objective, model, data), "fp32").train()
+    module(data.batch(0, 0, 1), None, 0.5)[0].backward()
+    return {key: weight.grad for key, weight in module.named_parameters() if weight.requires_grad}
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_every_weight_learns_in_a_step_of_its_task(opened, name):
+    options = TrainOptions(member=name, recipe="tiny", out="nowhere", batch_size=2)
+    task = task_for(None, configure(name, "tiny"), name)
+    if task.data.default is None:
+        assert task.name in NEED_DATA
+        return
+    missing = [key for key, gradient in gradients_of(opened(options, task), task, options).items() if gradient is None]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", ["tensorized", "gpt"])
+def test_every_remedy_for_rows_that_are_too_long_works(opened, name):
+    task = task_for(None, configure(name, "tiny"), name)
+
+    def planned(length, **changes):
+        options = TrainOptions(member=name, recipe="tiny", out="nowhere", length=length, set=changes)
+        return checked(opened(options, task).plan(options), task, Group(torch.device("cpu")))
+
+    with pytest.raises(KinformerError) as refused:
+        planned(500)
+    shorter = re.search(r"give `length` (\d+) or less", refused.value.message)
+    changes = dict(re.findall(r"`set` ([\w.*]+)=(\d+)", refused.value.message))
+    assert planned(int(shorter[1])).settings.length == int(shorter[1])
+    assert changes and planned(500, **{path: int(value) for path, value in changes.items()}).settings.length == 500
+
+
+def test_a_remedy_for_an_odd_width_works():
+    with pytest.raises(KinformerError, match=r"give an even one, or set=\{\"layers.\*.mixer.positions\": False\}"):
+        configure("tensorized", "tiny", set={"dim": 33}).build()
+    configure("tensorized", "tiny", set={"dim": 33, "layers.*.mixer.positions": False}).build()
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "changes", "sentence"),
+    [
+        ("vanilla", None, {"stack": "exits"}, "an encoder-decoder is trained for has no losses of exits"),
+        ("gpt", None, SEPARATE, "give objective exits"),
+        ("gpt", "recall", SEPARATE, "recall has none that trains them"),
+    ],
+)
+def test_exits_that_nothing_would_train_are_refused(opened, name, task, changes, sentence):
+    options = TrainOptions(member=name, recipe="tiny", out="nowhere", task=task, set=changes)
+    record = task_for(task, configure(name, "tiny"), name)
+    with pytest.raises(KinformerError, match=sentence):
+        checked(opened(options, record).plan(options), record, Group(torch.device("cpu")))
+
+
+def test_the_losses_of_exits_train_all_their_weights(opened):
+    options = TrainOptions(member="gpt", recipe="tiny", out="nowhere", batch_size=2, set=SEPARATE, objective="exits")
+    task = task_for(None, configure("gpt", "tiny"), "gpt")
+    gradients = gradients_of(opened(options, task), task, options)
+    assert any(key.startswith("model.exit_heads") for key in gradients)
+    assert not [key for key, gradient in gradients.items() if gradient is None]

@@ -61,7 +61,7 @@ MEMBER = Member(
         "no padding: rows are as long as their trajectories",
         "states of games are vectors: there is no convolution in front",
         "an agent carries its state and absorbs one step at a time; the authors read the last K steps again at each "
-        "(evaluate `context` K)",
+        "(evaluate `context_steps` K)",
         "no dropout unless asked for, but for the recipes of the paper",
     ),
     exact_limit="is exact attention",

@@ -74,7 +74,10 @@ class TensorizedAttention(CausalMixer):
 
         def build(self, dim: int) -> TensorizedAttention:
             if self.positions and dim % 2:
-                raise KinformerError(f"sinusoids need an even width, but dim = {dim}; change it, or positions = false.")
+                raise KinformerError(
+                    f"sinusoids need an even width, but dim = {dim}; give an even one, or "
+                    "`set` layers.*.mixer.positions=false."
+                )
             return TensorizedAttention(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
@@ -143,7 +146,7 @@ class TensorizedAttention(CausalMixer):
         except IndexError:
             raise KinformerError(
                 f"position {int(where.max())} has no weights: the mixer tensorized ends at max_length = "
-                f"{self.config.max_length}; use a shorter context, or `set` layers.*.mixer.max_length."
+                f"{self.config.max_length}; give shorter sequences, or a model that is built and trained with more."
             ) from None
         return torch.cat([before, after], -1).transpose(0, 1)
 

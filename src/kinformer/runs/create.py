@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import torch
+from torch import nn
 
+from kinformer.core.config import override
 from kinformer.core.model_config import ModelConfig
 from kinformer.data import FileTokenizer, open_corpus
+from kinformer.family.build import storable
+from kinformer.family.kinds import kinds
 from kinformer.runs.folder import creating, require_empty
 from kinformer.runs.ladder import Ladder
 from kinformer.runs.minutes import Chooser, decides, with_vocabulary
@@ -24,6 +29,7 @@ from kinformer.runtime.progress import tolerant
 from kinformer.tasks.table import task_for, training_options
 from kinformer.tasks.task import Task, TrainingPlan
 from kinformer.training.distributed import Group, check_shared, started_by_torchrun
+from kinformer.training.objective import Objective
 from kinformer.training.settings import Settings
 
 
@@ -94,16 +100,43 @@ def checked(plan: TrainingPlan, task: Task, group: Group) -> TrainingPlan:
     plan.settings.rows(group.world)
     with torch.device("meta"):
         model = plan.config.build()
-        task.objective(plan.settings.objective, model)
+        objective = task.objective(plan.settings.objective, model)
+    _require_trained_exits(plan, task, model, objective)
     check_shared(model, group)
     task.check(plan, model)
     longest = getattr(model, "max_length", None)
     if longest is not None and plan.settings.length > longest:
         raise KinformerError(
-            f"`length` {plan.settings.length}: this model's positions end at {longest}; give `length` {longest} or "
-            f"less, or `set` position.max_length={plan.settings.length}, and the max_length of mixers that have one."
+            f"`length` {plan.settings.length}: this model's positions end at {longest}; give `length` {longest} or less"
+            f"{_longer(plan.config, plan.settings.length)}."
         )
     return plan
+
+
+def _require_trained_exits(plan: TrainingPlan, task: Task, model: nn.Module, objective: Objective) -> None:
+    """Refuse exits with weights of their own that ``objective`` leaves as they begin."""
+    if not getattr(getattr(model, "stack", None), "learns", False) or getattr(objective, "trains_exits", False):
+        return
+    remedy = "give `objective` exits"
+    if "exits" not in task.objectives:
+        remedy = f"{task.name} has none that trains them: give `set` stack=sequential"
+    raise KinformerError(
+        f"`objective` {plan.settings.objective}: leaves the weights of the stack's exits as they begin; {remedy}."
+    )
+
+
+def _longer(config: ModelConfig, length: int) -> str:
+    """The changes after which a model of ``config`` reads ``length`` positions, for a message; "" for none."""
+    changes: dict[str, int] = {}
+    for path in ("position.max_length", "layers.*.mixer.max_length", "layers.*.mixer.position.max_length"):
+        with suppress(KinformerError):
+            longer = override(config, changes | {path: length}, kinds())
+            if storable(longer) != storable(override(config, changes, kinds())):
+                changes[path] = length
+    with torch.device("meta"), suppress(KinformerError):
+        if (override(config, changes, kinds()).build().max_length or length) >= length:
+            return ", or " + " ".join(f"`set` {path}={value}" for path, value in changes.items())
+    return ""
 
 
 def _group(options: TrainOptions, device: str) -> Group:

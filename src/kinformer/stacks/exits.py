@@ -103,6 +103,13 @@ class Exits(Stack):
         self.left = Left()
 
     @property
+    def learns(self) -> bool:
+        """Return whether there are weights that only the losses of all exits train: of the rule, or of heads."""
+        config = self.config
+        owns = config.classifiers == "separate" or (config.rule is not None and config.rule.learns)
+        return owns and config.training == "aligned"
+
+    @property
     def leaves_early(self) -> bool:
         return self.rule is not None and not self.rule.off
 

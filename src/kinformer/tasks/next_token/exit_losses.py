@@ -32,6 +32,7 @@ class ExitLosses:
     """
 
     reads_hidden = True
+    trains_exits = True
 
     @classmethod
     def of(cls, model: nn.Module) -> ExitLosses:
