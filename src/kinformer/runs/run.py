@@ -135,7 +135,7 @@ class Run:
             return self.config.build()
 
     def model(self, changes: Mapping[str, Any] | None = None) -> Any:
-        """The model with its best weights, in eval mode, without what belongs to it (see ``runs.store``).
+        """The model with its best weights, in eval mode, without what belongs to it (see ``datastore.attach``).
 
         ``changes`` are overrides of its config, such as another scaling of its positions; they must leave the name and
         the shape of every weight as they are.
