@@ -172,6 +172,25 @@ def test_powers_and_quotients_are_not_of_sizes(path):
             assert not sizes, f"line {node.lineno}: {ast.unparse(node)}"
 
 
+ACCELERATORS = (
+    "generation/packed.py",
+    "generation/recorded.py",
+    "kernels/attention/few.py",
+    "kernels/block_sparse/falloff.py",
+    "runtime/matmul.py",
+)
+"""What a plain way could replace, as long as a benchmark shows what it is worth."""
+
+
+@pytest.mark.parametrize("name", ACCELERATORS)
+def test_an_accelerator_names_the_result_that_keeps_it(name):
+    text = ast.get_docstring(tree_of(PACKAGE / name)) or ""
+    scripts, results = re.findall(r"``(benchmarks/\w+\.py)``", text), re.findall(r"``(\w+\.json)``", text)
+    assert scripts and results and "delete" in text.lower(), f"{name}: which result keeps it, and when is it deleted?"
+    assert all((ROOT / script).is_file() for script in scripts), scripts
+    assert all((ROOT / "benchmarks" / "results" / result).is_file() for result in results), results
+
+
 FLAG = re.compile(r"(?<![\w-])--[a-z]")
 COMMAND = re.compile(r"kinformer (?:[a-z]+)\b[^.;,)]*")
 STYLE = {"comparison/charts.py", "comparison/page.py"}

@@ -258,6 +258,16 @@ def refusal(model):
     return refused.value
 
 
+def test_without_the_tracer_sessions_step_in_python(gpt, prompt, monkeypatch):
+    expected = session(gpt, prompt, recorded=False)
+    plain = torch.stack([expected.step() for _ in range(24)])
+    monkeypatch.delattr(torch._C, "_create_graph_by_tracing")
+    assert "cannot write it down" in str(refusal(gpt))
+    stepped = session(gpt, prompt)
+    assert torch.equal(torch.stack([stepped.step() for _ in range(24)]), plain)
+    assert stepped._stepping.running is None
+
+
 def test_what_depends_on_the_length_is_found_before(gpt, monkeypatch):
     few = ready(gpt)[1].layers[0][0].capacity * 2 * 8  # between now and the end of the buffers: another kernel
     monkeypatch.setitem(route.TABLE, route._CPU, route.TABLE[route._CPU]._replace(few_keys=few))

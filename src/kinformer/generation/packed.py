@@ -4,14 +4,18 @@ A product of one token with a matrix reads every weight once, so its floor is th
 bandwidth. PyTorch's default products stay far above it where the weights are many, or the rows more than one; oneDNN's
 own layout comes closer, but takes some ten microseconds to begin. A matrix is packed where that pays on the processor
 (:data:`LEAST`).
+
+``benchmarks/accelerators.py`` keeps it: in ``accelerators.json`` generation with bfloat16 weights is 1.4 times as fast
+packed as not (an Intel Xeon with AMX). Delete it when no row ``packed`` is above 1.1 on any processor of the table.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +44,8 @@ class Least(NamedTuple):
 _ZEN5 = Least(1 << 20, 1 << 16, 1 << 17, 1 << 24, "AMD EPYC (family 26, Zen 5), 32 MiB of L3, one thread, torch 2.13")
 LEAST = {
     "AVX-512 and bfloat16": _ZEN5,
-    "AMX": Least(0, 0, 0, 0, "not measured apart: packing all was the faster when it was brought in"),
+    # Packed products took 1.0 to 2.7 times as long for one row, at 256 x 256 to 8192 x 2048; less from 4 to 16 rows on.
+    "AMX": Least(sys.maxsize, sys.maxsize, 1 << 18, 0, "Intel Xeon with AMX, one thread, torch 2.13"),
     "other": _ZEN5._replace(where="not measured, as on Zen 5"),
 }
 
@@ -89,7 +94,8 @@ def pack(model: Model, rows: int = 1, least: int | None = None) -> Model:
     """Return a copy of ``model`` for generating ``rows`` sequences at a time, its linear products packed; or ``model``
     itself.
 
-    The copy is for inference (it cannot be trained or saved); where :func:`can_pack` says no, ``model`` is returned.
+    The copy is for inference (it cannot be trained or saved); where :func:`can_pack` says no, or packing pays for none
+    of its products, ``model`` is returned.
     Chunks of any length still work, ``rows`` only decides the layout. ``least``: of how many elements a float32 matrix
     is packed; None for what pays here (:data:`LEAST`).
     """
@@ -97,15 +103,22 @@ def pack(model: Model, rows: int = 1, least: int | None = None) -> Model:
         return model
     if least is None:
         least = _least(model, rows)
+    if not any(_pays(module, least) for module in model.modules()):
+        return model
     with torch.no_grad():
         model = copy.deepcopy(model).requires_grad_(False)
         for module in list(model.modules()):
             for name, child in module.named_children():
-                if not isinstance(child, nn.Linear):
-                    continue
-                if child.weight.dtype != torch.float32 or child.weight.numel() >= least:
+                if _pays(child, least):
                     setattr(module, name, PackedLinear(child, rows))
     return model
+
+
+def _pays(module: nn.Module, least: int) -> TypeGuard[nn.Linear]:
+    """Whether ``module`` is packed where float32 matrices of ``least`` elements or more are."""
+    if not isinstance(module, nn.Linear):
+        return False
+    return module.weight.dtype != torch.float32 or module.weight.numel() >= least
 
 
 def _least(model: nn.Module, rows: int) -> int:

@@ -13,6 +13,12 @@ Whatever a list cannot hold is detected beforehand, and the model is then steppe
   now must equal that at the longest the buffers can hold.
 
 The first recorded step must also give what the model gives.
+
+``benchmarks/step_recording.py`` keeps it: by ``step_recording.json``, a recorded step takes 0.51 to 0.59 of the time of
+a step in Python. Delete it when every row ``recorded`` is above 0.9 of the row ``in Python``. PyTorch has deprecated
+its tracer, but nothing replaces it: ``torch.export``'s graph is as slow as Python, and AOTInductor's step needs 22 to
+64 s and a C++ compiler to make, where a recording needs half a second. AOTInductor replaces the tracer when it makes a
+step in 1 s that is no slower. If PyTorch drops the tracer earlier, sessions step in Python (:func:`_traced`).
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@
 Any setting but "highest" is oneDNN's way (see ``runtime.process``): twice as fast for large products, but it takes
 so long to begin that those of a few rows are 2 to 15 times slower, for instance all of a generation step, and those
 inside PyTorch's fused attention, which are small ones, one after the other.
+
+``benchmarks/accelerators.py`` keeps it: by the rows ``few rows`` of ``accelerators.json``, steps of generation are 1.4
+to 3 times as fast as by oneDNN's products. Delete :func:`few_rows` when they are all below 1.1, and :func:`by_onednn`
+with it when the rows ``sets`` are too (``kernels.attention.few``).
 """
 
 from __future__ import annotations

@@ -3,6 +3,12 @@
     out = P V / l,   P = exp(S - max S),   l = rowsum(P);   in the code S is ``scores``, P ``weights``, l ``total``
 
 P is saved for the backward, so queries or keys must be few: memory is the product of their numbers.
+
+Masks and biases of pairs and the log-sum-exps of sets have no other kernel. Two shortcuts do, and
+``benchmarks/accelerators.py`` keeps them. Keys that are never made (rows ``projected`` of ``accelerators.json``): 2.2
+times as fast for 16 queries as making them; delete ``attend_projected`` when that row is below 1.1. Small sets where
+oneDNN makes the products (rows ``sets``): 1.8 to 10 times as fast as PyTorch's kernel; delete :data:`SETS` when they
+are all below 1.1.
 """
 
 from __future__ import annotations

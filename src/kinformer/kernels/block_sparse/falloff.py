@@ -7,6 +7,9 @@ All keys at the distance d or farther together weigh at most ``keys`` times exp(
 
 they are lost when the normaliser is rounded, so they need not be looked at; nor need exponentials so small that some
 processors take a hundred cycles for each of them, since they are subnormal.
+
+``benchmarks/accelerators.py`` keeps it: by the rows ``falloff`` of ``accelerators.json``, ALiBi is 1.1 times as fast at
+1,024 tokens, 2.0 at 4,096 and 3.7 at 16,384. Delete it when the row of 4,096 tokens is below 1.1.
 """
 
 from __future__ import annotations
