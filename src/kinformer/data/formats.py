@@ -81,7 +81,7 @@ def check_folder(folder: Path, files: Sequence[SourceFile]) -> None:
 
 
 def content_of(path: Path) -> str | None:
-    """What the first bytes of ``path`` are, such as "text" or "a PNG picture"; None for unknown ones."""
+    """Return the kind of the first bytes of ``path``, such as "text" or "a PNG picture"; None for unknown ones."""
     head = _head(path)
     if not head:
         return "empty"

@@ -33,8 +33,8 @@ class Words:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Words:
-        """For bytes, letters of any script are WORD and runs of blanks are words too; for pieces of a tokenizer.json,
-        what its own spelling says of where words begin (``##`` in WordPiece, a blank elsewhere)."""
+        """Return the words of a tokenizer: of bytes, letters of any script are WORD and runs of blanks are words too;
+        of pieces of a tokenizer.json, its spelling says where words begin (``##`` in WordPiece, a blank elsewhere)."""
         spelled = getattr(tokenizer, "spelled", None)
         if spelled is None:
             kinds = np.array(

@@ -11,8 +11,8 @@ from kinformer.runtime.fields import Checked
 
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions(Checked):
-    """How a datastore's next tokens are mixed into the model's own prediction (kNN-LM), or which the model's head looks
-    things up in (SPALM)."""
+    """The options by which a datastore's next tokens are mixed into the model's prediction (kNN-LM), or of the
+    datastore that the model's head searches (SPALM)."""
 
     datastore: str | None = None
     """A datastore of this run (see: kinformer index) whose next tokens are mixed into its predictions; for a run of

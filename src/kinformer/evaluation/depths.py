@@ -16,8 +16,8 @@ from kinformer.training.metric import Metric
 
 
 class Depths:
-    """``last`` [batch, time] int64: the steps or layers of the tokens of the last call, 0 where not valid, in the order
-    in which the model left-aligned them; ``figure`` names it."""
+    """The depths of tokens: ``last`` [batch, time] int64 are the steps or layers of the last call, 0 where not valid,
+    in the order in which the model left-aligned them; ``figure`` is their metric."""
 
     def __init__(self, metric: Metric) -> None:
         self.metric = metric

@@ -47,7 +47,7 @@ def encoder(
     types: int = 0,
     **settings: Any,
 ) -> Encoder.Config:
-    """``shape.depth`` layers, their mixers taken in turns, below a masked-language-model head.
+    """Return an encoder of ``shape.depth`` layers, their mixers taken in turns, below a masked-language-model head.
 
     The last three ids of the vocabulary are the mask, [CLS] and [SEP]; ``types``: of tokens. ``settings`` are further
     fields of the config.
@@ -120,7 +120,8 @@ def encoder_decoder(
 def image_encoder(
     shape: ModelShape, input: InputConfig, mixer: EncoderMixerConfig, head: HeadConfig, **settings: Any
 ) -> Encoder.Config:
-    """``shape.depth`` equal layers over patches, with a norm behind the last. ``settings`` are further fields."""
+    """Return an encoder of ``shape.depth`` equal layers over patches, with a norm behind the
+    last. ``settings`` are further fields."""
     from kinformer.blocks.encoder_layer import EncoderLayer
     from kinformer.blocks.feed_forward import MLP
     from kinformer.blocks.initialise import Initialisation
@@ -147,7 +148,7 @@ def image_encoder(
 def recogniser(
     shape: ModelShape, classes: int, mixer: EncoderMixerConfig, convolutions: int = 2, bare: bool = False
 ) -> Encoder.Config:
-    """An encoder of frames of sound below a CTC head of so many ``classes``, the blank included.
+    """Return an encoder of frames of sound below a CTC head of so many ``classes``, the blank included.
 
     ``convolutions``: each halves the number of positions. ``bare``: the layers are mixers alone, without positions.
     """
@@ -186,7 +187,8 @@ def decoder(
     initialisation: Initialisation | None = None,
     scale: bool = False,
 ) -> Decoder.Config:
-    """``shape.depth`` layers of ``mixer`` and a feed-forward; ``scale``: embeddings are multiplied by sqrt(dim).
+    """Return a decoder of ``shape.depth`` layers of ``mixer`` and a feed-forward; ``scale``: embeddings are multiplied
+    by sqrt(dim).
 
     A head or initialisation that is not given is GPT-2's, the head tied to the embeddings; no position adds none.
     """

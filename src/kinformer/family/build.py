@@ -47,12 +47,12 @@ def configure(
 
 
 def build(name: str, recipe: str = "small", vocab_size: int | None = None, set: Mapping[str, Any] | None = None) -> Any:
-    """A new Decoder or Encoder of member ``name``, randomly initialised from PyTorch's global generator."""
+    """Return a new Decoder or Encoder of member ``name``, randomly initialised from PyTorch's global generator."""
     return configure(name, recipe, vocab_size, set).build()
 
 
 def model_config(data: Any, place: str = "config") -> ModelConfig:
-    """A model config from its dict form, as a run folder keeps it."""
+    """Return a model config from its dict form, as a run folder stores it."""
     return from_dict(ModelConfig, data, kinds(), place)
 
 
@@ -84,7 +84,7 @@ def storable(config: ModelConfig) -> dict[str, Any]:
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name to shape of everything that a model of ``config`` stores; nothing is allocated."""
+    """Return the shape of everything that a model of ``config`` stores, by name; nothing is allocated."""
     import torch
 
     with torch.device("meta"):

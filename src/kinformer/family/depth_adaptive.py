@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def _recipe(
     shape: ModelShape, *, multinomial: bool = False, mixed: bool = False, tied: bool = False, dropout: float = 0.0
 ) -> Recipe:
-    """``mixed``: with exits drawn in training, and confidence instead of a learnt rule."""
+    """The recipe; ``mixed``: with exits drawn in training, and confidence instead of a learnt rule."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.initialise import Initialisation

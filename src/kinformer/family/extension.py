@@ -40,7 +40,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class WeightSource:
-    """Where a weight comes from: rows ``first`` to ``last`` of the ``name`` of the short model, over and over."""
+    """The source of a weight: rows ``first`` to ``last`` of the ``name`` of the short model, over and over."""
 
     name: str
     first: int
@@ -55,7 +55,7 @@ class WeightSource:
 
 
 def extended_config(short: ModelConfig, recipe: ModelConfig, place: Path | str) -> Encoder.Config:
-    """The config ``short``, found at ``place``, with the attention, positions and global tokens of the long ``recipe``.
+    """Return the config ``short`` of ``place`` with the attention, positions and global tokens of the long ``recipe``.
 
     Where the depths differ, a layer has the attention of the layer at its depth in the recipe's stack.
     """
@@ -91,7 +91,7 @@ def _mixer(short: Any, long: Any, layer: int) -> Any:
 
 
 def origins(short: Mapping[str, Shape], long: Mapping[str, Shape], place: Path | str) -> dict[str, WeightSource]:
-    """Where each weight of the ``long`` model comes from, by the shapes of both; one that is not named is new.
+    """Return the source of each weight of the ``long`` model, by the shapes of both; weights without one are new.
 
     Errors: ``KinformerError`` where the long model lacks a weight of the short one, or has another that is of a
     different size or comes from nowhere. ``place`` is where the short one is.
@@ -137,7 +137,7 @@ def _origin(name: str, short: Mapping[str, Shape]) -> WeightSource | None:
 
 
 def extended_weights(weights: Mapping[str, Tensor], model: nn.Module, place: Path | str) -> dict[str, Tensor]:
-    """The ``weights`` of a short model, found at ``place``, as those of the long ``model``; new ones are its own."""
+    """Return the ``weights`` of a short model of ``place`` as those of the long ``model``; new ones are its own."""
     fields_here = model.state_dict()
     source = origins(shapes(weights), shapes(fields_here), place)
     return {

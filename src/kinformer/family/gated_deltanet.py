@@ -43,7 +43,7 @@ def _recipe(
 
 
 def _hybrid(shape: ModelShape) -> Recipe:
-    """Every fourth layer is softmax attention."""
+    """The recipe in which every fourth layer is softmax attention."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.mixers.softmax import SoftmaxAttention

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def _recipe(shape: ModelShape, pixels: bool = False, **pattern: Any) -> Recipe:
-    """``pattern``: ``block`` of the 1D form, or all sizes of the 2D form; ``pixels``: of colours, as published, instead
-    of tokens."""
+    """The recipe; ``pattern``: ``block`` of the 1D form, or all sizes of the 2D form; ``pixels``: of
+    colours, as published, instead of tokens."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.initialise import Initialisation
@@ -41,8 +41,8 @@ def _recipe(shape: ModelShape, pixels: bool = False, **pattern: Any) -> Recipe:
 
 
 def _pixels(pattern: dict[str, int]) -> InputConfig:
-    """A table of values for each channel, times the root of the width, and timing signals of rows and columns; in 2D
-    every block begins anew."""
+    """The input: a table of values for each channel, times the root of the width, and timing signals of rows and
+    columns; in 2D every block begins anew."""
     from kinformer.inputs.pixels import Pixels
 
     sizes = {"height": pattern.get("height", 32), "width": pattern.get("width", 96) // 3}
@@ -56,7 +56,7 @@ def _shape(dim: int, depth: int, num_heads: int) -> ModelShape:
 
 
 def _image(height: int, width: int, block: tuple[int, int], flange: tuple[int, int]) -> dict[str, Any]:
-    """Sizes as (height, width), in values: a colour pixel is three in a row."""
+    """Return sizes as (height, width), in values: a colour pixel is three in a row."""
     names = ("block_height", "block_width", "flange_height", "flange_width")
     return {"height": height, "width": width} | dict(zip(names, block + flange, strict=True))
 

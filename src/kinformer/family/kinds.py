@@ -11,7 +11,7 @@ from kinformer.runtime.plugins import PARTS, Registry, entry_points_of
 
 
 def kinds() -> dict[str, Registry[type[Config]]]:
-    """Slot -> kind -> config class; those of other packages are imported when they are looked up."""
+    """Return the table slot -> kind -> config class; those of other packages are imported when they are looked up."""
     builtin = _builtin_kinds()
     added = [name.partition(".")[0] for name in entry_points_of(PARTS)]
     return {slot: _kinds_of(slot, builtin.get(slot, {})) for slot in dict.fromkeys([*builtin, *added])}
@@ -29,7 +29,7 @@ def _kinds_of(slot: str, builtin: dict[str, type[Config]]) -> Registry[type[Conf
 
 @cache
 def _builtin_kinds() -> dict[str, dict[str, type[Config]]]:
-    """Kinformer's own slots, kinds and config classes."""
+    """Return Kinformer's own slots, kinds and config classes."""
     table: dict[str, dict[str, type[Config]]] = {}
     for some in (models(), encoders(), blocks(), _mixers(), _positions(), _patterns(), _other_parts()):
         for config in some:
@@ -38,7 +38,7 @@ def _builtin_kinds() -> dict[str, dict[str, type[Config]]]:
 
 
 def _mixers() -> list[type[Config]]:
-    """Causal mixers, and how memories are compressed."""
+    """Return the causal mixers and the compressions of memories."""
     from kinformer.mixers import (
         compressive,
         cross,
@@ -74,7 +74,7 @@ def _mixers() -> list[type[Config]]:
 
 
 def _other_parts() -> list[type[Config]]:
-    """Scores, spans, projections, feature maps and decays."""
+    """Return the scores, spans, projections, feature maps and decays."""
     from kinformer.decays import fixed, low_rank, sigmoid, softplus
     from kinformer.features import (
         dpfp,

@@ -1,4 +1,5 @@
-"""kNN-LM: a trained decoder whose predictions are mixed with what followed the most similar contexts of a datastore."""
+"""kNN-LM: a trained decoder whose predictions are mixed with the tokens after the
+most similar contexts of a datastore."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from kinformer.core.config import Config
 
 
 def models() -> list[type[Config]]:
-    """Models, what they read, how their layers are applied, and heads."""
+    """Return the models, their inputs, their stacks and their heads."""
     from kinformer.heads import actions, adaptive, ctc, language, logistics, policy, spalm
     from kinformer.heads import modulus as modulus_head
     from kinformer.inputs import adaptive as adaptive_embedding
@@ -96,7 +96,7 @@ def encoders() -> list[type[Config]]:
 
 
 def blocks() -> list[type[Config]]:
-    """Layers, residuals, norms and feed-forwards."""
+    """Return the layers, residuals, norms and feed-forwards."""
     from kinformer.blocks import feed_forward, gated, layer, macaron, norms, product_keys, residual, sha_rnn
     from kinformer.mixers import separable_transition
 

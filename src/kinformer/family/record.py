@@ -56,7 +56,8 @@ class Member:
 
     @property
     def growth_of_cost(self) -> Cost:
-        """How the operations of a whole sequence grow with its length: as the state does, unless said otherwise."""
+        """Return how the operations of a full sequence grow with its length: as
+        the state does, unless stated otherwise."""
         return self.cost or ("linear" if self.growth in ("constant", "window") else "quadratic")
 
     @property

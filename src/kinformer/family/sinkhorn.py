@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def _recipe(
     shape: ModelShape, block: int, max_length: int, *, iterations: int = 5, cut: int = 0, vocab_size: int = 259
 ) -> Recipe:
-    """``cut``: how many sorted blocks all tokens see (SortCut); 0: every block sees its own and itself."""
+    """The recipe; ``cut``: how many sorted blocks all tokens see (SortCut); 0: every block sees its own and itself."""
 
     def recipe(vocab: int | None) -> Encoder.Config:
         from kinformer.mixers.sinkhorn import SinkhornAttention

@@ -16,7 +16,8 @@ HeadLayout = Literal["merged", "interleaved", "heads"]
 
 
 def _recipe(shape: ModelShape, use: HeadLayout = "merged", max_length: int = 4096, **pattern: object) -> Recipe:
-    """``use``: both parts in one softmax, or by turns in layers or in heads; ``pattern`` are the config's fields."""
+    """The recipe; ``use``: both parts in one softmax, or by turns in layers or in
+    heads; ``pattern`` are the config's fields."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.initialise import Initialisation
@@ -39,7 +40,7 @@ def _recipe(shape: ModelShape, use: HeadLayout = "merged", max_length: int = 409
 
 
 def _cifar(vocab: int | None) -> Decoder.Config:
-    """CIFAR-10: 128 layers, feed-forwards half as wide as usual, learned rows, columns and channels."""
+    """The recipe of CIFAR-10: 128 layers, feed-forwards half as wide as usual, learned rows, columns and channels."""
     from kinformer.inputs.pixels import Pixels
     from kinformer.positions.none import NoPosition
 

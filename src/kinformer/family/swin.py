@@ -20,7 +20,7 @@ def _recipe(
     second: bool = False,
     classes: int = 1000,
 ) -> Recipe:
-    """``num_heads``: in the first stage, twice as many in every further one; ``second``: as Swin V2."""
+    """The recipe; ``num_heads``: in the first stage, twice as many in every further one; ``second``: as Swin V2."""
 
     def recipe(vocab: int | None) -> Encoder.Config:
         from kinformer.blocks.encoder_layer import EncoderLayer

@@ -31,7 +31,7 @@ def _recipe(
     learned: bool = False,
     convolution: bool = False,
 ) -> Recipe:
-    """``shape.depth`` layers, ``steps`` times; ``convolution``: their transition is a separable one."""
+    """The recipe of ``shape.depth`` layers, ``steps`` times; ``convolution``: their transition is a separable one."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.mixers.separable_transition import SeparableTransition
@@ -54,8 +54,8 @@ def _recipe(
 
 
 def _encoding(shape: ModelShape, steps: int, bias: float = 1.0) -> Recipe:
-    """An encoder of ``shape.depth`` layers, ``steps`` times or until a token halts, below a masked-language-model
-    head."""
+    """The recipe of an encoder of ``shape.depth`` layers, ``steps`` times or until a token
+    halts, below a masked-language-model head."""
 
     def recipe(vocab: int | None) -> Encoder.Config:
         from kinformer.blocks.norms import LayerNorm

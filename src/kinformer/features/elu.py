@@ -1,4 +1,4 @@
-"""elu(x) + 1 (Katharopoulos et al. 2020, equation 7): positive, smooth, linear for large x."""
+"""The feature map elu(x) + 1 (Katharopoulos et al. 2020, equation 7): positive, smooth, linear for large x."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from kinformer.runtime.matmul import few_rows
 
 
 class Hypothesis(NamedTuple):
-    """``tokens`` without BOS and EOS, and the ``score`` above."""
+    """A hypothesis: ``tokens`` without BOS and EOS, and the ``score`` above."""
 
     tokens: list[int]
     score: float

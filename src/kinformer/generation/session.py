@@ -25,7 +25,8 @@ _CHECKED_EVERY = 256
 
 
 class Session:
-    """``batch`` sequences that grow in parallel: :meth:`feed` text of any length, then :meth:`step` token by token.
+    """A session of ``batch`` sequences that grow in parallel: :meth:`feed` text of any length, then :meth:`step` token
+    by token.
 
     A step draws from the logits of what was absorbed before, so a token is drawn before it is absorbed itself, and the
     last one never is. ``stop`` holds token sequences that end a row, ``chunk`` is how many tokens of a prompt the model

@@ -56,7 +56,7 @@ _STEP = 64
 
 
 class BidirectionalAttention(EncoderMixer):
-    """x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
+    """The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
 
     ``pattern`` is that of the long input's tokens, by their positions. Its global tokens have positions too; those of
     a global input have none, so that no distance acts on pairs with them (tables that end, such as Shaw's, count them

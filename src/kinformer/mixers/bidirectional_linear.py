@@ -22,7 +22,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class BidirectionalLinear(EncoderMixer):
-    """x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads."""
+    """The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):

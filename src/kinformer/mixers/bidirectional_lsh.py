@@ -22,7 +22,7 @@ from kinformer.kernels.bucketed.sorted import sorted_attention
 
 
 class BidirectionalLSH(EncoderMixer):
-    """x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
+    """The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
 
     ``num_buckets`` of a round is even; the authors take about twice as many as there are chunks. Sequences of any
     length are filled up to whole chunks.

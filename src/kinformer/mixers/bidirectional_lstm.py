@@ -22,7 +22,7 @@ from kinformer.runtime.errors import KinformerError, choose
 
 
 class BidirectionalLSTM(EncoderMixer):
-    """x [batch, time, dim] -> y [batch, time, dim], computed in float32 at least; ``dim`` is even."""
+    """The mixer x [batch, time, dim] -> y [batch, time, dim], computed in float32 at least; ``dim`` is even."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):

@@ -22,7 +22,7 @@ from kinformer.kernels.bucketed.balanced import balanced_attention
 
 
 class BidirectionalRouting(EncoderMixer):
-    """x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
+    """The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
 
     With ``shared`` queries are keys, and a token sees itself only where it sees nothing else. ``centroid_decay``: of
     their moving mean, a step. With ``window`` * ``num_clusters`` = length a token is in one cluster on average.

@@ -35,7 +35,7 @@ class CrossState(NamedTuple):
 
 
 class CrossAttention(ReadsSource, CausalMixer):
-    """x [batch, time, dim] -> y [batch, time, dim]; every token sees the whole source of its row.
+    """The mixer x [batch, time, dim] -> y [batch, time, dim]; every token sees the whole source of its row.
 
     ``source_dim`` is the width of the source, ``dim`` if None. A reset begins a new sequence over the same source. A
     row whose source is all padding gets the output projection's bias.

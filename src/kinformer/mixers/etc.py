@@ -37,7 +37,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class EtcAttention(EncoderMixer):
-    """x [batch, num_global + time, dim] -> y of the same shape. ``head_dim`` defaults to dim / num_heads.
+    """The mixer x [batch, num_global + time, dim] -> y of the same shape. ``head_dim`` defaults to dim / num_heads.
 
     ``pattern`` is that of l2l, a window of the authors' radius. ``max_distance``: their k. ``sharing``: which
     projections are one (see ``projections.by_piece``); ``shared_output``: whether both inputs have one output

@@ -60,7 +60,7 @@ class KernelState(NamedTuple):
 
 
 class LinearAttention(CausalMixer):
-    """x [batch, time, dim] -> y [batch, time, dim].
+    """The mixer x [batch, time, dim] -> y [batch, time, dim].
 
     ``head_dim`` is the width of a head's queries and keys, ``value_dim`` that of its values (head_dim if None).
     ``scale``: y is divided by sqrt(head_dim). ``convolution``: the width of a causal convolution of q, k and v (0:

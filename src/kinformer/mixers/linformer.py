@@ -52,7 +52,8 @@ class LengthProjection(nn.Module):
 
 
 class Linformer(EncoderMixer):
-    """x [batch, time, dim] -> y [batch, time, dim], time <= ``max_length``. ``head_dim`` defaults to dim / num_heads.
+    """The mixer x [batch, time, dim] -> y [batch, time, dim], time <= ``max_length``. ``head_dim`` defaults to dim /
+    num_heads.
 
     ``rank``: the paper's k, for a sequence of ``max_length`` tokens (its n); a shorter one has as many learned
     summaries, but fewer windows. ``sharing``: one E and one F for all ``heads``; one for both (``keys_values``).

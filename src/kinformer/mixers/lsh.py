@@ -25,7 +25,7 @@ from kinformer.runtime.errors import choose
 
 
 class LSHAttention(CausalMixer):
-    """x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
+    """The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
 
     ``num_buckets`` of a round is even, or 1 for none. A chunk is ``chunk_size`` tokens of a bucket; a token sees its
     own and the one before. The rotations are drawn with the weights and saved with them.

@@ -22,14 +22,14 @@ from kinformer.runtime.errors import choose
 
 
 class LSTMState(NamedTuple):
-    """``h`` and ``c`` [batch, dim], float32 at least."""
+    """The state: ``h`` and ``c`` [batch, dim], float32 at least."""
 
     h: Tensor
     c: Tensor
 
 
 class LSTM(CausalMixer):
-    """x [batch, time, dim] -> y [batch, time, dim], the hidden states; computed in float32 at least."""
+    """The mixer x [batch, time, dim] -> y [batch, time, dim], the hidden states; computed in float32 at least."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):

@@ -62,7 +62,7 @@ class MemorizingState(NamedTuple):
 
 
 class Memorizing(CausalMixer):
-    """x [batch, time, dim] -> y [batch, time, dim].
+    """The mixer x [batch, time, dim] -> y [batch, time, dim].
 
     ``search``: how memories are searched, see ``kernels.lookup``; "bucketed" is the authors'. ``sees_itself``: whether
     a token is in its own window (in the authors' code it is not). ``memory_size`` = 0 leaves the window alone; it, the

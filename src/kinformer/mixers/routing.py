@@ -55,7 +55,7 @@ class RoutingState(NamedTuple):
 
 
 class RoutingAttention(CausalMixer):
-    """x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
+    """The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
 
     Of ``num_heads`` the first ``local_heads`` see the ``window``. ``centroid_decay``: of their moving mean, a step.
     """

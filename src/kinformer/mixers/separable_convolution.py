@@ -15,7 +15,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class SeparableConvolution(GridOnly, EncoderMixer):
-    """x [batch, rows * columns, dim] of the patches of images -> y of the same shape.
+    """The mixer x [batch, rows * columns, dim] of the patches of images -> y of the same shape.
 
     ``kernel``: patches on a side, an odd number; beyond the image there are zeros. ``expansion``: how much wider than
     a token what is convolved is.

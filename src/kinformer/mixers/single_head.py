@@ -49,8 +49,8 @@ class SingleHeadState(NamedTuple):
 
 
 class SingleHead(CausalMixer):
-    """x [batch, time, dim] -> y [batch, time, dim], the residual sum included; a query sees ``memory`` tokens, its own
-    being the last. ``dropout`` falls on what attention adds."""
+    """The mixer x [batch, time, dim] -> y [batch, time, dim], the residual sum included; a query sees ``memory``
+    tokens, its own being the last. ``dropout`` falls on the output of attention."""
 
     growth = "window"
 

@@ -30,7 +30,8 @@ from kinformer.runtime.errors import KinformerError
 
 
 class SinkhornAttention(EncoderMixer):
-    """x [batch, time, dim] -> y [batch, time, dim], time <= ``max_length``. ``head_dim`` defaults to dim / num_heads.
+    """The mixer x [batch, time, dim] -> y [batch, time, dim], time <= ``max_length``. ``head_dim`` defaults to dim /
+    num_heads.
 
     ``iterations``: N, each of rows and then of columns; ``cut``: 0 without SortCut.
     """

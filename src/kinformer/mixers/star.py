@@ -32,7 +32,7 @@ Shift = Callable[[Tensor], Tensor]
 
 
 class StarAttention(EncoderMixer):
-    """x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
+    """The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
 
     ``ends``: the first and the last token are neighbours (``ring``), or, as in the authors' code, have a key and a
     value of zeros beyond them. ``tied``: one set of weights for all updates. ``add_relay``: y is (h_i + s) / 2, whose

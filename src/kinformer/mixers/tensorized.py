@@ -55,7 +55,7 @@ class TensorizedState(NamedTuple):
 
 
 class TensorizedAttention(CausalMixer):
-    """x [batch, time, dim] -> y [batch, time, dim], for sequences of at most ``max_length`` tokens."""
+    """The mixer x [batch, time, dim] -> y [batch, time, dim], for sequences of at most ``max_length`` tokens."""
 
     growth = "linear"
 

@@ -26,7 +26,7 @@ HOTTEST, SPREAD, HIDDEN, FARTHEST = 100.0, 16.0, 512, 8.0
 
 
 class WindowAttention(GridOnly, EncoderMixer):
-    """x [batch, rows * columns, dim] of the patches of images -> y of the same shape.
+    """The mixer x [batch, rows * columns, dim] of the patches of images -> y of the same shape.
 
     ``window``: patches on a side; a grid that is no multiple is continued with zeros, which are attended to as in the
     ports of the authors' code. ``shift``: windows begin ``window // 2`` further. ``cosine``: as Swin V2, whose keys

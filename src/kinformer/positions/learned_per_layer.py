@@ -15,7 +15,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class LearnedPerLayer(Position):
-    """``tables``, one [max_length, dim] per layer; a position at or beyond ``max_length`` is refused."""
+    """The tables, one [max_length, dim] per layer; a position at or beyond ``max_length`` is refused."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):

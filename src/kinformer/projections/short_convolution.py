@@ -14,7 +14,7 @@ from kinformer.projections.shifted import shifted_sum
 
 
 class CausalConvolution(nn.Module):
-    """x [batch, heads, time, channels] -> the same shape; tokens before a sequence are zero.
+    """The convolution x [batch, heads, time, channels] -> the same shape; tokens before a sequence are zero.
 
     ``weight`` [width, heads, channels], ``weight[0]`` being that of the token itself.
     """

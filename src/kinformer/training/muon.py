@@ -23,7 +23,8 @@ SMALL = 1 << 18
 
 
 class StackedMuon(Muon):
-    """``torch.optim.Muon`` with ``adjust_lr_fn="match_rms_adamw"``: the same updates, state and settings."""
+    """The optimiser ``torch.optim.Muon`` with ``adjust_lr_fn="match_rms_adamw"``:
+    the same updates, state and settings."""
 
     def __init__(self, groups: list[dict], lr: float) -> None:
         super().__init__(groups, lr=lr, adjust_lr_fn="match_rms_adamw")

@@ -53,7 +53,7 @@ def attention(
     impl: AttentionImpl = "auto",
     lse: bool = False,
 ) -> Attended:
-    """Softmax attention (Vaswani et al. 2017, eq. 1), softmax(score(q, k)) v over the keys that a query may see.
+    """Return softmax attention (Vaswani et al. 2017, eq. 1), softmax(score(q, k)) v over the keys that a query may see.
 
     q: [batch, q_heads, time, head_dim]; with a pattern, query i stands at slot past + i, past = k.shape[2] - time.
     k, v: [batch, kv_heads, slots, head_dim or head_dim_v]; query head h reads kv head h // (q_heads // kv_heads).
@@ -89,8 +89,8 @@ def attention(
 def slot_sums(
     q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring, *, impl: AttentionImpl = "auto"
 ) -> Tensor:
-    """[batch, q_heads, slots] in float32 or better: the probability of each slot, summed over all queries of the call,
-    before dropout and without gradients. ``impl``: "auto" is "chunked"; "reference"."""
+    """Return the probability of each slot, summed over all queries of the call, before dropout and without gradients,
+    [batch, q_heads, slots] in float32 or better. ``impl``: "auto" is "chunked"; "reference"."""
     q, k, v = autocast_together(q, k, v)
     _check(q, k, v, visibility, _checked(scoring))
     check_impl(impl, Needs(lse=True), "sums of attention")

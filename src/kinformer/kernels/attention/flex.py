@@ -27,7 +27,7 @@ _BLOCK = 128
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
-    """Output [batch, q_heads, time, head_dim_v] of products plus a bias by distance.
+    """Return the output [batch, q_heads, time, head_dim_v] of products plus a bias by distance.
 
     Errors: rows of different positions, or that are reset in mid-chunk; float64 on a GPU.
     """
@@ -70,7 +70,7 @@ def _first(positions: Tensor) -> int:
 
 
 def _score(scoring: Scoring, past: int, padding: Tensor | None) -> Callable[..., Tensor] | None:
-    """The ``score_mod`` of a call: add the bias by distance, and -inf at keys that are padding."""
+    """Return the ``score_mod`` of a call: it adds the bias by distance, and -inf at keys that are padding."""
     relative = scoring.relative
     bias = None if relative is None else relative.bias
     if relative is None or bias is None:

@@ -18,7 +18,7 @@ from kinformer.kernels.softmax.scores import products, relative_at
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
-    """Output [batch, q_heads, 1, head_dim_v] without dropout, by operations that autograd differentiates.
+    """Return the output [batch, q_heads, 1, head_dim_v] without dropout, by operations that autograd differentiates.
 
     A bias by distance of -inf may hide keys, but of a band that rows see whole not all: the output would be NaN. No
     span does, for which the nearest key always counts. A weight of 0 there, by PyTorch's safe softmax or a mask, would

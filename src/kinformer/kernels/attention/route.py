@@ -1,4 +1,4 @@
-"""Which implementation answers a call: what each of them can do, and what ``impl="auto"`` stands for.
+"""The choice of an implementation for a call: what each of them can do, and what ``impl="auto"`` stands for.
 
     reference   all pairs at once, obvious and slow
     chunked     our own kernels: tiles of a band or of a pattern, one query, few queries or keys

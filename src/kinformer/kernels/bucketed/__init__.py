@@ -37,7 +37,7 @@ def bucketed_attention(
     itself: bool = False,
     impl: BucketedImpl = "auto",
 ) -> Attended:
-    """Outputs [batch, heads, time, head_dim_v] and the log-sum-exps of the queries' scores [batch, heads, time].
+    """Return outputs [batch, heads, time, head_dim_v] and the log-sum-exps of the queries' scores [batch, heads, time].
 
     q: [batch, heads, time, head_dim], of the last ``time`` slots. k, v: [batch, heads, slots, head_dim], in the order
     of

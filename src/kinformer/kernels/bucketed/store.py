@@ -17,9 +17,9 @@ from kinformer.kernels.bucketed.membership import Membership, counted, members, 
 
 
 class BucketState(NamedTuple):
-    """``k``, ``v`` [batch, heads, slots, head_dim] and ``buckets`` [batch, heads, slots, rounds] int64 (one more than
-    the bucket, 0 for none), right-aligned and in the order of time; ``counts`` [batch, heads, rounds, buckets] int64:
-    how many tokens of the sequence each bucket had; ``seen`` [batch] int64."""
+    """The state: ``k``, ``v`` [batch, heads, slots, head_dim] and ``buckets`` [batch, heads, slots, rounds] int64 (one
+    more than the bucket, 0 for none), right-aligned and in the order of time; ``counts`` [batch, heads, rounds,
+    buckets] int64: how many tokens of the sequence each bucket had; ``seen`` [batch] int64."""
 
     k: Tensor
     v: Tensor
@@ -62,7 +62,8 @@ class Sizes(NamedTuple):
 
 
 class Absorbed(NamedTuple):
-    """``k``, ``v`` [batch, heads, past + time, head_dim] with the runs of their slots, and the ``state`` after them."""
+    """The result: ``k``, ``v`` [batch, heads, past + time, head_dim] with the runs of
+    their slots, and the ``state`` after them."""
 
     k: Tensor
     v: Tensor

@@ -17,7 +17,8 @@ from kinformer.kernels.linear.blocks import accumulator_dtype
 
 
 class DeltaSummary(NamedTuple):
-    """``a`` [batch, heads, features, features], what is left of the memory; ``b`` [.., features, head_dim], added."""
+    """The effect of a chunk: ``a`` [batch, heads, features, features] is left of the memory;
+    ``b`` [.., features, head_dim] is added."""
 
     a: Tensor
     b: Tensor
@@ -27,7 +28,7 @@ class DeltaSummary(NamedTuple):
         return DeltaSummary(later.a @ self.a, later.after(self.b))
 
     def after(self, state: Tensor) -> Tensor:
-        """W after the chunk, from that before it."""
+        """Return W after the chunk, from W before it."""
         return self.a @ state + self.b
 
 

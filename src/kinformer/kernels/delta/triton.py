@@ -57,7 +57,8 @@ def solve(
     k, beta, v, x, u, decay, reset, heads, time, count, m, n,
     SIZE: tl.constexpr, LEVELS: tl.constexpr, INNER: tl.constexpr, COLUMNS: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """One block: x = -R diag(beta) K and u = R diag(beta) V, K as far as it reads the state before the block.
+    """Compute for one block x = -R diag(beta) K and u = R diag(beta) V, K as far as it reads the state before the
+    block.
 
     REVERSE: x = R^T K and u = R^T V, K as far as it writes into the state after it.
     """
@@ -94,8 +95,8 @@ def run(
     x, u, k, beta, q, y, first, states, last, decay, reset, heads, time, count, m, n,
     SIZE: tl.constexpr, FEATURES: tl.constexpr, COLUMNS: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """``COLUMNS`` columns of W of one sequence through all blocks, before every one and after the last, and of u, in
-    place: u <- u + x W, W <- keep W + K^T u.
+    """Run ``COLUMNS`` columns of W of one sequence through all blocks, storing W before every block and after the last,
+    and u in place: u <- u + x W, W <- keep W + K^T u.
 
     REVERSE: dW and G, from the last block to the first: those after every block, and that before the first.
     """
@@ -127,8 +128,8 @@ def run(
 
 
 class States(NamedTuple):
-    """u [batch, heads, time, n] and w [rows, count, m, n], at every block's edge, in the operands' dtype; the last W,
-    ``last`` [rows, m, n], in float32."""
+    """The states at every block's edge, in the operands' dtype: u [batch, heads, time, n] and w [rows, count, m, n];
+    the last W, ``last`` [rows, m, n], is float32."""
 
     u: Tensor
     w: Tensor
@@ -136,9 +137,9 @@ class States(NamedTuple):
 
 
 def _largest(k: Tensor) -> int:
-    """Tokens in a block: 32, since the inverse, by 2 log2(size) products in float32, would be most of the work of 64;
-    fewer where the keys would have more than 16 KiB, 16 of 256 features in float32, for :func:`run` holds all features
-    of X, K and Q."""
+    """Return the tokens in a block: 32, since the inverse, by 2 log2(size) products in float32, would be most
+    of the work of 64; fewer where the keys would have more than 16 KiB, 16 of 256 features in float32, for
+    :func:`run` holds all features of X, K and Q."""
     return min(32, 2**14 // (side(k.shape[-1]) * k.dtype.itemsize))
 
 

@@ -20,7 +20,8 @@ _GONE = -1e4
 
 
 class Running(NamedTuple):
-    """``factor`` exp(b - c), ``log_decay`` [batch, heads, time]; ``last`` [batch, heads] int64, c after the chunk."""
+    """The result: ``factor`` exp(b - c) and ``log_decay`` [batch, heads, time]; ``last``
+    [batch, heads] int64, c after the chunk."""
 
     factor: Tensor
     log_decay: Tensor

@@ -64,7 +64,7 @@ def factors(decay, reset, row, heads, time, at, SIZE: tl.constexpr):
 
 @triton.jit
 def between(sums, begun, REVERSE: tl.constexpr, STRICT: tl.constexpr, SIZE: tl.constexpr):
-    """M [SIZE, SIZE]: the row sees the columns before it (REVERSE: after it) and itself (STRICT: not itself)."""
+    """Return M [SIZE, SIZE]: the row sees the columns before it (REVERSE: after it) and itself (STRICT: not itself)."""
     t = tl.arange(0, SIZE)
     distance, decayed = t[:, None] - t[None, :], sums[:, None] - sums[None, :]
     if REVERSE:

@@ -1,4 +1,4 @@
-"""Which attention probabilities dropout removes: a function of a seed and of their indices in the call.
+"""Dropout of attention probabilities, as a function of a seed and of their indices in the call.
 
     out = (P * kept / (1 - p)) V / l,   kept = hash(seed, row, head, query, slot) >= p
 

@@ -18,7 +18,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class Compression(nn.Module):
-    """(old [batch, n, dim], usage [batch, n]) -> [batch, n / rate, dim]; ``rate`` divides n.
+    """The base of compressions: (old [batch, n, dim], usage [batch, n]) -> [batch, n / rate, dim]; ``rate`` divides n.
 
     ``usage`` is the mean probability with which queries looked at each, for a function with ``counts``; else None.
     """
