@@ -102,6 +102,16 @@ def test_of_equal_tokens_the_first_are_taken_whatever_the_padding(name):
         assert (padded[:, :length] - mixer(x[:, :length])).abs().max() < 1e-12
 
 
+def test_of_tokens_that_are_equal_but_for_rounding_the_first_are_taken():
+    generator = torch.Generator().manual_seed(0)
+    words = normalize(torch.randn(1, 2, 4, 8, generator=generator, dtype=torch.float64), dim=-1)
+    x = words[:, :, torch.randint(4, (40,), generator=generator)]
+    means = normalize(torch.randn(2, 8, 3, generator=generator, dtype=torch.float64), dim=1)
+    rounded = x * (1 + 1e-15 * torch.randn(x.shape, generator=generator, dtype=torch.float64))
+    one, other = (balanced_attention(each, each, x, (each @ means, None), 6) for each in (x, rounded))
+    assert (one - other).abs().max() < 1e-12
+
+
 def test_masked_it_leaks():
     """With other tokens from 48 of 96 on, two fifths of the outputs before them change: clusters take others."""
     generator = torch.Generator().manual_seed(0)
