@@ -1,8 +1,8 @@
 """Residuals of acting Transformers (Parisotto et al. 2019, Stabilizing Transformers for Reinforcement Learning).
 
 A sublayer F reads the normed stream, so that the stream itself goes through all layers untouched (identity map
-reordering, section 3.1), and what it gives is y = relu(F(norm(x))). The stream after it is x + y (TrXL-I), or one of
-the gates of section 3.2:
+reordering, section 3.1), and its output is y = relu(F(norm(x))). The stream after it is x + y (TrXL-I), or one of the
+gates of section 3.2:
 
     gru        r = s(W_r y + U_r x);  z = s(W_z y + U_z x - b);  h = tanh(W_h y + U_h (r x));  (1 - z) x + z h
     input      s(W x) x + y

@@ -13,8 +13,8 @@ class FeatureMap(nn.Module):
 
     ``signed``: products of features may be negative or vanish, so that their sum normalises nothing. ``negative``:
     features themselves may be. ``bounded``: no token's features are longer than 1, which keeps the delta rule stable.
-    ``scaled``: what ``keys`` gives lacks a factor, whose logarithm comes with it, as it may be too large or too small
-    for a number; the result of ``queries`` may lack any factor, as only quotients are used.
+    ``scaled``: the result of ``keys`` lacks a factor, whose logarithm comes with it, as it may be too large or too
+    small for a number; the result of ``queries`` may lack any factor, as only quotients are used.
     """
 
     signed: bool = False

@@ -12,7 +12,7 @@ Whatever a list cannot hold is detected beforehand, and the model is then steppe
 * what depends on the length: past slots enter as views of growing length, and the list written down at the length of
   now must equal that at the longest the buffers can hold.
 
-The first recorded step must also give what the model gives.
+The first recorded step must also agree with the model's.
 
 ``benchmarks/step_recording.py`` keeps it: by ``step_recording.json``, a recorded step takes 0.51 to 0.59 of the time of
 a step in Python. Delete it when every row ``recorded`` is above 0.9 of the row ``in Python``. PyTorch has deprecated

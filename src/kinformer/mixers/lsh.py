@@ -4,8 +4,8 @@
     bucket of a token in a round: argmax of [x R; -x R] for a random rotation R    (equation 3)
 
 A token sees itself only where it sees nothing else. Chunks are cut by the rank of a token in its bucket, which the past
-alone decides (``kernels.bucketed``): so the state is what later tokens can see of the past, and any cut of a sequence
-gives the same. The published form, which sorts full sequences, is the encoder mixer ``lsh``.
+alone decides (``kernels.bucketed``): so the state is what later tokens can see of the past, and the results do not
+depend on the cut of a sequence. The published form, which sorts full sequences, is the encoder mixer ``lsh``.
 """
 
 from __future__ import annotations

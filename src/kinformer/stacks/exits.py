@@ -1,9 +1,10 @@
 """Early exits: a token leaves after some layers, as a rule decides from its past (Elbayad et al. 2020, section 3;
 Schuster et al. 2022, section 3).
 
-With h^l what layer l gives, a token that leaves after layer l is predicted from h^l, and every later layer absorbs h^l
-in its place, each by its own keys and values, so that later tokens find it there (the papers' copied state, or state
-propagation). Without a rule, and in aligned training, all tokens go through all layers: the sequential stack, exactly.
+With h^l the output of layer l, a token that leaves after layer l is predicted from h^l, and every later layer absorbs
+h^l in its place, each by its own keys and values, so that later tokens find it there (the papers' copied state, or
+state propagation). Without a rule, and in aligned training, all tokens go through all layers: the sequential stack,
+exactly.
 
 With the layer ``decoder`` and softmax attention nothing else than that key and value is computed of a token that has
 left; other mixers are run in full, before a feed-forward of running tokens; other layers are run in full. While a graph
@@ -150,8 +151,8 @@ class Exits(Stack):
         """Run a chunk, all of whose tokens run, from the exit before to exit ``number``, with ``state`` of the uses
         there.
 
-        What the last one gives, [batch, time, dim]; its logits; by which exit each token is to leave as decided up to
-        there, [batch, time] int64; and the states after.
+        Return the outputs of the last use, [batch, time, dim]; its logits; by which exit each token is to leave as
+        decided up to there, [batch, time] int64; and the states after.
         """
         x, after = chunk.x, []
         for use, layer_state in zip(self.leads(number), state, strict=True):
