@@ -64,9 +64,10 @@ from kinformer.family import (
     vanilla,
     vit,
 )
+from kinformer.family.elsewhere import nearest_member
 from kinformer.family.record import Member
 from kinformer.runtime import plugins
-from kinformer.runtime.errors import choose
+from kinformer.runtime.errors import KinformerError, choose
 
 MEMBERS: dict[str, Member] = {
     module.MEMBER.name: module.MEMBER
@@ -142,6 +143,8 @@ def member(name: str, package: str | None = None) -> Member:
     """
     FAMILY.check_package(name, package)
     spelt = name if name in FAMILY else next((item for item in FAMILY if item.lower() == name.lower()), name)
+    if spelt not in FAMILY and (other := nearest_member(name)) is not None:
+        raise KinformerError(f"member: {name!r} is none of the family; {other.sentence}")
     return FAMILY[choose(spelt, FAMILY, "member")]
 
 

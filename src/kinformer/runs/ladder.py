@@ -23,11 +23,13 @@ from kinformer.training.pace import Pace
 from kinformer.training.settings import WARM_UP_STEPS, Settings
 
 STEPS = 10 * WARM_UP_STEPS
-"""The fewest steps for which a dearer rung is taken."""
+"""The fewest steps for which a dearer rung is taken. A judgement, not measured: ten warm-ups, so that the learning rate
+falls for nine tenths of the run."""
 RECIPES, ROWS = ("tiny", "small"), (0.25, 1.0)
 """From cheap to dear: recipes, and the share of the usual rows of a step."""
 ROOM = 4.0
-"""By how much a rung has to exceed ``STEPS`` before another recipe is tried, and measured."""
+"""By how much a rung has to exceed ``STEPS`` before another recipe is tried, and measured. A judgement, not measured: a
+step of ``small`` takes at least some four times as long as one of ``tiny``, so that with less room it would lose."""
 PROBE_SHARE = 0.01
 
 

@@ -12,6 +12,7 @@ from kinformer.core.contract import ReadsSource
 from kinformer.core.model_config import EmbeddingConfig
 from kinformer.core.parts import PatternConfig, PositionConfig
 from kinformer.core.pattern import Pattern
+from kinformer.family.elsewhere import nearest_member
 from kinformer.figures.encoder_pattern import FullSequence, global_token_words, in_text
 from kinformer.figures.influence import influence_panel
 from kinformer.figures.panels import (
@@ -96,7 +97,8 @@ def find(options: DrawOptions) -> Subject:
     wanted = (
         "a member, a run folder, a pattern or a position" if named else "a pattern" if options.pattern else "a position"
     )
-    raise KinformerError(f"{name!r} is not {wanted} to draw; {nearest(name, [*table, *(FAMILY if named else ())])}")
+    other, names = nearest_member(name) if named else None, [*table, *(FAMILY if named else ())]
+    raise KinformerError(f"{name!r} is not {wanted} to draw; {other.sentence if other else nearest(name, names)}")
 
 
 def _spans(options: DrawOptions) -> Subject:
