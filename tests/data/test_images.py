@@ -263,7 +263,7 @@ def test_transparent_pixels_are_laid_over_white(read, tmp_path):
     expected[0] = 255
     assert single(data, expected)
     assert data.notes == (
-        "1 pictures with transparency, laid over white",
+        "1 picture with transparency, laid over white",
         "29 pictures grey among coloured ones, made RGB",
     )
 
@@ -273,7 +273,7 @@ def test_the_upper_bits_of_sixteen_are_kept(read, tmp_path):
     save(changed(tmp_path / "pets"), image)
     data = read(tmp_path / "pets")
     assert single(data, (image >> 8).astype(np.uint8)[..., None])
-    assert data.notes == ("1 pictures of 16 bits, of which the upper 8 are kept",)
+    assert data.notes == ("1 picture of 16 bits, of which the upper 8 are kept",)
 
 
 def test_palettes_and_bits_are_looked_up(read, tmp_path):
@@ -285,7 +285,7 @@ def test_palettes_and_bits_are_looked_up(read, tmp_path):
     assert data.shape == (4, 6, 3)
     assert single(data, image[..., None])
     assert single(data, 255 - image[..., None])
-    assert data.notes[0] == "1 pictures with a palette, looked up"
+    assert data.notes[0] == "1 picture with a palette, looked up"
 
 
 def test_cmyk_becomes_rgb_and_cameras_are_turned(read, tmp_path):
@@ -302,7 +302,7 @@ def test_cmyk_becomes_rgb_and_cameras_are_turned(read, tmp_path):
     save(folder / "b.jpg", tall, exif=exif, quality=95)
     data = read(folder)
     assert data.shape == (8, 16, 3)
-    assert data.notes == ("1 pictures in CMYK, made RGB", "1 pictures turned as their camera says")
+    assert data.notes == ("1 picture in CMYK, made RGB", "1 picture turned as their camera says")
     every = np.concatenate([part.pixels for part in data.splits.values()]).astype(int)
     assert any((row > 240).all() for row in every)
     assert any((row[:, 9:] > 240).all() and (row[:, :7] < 15).all() for row in every)

@@ -12,6 +12,7 @@ from kinformer.cli.options import Changes, CommonOptions, Hidden, Member, option
 from kinformer.cli.output import BEGUN, print_json
 from kinformer.runs.options import TrainOptions
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 if TYPE_CHECKING:
     from kinformer.runs.train import Summary
@@ -56,6 +57,6 @@ def _report(options: Options, summary: Summary) -> None:
     if options.json:
         print_json(summary.facts)
     elif not result.signal:
-        steps = "1 step" if result.steps == 1 else f"{result.steps} steps"
+        steps = plural(result.steps, "step")
         done = f"{steps} in {result.seconds:.0f} s, {result.tokens_per_second:,.0f} tokens/s"
         print(f"{summary.folder}: {done}, {summary.best}")

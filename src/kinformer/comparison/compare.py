@@ -26,6 +26,7 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import require_utf8
 from kinformer.runtime.lock import locked
 from kinformer.runtime.progress import note
+from kinformer.runtime.words import plural
 from kinformer.training.metric import Metric
 
 EVALUATION_SHARE, FIXED_SECONDS = 0.25, 12.0
@@ -110,8 +111,8 @@ def _steps_in(left: Sequence[Contestant], options: CompareOptions, spent: float)
     steps = int(seconds / (seconds_of_all * VALIDATED * (options.seeds + tried)))
     if steps < 20:
         raise KinformerError(
-            f"`total_minutes` {options.total_minutes:g}: suffices for {max(0, steps)} steps a run; give more minutes, "
-            "or fewer members, seeds or `parameters`."
+            f"`total_minutes` {options.total_minutes:g}: suffices for {plural(max(0, steps), 'step')} a run; give more "
+            "minutes, or fewer members, seeds or `parameters`."
         )
     return steps
 
@@ -122,8 +123,8 @@ def _tell(contestants: Sequence[Contestant], options: CompareOptions, steps: dic
         trials = options.sweep * sweep_steps(options, count)
         total = seconds * (count * options.seeds + trials)
         note(
-            f"{contestant.name}: {contestant.parameters:,} parameters, {options.seeds} x {count} steps and {trials} of "
-            f"the sweep, about {total / 60:.1f} minutes"
+            f"{contestant.name}: {contestant.parameters:,} parameters, {options.seeds} x "
+            f"{plural(count, 'step')} and {trials} of the sweep, about {total / 60:.1f} minutes"
         )
 
 

@@ -20,6 +20,7 @@ from kinformer.runs.train import train
 from kinformer.runtime.errors import KinformerError, flag_of
 from kinformer.runtime.parsing import parse_json_line
 from kinformer.runtime.progress import note
+from kinformer.runtime.words import plural
 from kinformer.training.checkpoint import Checkpoints
 from kinformer.training.logging import METRICS
 from kinformer.training.metric import Metric
@@ -94,7 +95,7 @@ def _trial(
     done = run(contestant, options, cache, lr, options.seed, steps, keeps=False, **every)
     value = done.get("validation", {}).get(metric.name)
     value_text = metric.text(value) if value is not None else "diverged"
-    note(f"{contestant.name}: learning rate {lr:g}, {steps} steps: {value_text}")
+    note(f"{contestant.name}: learning rate {lr:g}, {plural(steps, 'step')}: {value_text}")
     return value
 
 

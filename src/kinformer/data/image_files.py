@@ -23,6 +23,7 @@ from kinformer.data.image_source import SPLITS, ImageSet, Part
 from kinformer.data.png import require_rows
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import reading, require_file
+from kinformer.runtime.words import plural
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
 _PICTURES = ("a PNG picture", "a JPEG picture")
@@ -222,7 +223,7 @@ def _notes(heads: Sequence[Head], others: Sequence[str]) -> list[str]:
         "turned as their camera says": sum(head.turned for head in heads),
         "grey among coloured ones, made RGB": grey if grey < len(heads) else 0,
     }
-    notes = [f"{count} pictures {what}" for what, count in counted.items() if count]
+    notes = [f"{plural(count, 'picture')} {what}" for what, count in counted.items() if count]
     if others:
         notes.append(f"{len(others)} files that are no PNG or JPEG, left out, {others[0]} among them")
     return notes

@@ -17,6 +17,7 @@ from kinformer.family.table import member
 from kinformer.runs.minutes import flags_between, measured_update
 from kinformer.runs.options import TrainOptions
 from kinformer.runtime.errors import KinformerError, spelled
+from kinformer.runtime.words import plural
 from kinformer.tasks.task import Task, TrainingPlan
 from kinformer.training.loop import FORWARD_SHARE
 from kinformer.training.pace import Pace
@@ -44,7 +45,7 @@ class Rung:
     @property
     def text(self) -> str:
         """What the time is worth here, and the flags that choose the same."""
-        steps = "1 step" if self.steps == 1 else f"{self.steps:,} steps"
+        steps = plural(self.steps, "step")
         chosen = f"; chosen for that: {spelled(' '.join(self.flags))}" if self.flags else ""
         return f"kinformer: in {self.options.minutes:g} minutes about {steps} can be made{chosen}"
 

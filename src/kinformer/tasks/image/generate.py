@@ -21,6 +21,7 @@ from kinformer.generation.sampling import Sampling, TokenSampler, UniformStreams
 from kinformer.generation.steps import Steps
 from kinformer.runtime.errors import KinformerError, require_finite
 from kinformer.runtime.progress import progressing
+from kinformer.runtime.words import plural
 from kinformer.tasks.image.evaluate import data_of
 from kinformer.tasks.image.rows import LEVELS, START, Sequences
 from kinformer.tasks.task import LoadedRun
@@ -67,7 +68,7 @@ def draw(subject: LoadedRun, options: Any, task_options: Any) -> Drawn:
         "seconds": seconds, "images_per_second": count / seconds, "state_bytes": state_bytes, "seed": options.seed,
     }  # fmt: skip
     text = (
-        f"{count} images in {seconds:.2f} s, {count / seconds:.3g} images/s; state {state_bytes:,} bytes; "
+        f"{plural(count, 'image')} in {seconds:.2f} s, {count / seconds:.3g} images/s; state {state_bytes:,} bytes; "
         f"seed {options.seed}"
     )
     return Drawn(pixels, facts, text)

@@ -16,6 +16,7 @@ from kinformer.evaluation.usage import Usage, record_usage
 from kinformer.evaluation.windows import Windows
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.progress import note, progressing
+from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import Evaluation, EvaluationReport, EvaluationSettings, TextTable, evaluated
 from kinformer.tasks.shared.lengths import Length, parse_lengths, short_names, tell_untrained, trained_at
 from kinformer.tasks.shared.options import NextTokenEvaluationOptions
@@ -191,7 +192,7 @@ def _way(measured: Measurement) -> str:
     if measured.context is None:
         return "state carried"
     repeated = f", {measured.overlap:.0%} of each repeated" if measured.overlap else ""
-    return f"windows of {measured.context} tokens{repeated}"
+    return f"windows of {plural(measured.context, 'token')}{repeated}"
 
 
 def _facts(measured: Measurement) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from kinformer.data.image_files import SUFFIXES, decode, read_head
 from kinformer.data.images import read_images
 from kinformer.runtime.errors import KinformerError, require_finite
 from kinformer.runtime.files import reading, require_file
+from kinformer.runtime.words import plural
 from kinformer.tasks.shared.classes import classes_of
 from kinformer.tasks.shared.made import Made
 from kinformer.tasks.shared.text import spec_of
@@ -56,7 +57,9 @@ def classify(
             predictions.append({"image": picture.name, "label": picture.label, "classes": classes})
     seconds = time.perf_counter() - begun
     facts = {"run": str(run.folder), "images": predictions, "seconds": seconds}
-    return Made(facts, f"{len(predictions)} images in {seconds:.3f} s, {len(predictions) / seconds:.3g} images/s")
+    return Made(
+        facts, f"{plural(len(predictions), 'image')} in {seconds:.3f} s, {len(predictions) / seconds:.3g} images/s"
+    )
 
 
 def probabilities_of(model: Any, batch: Sequence[Picture]) -> Tensor:

@@ -1,0 +1,7 @@
+"""Counts in sentences."""
+
+from kinformer.runtime.words import plural
+
+
+def test_one_is_no_plural():
+    assert [plural(count, "step") for count in (0, 1, 2, 2000)] == ["0 steps", "1 step", "2 steps", "2,000 steps"]
