@@ -45,8 +45,8 @@ def ordered(comparison: Comparison) -> list[EntrantRecord]:
 def markdown(comparison: Comparison) -> str:
     """The comparison as a page of Markdown."""
     shown = columns(comparison)
-    message_value = [*words.summary(comparison), *words.crossovers_of(comparison)]
-    lines = [f"# {_prose(title(comparison))}", "", *(f"- {_prose(item)}" for item in message_value), ""]
+    sentences = [*words.summary(comparison), *words.crossovers_of(comparison)]
+    lines = [f"# {_prose(title(comparison))}", "", *(f"- {_prose(item)}" for item in sentences), ""]
     lines += [
         "| member | " + " | ".join(_prose(column.title) for column in shown) + " |",
         "| --- |" + " ---: |" * len(shown),

@@ -30,13 +30,13 @@ def read_npz(path: Path) -> Arrays:
 
     Errors: ``KinformerError`` for what is no archive, lacks an array, or holds one as a pickle.
     """
-    valid_names = {name: meaning for meaning, names in NAMES.items() for name in names}
-    arrays, names = read_arrays(path, lambda name: name in valid_names)
+    meanings = {name: meaning for meaning, names in NAMES.items() for name in names}
+    arrays, names = read_arrays(path, lambda name: name in meanings)
     result: Arrays = {}
-    for name in valid_names:
+    for name in meanings:
         if name in arrays:
             _require_steps(arrays[name], name, path)
-            result.setdefault(valid_names[name], arrays[name])
+            result.setdefault(meanings[name], arrays[name])
     for meaning in ("observations", "actions", "rewards"):
         if meaning not in result:
             raise KinformerError(

@@ -45,5 +45,5 @@ class StoreOptions(Checked):
 
     def _is_set(self, option: Field[Any]) -> bool:
         """Whether an option of a store, but not the store itself, differs from its default."""
-        local = {field.name for field in fields(StoreOptions)} | {"tune", "sizes"}
-        return option.name in local - {"datastore"} and getattr(self, option.name) != option.default
+        store_names = {field.name for field in fields(StoreOptions)} | {"tune", "sizes"}
+        return option.name in store_names - {"datastore"} and getattr(self, option.name) != option.default

@@ -128,8 +128,8 @@ def _continued(
     ends = tokens == search.eos
     penalty = _penalty(running.length + 1, search)
     for row, rank in (ends[:, : search.beam] & scores[:, : search.beam].isfinite()).nonzero().tolist():
-        local = running.tokens[row, parents[row, rank]].tolist()
-        hypotheses[int(running.sentences[row])].append(Hypothesis(local, float(scores[row, rank]) / penalty))
+        tokens_of_row = running.tokens[row, parents[row, rank]].tolist()
+        hypotheses[int(running.sentences[row])].append(Hypothesis(tokens_of_row, float(scores[row, rank]) / penalty))
     chosen = ends.to(torch.int8).argsort(dim=1, stable=True)[:, : search.beam]
     parents, tokens, scores = (item.gather(1, chosen) for item in (parents, tokens, scores))
     before = running.tokens.gather(1, parents[:, :, None].expand(-1, -1, running.length))

@@ -59,12 +59,12 @@ class SpalmHead(nn.Module):
 
     def fuse(self, hidden: Tensor, embedding: Tensor, neighbours: Tensor) -> Tensor:
         """Return z [batch, time, dim], the gated sum of memory and hidden state."""
-        valid_names = neighbours >= 0
-        some = valid_names.any(dim=-1, keepdim=True)
+        filled = neighbours >= 0
+        some = filled.any(dim=-1, keepdim=True)
         following = rows_of(neighbours.clamp_min(0), embedding)
         scores = (following @ hidden[..., None])[..., 0]
         # A row without any neighbour is not masked: softmax over -inf alone is NaN, and ``where`` below drops the row.
-        shares = scores.masked_fill(some & ~valid_names, -torch.inf).softmax(dim=-1)
+        shares = scores.masked_fill(some & ~filled, -torch.inf).softmax(dim=-1)
         memory = (shares[..., None, :] @ following)[..., 0, :]
         gate = self.gate(hidden).sigmoid()
         return torch.where(some, (1 - gate) * memory + gate * hidden, hidden)

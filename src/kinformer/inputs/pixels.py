@@ -144,17 +144,17 @@ class Pixels(Input):
 
     def _valued(self, values: Tensor, cells: Tensor) -> Tensor:
         """Return the vectors of the values, or of START, which have come before ``cells``."""
-        config, valid_names = self.config, values.clamp(max=LEVELS - 1)
+        config, clamped = self.config, values.clamp(max=LEVELS - 1)
         begins = (values[..., 0] if config.joint else values) == START
         if config.restart:
             begins = begins | (cells % self.raster.area == 0)
         if config.joint:
-            x = self.values(valid_names + LEVELS * torch.arange(config.channels, device=values.device)).sum(-2)
+            x = self.values(clamped + LEVELS * torch.arange(config.channels, device=values.device)).sum(-2)
         elif config.per_channel:
             _, before = self.raster.cell((cells - 1) % self.raster.size)
-            x = self.values(valid_names + before % config.channels * LEVELS)
+            x = self.values(clamped + before % config.channels * LEVELS)
         else:
-            x = self.values(valid_names)
+            x = self.values(clamped)
         x = x if self.factor is None else x * self.factor
         return torch.where(begins[..., None], self.start.to(x.dtype), x)
 

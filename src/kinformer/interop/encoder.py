@@ -124,8 +124,8 @@ class Family:
                     "ForSequenceClassification or ForTokenClassification, which alone can be imported."
                 )
             chosen = {"kind": kind, "classes": _classes(full, place), "dropout": _head_dropout(full, place)}
-            local = {"activation": activation} if kind in self.activated else {}
-            return {"head": chosen | local, "global_tokens": int(self.first_is_global and kind == "classification")}
+            extra = {"activation": activation} if kind in self.activated else {}
+            return {"head": chosen | extra, "global_tokens": int(self.first_is_global and kind == "classification")}
         like_layers = "masked_language" in self.activated
         if like_layers and activation == "relu":
             raise KinformerError(f"{place}: hidden_act is 'relu', which the head for masked tokens cannot have here.")
@@ -143,5 +143,5 @@ def _classes(full: Mapping[str, Any], place: Path) -> int:
 
 
 def _head_dropout(full: Mapping[str, Any], place: Path) -> float:
-    local = full.get("classifier_dropout") is not None
-    return number(full, place, "classifier_dropout" if local else "hidden_dropout_prob")
+    has_dropout = full.get("classifier_dropout") is not None
+    return number(full, place, "classifier_dropout" if has_dropout else "hidden_dropout_prob")

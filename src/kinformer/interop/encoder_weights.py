@@ -66,10 +66,10 @@ def plain(name: str) -> str:
 def _head_names(kind: str, names: Collection[str]) -> dict[str, str]:
     """Return their names of the head's parts, to ours; where a classifier has a
     product of its own, the pooler is not it."""
-    local = HEAD_NAMES[kind]
+    names_of_head = HEAD_NAMES[kind]
     if kind == "classification" and "classifier.dense.weight" in names:
-        return {name: ours for name, ours in local.items() if name != "pooler.dense"}
-    return local
+        return {name: ours for name, ours in names_of_head.items() if name != "pooler.dense"}
+    return names_of_head
 
 
 def has_language_head(names: Collection[str]) -> bool:

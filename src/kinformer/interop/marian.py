@@ -137,11 +137,11 @@ def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Pat
                 "further heads."
             )
     order = {ours: letters for letters, ours in JOINED.values()}
-    for name, local in parts.items():
+    for name, letters_of_part in parts.items():
         letters = next(value for ours, value in order.items() if ours in name)
-        if missing := [letter for letter in letters if letter not in local]:
+        if missing := [letter for letter in letters if letter not in letters_of_part]:
             raise KinformerError(f"{folder}: lacks the product {missing[0]!r} of {name}; restore it from a copy.")
-        weights[name] = torch.cat([local[letter] for letter in letters])
+        weights[name] = torch.cat([letters_of_part[letter] for letter in letters])
     return weights
 
 

@@ -52,20 +52,20 @@ class MovingAverage:
 def mean_weights(model: nn.Module, checkpoints: Checkpoints, steps: Sequence[int]) -> dict[str, Tensor]:
     """Return the mean of the weights of ``model`` and of the checkpoints of ``steps``, sharded over processes as the
     model's are; tensors that are not floating-point are the model's."""
-    local = {name: weight for name, weight in model.state_dict().items() if weight.is_floating_point()}
+    weights_now = {name: weight for name, weight in model.state_dict().items() if weight.is_floating_point()}
     # Summed in float64, so that rounding is that of one division, however many checkpoints there are.
-    total = {name: weight.to(torch.float64, copy=True) for name, weight in local.items()}
+    total = {name: weight.to(torch.float64, copy=True) for name, weight in weights_now.items()}
     for step in steps:
         weights = load_tensors(checkpoints.path(step) / "model.safetensors")[0]
-        for name, weight in local.items():
+        for name, weight in weights_now.items():
             total[name] += like(weight, weights[name]).to(weight.device)
-    return {name: (weight / (len(steps) + 1)).to(local[name].dtype) for name, weight in total.items()}
+    return {name: (weight / (len(steps) + 1)).to(weights_now[name].dtype) for name, weight in total.items()}
 
 
 def replaced(model: nn.Module, weights: Mapping[str, Tensor]) -> AbstractContextManager[None]:
     """Give ``model`` other weights within the context, by name, sharded over processes as the model's are."""
-    local = model.state_dict()
-    return _swapped({name: local[name] for name in weights}, weights)
+    weights_now = model.state_dict()
+    return _swapped({name: weights_now[name] for name in weights}, weights)
 
 
 @contextmanager

@@ -35,9 +35,9 @@ class Carried:
         """Return every leaf of every part on the first process, called ``"part.leaf"``; all processes take part."""
         if self.states[0] is None:
             return {}
-        local = [leaf for state in self.states for leaf in states.tensors(state)]
-        everyone = group.collect(local)
-        per_part = len(local) // len(self.states)
+        leaves_here = [leaf for state in self.states for leaf in states.tensors(state)]
+        everyone = group.collect(leaves_here)
+        per_part = len(leaves_here) // len(self.states)
         flat = [leaf for leaves in everyone for leaf in leaves]
         return {f"{i // per_part:04d}.{i % per_part:04d}": leaf.clone() for i, leaf in enumerate(flat)}
 

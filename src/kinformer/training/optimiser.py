@@ -89,11 +89,11 @@ class Optimiser:
 
     def load(self, tensors: Mapping[str, Tensor], place: str) -> None:
         """Restore whole tensors of :meth:`tensors`, whatever the number of processes was then and is now."""
-        valid_names_value = {name for names in self.names for name in names}
+        parameter_names = {name for names in self.names for name in names}
         states: dict[str, dict[str, Tensor]] = {}
         for path, tensor in tensors.items():
             name, _, key = path.rpartition(":")
-            if name not in valid_names_value:
+            if name not in parameter_names:
                 raise KinformerError(f"{place}: holds an optimiser's state of {name!r}, unknown here; use its own run.")
             states.setdefault(name, {})[key] = tensor
         for optimiser, names in zip(self.optimisers, self.names, strict=True):

@@ -123,12 +123,12 @@ class TrajectoryRows(DataModule):
             yield batch._replace(real=batch.real & ~again[:, None])
 
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
-        valid_names = {
+        by_name = {
             BITS_PER_ACTION.name: means.get("nats", 0.0) / log(2),
             ACCURACY.name: means.get("correct", 0.0),
             ACTION_ERROR.name: means.get("squares", 0.0),
         }
-        return {metric.name: valid_names[metric.name] for metric in self.metrics}
+        return {metric.name: by_name[metric.name] for metric in self.metrics}
 
 
 def _weights(trajectories: Trajectories, episodes: np.ndarray, power: float) -> np.ndarray:

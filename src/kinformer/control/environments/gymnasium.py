@@ -109,11 +109,11 @@ def _observed(space: Any, name: str) -> _Seen:
     if kind == "Box":
         return _Seen(int(np.prod(space.shape)), lambda observation: np.asarray(observation, np.float32).reshape(-1))
     if kind == "Dict":
-        valid_names_value = {
+        readable = {
             key: part for key, part in space.spaces.items() if type(part).__name__ in ("Discrete", "Box", "Dict")
         }
-        if valid_names_value:
-            parts = {key: _observed(part, name) for key, part in valid_names_value.items()}
+        if readable:
+            parts = {key: _observed(part, name) for key, part in readable.items()}
             size = sum(part.size for part in parts.values())
             return _Seen(size, lambda seen: np.concatenate([part.read(seen[key]) for key, part in parts.items()]))
     raise KinformerError(

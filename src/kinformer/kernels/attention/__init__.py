@@ -195,8 +195,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
             f"{_PLACE}: keys by distance with scores of the form {scoring.form}; they are for products, the form dot."
         )
     if visibility.pattern is None:
-        option_value = visibility.positions is not None, visibility.key_positions is not None
-        if option_value != (scoring.relative is not None,) * 2:
+        has_positions = visibility.positions is not None, visibility.key_positions is not None
+        if has_positions != (scoring.relative is not None,) * 2:
             raise KinformerError(
                 f"{_PLACE}: positions and distances without a pattern; give one, such as Band(), or key_positions too."
             )

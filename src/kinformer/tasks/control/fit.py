@@ -62,9 +62,13 @@ def check_plan(plan: TrainingPlan, longest: int | None) -> None:
 def check_environment(environment: Environment, config: Any, place: str) -> None:
     """Refuse an environment of other observations or actions than the model at ``place`` knows."""
     policy, space = config.head.policy, environment.actions
-    valid_names = config.input.observation_dim, getattr(policy, "actions", None), getattr(policy, "action_dim", None)
+    sizes = config.input.observation_dim, getattr(policy, "actions", None), getattr(policy, "action_dim", None)
     discrete = isinstance(space, Discrete)
-    if valid_names != (environment.observation_dim, space.dim if discrete else None, None if discrete else space.dim):
+    if sizes != (
+        environment.observation_dim,
+        space.dim if discrete else None,
+        None if discrete else space.dim,
+    ):
         kind = "discrete" if discrete else "continuous"
         raise KinformerError(
             f"`env` {environment.name}: has observations of {environment.observation_dim} numbers and {space.dim} "

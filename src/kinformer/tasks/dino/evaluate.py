@@ -64,11 +64,11 @@ def evaluate(
     count = len(part) if task_options.images is None else min(task_options.images, len(part))
     level, begun = run.options.level, time.perf_counter()
     with progressing(quiet) as progress:
-        valid_names_value = vectors_of(model, level, result.train, len(result.train), progress)
+        train_vectors = vectors_of(model, level, result.train, len(result.train), progress)
         vectors = vectors_of(model, level, part, count)
     labels, test_labels = (torch.from_numpy(np.array(item.labels)) for item in (result.train, part))
     test_labels = test_labels[:count]
-    guesses = nearest_classes(vectors, valid_names_value, labels, task_options.nearest, len(result.classes))
+    guesses = nearest_classes(vectors, train_vectors, labels, task_options.nearest, len(result.classes))
     accuracy = float((guesses == test_labels).double().mean())
     guessing = float(test_labels.bincount().max()) / count
     text = (

@@ -21,20 +21,22 @@ def image_changes(config: Any, shape: tuple[int, int, int] | None) -> dict[str, 
     an input of pixels, in the blocks of the attention's pattern if that has some, whose sizes follow the images'."""
     patterns = {index: pattern for index, layer in enumerate(config.layers) if (pattern := _pattern(layer)) is not None}
     if config.input.kind == INPUT:
-        option_value = to_dict(config.input)
+        input_changes = to_dict(config.input)
     else:
-        option_value = {"kind": INPUT, "scale": getattr(config.input, "scale", False), "channels": 3}
+        input_changes = {"kind": INPUT, "scale": getattr(config.input, "scale", False), "channels": 3}
         if patterns and shape is not None:
-            option_value |= {name: getattr(next(iter(patterns.values())), name) for name in _BLOCKS}
+            input_changes |= {name: getattr(next(iter(patterns.values())), name) for name in _BLOCKS}
     if shape is None:
-        return {"input": option_value}
+        return {"input": input_changes}
     height, width, channels = shape
     if channels == 1:
-        option_value = {name: value for name, value in option_value.items() if name not in ("joint", "per_channel")}
-    cells = {"height": height, "width": width * (1 if option_value.get("joint") else channels)}
-    if option_value.get("block_height") is not None:
-        option_value |= {f"block_{side}": divisor(size, option_value[f"block_{side}"]) for side, size in cells.items()}
-    changes = {"input": option_value | {"height": height, "width": width, "channels": channels}}
+        input_changes = {name: value for name, value in input_changes.items() if name not in ("joint", "per_channel")}
+    cells = {"height": height, "width": width * (1 if input_changes.get("joint") else channels)}
+    if input_changes.get("block_height") is not None:
+        input_changes |= {
+            f"block_{side}": divisor(size, input_changes[f"block_{side}"]) for side, size in cells.items()
+        }
+    changes = {"input": input_changes | {"height": height, "width": width, "channels": channels}}
     for index, pattern in patterns.items():
         blocks = {f"block_{side}": divisor(size, getattr(pattern, f"block_{side}")) for side, size in cells.items()}
         changes[f"layers.{index}.mixer.pattern"] = to_dict(pattern) | cells | blocks

@@ -107,10 +107,10 @@ class AnswersLoss:
 
     def __call__(self, model: Any, batch: ScoredBatch, state: Any, progress: float) -> ObjectiveOutput:
         answered = answers(model, batch, state)
-        nats, right, requested_value = answered.nats, answered.right, len(answered.labels)
-        counts = {"predicted": torch.full_like(right.sum(), requested_value), "correct": right.sum()}
+        nats, right, labels_scored = answered.nats, answered.right, len(answered.labels)
+        counts = {"predicted": torch.full_like(right.sum(), labels_scored), "correct": right.sum()}
         metrics = {"nats": nats.detach(), **counts, **self.counted(batch, answered.rows, right)}
-        return nats / max(1, requested_value), metrics, answered.state
+        return nats / max(1, labels_scored), metrics, answered.state
 
     def counted(self, batch: ScoredBatch, rows: Tensor, right: Tensor) -> dict[str, Tensor]:
         """What else is summed, of ``right`` answers [tokens] in ``rows`` [tokens]."""

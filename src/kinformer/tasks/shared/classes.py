@@ -22,13 +22,13 @@ def classes_of(run: TrainedRun) -> list[str]:
 
 def numbers_of(run: TrainedRun, name: str, classes: Sequence[str]) -> np.ndarray:
     """The numbers that ``run`` gave to the ``classes`` of the data called ``name``, in their order."""
-    valid_names_value = classes_of(run)
-    if strange := [item for item in classes if item not in valid_names_value]:
+    learnt = classes_of(run)
+    if strange := [item for item in classes if item not in learnt]:
         raise KinformerError(
             f"{name}: has the class {strange[0]!r}, which {run.folder} was not trained to predict; it predicts "
-            f"{', '.join(valid_names_value)}."
+            f"{', '.join(learnt)}."
         )
-    return np.array([valid_names_value.index(item) for item in classes], np.int64)
+    return np.array([learnt.index(item) for item in classes], np.int64)
 
 
 def by_class(classes: Sequence[str], measured: Any, things: str) -> tuple[list[dict[str, Any]], TextTable]:

@@ -168,11 +168,11 @@ def _acting_text(
     headers = ("asked for", "return", "95 %", "steps", *(["optimal"] if optimal else []), "steps/s")
     context = rows[0]["context_steps"]
     how = remembering(None if context == "carried" else context)
-    message_value: list[str | TextTable] = [f"{episodes} episodes each in {env}, {how}\n"]
-    message_value.append(TextTable(headers, lines, range(1, len(headers))))
+    text: list[str | TextTable] = [f"{episodes} episodes each in {env}, {how}\n"]
+    text.append(TextTable(headers, lines, range(1, len(headers))))
     if correlation is not None:
-        message_value.append(f"\nrank correlation of returns and targets {correlation:.3f}")
-    return message_value
+        text.append(f"\nrank correlation of returns and targets {correlation:.3f}")
+    return text
 
 
 def _shown(target: float | None) -> str:
