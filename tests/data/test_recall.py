@@ -10,7 +10,7 @@ from kinformer.runtime.errors import KinformerError
 @pytest.mark.parametrize("replace", [False, True])
 @pytest.mark.parametrize("num_keys", [1, 2, 17])
 def test_targets_are_what_a_dictionary_holds(num_keys, replace):
-    keys, values, queries, targets = AssociativeRetrieval(num_keys, replace, seed=3).batch(11, asked=5)
+    keys, values, queries, targets = AssociativeRetrieval(num_keys, replace, seed=3).batch(11, num_queries=5)
     for row in range(11):
         memory = dict(zip(keys[row].tolist(), values[row].tolist(), strict=True))
         assert [memory[query] for query in queries[row].tolist()] == targets[row].tolist()

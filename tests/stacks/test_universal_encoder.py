@@ -158,7 +158,7 @@ def test_costs_of_both_sides_of_a_translation_are_added():
 
     def objective(model, batch, state, progress):
         logits, state = model(batch[1], model.begin(batch[0]))
-        return torch.zeros(()), {}, state
+        return torch.zeros(()), {"predicted": torch.ones(())}, state
 
     batch = Batch([torch.randint(23, (2, 7)), torch.randint(23, (2, 5))])
     with noting_steps(model) as noted:

@@ -129,7 +129,7 @@ def test_a_killed_process_is_one_sentence(capfd: pytest.CaptureFixture[str]) -> 
     """PyTorch's own words are kept for who asks with --verbose."""
     with pytest.raises(KinformerError) as raised:
         launch(_killed, (), 1)
-    assert re.fullmatch("process 0 of 1 was killed by SIGKILL .* with --resume.", str(raised.value))
+    assert re.fullmatch("process 0 of 1 was killed by SIGKILL .* with resume.", str(raised.value))
     assert any("exitcode: -9" in note for note in raised.value.__notes__)
     assert "Traceback" not in "".join(capfd.readouterr())
 

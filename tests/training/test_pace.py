@@ -142,7 +142,7 @@ def test_more_minutes_buy_a_step_however_slow_the_start_is(corpus: Corpus, tmp_p
     options = {"steps": None, "checkpoint_every": None}
     trainer(corpus, tmp_path, minutes=0.03, **options, begun=time.monotonic() - 100).run()
     slow = trainer(corpus, tmp_path, minutes=3.0, **options, begun=time.monotonic() - 175)
-    assert slow.step == 1 and 90 < slow.spent < 110 and slow.each_step < 1
+    assert slow.step == 1 and 90 < slow.spent < 110 and slow.step_seconds < 1
     assert slow.run().steps == 2
     last = trainer(corpus, tmp_path, minutes=3.0, **options)
     assert last.run().steps == 2  # the time is over

@@ -195,23 +195,26 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     The library opens a file once for its head and again for its tensors. Where another process puts a new file in its
     place in between, the file is read again.
     """
+    require_utf8(path)
     for _ in range(_MOST_READS - 1):
-        before = _identity(path)
-        try:
-            result = _load_tensors(path)
-        except KinformerError:
-            if _identity(path) == before:
-                raise
-        else:
-            if _identity(path) == before:
-                return result
+        require_file(path)
+        with reading(path), path.open("rb") as held:  # while a file is open no other one gets its number
+            before = _identity(held.fileno())
+            try:
+                result = _load_tensors(path)
+            except KinformerError:
+                if _identity(path) == before:
+                    raise
+            else:
+                if _identity(path) == before:
+                    return result
     return _load_tensors(path)
 
 
-def _identity(path: Path) -> tuple[int, ...] | None:
+def _identity(place: Path | int) -> tuple[int, ...] | None:
     """Return a value that differs when another file stands in the place of this one, or when it was written to."""
     try:
-        status = path.stat()
+        status = os.stat(place)
     except (OSError, ValueError):
         return None
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
@@ -220,7 +223,6 @@ def _identity(path: Path) -> tuple[int, ...] | None:
 def _load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     from safetensors import safe_open
 
-    require_utf8(path)
     require_file(path)
     with reading(path, "is truncated or damaged"):
         with safe_open(path, framework="pt") as file:
