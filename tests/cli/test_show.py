@@ -131,7 +131,7 @@ def test_it_begins_with_what_it_computes(cli):
     out = cli("show", "linear-transformer", "--recipe", "tiny")[1]
     head = out.split("exact limit")[0]
     assert "rule linear   S_t = a_t S_(t-1) + phi(k_t) v_t^T" in head
-    assert "feature map elu: elu(x) + 1 (Katharopoulos et al. 2020, equation 7)" in head
+    assert "feature map elu: The feature map elu(x) + 1 (Katharopoulos et al. 2020, equation 7)" in head
     assert "shapes: x and y [batch, time, 32]; N = layers = 2, d_model = dim = 32, h = num_heads = 2" in head
     told = json.loads(cli("show", "retnet", "--recipe", "tiny", "--set", "layers.0.mixer.num_heads=4", "--json")[1])
     assert [each["slot"] for each in told["computes"]] == ["mixer", "position", "feature_map", "decay"]
