@@ -22,7 +22,7 @@ from typing import Any
 from common import Contestant, arguments, interleave, kinformer, prepare, save, show, train
 from kinformer.runs.planning import data_of
 from kinformer.runs.run import open_run
-from kinformer.tasks.task import LoadedRun
+from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.translate.generate import Translator
 from kinformer.tasks.translate.options import Decoding
 

@@ -161,7 +161,7 @@ def main_generate(folder, prompt):
     from types import SimpleNamespace
 
     from kinformer.tasks.algorithm.evaluate import answer
-    from kinformer.tasks.task import LoadedRun
+    from kinformer.tasks.runs import LoadedRun
 
     run = kinformer.open_run(folder)
     return answer(LoadedRun(run, run.model()), prompt, SimpleNamespace(samples=1, seed=0), None)

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from kinformer.tasks.evaluation import EvaluationReport, by_group, evaluated, total
-from kinformer.tasks.task import LoadedRun
+from kinformer.tasks.runs import LoadedRun
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
 
 

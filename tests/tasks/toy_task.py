@@ -21,7 +21,8 @@ from kinformer.positions.learned import Learned
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.record import DataNeeds, Models
-from kinformer.tasks.task import LoadedRun, Source, Task, TrainingPlan
+from kinformer.tasks.runs import LoadedRun
+from kinformer.tasks.task import Source, Task, TrainingPlan
 from kinformer.training.batch import map_fields
 from kinformer.training.data_module import DataModule
 from kinformer.training.metric import Metric

@@ -11,7 +11,7 @@ from kinformer.core.model import CausalModel
 from kinformer.datastore.options import StoreOptions
 from kinformer.runtime.errors import KinformerError, marked, spelled
 from kinformer.runtime.progress import note
-from kinformer.tasks.task import TrainedRun
+from kinformer.tasks.runs import TrainedRun
 
 if TYPE_CHECKING:
     from kinformer.core.model_config import ModelConfig

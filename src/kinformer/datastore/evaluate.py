@@ -28,8 +28,8 @@ from kinformer.evaluation.windows import Windows
 from kinformer.runtime.errors import KinformerError, marked
 from kinformer.runtime.progress import note, progressing
 from kinformer.tasks.evaluation import EvaluationReport, TextTable, evaluated
+from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.text import HeldOut, check_positions, held_out, main_windows
-from kinformer.tasks.task import LoadedRun
 from kinformer.training.metric import Metric
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from kinformer.runs.spool import spooled
 from kinformer.runs.stores import STORES
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import Evaluation, EvaluationReport, EvaluationSettings
+from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.table import evaluation_options
-from kinformer.tasks.task import LoadedRun
 
 
 def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: bool = True) -> EvaluationReport:

@@ -16,8 +16,9 @@ from kinformer.runs.run import open_run
 from kinformer.runs.stores import STORES
 from kinformer.runtime.errors import KinformerError, marked
 from kinformer.tasks.record import DRAWING
+from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.table import generation_options
-from kinformer.tasks.task import LoadedRun, Task
+from kinformer.tasks.task import Task
 
 
 def generate(

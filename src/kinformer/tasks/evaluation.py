@@ -13,7 +13,7 @@ from kinformer.runtime.progress import progressing
 from kinformer.training.metric import Metric
 
 if TYPE_CHECKING:
-    from kinformer.tasks.task import LoadedRun
+    from kinformer.tasks.runs import LoadedRun
 
 K = TypeVar("K")
 

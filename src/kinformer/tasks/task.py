@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import Evaluation, EvaluationReport, EvaluationSettings
 from kinformer.tasks.record import DataNeeds, Generation, Models
+from kinformer.tasks.runs import LoadedRun, TrainedRun
 from kinformer.training.metric import Metric
 
 if TYPE_CHECKING:
@@ -67,40 +68,6 @@ class TrainingPlan(NamedTuple):
     settings: Settings
     options: Any
     tokenizer: Tokenizer | None
-
-
-class TrainedRun(Protocol):
-    """What a task asks of a run folder."""
-
-    @property
-    def folder(self) -> Path: ...
-    @property
-    def member(self) -> str: ...
-    @property
-    def config(self) -> ModelConfig: ...
-    @property
-    def data(self) -> Mapping[str, Any]: ...
-    @property
-    def options(self) -> Any: ...
-    @property
-    def training(self) -> Mapping[str, Any]: ...
-    @property
-    def tokenizer(self) -> Any: ...
-
-
-class LoadedRun(NamedTuple):
-    """A run to measure or to generate with: its model in eval mode, what was changed of its config, as ``path=value``,
-    and what its head looks things up in, as JSON."""
-
-    run: TrainedRun
-    model: Any
-    changes: tuple[str, ...] = ()
-    lookup: Mapping[str, Any] | None = None
-
-    @property
-    def title(self) -> str:
-        """The folder, and in brackets the member and what was changed of it."""
-        return f"{self.run.folder} ({', '.join((self.run.member, *self.changes))})"
 
 
 Load = Callable[[TrainedRun], LoadedRun]

@@ -11,8 +11,9 @@ from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import KinformerError, require
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.record import DataNeeds, Generation, Models
+from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.options import whole_numbers
-from kinformer.tasks.task import LoadedRun, Source, Task, TrainingPlan
+from kinformer.tasks.task import Source, Task, TrainingPlan
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL, SEQUENCE_ACCURACY
 
 if TYPE_CHECKING:

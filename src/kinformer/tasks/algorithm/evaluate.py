@@ -21,8 +21,8 @@ from kinformer.tasks.algorithm.depth import CARRY, PLACE, ByDifficulty
 from kinformer.tasks.algorithm.rows import solved
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, by_group, evaluated, total
 from kinformer.tasks.next_token.generate import MOST_NEW, Generated, Sample
+from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.answer_rows import ScoredBatch, answers
-from kinformer.tasks.task import LoadedRun
 from kinformer.training.batch import map_fields
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL, SEQUENCE_ACCURACY, SHARE, Metric
 

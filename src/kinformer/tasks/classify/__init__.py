@@ -8,7 +8,8 @@ from kinformer.core.model import WholeModel
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.record import DataNeeds, Generation, Models
-from kinformer.tasks.task import READS_WHOLE_TEXTS, SPECIAL_TOKENS, LoadedRun, Source, Task, TrainingPlan
+from kinformer.tasks.runs import LoadedRun
+from kinformer.tasks.task import READS_WHOLE_TEXTS, SPECIAL_TOKENS, Source, Task, TrainingPlan
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
 
 if TYPE_CHECKING:

@@ -17,9 +17,10 @@ from kinformer.runtime.errors import choose, require_finite
 from kinformer.runtime.progress import ProgressCallback, progressing
 from kinformer.tasks.classify.rows import LabelledBatch
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
+from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.classes import by_class, classes_of, numbers_of
 from kinformer.tasks.shared.text import ends_of, heading, identity_of_part, note_other_data, whole_length
-from kinformer.tasks.task import LoadedRun, Source
+from kinformer.tasks.task import Source
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
 
 

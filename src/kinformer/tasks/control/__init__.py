@@ -10,7 +10,8 @@ from kinformer.control.online.options import ControlEvaluationOptions, ControlGe
 from kinformer.core.model import CausalModel
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.record import DataNeeds, Generation, Models
-from kinformer.tasks.task import LoadedRun, Source, Task, TrainingPlan
+from kinformer.tasks.runs import LoadedRun
+from kinformer.tasks.task import Source, Task, TrainingPlan
 from kinformer.training.metric import RETURN
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from kinformer.data.permutation import mix
 from kinformer.runtime.progress import progressing
 from kinformer.tasks.control.fit import check_environment
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, evaluated
+from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.made import Made
-from kinformer.tasks.task import LoadedRun
 from kinformer.training.metric import RETURN
 
 

@@ -9,7 +9,8 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.dino.options import DinoEvaluationOptions, DinoOptions
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.record import DataNeeds, Generation, Models
-from kinformer.tasks.task import LoadedRun, Source, Task, TrainingPlan
+from kinformer.tasks.runs import LoadedRun
+from kinformer.tasks.task import Source, Task, TrainingPlan
 from kinformer.tasks.vision import INPUTS
 from kinformer.training.metric import ACCURACY
 

@@ -19,8 +19,8 @@ from kinformer.tasks.dino.loss import level_of
 from kinformer.tasks.dino.options import DinoEvaluationOptions
 from kinformer.tasks.dino.rows import Pieces, level_config
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
+from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.text import heading, identity_of_part
-from kinformer.tasks.task import LoadedRun
 from kinformer.tasks.vision.evaluate import labelled_part
 from kinformer.training.metric import ACCURACY
 

@@ -10,7 +10,8 @@ from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import KinformerError, require
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.record import DataNeeds, Generation, Models
-from kinformer.tasks.task import LoadedRun, Source, Task, TrainedRun, TrainingPlan
+from kinformer.tasks.runs import LoadedRun, TrainedRun
+from kinformer.tasks.task import Source, Task, TrainingPlan
 from kinformer.training.metric import BITS_PER_DIM
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.runtime.progress import progressing
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, evaluated
 from kinformer.tasks.image.rows import Sequences, nats_of, shifted
+from kinformer.tasks.runs import LoadedRun, TrainedRun
 from kinformer.tasks.shared.text import heading, identity_of_part, note_other_data, spec_of
-from kinformer.tasks.task import LoadedRun, TrainedRun
 from kinformer.training.metric import BITS_PER_DIM, Metric
 
 WITHOUT_FIRST = Metric("bits_per_dim_without_first", "bits per dimension without the first value of an image")

@@ -24,7 +24,7 @@ from kinformer.runtime.progress import progressing
 from kinformer.runtime.words import plural
 from kinformer.tasks.image.evaluate import data_of
 from kinformer.tasks.image.rows import LEVELS, START, Sequences
-from kinformer.tasks.task import LoadedRun
+from kinformer.tasks.runs import LoadedRun
 
 PAUSE, OCCLUDED, SMALL = 1, 128, 84
 """Pixels between two images of a grid, the grey of what is occluded, and what height small images are enlarged to."""

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.classify import Classify
 from kinformer.tasks.record import DataNeeds
-from kinformer.tasks.task import LoadedRun, Source
+from kinformer.tasks.runs import LoadedRun
+from kinformer.tasks.task import Source
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core.model import WholeModel
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.record import DataNeeds, Generation, Models
+from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.options import MlmOptions
-from kinformer.tasks.task import READS_WHOLE_TEXTS, SPECIAL_TOKENS, LoadedRun, Source, Task, TrainingPlan
+from kinformer.tasks.task import READS_WHOLE_TEXTS, SPECIAL_TOKENS, Source, Task, TrainingPlan
 from kinformer.training.metric import ACCURACY, bits_per_masked
 
 if TYPE_CHECKING:

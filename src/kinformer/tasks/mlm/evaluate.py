@@ -19,8 +19,8 @@ from kinformer.runtime.progress import ProgressCallback, progressing
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
 from kinformer.tasks.mlm.global_input import has_global_input, measure_global_input
 from kinformer.tasks.mlm.rows import MaskedBatch, MaskedLanguage, masking_of, unit_of
+from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.text import ends_of, heading, held_out, whole_length
-from kinformer.tasks.task import LoadedRun
 from kinformer.training.batch import map_fields
 from kinformer.training.metric import ACCURACY, bits_per_masked
 

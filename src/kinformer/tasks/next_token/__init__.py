@@ -9,8 +9,9 @@ from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import EvaluationReport, EvaluationSettings
 from kinformer.tasks.record import DataNeeds, Generation, Models
+from kinformer.tasks.runs import LoadedRun, TrainedRun
 from kinformer.tasks.shared.options import NextTokenEvaluationOptions, NextTokenOptions
-from kinformer.tasks.task import Load, LoadedRun, Source, Task, TrainedRun, TrainingPlan
+from kinformer.tasks.task import Load, Source, Task, TrainingPlan
 from kinformer.training.metric import BITS_PER_BYTE
 
 if TYPE_CHECKING:

@@ -12,10 +12,11 @@ from kinformer.evaluation.recl import Losses, Recl, check, context_losses, recl,
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.progress import note, progressing
 from kinformer.tasks.evaluation import EvaluationReport, EvaluationSettings, TextTable, evaluated
+from kinformer.tasks.runs import LoadedRun, TrainedRun
 from kinformer.tasks.shared.lengths import Length, short_names, trained_at
 from kinformer.tasks.shared.options import NextTokenEvaluationOptions
 from kinformer.tasks.shared.text import HeldOut, held_out
-from kinformer.tasks.task import Load, LoadedRun, TrainedRun
+from kinformer.tasks.task import Load
 from kinformer.training.metric import Metric
 
 STEPS = 8

@@ -18,10 +18,11 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.progress import note, progressing
 from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import Evaluation, EvaluationReport, EvaluationSettings, TextTable, evaluated
+from kinformer.tasks.runs import LoadedRun, TrainedRun
 from kinformer.tasks.shared.lengths import Length, parse_lengths, short_names, tell_untrained, trained_at
 from kinformer.tasks.shared.options import NextTokenEvaluationOptions
 from kinformer.tasks.shared.text import HeldOut, check_positions, heading, held_out, main_windows
-from kinformer.tasks.task import Load, LoadedRun, TrainedRun
+from kinformer.tasks.task import Load
 from kinformer.training.metric import BITS_PER_BYTE
 
 NGRAM_CONTEXT = 4

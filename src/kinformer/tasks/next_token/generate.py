@@ -15,8 +15,8 @@ from kinformer.evaluation.early_exit import Exited, noting_exits, saved
 from kinformer.generation.session import Session
 from kinformer.generation.stops import StopText
 from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.lengths import tell_untrained
-from kinformer.tasks.task import LoadedRun
 
 MOST_NEW = 256
 

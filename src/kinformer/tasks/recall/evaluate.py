@@ -16,8 +16,8 @@ from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, by_group, evaluated, total
 from kinformer.tasks.next_token.generate import Generated, Sample
 from kinformer.tasks.recall.rows import accuracy_of
+from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.answer_rows import ScoredBatch, answers
-from kinformer.tasks.task import LoadedRun
 from kinformer.training.batch import map_fields
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import TextTable
-from kinformer.tasks.task import TrainedRun
+from kinformer.tasks.runs import TrainedRun
 
 
 def classes_of(run: TrainedRun) -> list[str]:

@@ -13,7 +13,7 @@ from kinformer.runtime.progress import note
 
 if TYPE_CHECKING:
     from kinformer.core.model_config import ModelConfig
-    from kinformer.tasks.task import TrainedRun
+    from kinformer.tasks.runs import TrainedRun
 
 
 @dataclass(frozen=True)

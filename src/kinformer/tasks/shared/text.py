@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from kinformer.tasks.evaluation import EvaluationSettings
-    from kinformer.tasks.task import Data, LoadedRun, TrainedRun, TrainingPlan
+    from kinformer.tasks.runs import LoadedRun, TrainedRun
+    from kinformer.tasks.task import Data, TrainingPlan
 
 CARRIED = "carried"
 

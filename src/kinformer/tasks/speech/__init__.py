@@ -13,7 +13,8 @@ from kinformer.core.model import CausalModel, WholeModel
 from kinformer.runtime.errors import KinformerError, require
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.record import DataNeeds, Generation, Models
-from kinformer.tasks.task import LoadedRun, Source, Task, TrainingPlan
+from kinformer.tasks.runs import LoadedRun
+from kinformer.tasks.task import Source, Task, TrainingPlan
 from kinformer.training.metric import BITS_PER_SYMBOL, ERROR_RATE
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from kinformer.generation.ctc import greedy, prefix_beam
 from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.runtime.progress import ProgressCallback, progressing
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, evaluated
+from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.text import heading, identity_of_part, note_other_data, spec_of
 from kinformer.tasks.speech.rows import Rows, ctc_nats
-from kinformer.tasks.task import LoadedRun
 from kinformer.training.metric import BITS_PER_SYMBOL, ERROR_RATE
 
 SHOWN = 8

@@ -21,7 +21,7 @@ from kinformer.data.sound import CHARACTERS
 from kinformer.data.wav import WavStream, read_sound
 from kinformer.generation.ctc import Greedy, prefix_beam
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.task import LoadedRun
+from kinformer.tasks.runs import LoadedRun
 
 PIECE = 0.08
 """Seconds of sound that are waited for."""

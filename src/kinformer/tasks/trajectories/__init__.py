@@ -16,7 +16,8 @@ from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.record import DataNeeds, Generation, Models
-from kinformer.tasks.task import LoadedRun, Source, Task, TrainingPlan
+from kinformer.tasks.runs import LoadedRun
+from kinformer.tasks.task import Source, Task, TrainingPlan
 from kinformer.training.metric import ACCURACY, BITS_PER_ACTION
 
 if TYPE_CHECKING:

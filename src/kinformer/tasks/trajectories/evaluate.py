@@ -23,8 +23,8 @@ from kinformer.evaluation.bits import streamable
 from kinformer.runtime.errors import KinformerError, choose, require_finite, spelled
 from kinformer.runtime.progress import progressing
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, evaluated
+from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.text import note_other_data
-from kinformer.tasks.task import LoadedRun
 from kinformer.tasks.trajectories.fit import data_of
 from kinformer.training.batch import map_fields
 from kinformer.training.metric import ACCURACY, ACTION_ERROR, BITS_PER_ACTION, Metric

@@ -10,8 +10,9 @@ from kinformer.control.decision.data import TrajectoryData, open_data
 from kinformer.control.decision.options import INPUT, PER_STEP
 from kinformer.control.environments.environment import Discrete
 from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.runs import TrainedRun
 from kinformer.tasks.shared.text import spec_of
-from kinformer.tasks.task import TrainedRun, TrainingPlan
+from kinformer.tasks.task import TrainingPlan
 
 
 def data_of(run: TrainedRun, spec: str | None = None) -> TrajectoryData:

@@ -14,8 +14,8 @@ from kinformer.control.environments.table import make
 from kinformer.control.playing import check_picture
 from kinformer.control.playing import play as play_episode
 from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.made import Made
-from kinformer.tasks.task import LoadedRun
 from kinformer.tasks.trajectories.evaluate import agent_of
 from kinformer.tasks.trajectories.fit import data_of
 

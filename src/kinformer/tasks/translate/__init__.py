@@ -9,7 +9,8 @@ from kinformer.core.model import SourceModel
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.record import DataNeeds, Generation, Models
-from kinformer.tasks.task import LoadedRun, Source, Task, TrainedRun, TrainingPlan
+from kinformer.tasks.runs import LoadedRun, TrainedRun
+from kinformer.tasks.task import Source, Task, TrainingPlan
 from kinformer.tasks.translate.options import Decoding, TranslateEvaluationOptions, TranslateOptions
 from kinformer.training.metric import BITS_PER_BYTE, BLEU, CHRF
 

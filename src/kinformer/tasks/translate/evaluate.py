@@ -16,8 +16,9 @@ from kinformer.data.token_batches import TokenBatches
 from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.runtime.progress import progressing
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
+from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.text import ends_of, heading, identity_of_part, note_other_data, spec_of
-from kinformer.tasks.task import LoadedRun, Source
+from kinformer.tasks.task import Source
 from kinformer.tasks.translate.generate import Translator
 from kinformer.tasks.translate.options import TranslateEvaluationOptions
 from kinformer.tasks.translate.rows import EncodedPairs, TranslationLoss

@@ -13,8 +13,8 @@ from kinformer.data.tokenizer import as_bytes
 from kinformer.generation.beam import Hypothesis, Search, beam_search
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.next_token.generate import Generated, Sample
+from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.text import ends_of
-from kinformer.tasks.task import LoadedRun
 from kinformer.tasks.translate.rows import padded
 
 LONGER = 50

@@ -17,9 +17,9 @@ from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.runtime.progress import ProgressCallback, progressing
 from kinformer.tasks.classify.evaluate import LabelMeasurement
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
+from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.classes import by_class, classes_of, numbers_of
 from kinformer.tasks.shared.text import heading, identity_of_part, note_other_data, spec_of
-from kinformer.tasks.task import LoadedRun
 from kinformer.tasks.vision.options import VisionEvaluationOptions
 from kinformer.tasks.vision.rows import tensors
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL, CALIBRATION_ERROR

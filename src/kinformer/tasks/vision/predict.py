@@ -17,10 +17,10 @@ from kinformer.data.images import read_images
 from kinformer.runtime.errors import KinformerError, require_finite
 from kinformer.runtime.files import reading, require_file
 from kinformer.runtime.words import plural
+from kinformer.tasks.runs import LoadedRun, TrainedRun
 from kinformer.tasks.shared.classes import classes_of
 from kinformer.tasks.shared.made import Made
 from kinformer.tasks.shared.text import spec_of
-from kinformer.tasks.task import LoadedRun, TrainedRun
 from kinformer.tasks.vision.evaluate import AT_ONCE
 from kinformer.tasks.vision.options import VisionGenerationOptions
 
