@@ -28,6 +28,6 @@ def generate(docs: Path) -> None:
 
 def _target(link: str) -> str:
     """Where a link of a document leads on the site: to a document's page, a result's, or a page below ``docs``."""
-    if link.startswith("pages/"):
-        return link.replace("pages/", "results/", 1)
+    if "pages/" in link:
+        return link.removeprefix("benchmarks/").replace("pages/", "results/", 1)
     return PAGES.get(link, link.removeprefix("docs/"))
