@@ -6,20 +6,16 @@ climbed from the cheapest on, each rung measured before the next is tried, as lo
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 
-from kinformer.core.model_config import ModelConfig
 from kinformer.family.table import member
-from kinformer.runs.minutes import flags_between, measured_update
+from kinformer.runs.choosing import Choosing, flags_between, measured_update
 from kinformer.runs.options import TrainOptions
 from kinformer.runtime.errors import KinformerError, spelled
 from kinformer.runtime.words import plural
-from kinformer.tasks.task import Task, TrainingPlan
-from kinformer.training.loop import FORWARD_SHARE
+from kinformer.training.loop import FORWARD_SHARE, PROBE_SHARE
 from kinformer.training.pace import Pace
 from kinformer.training.settings import WARM_UP_STEPS, Settings
 
@@ -31,7 +27,6 @@ RECIPES, ROWS = ("tiny", "small"), (0.25, 1.0)
 ROOM = 4.0
 """By how much a rung has to exceed ``STEPS`` before another recipe is tried, and measured. A judgement, not measured: a
 step of ``small`` takes at least some four times as long as one of ``tiny``, so that with less room it would lose."""
-PROBE_SHARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -50,21 +45,8 @@ class Rung:
         return f"kinformer: in {self.options.minutes:g} minutes about {steps} can be made{chosen}"
 
 
-@dataclass
-class Ladder:
-    """Chooses the recipe and the rows that ``options`` leave open: ``requested``, with a vocabulary.
-
-    plan: gives the training plan of options, or refuses them and their model. recipe: the config that is open to
-    changes; None where the model is given. begun: since when the minutes count.
-    """
-
-    requested: TrainOptions
-    options: TrainOptions
-    task: Task
-    plan: Callable[[TrainOptions], TrainingPlan]
-    recipe: ModelConfig | None
-    device: str
-    begun: float
+class Ladder(Choosing):
+    """Chooses the recipe and the rows that the options leave open, for tasks that are not running text."""
 
     def choose(self) -> Rung:
         """The dearest rung that makes ``STEPS`` steps in the time, or the cheapest."""
@@ -83,31 +65,29 @@ class Ladder:
     def _rungs(self) -> list[tuple[TrainOptions, str]]:
         """The options of every rung that can be planned, from cheap to dear, and the names of their recipes; those of
         the last are the usual ones."""
-        option = self.options
-        usual = int(option.batch_size or self.task.settings.get("batch_size") or Settings.batch_size)
-        share = option.devices * option.accumulate
-        shares = ROWS if option.batch_size is None else (1.0,)
+        wanted = self.options
+        usual = int(wanted.batch_size or self.task.settings.get("batch_size") or Settings.batch_size)
+        share = wanted.devices * wanted.accumulate
+        shares = ROWS if wanted.batch_size is None else (1.0,)
         rows = {max(share, int(usual * part) // share * share) for part in shares}
         recipes = (
-            [name for name in RECIPES if name in member(option.member).recipes] if self.recipe is not None else [None]
+            [name for name in RECIPES if name in member(wanted.member).recipes] if self.recipe is not None else [None]
         )
         rungs = []
         for recipe, number in product(recipes, sorted(rows)):
             options = replace(
-                option,
-                recipe=option.recipe if recipe in (None, "small") else recipe,
-                batch_size=option.batch_size if number == usual else number,
+                wanted,
+                recipe=wanted.recipe if recipe in (None, "small") else recipe,
+                batch_size=wanted.batch_size if number == usual else number,
             )
             with suppress(KinformerError):
                 self.plan(options)
-                rungs.append((options, recipe or option.recipe or "small"))
-        return rungs or [(option, option.recipe or "small")]
+                rungs.append((options, recipe or wanted.recipe or "small"))
+        return rungs or [(wanted, wanted.recipe or "small")]
 
     def _measured(self, options: TrainOptions) -> Rung:
-        budget = 60 * (options.minutes or 0)
         plan = self.plan(options)
         update, data = measured_update(plan, self.task, self.device)
-        seconds = update.seconds_per_step(PROBE_SHARE * budget)
-        left = budget - (time.monotonic() - self.begun)
-        steps = Pace(seconds, FORWARD_SHARE * seconds * data.validations).steps(left)
+        seconds = update.seconds_per_step(PROBE_SHARE * self.budget)
+        steps = Pace(seconds, FORWARD_SHARE * seconds * data.validations).steps(self.left())
         return Rung(options, tuple(flags_between(self.requested, options)), max(1, steps))

@@ -9,13 +9,11 @@ one before is the table below. Its rows up to dim 192, the recipe and the vocabu
 from __future__ import annotations
 
 import importlib.util
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,13 +23,11 @@ from kinformer.core.model_config import ModelConfig
 from kinformer.data import Split
 from kinformer.family.kinds import kinds
 from kinformer.family.table import member
+from kinformer.runs.choosing import Choosing, flags_between, measured_update
 from kinformer.runs.options import TrainOptions
-from kinformer.runtime.errors import KinformerError, marked, spelled
-from kinformer.tasks.task import Task, TrainingPlan
-from kinformer.training.data_module import DataModule
-from kinformer.training.distributed import Group
-from kinformer.training.loop import Trainer
-from kinformer.training.update import Updater
+from kinformer.runtime.errors import KinformerError, spelled
+from kinformer.tasks.task import Task
+from kinformer.training.loop import PROBE_SHARE
 
 
 class Size(NamedTuple):
@@ -75,8 +71,8 @@ class Reread(NamedTuple):
 
 
 REREAD = (Reread(4.5, 0.0, 0.3), Reread(7.0, 0.1, 0.3), Reread(15.0, 0.2, 0.5))
-PROBED, PROBE_SHARE = 1, 0.01
-"""Which of the sizes is measured first, and the share of the time that measuring takes."""
+PROBED = 1
+"""The index of the size that is measured first."""
 
 
 @dataclass(frozen=True)
@@ -188,33 +184,19 @@ def _sizes(layer: Any, before: int, dim: int) -> Iterator[tuple[str, int]]:
             yield f"{part}.num_heads", max(1, dim // HEAD_DIM)
 
 
-@dataclass
-class Chooser:
-    """Chooses what ``options`` leave open: ``requested``, with a vocabulary.
-
-    plan: gives the training plan of complete options, or refuses them. recipe: the config that is open to changes;
-    None where the model is given. begun: since when the minutes count.
-    """
-
-    requested: TrainOptions
-    options: TrainOptions
-    task: Task
-    plan: Callable[[TrainOptions], TrainingPlan]
-    recipe: ModelConfig | None
-    device: str
-    begun: float
+class Chooser(Choosing):
+    """Chooses the size, the recipe of training and the regularisation that the options leave open, for running text."""
 
     def choose(self) -> Choice:
         """The largest size that makes its steps in the time."""
-        budget = 60 * (self.options.minutes or 0)
         base = SIZES[PROBED]
-        item = self._seconds_per_step(base, PROBE_SHARE * budget)
-        left = max(0.0, budget - (time.monotonic() - self.begun))
-        size = [size for size in SIZES if left >= size.steps * item * size.cost / base.cost][-1]
-        exact = item * size.cost / base.cost
+        seconds = self._seconds_per_step(base, PROBE_SHARE * self.budget)
+        left = max(0.0, self.left())
+        size = [size for size in SIZES if left >= size.steps * seconds * size.cost / base.cost][-1]
+        exact = seconds * size.cost / base.cost
         if size.cost > base.cost:  # far from what was measured: measured itself
-            exact = self._seconds_per_step(size, PROBE_SHARE * budget)
-            left = budget - (time.monotonic() - self.begun)
+            exact = self._seconds_per_step(size, PROBE_SHARE * self.budget)
+            left = self.left()
             if left < size.steps * exact:
                 smaller = SIZES[SIZES.index(size) - 1]
                 size, exact = smaller, exact * smaller.cost / size.cost
@@ -270,30 +252,3 @@ class Chooser:
     def _seconds_per_step(self, size: Size, limit: float) -> float:
         update, _ = measured_update(self.plan(self._complete(size)), self.task, self.device)
         return update.seconds_per_step(limit)
-
-
-def measured_update(plan: TrainingPlan, task: Task, device: str) -> tuple[Updater, DataModule]:
-    """What makes the steps of ``plan``, and its data, to measure how long one takes."""
-    torch.manual_seed(plan.settings.seed)
-    model = plan.config.build()
-    data = task.data_module(plan)
-    objective = task.objective(plan.settings.objective, model, data)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(model, data, objective, plan.settings, Path(folder), Group(torch.device(device)), quiet=True)
-    return trainer.update, data
-
-
-def flags_between(before: TrainOptions, after: TrainOptions) -> Iterator[str]:
-    """What differs, as it is written on the command line."""
-    for field in fields(TrainOptions):
-        old, new = getattr(before, field.name), getattr(after, field.name)
-        if isinstance(new, Mapping):
-            for name, value in new.items():
-                if name in old:
-                    continue
-                if field.name == "set":
-                    yield f"`set` '{name}={value}'" if "*" in name else f"`set` {name}={value}"
-                else:
-                    yield marked(name) if value is True else f"{marked(name)} {value}"
-        elif new != old:
-            yield f"{marked(field.name)} {new}"
