@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from kinformer.core.config import Config
 from kinformer.runtime.autocast import autocast_dtype
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.host import checks_calls
 
 
 class Chunk(NamedTuple):
@@ -53,7 +54,7 @@ class ChecksChunk:
 
     def __call__(self, chunk: Chunk, state: Any, *rest: Any, **options: Any) -> Any:
         """Call ``forward`` after a look at the arguments, which takes about a microsecond."""
-        if not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
+        if checks_calls():
             require_chunk(chunk, state, self.dim)
         return super().__call__(chunk, state, *rest, **options)  # type: ignore[misc]
 

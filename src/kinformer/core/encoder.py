@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from kinformer.core.config import Config
 from kinformer.core.contract import require_input
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.host import checks_calls
 
 NEEDS_PATCHES = (
     "is for the patches of images and nothing else; use the input patches with class_token = false, and a head that "
@@ -61,7 +62,7 @@ class ChecksInput:
 
     def __call__(self, x: Tensor, *rest: Any, **options: Any) -> Any:
         """Call ``forward`` after a look at the shape of x [batch, time, dim]."""
-        if not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
+        if checks_calls():
             require_input(x, self.dim)
         return super().__call__(x, *rest, **options)  # type: ignore[misc]
 

@@ -32,20 +32,25 @@ def is_empty_mask(output_mask: Tensor) -> bool:
     return not output_mask.numel() or not output_mask.any()
 
 
-_host_lengths_known: ContextVar[bool] = ContextVar("known", default=False)
+_trusted: ContextVar[bool] = ContextVar("trusted", default=False)
 
 
 @contextmanager
 def trusted_arguments() -> Iterator[None]:
     """Skip a model's checks of its arguments within the context: they are its own, such as a token drawn from its
     logits and the state that it returned."""
-    before = _host_lengths_known.set(True)
+    before = _trusted.set(True)
     try:
         yield
     finally:
-        _host_lengths_known.reset(before)
+        _trusted.reset(before)
 
 
 def arguments_trusted() -> bool:
     """Return whether arguments need no check, as :func:`trusted_arguments` says."""
-    return not torch.compiler.is_compiling() and _host_lengths_known.get()
+    return not torch.compiler.is_compiling() and _trusted.get()
+
+
+def checks_calls() -> bool:
+    """Return whether a module checks its arguments: not while a graph is made of it, nor where they are trusted."""
+    return not (torch.compiler.is_compiling() or torch.jit.is_tracing() or _trusted.get())

@@ -24,5 +24,4 @@ def processor_class() -> str:
 
 def has_amx() -> bool:
     """Return whether this x86 processor has AMX tiles; True where that cannot be determined."""
-    flags = processor()
-    return flags is None or "amx_tile" in flags
+    return processor() is None or processor_class() == "AMX"
