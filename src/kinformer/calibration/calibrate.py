@@ -104,10 +104,10 @@ def calibrate(folder: str | Path, options: CalibrateOptions, quiet: bool = True)
         best = chosen(tested, epsilon)
         exits = None if best is None else samples.saved(best.threshold)
         useful = best if exits is not None and exits.saves else None
-        retained = keep(run, () if useful is None else (useful.threshold,), _choice_record(useful, options), held)
+        calibrated = keep(run, () if useful is None else (useful.threshold,), _choice_record(useful, options), held)
     seconds = time.perf_counter() - begun
     return Calibrated(
-        run=retained, options=options, tested=tested, chosen=best, exits=exits, data=held, seconds=seconds
+        run=calibrated, options=options, tested=tested, chosen=best, exits=exits, data=held, seconds=seconds
     )
 
 

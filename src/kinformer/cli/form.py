@@ -84,10 +84,8 @@ def filled(options: type[O], form: Any) -> O:
         elif item.name in GROUPS:
             values |= {inner.name: getattr(value, inner.name) for inner in fields(value)}
         else:
-            option = {inner.name: getattr(value, inner.name) for inner in fields(value)}
-            changed |= {
-                inner.name: option[inner.name] for inner in fields(value) if option[inner.name] != inner.default
-            }
+            group = {inner.name: getattr(value, inner.name) for inner in fields(value)}
+            changed |= {inner.name: group[inner.name] for inner in fields(value) if group[inner.name] != inner.default}
     return options(**values | ({"task_options": changed} if "task_options" in names else {}))
 
 
@@ -122,26 +120,26 @@ def _entries(options: type, defaults: Mapping[str, Any]) -> dict[str, tuple[str,
         hint = hints[item.name]
         if tyro.conf.Suppress in getattr(hint, "__metadata__", ()) or (item.name in RARE and "set" in hints):
             continue
-        retained: Any = field(default=defaults[item.name]) if item.name in defaults else _default(item)
-        entries[item.name] = (item.name, _parsed(hint, docs.get(item.name, ""), retained), retained)
+        default: Any = field(default=defaults[item.name]) if item.name in defaults else _default(item)
+        entries[item.name] = (item.name, _parsed(hint, docs.get(item.name, ""), default), default)
     return entries
 
 
 def _parsed(hint: Any, docs: str, default: Field[Any]) -> Any:
     """``hint`` with its help, a word for its value, and how a count is read."""
     inner = bare(hint)
-    valid_names: dict[str, Any] = {"help": docs}
+    about: dict[str, Any] = {"help": docs}
     if default.default is None:
-        valid_names["help_behavior_hint"] = ""
+        about["help_behavior_hint"] = ""
     if inner in _PLACEHOLDERS and not _named(hint):
-        valid_names["metavar"] = _PLACEHOLDERS[inner]
+        about["metavar"] = _PLACEHOLDERS[inner]
     elif choices := [name for part in get_args(inner) for name in get_args(part)]:
-        valid_names["metavar"] = "{" + ",".join(map(str, choices)) + "}"
+        about["metavar"] = "{" + ",".join(map(str, choices)) + "}"
     if inner in (int, int | None):
-        return Annotated[hint, _COUNT, tyro.conf.arg(**valid_names)]
+        return Annotated[hint, _COUNT, tyro.conf.arg(**about)]
     if inner in (float, float | None):
-        return Annotated[hint, _NUMBER, tyro.conf.arg(**valid_names)]
-    return Annotated[hint, tyro.conf.arg(**valid_names)]
+        return Annotated[hint, _NUMBER, tyro.conf.arg(**about)]
+    return Annotated[hint, tyro.conf.arg(**about)]
 
 
 def _named(hint: Any) -> bool:
@@ -195,11 +193,11 @@ def _noted(entry: tuple[str, Any, Any], also: list[str]) -> tuple[str, Any, Any]
     """``entry``, whose help says which tasks have the option too."""
     if not also:
         return entry
-    name, hint, retained = entry
+    name, hint, default = entry
     inner, *marks = get_args(hint)
     help = " ".join((next(mark.help for mark in marks if hasattr(mark, "help")), f"(Also of {', '.join(also)}.)"))
     marks = [replace(mark, help=help) if hasattr(mark, "help") else mark for mark in marks]
-    return name, Annotated[(inner, *marks)], retained
+    return name, Annotated[(inner, *marks)], default
 
 
 def _count(text: str) -> int:

@@ -94,8 +94,8 @@ def _steps(contestants: Sequence[Contestant], options: CompareOptions, cache: Ca
         key = key_of(
             [options.total_minutes, options.seeds, options.sweep, [contestant.model_key for contestant in left]]
         )
-        retained = cache.once("steps", key, lambda: _steps_in(left, options, spent))
-        return {contestant.name: retained for contestant in left}
+        shared = cache.once("steps", key, lambda: _steps_in(left, options, spent))
+        return {contestant.name: shared for contestant in left}
     steps = options.steps or DEFAULT_STEPS
     if options.tokens is not None:
         steps = max(1, round(options.tokens / (options.row_length * options.batch_size)))

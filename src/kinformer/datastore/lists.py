@@ -196,14 +196,14 @@ class ListSearch:
         check_queries(queries, self.store, neighbours)
         neighbours = min(neighbours, self.entries)
         # A byte a number is coarse, so twice as many candidates are ranked by the stored keys.
-        retained = _SPARE * neighbours
+        searched = _SPARE * neighbours
         _faiss().omp_set_num_threads(torch.get_num_threads())
         wide = queries.detach().float().cpu().contiguous()
-        by_shard = [shard.search(wide.numpy(), retained) for shard in self._shards]
+        by_shard = [shard.search(wide.numpy(), searched) for shard in self._shards]
         distances, candidates = (
             torch.from_numpy(np.concatenate(leaves, axis=1)) for leaves in zip(*by_shard, strict=True)
         )
-        best = distances.masked_fill(candidates < 0, torch.inf).topk(retained, largest=False).indices
+        best = distances.masked_fill(candidates < 0, torch.inf).topk(searched, largest=False).indices
         candidates = candidates.gather(1, best)
         self.bytes_read += int((candidates >= 0).sum()) * self.store.record.key_bytes
         self.bytes_read += sum(shard.bytes_read for shard in self._shards)

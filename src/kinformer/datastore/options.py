@@ -39,9 +39,9 @@ class StoreOptions(Checked):
 
     def check_store(self) -> None:
         """Refuse the options of a store where none is named."""
-        option = [field.name for field in fields(type(self)) if self._is_set(field)]
-        if option and self.datastore is None:
-            raise KinformerError(f"{marked(option[0])}: says how a datastore is used; give `datastore` FOLDER too.")
+        named = [field.name for field in fields(type(self)) if self._is_set(field)]
+        if named and self.datastore is None:
+            raise KinformerError(f"{marked(named[0])}: says how a datastore is used; give `datastore` FOLDER too.")
 
     def _is_set(self, option: Field[Any]) -> bool:
         """Whether an option of a store, but not the store itself, differs from its default."""

@@ -81,10 +81,10 @@ def measure(
     nats, done = 0.0, 0
     with torch.inference_mode():
         for inputs, targets, counted in contexts(model, stream, windows):
-            item = negative_log_likelihood(model, inputs, targets)
+            losses = negative_log_likelihood(model, inputs, targets)
             if windows is not None:
-                by_position.add(item, counted)
-            nats, done = nats + float(item.where(counted, 0.0).sum()), done + int(counted.sum())
+                by_position.add(losses, counted)
+            nats, done = nats + float(losses.where(counted, 0.0).sum()), done + int(counted.sum())
             require_finite(isfinite(nats), f" within the first {done} tokens of split {split.name!r}")
             if progress is not None:
                 progress(done, stream.predictions)

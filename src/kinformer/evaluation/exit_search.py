@@ -49,12 +49,12 @@ class Outlook:
         thresholds = generator.uniform(low, high, (draws, len(low)))
         measured = np.concatenate(list(self._measured(thresholds)))
         order = np.lexsort((measured[:, 0], measured[:, 1]))
-        best, retained = np.inf, []
+        best, draws_in_front = np.inf, []
         for index in order:
             if measured[index, 0] < best:
                 best = measured[index, 0]
-                retained.append(Draw(tuple(thresholds[index].tolist()), *measured[index].tolist()))
-        return retained
+                draws_in_front.append(Draw(tuple(thresholds[index].tolist()), *measured[index].tolist()))
+        return draws_in_front
 
     def _measured(self, thresholds: np.ndarray) -> Iterator[np.ndarray]:
         """Yield nats and layers, [some draws, 2]."""

@@ -94,8 +94,8 @@ def _searched(model: CausalModel, state: Any, search: Search, most: Sequence[int
         if width == search.beam and not torch.equal(origin, torch.arange(len(logits))):
             state = states.select_rows(state, origin, sources=False)
         elif width != search.beam and some_end:
-            retained = (running.sentences[:, None] * search.beam + torch.arange(search.beam)).flatten()
-            state = states.select_rows(state, retained, sources=False)
+            fresh_rows = (running.sentences[:, None] * search.beam + torch.arange(search.beam)).flatten()
+            state = states.select_rows(state, fresh_rows, sources=False)
         if some_end:
             state = states.select_sources(state, torch.searchsorted(before, running.sentences))
         width = search.beam

@@ -279,5 +279,5 @@ def _leaves(state: Any) -> list[Tensor]:
 
 
 def _opened(state: Any, bounds: Sequence[tuple[int, int]]) -> Any:
-    item = iter(bounds)
-    return _mapped(state, lambda part: part.open(part.views(*next(item)), part.seen), lambda leaf: leaf)
+    bound = iter(bounds)
+    return _mapped(state, lambda part: part.open(part.views(*next(bound)), part.seen), lambda leaf: leaf)

@@ -69,8 +69,8 @@ class AdaptiveSoftmax(nn.Module):
         super().__init__()
         self.clusters = config.clusters(dim, vocab_size)
         widths = self.clusters.widths
-        local = 0 if config.plain(dim) else 1 if config.tied else len(widths)
-        self.projections = nn.ParameterList(torch.randn(dim, width) * PROJECTION_STD for width in widths[:local])
+        projected = 0 if config.plain(dim) else 1 if config.tied else len(widths)
+        self.projections = nn.ParameterList(torch.randn(dim, width) * PROJECTION_STD for width in widths[:projected])
         shapes = () if config.tied else zip(self.clusters.sizes, widths, strict=True)
         self.tables = nn.ParameterList(torch.randn(size, width) * STD for size, width in shapes)
         self.columns = nn.Parameter(torch.randn(len(config.cutoffs), widths[0]) * STD)

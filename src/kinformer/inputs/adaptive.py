@@ -50,10 +50,10 @@ class AdaptiveEmbedding(nn.Module):
     @property
     def weight(self) -> Tables:
         """Return the tables that a tied adaptive head shares."""
-        local = list(self.projections) or [None]
-        last = len(local) - 1
+        projections = list(self.projections) or [None]
+        last = len(projections) - 1
         tables = tuple(table.weight for table in self.tables)
-        return Tables(tables, tuple(local[min(index, last)] for index in range(len(tables))))  # type: ignore[arg-type]
+        return Tables(tables, tuple(projections[min(index, last)] for index in range(len(tables))))  # type: ignore[arg-type]
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         vectors_so_far: Tensor | None = None

@@ -35,8 +35,8 @@ def pack(kind: Tensor, timestep: Tensor, values: Tensor, width: int) -> Tensor:
     """Return ``kind`` and ``timestep`` [batch, time] and ``values`` [batch, time,
     n] as positions [batch, time, width]."""
     missing = values.new_zeros(*kind.shape, width - FIRST - values.shape[-1])
-    local = torch.stack([kind, timestep], dim=-1).to(values.dtype)
-    return torch.cat([local, values, missing], dim=-1)
+    places = torch.stack([kind, timestep], dim=-1).to(values.dtype)
+    return torch.cat([places, values, missing], dim=-1)
 
 
 class Steps(Input):
@@ -99,10 +99,10 @@ class Steps(Input):
     def forward(self, values: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
         kind, timestep = values[..., KIND], values[..., TIMESTEP]
         _check_ranges(kind, timestep)
-        local = values[..., FIRST:]
-        returns = self._product(self.returns, local[..., :1] / self.config.return_scale)
-        states = self._product(self.states, self._normalised(local[..., : self.config.state_dim]))
-        actions = self._product(self.actions, local[..., : self.config.action_dim])
+        numbers = values[..., FIRST:]
+        returns = self._product(self.returns, numbers[..., :1] / self.config.return_scale)
+        states = self._product(self.states, self._normalised(numbers[..., : self.config.state_dim]))
+        actions = self._product(self.actions, numbers[..., : self.config.action_dim])
         kind = kind[..., None]
         # All three products are computed everywhere: picking rows by kind would give shapes that depend on the data.
         x = torch.where(kind == RETURN, returns, torch.where(kind == STATE, states, actions))

@@ -137,11 +137,11 @@ class ExitClassifier(ThresholdRule):
         for x, best in zip(seen.hidden[:-1], seen.best, strict=False):
             agrees = best == seen.best[-1]
             logits = self._logits(x.detach())
-            item = functional.binary_cross_entropy_with_logits(logits, agrees.to(logits.dtype), reduction="none")
+            losses = functional.binary_cross_entropy_with_logits(logits, agrees.to(logits.dtype), reduction="none")
             classes = []
             for which in (agrees & seen.valid, ~agrees & seen.valid):
                 # The mean within each answer, so that both weigh alike however rare one is.
-                classes.append(torch.where(which, item, 0.0).sum() / which.sum().clamp_min(1))
+                classes.append(torch.where(which, losses, 0.0).sum() / which.sum().clamp_min(1))
             costs.append(0.5 * (classes[0] + classes[1]))
         return torch.stack(costs).mean()
 

@@ -28,8 +28,8 @@ class Models:
 
     def take(self, config: ModelConfig) -> bool:
         """Whether it has, or the task gives it such an input."""
-        option = self.from_tokens and config.input.kind == "tokens"
-        return self.fit(config) or (option and config.protocol in self.protocols)
+        reads_ids = self.from_tokens and config.input.kind == "tokens"
+        return self.fit(config) or (reads_ids and config.protocol in self.protocols)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,17 +96,17 @@ class EncoderMixerSubject(EncoderSubject):
     def padded(self, case: Case) -> tuple[Case, list[Case], Tensor]:
         count = case.text.num_global
         lengths = [max(1, self.time - 7 * row) for row in range(self.batch)]
-        local = [max(1, count - row) if count else 0 for row in range(self.batch)]
+        globals_ = [max(1, count - row) if count else 0 for row in range(self.batch)]
         slots = torch.arange(count + self.time)
         valid = torch.stack(
-            [((slots < o) | (slots >= count)) & (slots < count + n) for o, n in zip(local, lengths, strict=True)]
+            [((slots < o) | (slots >= count)) & (slots < count + n) for o, n in zip(globals_, lengths, strict=True)]
         )
         text = case.text._replace(valid=valid)
         if text.global_positions is not None:
             inside = text.global_positions < torch.tensor(lengths)[:, None]
             text = text._replace(global_positions=torch.where(inside, text.global_positions, -1))
         if text.sentences is not None:
-            text = text._replace(sentences=torch.minimum(text.sentences, torch.tensor(local)[:, None] - 1))
+            text = text._replace(sentences=torch.minimum(text.sentences, torch.tensor(globals_)[:, None] - 1))
         spoiled = case.inputs.masked_fill(~valid[..., None], torch.nan)
         alone = [
             Case(
@@ -116,7 +116,7 @@ class EncoderMixerSubject(EncoderSubject):
                     None,
                     None if text.global_positions is None else _valid_positions(text.global_positions[row]),
                     None if text.sentences is None else text.sentences[row, valid[row]][None],
-                    local[row],
+                    globals_[row],
                 ),
             )
             for row in range(self.batch)

@@ -111,11 +111,11 @@ class TaskSubject:
         from kinformer.runs.generate import generate
         from kinformer.runs.options import GenerateOptions
 
-        option = dict(self.generate)
-        prompt = option.pop("prompt", None)
+        left = dict(self.generate)
+        prompt = left.pop("prompt", None)
         general = {item.name for item in fields(GenerateOptions)}
-        local = {name: option.pop(name) for name in list(option) if name not in general}
-        options = GenerateOptions(device="cpu", seed=0, quiet=True, task_options=local, **option)
+        of_task = {name: left.pop(name) for name in list(left) if name not in general}
+        options = GenerateOptions(device="cpu", seed=0, quiet=True, task_options=of_task, **left)
         return generate(self.run.folder, prompt, options, write=None)
 
 

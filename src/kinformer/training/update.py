@@ -62,13 +62,13 @@ class Updater:
         """Return how long an update takes, by some with learning rate 0 that are then
         forgotten, in some ``limit`` seconds."""
         buffers = [(buffer, buffer.clone()) for buffer in self.engine.buffers()]
-        item = seconds_per_step(
+        seconds = seconds_per_step(
             lambda step: float(self(step, 0.0, 0.0).loss), limit, lambda: self.group.most(time.monotonic())[0]
         )
         self.forget()
         for buffer, before in buffers:
             buffer.copy_(before)
-        return item
+        return seconds
 
     def __call__(self, step: int, rate: float, progress: float) -> Done:
         """Make update number ``step``; return the results of this process's rows, still on the device."""

@@ -78,9 +78,9 @@ class ControlRows(DataModule):
             return
         of: dict[str, dict[str, Tensor]] = {"actor": {}, "rollout": {}}
         for name, tensor in state_tensors.items():
-            owner, dot, local = name.partition("/")
+            owner, dot, rest = name.partition("/")
             if dot:
-                of[owner][local] = tensor
+                of[owner][rest] = tensor
         self.actor.load(model, of["actor"])
         self.used = int(state_tensors["used"])
         self.shift.restart(float(state_tensors["moved"]))

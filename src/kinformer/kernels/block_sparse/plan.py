@@ -169,8 +169,8 @@ class Cutter:
             inside = (low >= self.interval.key) & (high <= self.interval.stop)
             outside = (high <= self.interval.key) | (low >= self.interval.stop)
         else:
-            item = ((side[:, None] * self.stride + self.classes).ravel() for side in (first, last, low, high - 1))
-            boxes = Boxes(*item, self.stride)  # type: ignore[arg-type,call-arg]
+            sides = ((side[:, None] * self.stride + self.classes).ravel() for side in (first, last, low, high - 1))
+            boxes = Boxes(*sides, self.stride)  # type: ignore[arg-type,call-arg]
             by_class = self.pattern.cover(boxes).reshape(-1, self.stride)
             same = by_class.min(1) == by_class.max(1)
             cover = np.where(same, by_class[:, 0], SOME)

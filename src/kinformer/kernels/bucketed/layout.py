@@ -142,9 +142,9 @@ def chunk_numbers(runs: Tensor, ranks: Tensor, size: int) -> Tensor:
 def flat_runs(runs: Tensor) -> tuple[Tensor, int]:
     """Return run numbers [batch * heads * slots] that differ between rows, and the
     number of runs, which also marks "no run"."""
-    item = int(runs.max()) + 1
-    number = item * len(runs)
-    flat = runs + item * torch.arange(len(runs), device=runs.device)[:, None]
+    run_count = int(runs.max()) + 1
+    number = run_count * len(runs)
+    flat = runs + run_count * torch.arange(len(runs), device=runs.device)[:, None]
     return torch.where(runs < 0, number, flat).flatten(), number
 
 

@@ -150,8 +150,8 @@ def _gradients(
     P = blocks.scores(Q, K)
     # G = R^T (P^T dO + K dW): the first term at once, the second while dW runs back through the blocks.
     G, X = torch.bmm(inverse.mT, torch.bmm(P.mT, Y)), torch.bmm(inverse.mT, K_leave)
-    local = torch.bmm(gate(Q, blocks.enter).mT, Y)
-    dW, first = _read_back(blocks, G, X, local, K_enter * B, grad_w)
+    entering = torch.bmm(gate(Q, blocks.enter).mT, Y)
+    dW, first = _read_back(blocks, G, X, entering, K_enter * B, grad_w)
     dP = blocks.hide_(torch.bmm(Y, U.mT))
     dQ = blocks.add_to_rows_(gate(torch.bmm(Y, W.mT), blocks.enter), dP, K)
     # The gradient of M = I + diag(beta) A is -R^T dU U^T = -G U^T, since U = M^-1 (..); the sign enters below.

@@ -86,8 +86,8 @@ def probabilities(mixer: Any, x: Tensor) -> Tensor:
     q, k = mixer.position.rotate(q, k, torch.arange(time, device=x.device)[None])
     q = mixer.score.queries(q)
     scoring = Scoring.of(mixer.score, mixer.position.relative(1 - time, time - 1))
-    item = torch.eye(time, dtype=k.dtype, device=k.device).expand(1, k.shape[1], time, time)
-    return attention(q, k, item, Visibility(mixer.pattern.sized(time)), scoring, impl="reference").out[0]
+    identity = torch.eye(time, dtype=k.dtype, device=k.device).expand(1, k.shape[1], time, time)
+    return attention(q, k, identity, Visibility(mixer.pattern.sized(time)), scoring, impl="reference").out[0]
 
 
 def rollout(layers: Sequence[Tensor]) -> Tensor:

@@ -32,17 +32,17 @@ def vectors_of(model: Any, level: int, images: Images, count: int, progress: Pro
     """[count, dim] of length 1: of each of the first images the mean of the encoder's vectors of its pieces."""
     size = level_config(model.config, level).input.size
     encoder, pieces, device = level_of(model, level), Pieces(images, (size[0], size[1])), device_of(model)
-    item, result = len(pieces) // len(images), []
+    per_image, parts = len(pieces) // len(images), []
     with torch.inference_mode():
         for first in range(0, count, AT_ONCE):
             last = min(first + AT_ONCE, count)
-            values = pieces.take(np.arange(first * item, last * item)).to(device)
-            vectors = encoder.head.pooled(encoder.hidden(values).long_input).float().unflatten(0, (-1, item))
+            values = pieces.take(np.arange(first * per_image, last * per_image)).to(device)
+            vectors = encoder.head.pooled(encoder.hidden(values).long_input).float().unflatten(0, (-1, per_image))
             require_finite(bool(vectors.isfinite().all()))
-            result.append(functional.normalize(vectors.mean(1), dim=-1).cpu())
+            parts.append(functional.normalize(vectors.mean(1), dim=-1).cpu())
             if progress is not None:
                 progress(last, count)
-    return torch.cat(result)
+    return torch.cat(parts)
 
 
 def nearest_classes(vectors: Tensor, reference: Tensor, labels: Tensor, nearest: int, classes: int) -> Tensor:

@@ -141,9 +141,9 @@ class SpeechRows(DataModule):
     def validation(self, rank: int, world: int) -> Iterator[SpeechBatch]:
         for indices in self.batches:
             share = -(-len(indices) // world)
-            local = np.arange(rank * share, (rank + 1) * share)
-            numbers = self.held_out.usable[indices[np.minimum(local, len(indices) - 1)]]
-            yield self.held_out.batch(numbers, local < len(indices))
+            places = np.arange(rank * share, (rank + 1) * share)
+            numbers = self.held_out.usable[indices[np.minimum(places, len(indices) - 1)]]
+            yield self.held_out.batch(numbers, places < len(indices))
 
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
         return {ERROR_RATE.name: means["errors"], BITS_PER_SYMBOL.name: means["nats"] / log(2)}

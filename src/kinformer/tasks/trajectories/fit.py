@@ -36,25 +36,25 @@ def fitted(config: Any, data: TrajectoryData | None) -> dict[str, Any]:
             else {"input": {"kind": INPUT, "state_dim": 1, "action_dim": 2}}
             | {"head": {"kind": "discrete_actions", "actions": 2}}
         )
-    result, space = data.trajectories, data.actions
-    mean, std = result.normalisation
-    train = result.splits["train"]
-    largest = float(np.abs(result.returns_to_go[result.steps_of(train)]).max())
-    option = {
+    trajectories, space = data.trajectories, data.actions
+    mean, std = trajectories.normalisation
+    train = trajectories.splits["train"]
+    largest = float(np.abs(trajectories.returns_to_go[trajectories.steps_of(train)]).max())
+    changes = {
         "kind": INPUT,
-        "state_dim": result.state_dim,
+        "state_dim": trajectories.state_dim,
         "action_dim": space.dim,
-        "timesteps": max(int(result.lengths.max()), 2),
+        "timesteps": max(int(trajectories.lengths.max()), 2),
         "return_scale": largest or 1.0,
         "state_mean": mean.tolist(),
         "state_std": std.tolist(),
     }
     if config.input.kind == INPUT:
-        option["entrance"] = config.input.entrance
+        changes["entrance"] = config.input.entrance
     if isinstance(space, Discrete):
-        return {"input": option, "head": {"kind": "discrete_actions", "actions": space.n}}
+        return {"input": changes, "head": {"kind": "discrete_actions", "actions": space.n}}
     head = {"kind": "continuous_actions", "action_dim": space.dim, "low": list(space.low), "high": list(space.high)}
-    return {"input": option, "head": head | {"gaussian": data.options.gaussian}}
+    return {"input": changes, "head": head | {"gaussian": data.options.gaussian}}
 
 
 def check_plan(plan: TrainingPlan) -> None:
