@@ -109,6 +109,11 @@ def test_other_data_is_told(cli, linear_run, make_run, text_file, tmp_path, monk
         (["--device", "quantum"], "--device quantum: cannot be used here"),
         (["--threads", "0"], "--threads is 0 but must be 1 or more"),
         (["--seed", "-1"], "--seed is -1 but must be 0 or more"),
+        (["--seed", "3"], "--seed 3: nothing is drawn at random in an evaluation of this task; leave it out"),
+        (["--hardest", "0.2"], "--hardest: says how --recl is measured; give --recl too"),
+        (["--positions", "9"], "--positions: says how --recl is measured; give --recl too"),
+        (["--recl", "--context", "8"], "--context: does not go together with --recl; leave one out"),
+        (["--recl", "--baseline"], "--baseline: does not go together with --recl; leave one out"),
     ],
 )
 def test_mistakes_are_one_sentence(cli, gpt_run, arguments, told):

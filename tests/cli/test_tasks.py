@@ -186,7 +186,7 @@ def test_pieces_of_a_tokenizer(cli, text_file, tmp_path):
         (["gpt", "--whole-words"], "--whole-words: is for the task mlm"),
         (["bert", "--objective", "deep-supervision"], "--objective deep-supervision: cannot be minimised"),
         (["bert", "--examples", "100"], "--examples 100: is for the task listops"),
-        (["bert", "--task", "listops", "--holdout", "0.1"], "--holdout: ListOps brings its own data"),
+        (["bert", "--task", "listops", "--holdout", "0.1"], "--holdout 0.1: ListOps brings its own data"),
         (["bert", "--task", "listops", "--examples", "3"], "--examples 3"),
         (["bert", "--task", "listops", "--example-tokens", "5"], "--example-tokens 5: is no range"),
         (["bert", "--task", "classify"], "needs labelled examples"),

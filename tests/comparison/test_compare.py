@@ -154,3 +154,17 @@ def test_a_comparison_plans_what_training_trains(tmp_path, text_file):
         task, plan = planned(given)
         run, settings = create(given, "cpu", 0.0)
         assert (task, plan.config, plan.settings, plan.options) == (run.task, run.config, settings, run.options)
+
+
+def test_settings_that_cannot_train_are_refused_before_anything_is_trained(cli, tmp_path, monkeypatch):
+    """Every entrant is checked as a new run is: alone it is an error, beside others it is out."""
+    trained = []
+    monkeypatch.setattr(comparing, "training_speeds", lambda entrants, *_: trained.append([e.error for e in entrants]))
+    flags = ("--recipe", "tiny", "--length", 16, "--steps", 1, "--parameters", 30_000, "--out", tmp_path / "out")
+    short = ("--set", "short:position.max_length=8")
+    code, _, err = cli("compare", "short=gpt", *short, *flags)
+    assert code == 2 and "--length 16: this model's positions end at 8" in err and trained == []
+    monkeypatch.setattr(comparing, "_steps", lambda *_: (_ for _ in ()).throw(KinformerError("planned")))
+    code, _, err = cli("compare", "gpt", "short=gpt", *short, *flags)
+    assert code == 2 and "short is out: its model: --length 16: this model's positions end at 8" in err, err
+    assert [error is None for error in trained[0]] == [True, False]

@@ -8,6 +8,7 @@ import pytest
 
 from kinformer.family.kinds import kinds
 from kinformer.family.table import MEMBERS
+from kinformer.tasks.record import EvaluationNeeds
 from kinformer.tasks.table import TASKS
 from kinformer.testing import TASK_CHECKS, ContractError, verify_task
 
@@ -65,7 +66,7 @@ CASES = {
     },
     "dino": {
         "member": "vit",
-        "train": WHOLE | {"prototypes": 8, "local_views": 1, "batch_size": 2, "validate_every": 2},
+        "train": {"length": None, "prototypes": 8, "local_views": 1, "batch_size": 2},
         "evaluate": {"images": 8},
     },
     "translate": {
@@ -139,6 +140,12 @@ class Uncounted(toy_task.Regression):
     objectives = {"squared-error": lambda model: uncounted}
 
 
+class Unread(toy_task.Regression):
+    evaluation = EvaluationNeeds(
+        refused=dict.fromkeys(("data", "split", "max_bytes", "chunk"), "waves are made up; leave it out.")
+    )
+
+
 class Unused(toy_task.Regression):
     @dataclass(frozen=True, kw_only=True)
     class Options(toy_task.WaveOptions):
@@ -180,6 +187,7 @@ def test_a_stranger_s_task_passes_and_leaves_the_table_as_it_was(toy):
         (Short, "rows", "1 validation batches, not 2"),
         (Uncounted, "train", "no metric 'predicted'"),
         (Unused, "options", "nothing looks at colour of its Options"),
+        (Unread, "options", "nothing looks at seed of its evaluation; use it, let the record refuse it"),
         (Undirected, "evaluate", "the metric mean_squared_error has no unit"),
     ],
 )

@@ -243,7 +243,7 @@ def test_continuous_actions(tmp_path):
         ({"discount": 1.5}, "discount is 1.5 but must lie between 0 and 1"),
         ({"entropy_weight": -1.0}, "entropy_weight is -1 but must be 0 or more"),
         ({"data": "walks.npz"}, "data walks.npz: control learns from what it does"),
-        ({"devices": 2}, "devices: control acts in one process"),
+        ({"devices": 2}, "devices 2: control acts in one process"),
         ({"set": {"input.observation_dim": 9}}, "has 9 observations and 3 actions, but t-maze:2 has 4 and 3"),
         ({"set": {"head": {"kind": "discrete_actions", "actions": 3}}}, "control needs policy_and_value"),
         (

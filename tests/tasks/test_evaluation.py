@@ -1,11 +1,20 @@
-"""One builder makes every evaluation: metrics with their units, facts for JSON and text, from the same numbers."""
+"""One builder makes every evaluation: metrics with their units, facts for JSON and text, from the same numbers.
+
+Every general option is read by a task or refused: the battery of tasks sees the reads, these tests the refusals."""
 
 import json
+import re
+from dataclasses import MISSING, fields
 from pathlib import Path
 from types import SimpleNamespace
 
-from kinformer.tasks.evaluation import EvaluationReport, by_group, evaluated, total
+import pytest
+
+from kinformer.runs.options import EvaluateOptions, TrainOptions
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.evaluation import EvaluationReport, EvaluationSettings, by_group, evaluated, total
 from kinformer.tasks.runs import LoadedRun
+from kinformer.tasks.table import TASKS, refuse_options
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
 
 
@@ -37,3 +46,36 @@ def test_groups_are_measured_in_order_and_summed():
     groups = by_group((4, 2), lambda pairs: {"pairs": pairs, "right": 10 * pairs}, quiet=True)
     assert [group["pairs"] for group in groups] == [4, 2]
     assert total(groups, "right", "pairs") == [60, 6]
+
+
+def changed(kind, name, **needed):
+    """Options of ``kind`` with another value of ``name`` than the usual one, of the same type."""
+    default = next(field for field in fields(kind) if field.name == name)
+    if isinstance(default.default, int):
+        return kind(**needed, **{name: default.default + 3})
+    number = any(word in str(default.type) for word in ("int", "float"))
+    return kind(**needed, **{name: (0.5 if "float" in str(default.type) else 7) if number else "train"})
+
+
+@pytest.mark.parametrize("option", [field.name for field in fields(EvaluationSettings)])
+@pytest.mark.parametrize("name", TASKS)
+def test_a_general_option_of_evaluation_is_refused_where_the_record_says_so_alone(name, option):
+    refused, options = TASKS[name].evaluation.refused, changed(EvaluateOptions, option)
+    if option not in refused:
+        refuse_options(refused, options)
+        return
+    with pytest.raises(KinformerError, match=f"^{option} .*: {re.escape(refused[option].split('`')[0])}") as error:
+        refuse_options(refused, options)
+    assert str(error.value).endswith(".") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_refused_options_are_options_and_differ_from_their_defaults_alone(name):
+    task = TASKS[name]
+    usual = TrainOptions(member="gpt", out="run"), EvaluateOptions()
+    for options, refused in zip(usual, (task.data.refused, task.evaluation.refused), strict=True):
+        refuse_options(refused, options)
+        assert refused.keys() <= {field.name for field in fields(options) if field.default is not MISSING}
+    for option in task.data.refused:
+        with pytest.raises(KinformerError, match=f"^{option} "):
+            refuse_options(task.data.refused, changed(TrainOptions, option, member="gpt", out="run"))

@@ -210,6 +210,8 @@ def test_blocks_follow_the_sizes_of_the_data(cli, colours, tmp_path):
     assert code == 2 and "this model draws blocks of 2 rows; keep a multiple of that" in err
     code, _, err = cli("generate", out, "--complete", colours, "--rows", "2", "--occluded", "1")
     assert code == 0, err
+    code, _, err = cli("generate", out, "--occluded", "1")
+    assert code == 2 and "--occluded 1: says how many are completed; give --complete DATA too" in err
 
 
 def test_tables_that_a_head_cannot_share_are_one_sentence(cli, tmp_path):

@@ -24,6 +24,7 @@ from kinformer.training.settings import Settings
 
 SMALL = {"task": "trajectories", "recipe": "tiny", "length": 72, "batch_size": 4, "steps": 2, "threads": 1}
 SMALL |= {"device": "cpu", "trajectories": 30, "validation_tokens": 72, "quiet": True}
+OF_FILE = {name: value for name, value in SMALL.items() if name != "trajectories"}
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +240,7 @@ def pendulum(folder, **changes):
 def test_continuous_actions(tmp_path, gaussian):
     pytest.importorskip("gymnasium")
     data = pendulum(tmp_path)
-    run = kinformer.train("decision", out=tmp_path / "run", data=data, env="Pendulum-v1", gaussian=gaussian, **SMALL)
+    run = kinformer.train("decision", out=tmp_path / "run", data=data, env="Pendulum-v1", gaussian=gaussian, **OF_FILE)
     head = run.config.head
     assert (head.action_dim, head.low, head.high, head.gaussian) == (1, (-2.0,), (2.0,), gaussian)
     assert list(run.metrics)[0] == ("bits_per_action" if gaussian else "action_error")
@@ -249,11 +250,14 @@ def test_continuous_actions(tmp_path, gaussian):
 
 
 def test_without_an_environment_actions_alone_are_measured(tmp_path):
-    kinformer.train("decision", out=tmp_path / "run", data=pendulum(tmp_path), **SMALL)
+    with pytest.raises(KinformerError, match="trajectories: is for random walks, but data.npz holds episodes already"):
+        kinformer.train("decision", out=tmp_path / "run", data=pendulum(tmp_path), **SMALL)
+    kinformer.train("decision", out=tmp_path / "run", data=pendulum(tmp_path), **OF_FILE)
     found = kinformer.evaluate(tmp_path / "run")
     assert found.metrics.keys() == {"action_error"} and "give env NAME" in found.text[-1]
-    with pytest.raises(KinformerError, match="names no environment; give env NAME too"):
-        kinformer.evaluate(tmp_path / "run", target="1")
+    for options in ({"target": "1"}, {"episodes": 3}, {"cloning_steps": 5}, {"seed": 1}):
+        with pytest.raises(KinformerError, match=f"{next(iter(options))}: .* names no environment; give env NAME too"):
+            kinformer.evaluate(tmp_path / "run", **options)
     with pytest.raises(KinformerError, match="has observations of 6 numbers, but those of .*run have 3"):
         kinformer.evaluate(tmp_path / "run", env="key-to-door")
 
@@ -268,7 +272,7 @@ def test_without_an_environment_actions_alone_are_measured(tmp_path):
             {"env": "shortest-path"},
             "env shortest-path: has observations of 20 numbers, but those of key-to-door have 6",
         ),
-        ({"tokenizer": "bytes.json"}, "tokenizer: is for text, not for trajectories"),
+        ({"tokenizer": "bytes.json"}, "tokenizer bytes.json: is for text, not for trajectories"),
         ({"data": "nowhere.npz"}, "is neither a file nor a folder"),
         ({"set": {"input.action_dim": 7}}, '"input.action_dim": 7}: the data has 4'),
         (

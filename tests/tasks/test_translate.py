@@ -176,7 +176,7 @@ def test_a_vocabulary_of_its_own_from_both_sides(tmp_path):
         ({"set": {"input.bos_token": 1, "input.eos_token": 2, "input.vocab_size": 100}}, '"input.vocab_size": 100'),
         ({"task": "next-token"}, "vanilla is an encoder-decoder, whose tasks are translate"),
         ({"segments": True}, "segments: is for the task next-token, not for translate"),
-        ({"text_field": "x"}, "text_field: is for running text; name the sides of JSON lines with source"),
+        ({"text_field": "x"}, "text_field x: is for running text; name the sides of JSON lines with source"),
         ({"average": -1}, "average is -1"),
         ({"schedule": "linear"}, "schedule is 'linear'"),
     ],
@@ -184,6 +184,19 @@ def test_a_vocabulary_of_its_own_from_both_sides(tmp_path):
 def test_mistakes_of_training(pairs, tmp_path, given, told):
     with pytest.raises(KinformerError, match=told):
         kinformer.train("vanilla", data=pairs, out=tmp_path / "run", **TINY | given)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"source": "de", "target": "en"}, "source and target: number-words are numbers in English and German"),
+        ({"holdout": 0.1}, "holdout 0.1: is for files, but number words are made; leave it out"),
+    ],
+)
+def test_number_words_have_their_languages_and_their_split(tmp_path, given, told):
+    with pytest.raises(KinformerError, match=told):
+        kinformer.train("vanilla", out=tmp_path / "run", **TINY | given)
     assert not (tmp_path / "run").exists()
 
 

@@ -157,7 +157,7 @@ def test_what_does_not_go_together(tmp_path, digits):
     for options, told in (
         ({"augment": "crop,turn"}, "augment: 'turn' is unknown"),
         ({"length": 20}, "length 20: rows of this data have 17 positions"),
-        ({"tokenizer": "x.json"}, "tokenizer: is for text, not for images"),
+        ({"tokenizer": "x.json"}, "tokenizer x.json: is for text, not for images"),
         ({"set": {"head.classes": 4}}, "does not tell the 10 classes"),
         ({"set": {"head": "masked_language"}}, "predicts token ids|does not tell the 10 classes"),
         ({"task": "mlm"}, "vit is an encoder that reads patches, whose tasks are vision"),

@@ -20,7 +20,7 @@ from kinformer.models.encoder import Encoder
 from kinformer.positions.learned import Learned
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.record import DataNeeds, Models
+from kinformer.tasks.record import DataNeeds, EvaluationNeeds, Models
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.task import Source, Task, TrainingPlan
 from kinformer.training.batch import map_fields
@@ -190,7 +190,12 @@ class Regression(Task):
     models = Models(protocols=(WholeModel,))
     data = DataNeeds(
         default="waves",
-        refused=dict.fromkeys(("data", "holdout", "tokenizer", "train_tokenizer"), "waves are made up; leave it out."),
+        refused=dict.fromkeys(
+            ("data", "holdout", "tokenizer", "train_tokenizer", "validation_tokens"), "waves are made up; leave it out."
+        ),
+    )
+    evaluation = EvaluationNeeds(
+        refused=dict.fromkeys(("data", "split", "max_bytes", "chunk", "seed"), "waves are made up; leave it out.")
     )
     metrics = (ERROR,)
     objectives = {"squared-error": lambda model: squared_error}

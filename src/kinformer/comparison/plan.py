@@ -19,6 +19,7 @@ from kinformer.comparison.options import CompareOptions
 from kinformer.core.config import override
 from kinformer.family.build import configure, storable
 from kinformer.family.kinds import kinds
+from kinformer.runs.create import checked, group_of
 from kinformer.runs.options import TrainOptions
 from kinformer.runs.planning import check_source, named_data, planner_for
 from kinformer.runtime.errors import KinformerError
@@ -54,8 +55,9 @@ class Contestant:
         return key_of(storable(self.config))
 
     def options(self, out: Path, lr: float, seed: int, steps: int, **settings: Any) -> TrainOptions:
-        """How one run of it is trained."""
-        return replace(self.base, out=str(out), lr=lr, seed=seed, steps=steps, **settings)
+        """How one run of it is trained, with those of the further ``settings`` that its task reads."""
+        read = {name: value for name, value in settings.items() if name not in self.task.data.refused}
+        return replace(self.base, out=str(out), lr=lr, seed=seed, steps=steps, **read)
 
     def run_key(self, options: TrainOptions) -> str:
         """What identifies the outcome of a run."""
@@ -140,7 +142,7 @@ def _base(entrant: Entrant, options: CompareOptions, task: Task) -> TrainOptions
 
 
 def _fit(contestant: Contestant, budget: int) -> None:
-    """Put a hybrid's layers in their places, and solve for the width."""
+    """Put a hybrid's layers in their places, solve for the width, and check what would be trained as a new run does."""
     entrant, base = contestant.entrant, replace(contestant.base, set={})
     _, plan = planned(base)
     layers = entrant.layers(str(base.recipe), plan.config)
@@ -149,6 +151,7 @@ def _fit(contestant: Contestant, budget: int) -> None:
     contestant.base = replace(base, set={**layers, **widths, **entrant.changes})
     contestant.task, plan = planned(contestant.base)
     contestant.config, contestant.identity = plan.config, plan.data.identity
+    checked(plan, contestant.task, group_of(contestant.base, contestant.base.usable_device().type))
     contestant.parameters = parameters_of(plan.config)
 
 

@@ -194,9 +194,11 @@ def measured(
         task_options["lengths"] = _possible(options.contexts, contestant, options.row_length)
     if baseline and "baseline" in option_fields:
         task_options["baseline"] = True
-    most = None if "data" in task.data.refused else options.max_bytes
+    names = {"max_bytes", "seed"} - task.evaluation.refused.keys()
+    settings = {name: getattr(options, name) for name in names}
+    most = settings.get("max_bytes")
     evaluation_options = EvaluateOptions(
-        max_bytes=most, device=options.device, threads=options.threads, seed=options.seed, task_options=task_options
+        device=options.device, threads=options.threads, task_options=task_options, **settings
     )
 
     def make() -> dict[str, Any]:

@@ -93,6 +93,8 @@ def open_pairs(
         raise KinformerError(f"holdout is {holdout} but must lie between 0 and 1; 0.1 holds out a tenth.")
     tokenizer = tokenizer or ByteTokenizer()
     if spec == NUMBER_WORDS:
+        if holdout is not None:
+            raise KinformerError(f"`holdout` {holdout:g}: is for files, but number words are made; leave it out.")
         made = {name: Pairs(*number_words.pairs(name)) for name in number_words.SIZES}
         version = number_words.VERSION
         return Parallel(spec, version, f"{spec}:{version}", Languages("en", "de"), tokenizer, made)

@@ -53,7 +53,7 @@ def create(options: TrainOptions, device: str, begun: float, quiet: bool = True)
         planner = planner_for(options, task, spec, base)
 
         def plan_of(options: TrainOptions) -> TrainingPlan:
-            return checked(planner.plan(options), task, _group(options, device))
+            return checked(planner.plan(options), task, group_of(options, device))
 
         if decides(options):
             kind = Chooser if task.data.running_text else Ladder
@@ -139,7 +139,7 @@ def _longer(config: ModelConfig, length: int) -> str:
     return ""
 
 
-def _group(options: TrainOptions, device: str) -> Group:
-    """The processes that are going to train, as the first of them."""
+def group_of(options: TrainOptions, device: str) -> Group:
+    """The processes that are going to train on the type of ``device``, as the first of them."""
     world = max(options.devices, int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else 1)
     return Group(torch.device("cuda" if device == "cuda" else "cpu"), world=world, strategy=options.strategy)

@@ -16,7 +16,7 @@ from kinformer.runs.stores import STORES
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import Evaluation, EvaluationReport, EvaluationSettings
 from kinformer.tasks.runs import LoadedRun
-from kinformer.tasks.table import evaluation_options
+from kinformer.tasks.table import evaluation_options, refuse_options
 
 
 def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: bool = True) -> EvaluationReport:
@@ -27,6 +27,8 @@ def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: boo
     runs = [open_run(folder) for folder in folders]
     _check_alike(runs)
     options_of_task = [evaluation_options(run.task, options.task_options, str(run.folder)) for run in runs]
+    for run in runs:
+        refuse_options(run.task.evaluation.refused, options)
     with spooled(options.data) as data:
         options = replace(options, data=data)
         if (report := STORES.evaluate(runs, options, options_of_task[0], quiet)) is not None:

@@ -113,9 +113,8 @@ def plan_config(options: TrainOptions, base: Run | None, task: Task, data: Any |
 
 def check_source(options: TrainOptions, task: Task) -> None:
     """Refuse data and tokenizers that do not go with the task."""
-    source = {name: getattr(options, name) for name in ("data", "holdout", "train_tokenizer", "text_field")}
-    source["devices"] = None if options.devices == 1 else options.devices
-    refuse_options(task, source | {"tokenizer": None if options.tokenizer == BYTES else options.tokenizer})
+    # Bytes are no tokenizer, and what every task without one reads.
+    refuse_options(task.data.refused, replace(options, tokenizer=None) if options.tokenizer == BYTES else options)
     if options.text_field is not None and (task.data.default is None or options.data in (None, STDLIB, "-")):
         raise KinformerError(
             f"`text_field` {options.text_field}: is for tasks of text and JSON lines; give its path with `data`."

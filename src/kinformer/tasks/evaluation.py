@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from kinformer.runtime.errors import KinformerError, require, require_seed
+from kinformer.runtime.errors import require, require_seed
 from kinformer.runtime.fields import Checked
 from kinformer.runtime.progress import progressing
 from kinformer.training.metric import Metric
@@ -38,12 +38,6 @@ class EvaluationSettings(Checked):
         require("chunk", self.chunk, 1)
         require_seed(self.seed)
         super().__post_init__()
-
-    def refuse_data(self, why: str) -> None:
-        """For a task that makes its own rows."""
-        if self.data is not None or self.max_bytes is not None:
-            refused = f"`data` {self.data}" if self.data is not None else f"`max_bytes` {self.max_bytes}"
-            raise KinformerError(f"{refused}: {why}")
 
 
 class TextTable(NamedTuple):

@@ -1,4 +1,5 @@
-"""What a task's record says in three objects: which models it takes, which data it needs, what generating means."""
+"""What a task's record says in four objects: which models it takes, which data it needs, what evaluating reads, what
+generating means."""
 
 from __future__ import annotations
 
@@ -38,14 +39,26 @@ class DataNeeds:
 
     ``default`` is what it learns from where none is named; None means that some must be, and ``missing`` then says in
     one sentence what to give. A tokenizer makes ids of it where ``tokenized``. In ``running_text`` a row may be any
-    part, so that ``minutes`` alone decide sizes and recipe. ``refused`` are general options that mean nothing to the
-    task, each with the reason and the remedy.
+    part, so that ``minutes`` alone decide sizes and recipe. ``refused`` are general options of training that mean
+    nothing to the task, each with the reason and the remedy.
     """
 
     default: str | None = None
     missing: str = "the task needs data; give `data` PATH."
     tokenized: bool = False
     running_text: bool = False
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+NOTHING_DRAWN = "nothing is drawn at random in an evaluation of this task; leave it out."
+"""Why an evaluation refuses a seed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationNeeds:
+    """What evaluating reads: all general options (``tasks.evaluation.EvaluationSettings``) but the ``refused``, each of
+    which has the reason and the remedy."""
+
     refused: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -106,12 +106,12 @@ def what_fits(config: ModelConfig, candidates: Sequence[Task]) -> str:
     )
 
 
-def refuse_options(task: Task, values: Mapping[str, Any]) -> None:
-    """Refuse the general options in ``values`` that mean nothing to the task."""
-    for name, reason in task.data.refused.items():
-        if (value := values.get(name)) is not None:
-            shown = f" {value}" if name == "data" else ""
-            raise KinformerError(f"{marked(name)}{shown}: {reason}")
+def refuse_options(refused: Mapping[str, str], options: Any) -> None:
+    """Refuse those of the ``refused`` general options, each with its reason, that ``options`` (a dataclass) sets."""
+    for option in fields(options):
+        value = getattr(options, option.name)
+        if option.name in refused and value != option.default:
+            raise KinformerError(f"{marked(option.name)} {value}: {refused[option.name]}")
 
 
 def what_tasks_there_are() -> str:

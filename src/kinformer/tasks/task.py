@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import Evaluation, EvaluationReport, EvaluationSettings
-from kinformer.tasks.record import DataNeeds, Generation, Models
+from kinformer.tasks.record import DataNeeds, EvaluationNeeds, Generation, Models
 from kinformer.tasks.runs import LoadedRun, TrainedRun
 from kinformer.training.metric import Metric
 
@@ -76,10 +76,11 @@ Load = Callable[[TrainedRun], LoadedRun]
 class Task:
     """A task's record.
 
-    ``name`` is that of ``--task``; ``title`` and ``description`` are for people. ``models``, ``data`` and
-    ``generation`` say which models it takes, which data it needs, and what generating takes (see ``tasks.record``).
-    ``objectives`` are what can be minimised for it, by name, the usual one first, each made for a model. ``metrics``
-    are what it is evaluated by; the first decides which weights are the best. ``settings`` are those of training that
+    ``name`` is that of ``--task``; ``title`` and ``description`` are for people. ``models``, ``data``,
+    ``evaluation`` and ``generation`` say which models it takes, which data it needs, which options evaluating reads,
+    and what generating takes (see ``tasks.record``). ``objectives`` are what can be minimised for it, by name, the
+    usual one first, each made for a model. ``metrics`` are what it is evaluated by; the first decides which weights are
+    the best. ``settings`` are those of training that
     differ from the general defaults. ``Options``, ``EvaluationOptions`` and ``GenerationOptions`` are dataclasses of
     options that only this task has.
     """
@@ -89,6 +90,7 @@ class Task:
     description: ClassVar[str]
     models: ClassVar[Models]
     data: ClassVar[DataNeeds] = DataNeeds()
+    evaluation: ClassVar[EvaluationNeeds] = EvaluationNeeds()
     generation: ClassVar[Generation] = Generation(refusal="the task generates nothing; give a run of another task.")
     objectives: ClassVar[Mapping[str, Callable[[Any], Any]]]
     metrics: ClassVar[tuple[Metric, ...]]

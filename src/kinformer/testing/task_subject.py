@@ -13,13 +13,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kinformer.tasks.evaluation import EvaluationSettings
+from kinformer.training.settings import Settings
+
 if TYPE_CHECKING:
     from kinformer.runs.run import Run
     from kinformer.tasks.evaluation import Evaluation
-    from kinformer.tasks.task import Task
+    from kinformer.tasks.task import Task, TrainingPlan
     from kinformer.training.data_module import DataModule
 
 KINDS = ("Options", "EvaluationOptions", "GenerationOptions")
+GENERAL = ("training", "evaluation")
+"""General options that tasks read themselves, the settings of training only in part: see :attr:`OF_ROWS`."""
+OF_ROWS = ("length", "validation_tokens")
+"""The settings of training that tasks alone read; the trainer reads all others."""
 TINY = {
     "recipe": "tiny",
     "steps": 4,
@@ -40,7 +47,7 @@ class TaskSubject:
     ``changes`` are those of the recipe, ``train`` options of ``kinformer.train`` beside those of :data:`TINY` (None
     leaves one of these out), ``evaluate`` those of ``kinformer.evaluate``, ``generate`` those of
     ``runs.options.GenerateOptions`` with ``prompt``; the task's own options stand among them. ``unread`` are options
-    that these do not reach, with the reasons. :meth:`open` it first.
+    that these do not reach, with the reasons. ``read`` notes which were, by kind. :meth:`open` it first.
     """
 
     make: Callable[[], Task]
@@ -50,7 +57,7 @@ class TaskSubject:
     evaluate: Mapping[str, Any] = field(default_factory=dict)
     generate: Mapping[str, Any] = field(default_factory=dict)
     unread: Mapping[str, str] = field(default_factory=dict)
-    read: dict[str, set[str]] = field(default_factory=lambda: {kind: set() for kind in KINDS})
+    read: dict[str, set[str]] = field(default_factory=lambda: {kind: set() for kind in (*KINDS, *GENERAL)})
 
     @contextmanager
     def open(self) -> Iterator[TaskSubject]:
@@ -60,6 +67,7 @@ class TaskSubject:
         self.task = copy.copy(self.make())
         for kind in KINDS:
             setattr(self.task, kind, _watched(getattr(self.task, kind), self.read[kind]))
+        self._watch_settings()
         before = TASKS.get(self.task.name)
         TASKS[self.task.name] = self.task
         try:
@@ -71,6 +79,23 @@ class TaskSubject:
                 del TASKS[self.task.name]
             else:
                 TASKS[self.task.name] = before
+
+    def _watch_settings(self) -> None:
+        """Give the task general options that note every read of them."""
+        check, data_module, evaluate = self.task.check, self.task.data_module, self.task.evaluate
+        training = _watched(Settings, self.read["training"])
+        evaluation = _watched(EvaluationSettings, self.read["evaluation"])
+
+        def watched_plan(plan: TrainingPlan) -> TrainingPlan:
+            return plan._replace(settings=training(**vars(plan.settings)))
+
+        def watched_evaluate(runs: Any, load: Any, settings: EvaluationSettings, *options: Any) -> Any:
+            return evaluate(runs, load, evaluation(**vars(settings)), *options)
+
+        watched: Any = self.task
+        watched.check = lambda plan, model: check(watched_plan(plan), model)
+        watched.data_module = lambda plan: data_module(watched_plan(plan))
+        watched.evaluate = watched_evaluate
 
     @cached_property
     def run(self) -> Run:

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.evaluation import EvaluationSettings
+from kinformer.tasks.task import Task
 from kinformer.testing.errors import require
-from kinformer.testing.task_subject import KINDS, TaskSubject
+from kinformer.testing.task_subject import GENERAL, KINDS, OF_ROWS, TaskSubject
 
 STEPS = (5, 0, 3)
 
@@ -109,15 +111,21 @@ def generate(subject: TaskSubject) -> None:
 
 
 def options(subject: TaskSubject) -> None:
-    """Check that training, evaluation and generation read every option that the task declares."""
+    """Check that training, evaluation and generation read every option that the task declares, and every general one
+    that it does not refuse."""
     _ = subject.run, subject.rows(), subject.evaluation
     generate(subject)
-    names = {kind: {field.name for field in fields(getattr(subject.task, kind))} for kind in KINDS}
+    task, kinds = subject.task, KINDS if _generates(subject) else KINDS[:2]
+    names = {kind: {field.name for field in fields(getattr(task, kind))} for kind in kinds}
+    of_data = set() if type(task).length is Task.length else {"length"}
+    names["training"] = set(OF_ROWS) - of_data - task.data.refused.keys()
+    names["evaluation"] = {field.name for field in fields(EvaluationSettings)} - task.evaluation.refused.keys()
     for name in subject.unread:
         require(any(name in item for item in names.values()), f"unread: {name!r} is no option of the task")
-    for kind in KINDS if _generates(subject) else KINDS[:2]:
-        unread = sorted(names[kind] - subject.read[kind] - subject.unread.keys())
-        require(not unread, f"nothing looks at {', '.join(unread)} of its {kind}; use it, remove it, or say why not")
+    for kind, declared in names.items():
+        unread = sorted(declared - subject.read[kind] - subject.unread.keys())
+        remedy = "let the record refuse it" if kind in GENERAL else "remove it"
+        require(not unread, f"nothing looks at {', '.join(unread)} of its {kind}; use it, {remedy}, or say why not")
 
 
 def _generates(subject: TaskSubject) -> bool:

@@ -20,12 +20,14 @@ OUTSIDE = 1e-4
 
 @dataclass(frozen=True, eq=False)
 class TrajectoryData:
-    """Trajectories of an environment with these ``actions``; ``env`` is its name, None where it is unknown."""
+    """Trajectories of an environment with these ``actions``; ``env`` is its name, None where it is unknown;
+    ``made`` says whether they are random walks of the library's own."""
 
     trajectories: Trajectories
     env: str | None
     actions: Discrete | Box
     options: TrajectoryOptions
+    made: bool = False
 
     @property
     def name(self) -> str:
@@ -53,12 +55,12 @@ def open_data(spec: str, holdout: float | None, options: TrajectoryOptions) -> T
     if options.gaussian and result.discrete:
         raise KinformerError(f"`gaussian`: is for continuous actions, but those of {spec} are discrete; leave it out.")
     if env is None:
-        return TrajectoryData(result, None, _space_of(result), options)
+        return TrajectoryData(result, None, _space_of(result), options, made)
     environment = make(env)
     check_environment(environment, result.state_dim, result.discrete, spec)
     check_actions(result, environment, spec)
     environment.close()
-    return TrajectoryData(result, env, environment.actions, options)
+    return TrajectoryData(result, env, environment.actions, options, made)
 
 
 def _space_of(trajectories: Trajectories) -> Discrete | Box:

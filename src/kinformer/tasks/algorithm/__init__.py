@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import KinformerError, require
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.record import DataNeeds, Generation, Models
+from kinformer.tasks.record import DataNeeds, EvaluationNeeds, Generation, Models
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.options import whole_numbers
 from kinformer.tasks.task import Source, Task, TrainingPlan
@@ -94,6 +94,11 @@ class Algorithm(Task):
             ("data", "holdout", "tokenizer", "train_tokenizer"), "an algorithm makes its own problems; leave it out."
         ),
     )
+    evaluation = EvaluationNeeds(
+        refused=dict.fromkeys(
+            ("data", "max_bytes"), "an algorithm makes its own problems; give `problems` and `at_digits`."
+        )
+    )
     generation = Generation(reads=(), unread="a problem has one answer, the most probable")
     metrics = (ACCURACY, SEQUENCE_ACCURACY, BITS_PER_LABEL)
     objectives = {"answers": _answers}
@@ -129,7 +134,6 @@ class Algorithm(Task):
     ) -> Evaluation:
         from kinformer.tasks.algorithm.evaluate import evaluate
 
-        evaluation_settings.refuse_data("an algorithm makes its own problems; give `problems` and `at_digits`.")
         at = None if task_options.at_digits is None else lengths_of(task_options.at_digits)
         return evaluate(subject, evaluation_settings, at, task_options.problems, quiet)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kinformer.core.model import WholeModel
-from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.record import DataNeeds, Generation, Models
+from kinformer.tasks.record import NOTHING_DRAWN, DataNeeds, EvaluationNeeds, Generation, Models
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.task import READS_WHOLE_TEXTS, SPECIAL_TOKENS, Source, Task, TrainingPlan
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
@@ -43,6 +42,9 @@ class Classify(Task):
         missing="the task needs labelled examples; give `data` FOLDER, FILE.tsv or FILE.jsonl.",
         tokenized=True,
         refused={"train_tokenizer": "is for text without labels, not for classify; give `tokenizer`."},
+    )
+    evaluation = EvaluationNeeds(
+        refused={"max_bytes": "is for text, not for examples; leave it out.", "seed": NOTHING_DRAWN}
     )
     generation = Generation(refusal=READS_WHOLE_TEXTS)
     metrics = (ACCURACY, BITS_PER_LABEL)
@@ -83,10 +85,6 @@ class Classify(Task):
     ) -> Evaluation:
         from kinformer.tasks.classify.evaluate import evaluate
 
-        if evaluation_settings.max_bytes is not None:
-            raise KinformerError(
-                f"`max_bytes` {evaluation_settings.max_bytes}: is for text, not for examples; leave it out."
-            )
         return evaluate(self, subject, evaluation_settings, quiet)
 
     def spec_to_measure(self, subject: LoadedRun, data: str | None) -> str:

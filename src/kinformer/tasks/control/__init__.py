@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kinformer.control.online.options import ControlEvaluationOptions, ControlGenerationOptions, ControlOptions
 from kinformer.core.model import CausalModel
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.record import DataNeeds, Generation, Models
+from kinformer.tasks.record import DataNeeds, EvaluationNeeds, Generation, Models
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.task import Source, Task, TrainingPlan
 from kinformer.training.metric import RETURN
@@ -49,7 +49,16 @@ class Control(Task):
             ("data", "holdout", "tokenizer", "train_tokenizer"),
             "control learns from what it does in `env`; leave it out.",
         )
-        | {"devices": "control acts in one process; leave it out."},
+        | {
+            "devices": "control acts in one process; leave it out.",
+            "validation_tokens": "control is validated by acting; leave it out.",
+        },
+    )
+    evaluation = EvaluationNeeds(
+        refused=dict.fromkeys(
+            ("data", "split", "max_bytes", "chunk"),
+            "control acts in new episodes; leave it out, or give `env` and `episodes`.",
+        )
     )
     generation = Generation(
         prompt=None, reads=(), unread="one episode is played, and `action_temperature` says how actions are drawn"
@@ -103,7 +112,6 @@ class Control(Task):
     ) -> Evaluation:
         from kinformer.tasks.control.evaluate import evaluate
 
-        evaluation_settings.refuse_data("control acts in new episodes; leave it out, or give `env` and `episodes`.")
         return evaluate(subject, evaluation_settings, task_options, quiet)
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kinformer.core.model import WholeModel
-from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.dino.options import DinoEvaluationOptions, DinoOptions
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.record import DataNeeds, Generation, Models
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.task import Source, Task, TrainingPlan
-from kinformer.tasks.vision import INPUTS
+from kinformer.tasks.vision import INPUTS, OF_IMAGES
 from kinformer.training.metric import ACCURACY
 
 if TYPE_CHECKING:
@@ -46,8 +45,10 @@ class Dino(Task):
         default="digits",
         refused=dict.fromkeys(
             ("tokenizer", "train_tokenizer", "text_field"), "is for text, not for images; leave it out."
-        ),
+        )
+        | {"validation_tokens": "self-distillation is validated by a fixed number of images; leave it out."},
     )
+    evaluation = OF_IMAGES
     generation = Generation(refusal="it tells no classes yet; train it on for the task vision, with `init`.")
     metrics = (ACCURACY,)
     objectives = {"self-distillation": _objective}
@@ -108,8 +109,6 @@ class Dino(Task):
     ) -> Evaluation:
         from kinformer.tasks.dino.evaluate import evaluate
 
-        if evaluation_settings.max_bytes is not None:
-            raise KinformerError(f"`max_bytes` {evaluation_settings.max_bytes}: is for text; give `images` N instead.")
         return evaluate(subject, evaluation_settings, task_options, quiet)
 
 

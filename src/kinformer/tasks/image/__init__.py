@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import KinformerError, require
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.record import DataNeeds, Generation, Models
+from kinformer.tasks.record import NOTHING_DRAWN, DataNeeds, EvaluationNeeds, Generation, Models
 from kinformer.tasks.runs import LoadedRun, TrainedRun
 from kinformer.tasks.task import Source, Task, TrainingPlan
 from kinformer.training.metric import BITS_PER_DIM
@@ -69,6 +69,8 @@ class ImageGenerationOptions:
         require("occluded", self.occluded, 1)
         if self.rows is not None and self.complete is None:
             raise KinformerError(f"`rows` {self.rows}: says what is kept of an image; give `complete` FILE too.")
+        if self.occluded != ImageGenerationOptions.occluded and self.complete is None:
+            raise KinformerError(f"`occluded` {self.occluded}: says how many are completed; give `complete` DATA too.")
 
 
 def _pixels(model: Any) -> Any:
@@ -94,6 +96,7 @@ class Image(Task):
             ("tokenizer", "train_tokenizer", "text_field"), "is for text, not for images; leave it out."
         ),
     )
+    evaluation = EvaluationNeeds(refused={"max_bytes": "is for text; give `images` N instead.", "seed": NOTHING_DRAWN})
     generation = Generation(
         prompt=None,
         temperature=1.0,
@@ -148,8 +151,6 @@ class Image(Task):
     ) -> Evaluation:
         from kinformer.tasks.image.evaluate import evaluate
 
-        if evaluation_settings.max_bytes is not None:
-            raise KinformerError(f"`max_bytes` {evaluation_settings.max_bytes}: is for text; give `images` N instead.")
         return evaluate(subject, evaluation_settings, task_options, quiet)
 
     def check_generation(self, run: TrainedRun) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.classify import Classify
-from kinformer.tasks.record import DataNeeds
+from kinformer.tasks.record import DataNeeds, EvaluationNeeds
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.task import Source
 
@@ -58,6 +58,9 @@ class ListOps(Classify):
             "ListOps brings its own data and symbols; leave it out.",
         ),
     )
+    evaluation = EvaluationNeeds(
+        refused={**Classify.evaluation.refused, "data": "ListOps brings its own data; leave it out."}
+    )
     Options = ListOpsOptions
     special_apart = True
 
@@ -67,8 +70,6 @@ class ListOps(Classify):
         return open_listops(options.examples, options.bounds, cache=cache)
 
     def spec_to_measure(self, subject: LoadedRun, data: str | None) -> str:
-        if data is not None:
-            raise KinformerError(f"`data` {data}: ListOps brings its own data; leave it out.")
         return NAME
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import EvaluationReport, EvaluationSettings
-from kinformer.tasks.record import DataNeeds, Generation, Models
+from kinformer.tasks.record import NOTHING_DRAWN, DataNeeds, EvaluationNeeds, Generation, Models
 from kinformer.tasks.runs import LoadedRun, TrainedRun
 from kinformer.tasks.shared.options import NextTokenEvaluationOptions, NextTokenOptions
 from kinformer.tasks.task import Load, Source, Task, TrainingPlan
@@ -53,6 +53,7 @@ class NextToken(Task):
     )
     models = Models(protocols=(CausalModel,), inputs=("tokens",))
     data = DataNeeds(default="stdlib", tokenized=True, running_text=True)
+    evaluation = EvaluationNeeds(refused={"seed": NOTHING_DRAWN})
     generation = Generation()
     metrics = (BITS_PER_BYTE,)
     objectives = {"next-token": _next_token, "deep-supervision": _deep_supervision, "exits": _exits}

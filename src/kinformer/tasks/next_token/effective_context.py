@@ -33,7 +33,7 @@ def evaluate_recl(
 ) -> EvaluationReport:
     """Measure the group at every context."""
     check(contexts, task_options.hardest)
-    held = _same_data(runs, evaluation_settings)
+    held = _same_data(runs, evaluation_settings, task_options.holdout)
     losses = np.stack(
         [_losses(load(run), held, contexts, evaluation_settings.chunk, task_options, quiet) for run in runs]
     )
@@ -68,7 +68,7 @@ def contexts_of(runs: Sequence[TrainedRun], lengths: Sequence[Length]) -> list[i
     return sorted({max(1, 2 * trained * step // STEPS) for step in range(1, STEPS + 1)})
 
 
-def _same_data(runs: Sequence[TrainedRun], evaluation_settings: EvaluationSettings) -> HeldOut:
+def _same_data(runs: Sequence[TrainedRun], evaluation_settings: EvaluationSettings, holdout: float | None) -> HeldOut:
     """The data that all are measured on, the first run's if none was named; all must read it alike."""
     first = runs[0]
     for other in runs[1:]:
@@ -77,7 +77,7 @@ def _same_data(runs: Sequence[TrainedRun], evaluation_settings: EvaluationSettin
                 f"`recl` compares losses token by token, but {other.folder} and {first.folder} have different "
                 "tokenizers; measure them separately."
             )
-    return held_out(first, evaluation_settings)
+    return held_out(first, evaluation_settings, holdout)
 
 
 def _losses(

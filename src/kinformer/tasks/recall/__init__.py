@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import require, require_above
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.record import DataNeeds, Generation, Models
+from kinformer.tasks.record import DataNeeds, EvaluationNeeds, Generation, Models
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.options import whole_numbers
 from kinformer.tasks.task import Source, Task, TrainingPlan
@@ -101,6 +101,11 @@ class RecallTask(Task):
             ("data", "holdout", "tokenizer", "train_tokenizer"), "recall makes its own rows of symbols; leave it out."
         ),
     )
+    evaluation = EvaluationNeeds(
+        refused=dict.fromkeys(
+            ("data", "max_bytes"), "recall makes its own rows; leave it out, or give `rows` and `at_pairs`."
+        )
+    )
     generation = Generation(reads=(), unread="a key has one answer, the most probable")
     metrics = (ACCURACY, BITS_PER_LABEL)
     objectives = {"recall": _recall}
@@ -140,7 +145,6 @@ class RecallTask(Task):
     ) -> Evaluation:
         from kinformer.tasks.recall.evaluate import evaluate
 
-        evaluation_settings.refuse_data("recall makes its own rows; leave it out, or give `rows` and `at_pairs`.")
         at = None if task_options.at_pairs is None else numbers("`at_pairs`", task_options.at_pairs)
         return evaluate(subject, evaluation_settings, at, task_options.rows, quiet)
 

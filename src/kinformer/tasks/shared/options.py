@@ -3,9 +3,9 @@ numbers. Free of PyTorch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from kinformer.runtime.errors import KinformerError, require, require_share
+from kinformer.runtime.errors import KinformerError, marked, require, require_share
 from kinformer.runtime.fields import Checked
 
 
@@ -48,7 +48,18 @@ class NextTokenEvaluationOptions(Checked):
         require_share("holdout", self.holdout)
         if not 0 < self.hardest <= 1:
             raise KinformerError(f"`hardest` is {self.hardest:g} but must be above 0 and at most 1.")
+        self._check_unread()
         super().__post_init__()
+
+    def _check_unread(self) -> None:
+        """Refuse what the way of measuring does not read."""
+        for option in fields(self):
+            if getattr(self, option.name) == option.default:
+                continue
+            if option.name in ("hardest", "positions") and not self.recl:
+                raise KinformerError(f"{marked(option.name)}: says how `recl` is measured; give `recl` too.")
+            if option.name in ("context", "overlap", "baseline") and self.recl:
+                raise KinformerError(f"{marked(option.name)}: does not go together with `recl`; leave one out.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kinformer.core.model import CausalModel, WholeModel
 from kinformer.runtime.errors import KinformerError, require
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.record import DataNeeds, Generation, Models
+from kinformer.tasks.record import NOTHING_DRAWN, DataNeeds, EvaluationNeeds, Generation, Models
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.task import Source, Task, TrainingPlan
 from kinformer.training.metric import BITS_PER_SYMBOL, ERROR_RATE
@@ -112,8 +112,12 @@ class Speech(Task):
     data = DataNeeds(
         default="dtmf",
         refused=dict.fromkeys(
-            ("tokenizer", "train_tokenizer"), "is for text; the symbols of speech are those of its transcripts."
+            ("tokenizer", "train_tokenizer", "text_field"),
+            "is for text; the symbols of speech are those of its transcripts.",
         ),
+    )
+    evaluation = EvaluationNeeds(
+        refused={"max_bytes": "is for text, not for sound; leave it out.", "seed": NOTHING_DRAWN}
     )
     generation = Generation(prompt=None, reads=(), unread="sound has one transcript, the most probable")
     metrics = (ERROR_RATE, BITS_PER_SYMBOL)
@@ -171,10 +175,6 @@ class Speech(Task):
     ) -> Evaluation:
         from kinformer.tasks.speech.evaluate import evaluate
 
-        if evaluation_settings.max_bytes is not None:
-            raise KinformerError(
-                f"`max_bytes` {evaluation_settings.max_bytes}: is for text, not for sound; leave it out."
-            )
         return evaluate(self, subject, evaluation_settings, task_options.prefixes, quiet)
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:

@@ -13,9 +13,8 @@ from kinformer.control.decision.options import (
     TrajectoryOptions,
 )
 from kinformer.core.model import CausalModel
-from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.record import DataNeeds, Generation, Models
+from kinformer.tasks.record import DataNeeds, EvaluationNeeds, Generation, Models
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.task import Source, Task, TrainingPlan
 from kinformer.training.metric import ACCURACY, BITS_PER_ACTION
@@ -51,8 +50,11 @@ class TrajectoryTask(Task):
     models = Models(protocols=(CausalModel,))
     data = DataNeeds(
         default=DEFAULT,
-        refused=dict.fromkeys(("tokenizer", "train_tokenizer"), "is for text, not for trajectories; leave it out."),
+        refused=dict.fromkeys(
+            ("tokenizer", "train_tokenizer", "text_field"), "is for text, not for trajectories; leave it out."
+        ),
     )
+    evaluation = EvaluationNeeds(refused={"max_bytes": "is for text, not for trajectories; leave it out."})
     generation = Generation(
         prompt=None, reads=(), unread="one episode is played, and `action_temperature` says how actions are drawn"
     )
@@ -101,10 +103,6 @@ class TrajectoryTask(Task):
     ) -> Evaluation:
         from kinformer.tasks.trajectories.evaluate import evaluate
 
-        if evaluation_settings.max_bytes is not None:
-            raise KinformerError(
-                f"`max_bytes` {evaluation_settings.max_bytes}: is for text, not for trajectories; leave it out."
-            )
         return evaluate(subject, evaluation_settings, task_options, quiet)
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from math import isfinite, log
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from kinformer.control.decision.rows import ActionLoss, rows_of
 from kinformer.control.environments.table import make
 from kinformer.core.model import device_of
 from kinformer.evaluation.bits import streamable
-from kinformer.runtime.errors import KinformerError, choose, require_finite, spelled
+from kinformer.runtime.errors import KinformerError, choose, marked, require_finite, spelled
 from kinformer.runtime.progress import progressing
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, evaluated
 from kinformer.tasks.runs import LoadedRun
@@ -54,8 +55,7 @@ def evaluate(
     baselines = {"data_best": float(best.max()), "data_mean": float(best.mean())}
     facts: dict[str, Any] = {"env": env, **baselines}
     if env is None:
-        if task_options.target is not None or task_options.picture is not None:
-            raise KinformerError(f"`target`: {run.folder} names no environment; give `env` NAME too.")
+        _refuse_acting(evaluation_settings, task_options, str(run.folder))
         text.append(spelled("returns are measured in an environment: give `env` NAME\n"))
     else:
         rows, clone = _acted(subject, data, env, task_options, evaluation_settings.seed, quiet)
@@ -74,6 +74,15 @@ def evaluate(
     return evaluated(
         subject, metrics, identity, text, facts=facts, baselines=baselines, task="trajectories", since=begun
     )
+
+
+def _refuse_acting(
+    evaluation_settings: EvaluationSettings, task_options: TrajectoryEvaluationOptions, folder: str
+) -> None:
+    """Refuse what says how is acted, where there is no environment."""
+    acting = [option.name for option in fields(task_options) if getattr(task_options, option.name) != option.default]
+    for name in acting or ["seed"] * (evaluation_settings.seed > 0):
+        raise KinformerError(f"{marked(name)}: {folder} names no environment; give `env` NAME too.")
 
 
 def _held_out(model: Any, data: TrajectoryData, split: str, chunk: int) -> dict[Metric, float]:

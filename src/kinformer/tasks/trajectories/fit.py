@@ -9,7 +9,7 @@ import numpy as np
 from kinformer.control.decision.data import TrajectoryData, open_data
 from kinformer.control.decision.options import INPUT, PER_STEP
 from kinformer.control.environments.environment import Discrete
-from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.errors import KinformerError, marked
 from kinformer.tasks.runs import TrainedRun
 from kinformer.tasks.shared.text import spec_of
 from kinformer.tasks.task import TrainingPlan
@@ -64,6 +64,12 @@ def check_plan(plan: TrainingPlan) -> None:
             f"`length` {plan.settings.length}: a step of a trajectory is {PER_STEP} positions (return, state, action); "
             f"give {PER_STEP} or more."
         )
+    if not plan.data.made:
+        for name in ("trajectories", "walk_seed"):
+            if getattr(plan.options, name) != getattr(type(plan.options), name):
+                raise KinformerError(
+                    f"{marked(name)}: is for random walks, but {plan.data.name} holds episodes already; leave it out."
+                )
     config, result = plan.config, plan.data.trajectories
     if config.input.kind != INPUT:
         raise KinformerError(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core.model import SourceModel
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.record import DataNeeds, Generation, Models
+from kinformer.tasks.record import NOTHING_DRAWN, DataNeeds, EvaluationNeeds, Generation, Models
 from kinformer.tasks.runs import LoadedRun, TrainedRun
 from kinformer.tasks.task import Source, Task, TrainingPlan
 from kinformer.tasks.translate.options import Decoding, TranslateEvaluationOptions, TranslateOptions
@@ -52,6 +52,9 @@ class Translate(Task):
         tokenized=True,
         refused={"text_field": "is for running text; name the sides of JSON lines with `source` and `target`."},
     )
+    evaluation = EvaluationNeeds(
+        refused={"max_bytes": "is for running text; give `first` N pairs.", "seed": NOTHING_DRAWN}
+    )
     generation = Generation(
         prompt="lines", reads=(), unread="a line has one translation, the most probable that beam search finds"
     )
@@ -92,11 +95,16 @@ class Translate(Task):
         return data.tokenizer.vocab_size + ENDS
 
     def check(self, plan: TrainingPlan, model: nn.Module) -> None:
+        from kinformer.data.pairs import Languages
         from kinformer.tasks.shared.text import check_ids, check_sequence
 
         check_ids(plan, plan.data.tokenizer.vocab_size, special_apart=False)
         check_sequence(model)
         check_ends(plan.config)
+        if plan.data.name == self.data.default and plan.options.languages != Languages():
+            raise KinformerError(
+                f"`source` and `target`: {plan.data.name} are numbers in English and German; leave them out."
+            )
 
     def data_module(self, plan: TrainingPlan) -> DataModule:
         from kinformer.tasks.shared.text import ends_of
@@ -119,10 +127,6 @@ class Translate(Task):
     ) -> Evaluation:
         from kinformer.tasks.translate.evaluate import evaluate
 
-        if evaluation_settings.max_bytes is not None:
-            raise KinformerError(
-                f"`max_bytes` {evaluation_settings.max_bytes}: is for running text; give `first` N pairs."
-            )
         check_ends(subject.run.config)
         return evaluate(self, subject, evaluation_settings, task_options, quiet)
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kinformer.core.model import device_of
-from kinformer.data.pairs import Pairs, Parallel
+from kinformer.data.pairs import NUMBER_WORDS, Pairs, Parallel
 from kinformer.data.token_batches import TokenBatches
 from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.runtime.progress import progressing
@@ -61,9 +61,9 @@ def evaluate(
 ) -> Evaluation:
     """A run on held-out pairs: how well it foretells the references, and how like them its translations are."""
     run = subject.run
-    data: Parallel = task.open(
-        Source(spec_of(run, evaluation_settings.data), run.data.get("holdout"), run.tokenizer), run.options
-    )
+    spec = spec_of(run, evaluation_settings.data)
+    holdout = None if spec == NUMBER_WORDS else run.data.get("holdout")
+    data: Parallel = task.open(Source(spec, holdout, run.tokenizer), run.options)
     same = note_other_data(run, data, evaluation_settings.data is not None)  # type: ignore[arg-type]
     pairs = data.splits[choose(evaluation_settings.split, data.splits, "`split`")]
     pairs = Pairs(pairs.source[: task_options.first], pairs.target[: task_options.first])

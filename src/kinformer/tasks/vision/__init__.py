@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core.model import WholeModel
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.record import DataNeeds, Generation, Models
+from kinformer.tasks.record import NOTHING_DRAWN, DataNeeds, EvaluationNeeds, Generation, Models
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.task import Source, Task, TrainingPlan
 from kinformer.tasks.vision.options import VisionEvaluationOptions, VisionGenerationOptions, VisionOptions
@@ -24,6 +24,14 @@ if TYPE_CHECKING:
     from kinformer.training.objective import Objective
 
 INPUTS = ("patches", "tiles")
+OF_IMAGES = EvaluationNeeds(
+    refused={
+        "max_bytes": "is for text; give `images` N instead.",
+        "chunk": "is for tokens, and images are computed some at a time; leave it out.",
+        "seed": NOTHING_DRAWN,
+    }
+)
+"""What evaluating an encoder of images reads."""
 
 
 def _classification(model: Any) -> Any:
@@ -49,6 +57,7 @@ class Vision(Task):
             ("tokenizer", "train_tokenizer", "text_field"), "is for text, not for images; leave it out."
         ),
     )
+    evaluation = OF_IMAGES
     generation = Generation(
         prompt=None, temperature=1.0, reads=("samples",), unread="nothing is drawn where images are classified"
     )
@@ -110,8 +119,6 @@ class Vision(Task):
     ) -> Evaluation:
         from kinformer.tasks.vision.evaluate import evaluate
 
-        if evaluation_settings.max_bytes is not None:
-            raise KinformerError(f"`max_bytes` {evaluation_settings.max_bytes}: is for text; give `images` N instead.")
         return evaluate(subject, evaluation_settings, task_options, quiet)
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
