@@ -10,7 +10,7 @@ import torch
 
 import kinformer
 
-DRAWS = {"build"}
+DRAWS = {"build", "layer"}
 """Functions that draw from PyTorch's global generator, as their documentation says."""
 OF_IMPORTS = {"TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST"}
 """Variables that PyTorch sets when it imports its compiler, and pytest between the steps of a test."""

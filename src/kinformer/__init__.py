@@ -11,6 +11,8 @@
     new = kinformer.generate(model, prompt, max_new_tokens=100, temperature=0.8, seed=1)
     kinformer.estimate("gpt", length=1024, batch_size=8).train_bytes
     kinformer.compare(["gpt", "linear-transformer"], data="stdlib", steps=500).finished
+    layer = kinformer.layer("gated-deltanet", dim=512, num_heads=8)     # one layer for a model of your own
+    y, state = layer(x, return_state=True)                   # [batch, time, dim] -> the same
 
 Nothing here imports PyTorch before it is needed.
 """
@@ -28,14 +30,18 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     import numpy as np
+    import torch
     from torch import Tensor
 
-    from kinformer.core.config import Kinds
+    from kinformer.core.config import Config, Kinds
     from kinformer.core.model import CausalModel
     from kinformer.family.record import Member
     from kinformer.generation.sampling import SamplingOptions
     from kinformer.models.decoder import Decoder
     from kinformer.models.encoder import Encoder
+    from kinformer.nn.bidirectional import BidirectionalLayer
+    from kinformer.nn.causal import CausalLayer
+    from kinformer.nn.factory import LayerRecord
     from kinformer.runs.run import Run
     from kinformer.tasks.evaluation import Evaluation
     from kinformer.tasks.task import Task
@@ -60,6 +66,8 @@ __all__ = [
     "generate",
     "import_checkpoint",
     "index",
+    "layer",
+    "layers",
     "load",
     "members",
     "open_run",
@@ -100,6 +108,51 @@ def build(
     from kinformer.family.build import build
 
     return build(name, recipe, vocab_size, set)
+
+
+def layer(
+    name: str | Config,
+    dim: int,
+    *,
+    block: bool = False,
+    recipe: str = "small",
+    set: Mapping[str, Any] | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    **settings: Any,
+) -> CausalLayer | BidirectionalLayer:
+    """One layer of a member for a model of your own: a module [batch, time, dim] -> [batch, time, dim].
+
+        layer = kinformer.layer("gated-deltanet", dim=512, num_heads=8)
+        y = layer(x)                                             # a full sequence
+        y, state = layer(x, state=None, return_state=True)       # any chunk; see ``kinformer.nn.CausalLayer``
+
+    name: a member or mixer (see :func:`layers`), or a config of parts, such as ``kinformer.nn.SoftmaxAttention(...)``.
+    dim: the width.
+    block: the member's whole layer, with norms, residuals and feed-forward, instead of its mixer alone.
+    recipe: the recipe of the member from which settings come that are not given.
+    settings: those of the mixer by name, such as ``num_heads`` and ``window``; with ``block`` also the layer's. A part
+        may be a name (``position="rope"``), a mapping (``pattern={"kind": "local", "window": 64}``) or a config.
+    set: settings inside parts by their paths, such as ``{"pattern.window": 64}``.
+    device, dtype: of the weights, which are initialised by PyTorch's global generator.
+
+    Positions that a member adds to its tokens, not inside attention, are not part of a layer.
+
+    Errors: ``KinformerError`` for unknown names and settings, and sizes that do not fit each other.
+    """
+    from kinformer.nn.factory import layer
+
+    return layer(name, dim, block=block, recipe=recipe, set=set, device=device, dtype=dtype, **settings)
+
+
+def layers() -> list[LayerRecord]:
+    """The names that :func:`layer` takes, with ``.title``, ``.causal``, ``.growth`` and ``.settings``.
+
+    ``print`` of one shows its settings and their defaults.
+    """
+    from kinformer.nn.factory import layers
+
+    return layers()
 
 
 @preserving

@@ -23,6 +23,11 @@ class EncoderLayerConfig(Config):
 
     slot = "encoder_layer"
 
+    @property
+    def main_field(self) -> str:
+        """Return the name of the field with the mixer that the layer is known for."""
+        return "mixer"
+
     def build(self, dim: int) -> nn.Module:
         raise NotImplementedError
 

@@ -25,6 +25,11 @@ class LayerConfig(Config):
 
     slot = "layer"
 
+    @property
+    def main_field(self) -> str:
+        """Return the name of the field with the mixer that the layer is known for."""
+        return "mixer"
+
     def build(self, dim: int) -> nn.Module:
         raise NotImplementedError
 

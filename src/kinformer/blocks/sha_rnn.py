@@ -34,6 +34,11 @@ class ShaRnnLayer(ChecksChunk, nn.Module):
         norm: NormConfig = LayerNorm(eps=1e-12)
         dropout: float = 0.0
 
+        @property
+        def main_field(self) -> str:
+            """Return the attention where there is one, else the recurrence."""
+            return "mixer" if self.attention is None else "attention"
+
         def build(self, dim: int) -> ShaRnnLayer:
             return ShaRnnLayer(self, dim)
 

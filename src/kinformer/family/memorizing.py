@@ -84,6 +84,7 @@ MEMBER = Member(
     exact_limit="memory_size = 0 or a closed gate: windowed attention; topk >= memories: attention to all of them",
     needs={"segments": True},
     parity=("the authors' code (tests/mixers/test_memorizing.py)",),
+    layer=2,
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2), 1, window=8, memory_size=32, topk=4),
         "small": _recipe(ModelShape(256, 4, 4), 2, window=256, memory_size=8192),

@@ -29,7 +29,8 @@ class Member:
     ``training.settings``). ``needs``: options of training without which it is not itself, such as ``{"segments":
     True}``; a budget of minutes chooses the others (see ``runs.minutes``). ``cost``: how the operations of a whole
     sequence grow with its length, where that does not follow from the growth (see :attr:`growth_of_cost`).
-    ``task``: what it is usually trained for, where that is neither the next token nor masked tokens.
+    ``task``: what it is usually trained for, where that is neither the next token nor masked tokens. ``layer``: the
+    number of the layer that shows its mechanism in the recipe ``small``, where layers differ.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Member:
     needs: Mapping[str, Any] = field(default_factory=dict)
     cost: Cost | None = None
     task: str | None = None
+    layer: int = 0
 
     @property
     def usual_task(self) -> str:

@@ -59,6 +59,7 @@ MEMBER = Member(
     exact_limit="memory >= length: attention over everything; without attention a stack of LSTMs",
     needs={"segments": True},
     parity=("the author's code (tests/blocks/test_sha_rnn.py)",),
+    layer=2,
     recipes={
         "tiny": _recipe(32, 2, memory=8),
         "small": _recipe(256, 4, memory=1024),

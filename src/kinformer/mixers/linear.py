@@ -47,12 +47,12 @@ from kinformer.runtime.errors import KinformerError, choose
 class KernelState(NamedTuple):
     """The state of kernel attention; a leaf that the config does not use has no elements.
 
-    s: [batch, heads, features, value_dim]; z: [batch, heads, features], the normaliser's sum; recent: [batch, heads,
+    kv: [batch, heads, features, value_dim]; z: [batch, heads, features], the normaliser's sum; recent: [batch, heads,
     convolution - 1, channels], projected tokens; maximum: [batch, heads] int64 (see ``kernels.linear.running``);
     seen: [batch] int64, for positions and the maximum.
     """
 
-    s: Tensor
+    kv: Tensor
     z: Tensor
     recent: Tensor
     maximum: Tensor
@@ -247,15 +247,15 @@ class LinearAttention(CausalMixer):
         q, k, v, beta = tokens
         options: dict[str, Any] = {"log_decay": log_decay, "reset": reset, "impl": self.config.impl}
         if beta is not None:
-            return *delta_rule(q, k, v, beta, state.s, **options), state.z
+            return *delta_rule(q, k, v, beta, state.kv, **options), state.z
         if self._has_sum:
-            y, (s, z) = linear_attention(q, k, v, LinearState(state.s, state.z), eps=self.config.eps, **options)
+            y, (s, z) = linear_attention(q, k, v, LinearState(state.kv, state.z), eps=self.config.eps, **options)
             return y, s, z
         if self.config.floor:
             # A column of ones sums the keys: the normaliser z is the last column of S.
             v = functional.pad(v, (0, 1), value=1.0)
-        sums = state.s.new_zeros(state.s.shape[:3])
-        y, (s, _) = linear_attention(q, k, v, LinearState(state.s, sums), eps=None, **options)
+        sums = state.kv.new_zeros(state.kv.shape[:3])
+        y, (s, _) = linear_attention(q, k, v, LinearState(state.kv, sums), eps=None, **options)
         if self.config.floor:
             y = y[..., :-1] / y[..., -1:].clamp_min(self.config.floor)
         return y, s, state.z

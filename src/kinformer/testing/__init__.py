@@ -20,7 +20,7 @@ always; those beyond the first and forward mode (``torch.func``'s ``grad``, ``vj
 from kinformer.testing.encoder_subject import EncoderMixerSubject, EncoderModelSubject, ImageModelSubject
 from kinformer.testing.errors import ContractError
 from kinformer.testing.roundtrip import verify_config
-from kinformer.testing.subject import MixerSubject, ModelSubject, SourceModelSubject, Subject
+from kinformer.testing.subject import LayerSubject, MixerSubject, ModelSubject, SourceModelSubject, Subject
 from kinformer.testing.task_subject import TaskSubject
 from kinformer.testing.verify import (
     CHECKS,
@@ -33,6 +33,7 @@ from kinformer.testing.verify import (
     Report,
     examine,
     verify_encoder,
+    verify_layer,
     verify_mixer,
     verify_model,
     verify_task,
@@ -50,6 +51,7 @@ __all__ = [
     "EncoderMixerSubject",
     "EncoderModelSubject",
     "ImageModelSubject",
+    "LayerSubject",
     "MixerSubject",
     "ModelSubject",
     "Report",
@@ -59,6 +61,7 @@ __all__ = [
     "examine",
     "verify_config",
     "verify_encoder",
+    "verify_layer",
     "verify_mixer",
     "verify_model",
     "verify_task",

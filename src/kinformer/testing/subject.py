@@ -129,6 +129,26 @@ class MixerSubject(Subject):
         return torch.cat([inputs[:, :since], (inputs * factor + noise)[:, since:]], dim=1)
 
 
+class LayerSubject(MixerSubject):
+    """A plain layer of width ``dim``, as of ``kinformer.layer``: ``y, state = layer(x, state, return_state=True)``.
+
+    At this edge the mask, ``key_padding_mask``, is True at padding and may be any.
+    """
+
+    def __init__(self, make: Callable[[], nn.Module], *, dim: int = 16, batch: int = 3, time: int = 23) -> None:
+        Subject.__init__(self, make, batch, time)
+        self.dim, self.impls = dim, {}
+
+    def call(
+        self, module: Any, inputs: Tensor, state: Any, valid: Tensor | None = None, reset: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        mask = None if valid is None else ~valid
+        return module(inputs, state, return_state=True, key_padding_mask=mask, reset=reset)
+
+    def mask(self, counts: Tensor, time: int, seed: int) -> Tensor:
+        return scattered(counts, time, seed)
+
+
 class ModelSubject(Subject):
     """A causal model of tokens, ``logits, state = model(tokens, state, valid=, reset=)``; the state None is new.
 
@@ -153,8 +173,7 @@ class ModelSubject(Subject):
         return module(inputs, state, valid=valid, reset=reset)
 
     def mask(self, counts: Tensor, time: int, seed: int) -> Tensor:
-        order = torch.rand(len(counts), time, generator=torch.Generator().manual_seed(seed)).argsort(dim=1)
-        return order < counts[:, None]
+        return scattered(counts, time, seed)
 
     def spoil(self, inputs: Tensor, valid: Tensor) -> Tensor:
         return torch.where(valid, inputs, self.inputs(inputs.shape[0], inputs.shape[1], seed=13))
@@ -179,6 +198,12 @@ class SourceModelSubject(ModelSubject):
         valid = (torch.arange(self.source_length) != 2).expand(batch, -1)
         with torch.no_grad():
             return module.begin(source, valid)
+
+
+def scattered(counts: Tensor, time: int, seed: int) -> Tensor:
+    """Return a mask [batch, time] with ``counts`` [batch] tokens anywhere in each row."""
+    order = torch.rand(len(counts), time, generator=torch.Generator().manual_seed(seed)).argsort(dim=1)
+    return order < counts[:, None]
 
 
 def _keeping(new: Any, old: Any) -> Any:

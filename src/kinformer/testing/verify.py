@@ -14,7 +14,7 @@ from kinformer.runtime.errors import KinformerError, choose
 from kinformer.testing import declared, encoders, laws, numerics, ownership, tasks
 from kinformer.testing.encoder_subject import EncoderMixerSubject
 from kinformer.testing.errors import ContractError
-from kinformer.testing.subject import MixerSubject, ModelSubject
+from kinformer.testing.subject import LayerSubject, MixerSubject, ModelSubject
 from kinformer.testing.task_subject import TaskSubject
 
 if TYPE_CHECKING:
@@ -176,6 +176,21 @@ def verify_model(
     """Hold the causal model that ``make()`` builds, ``logits, state = model(tokens, state, valid=, reset=)``, against
     the laws at its edge; ``vocab_size`` is how many ids it takes. See :func:`verify_mixer`."""
     return _verdict(examine(MODEL_CHECKS, ModelSubject(make, vocab_size, batch=batch, time=time), skip))
+
+
+def verify_layer(
+    make: Callable[[], nn.Module],
+    *,
+    dim: int = 16,
+    batch: int = 3,
+    time: int = 23,
+    skip: Mapping[str, str] | None = None,
+) -> Report:
+    """Hold the layer that ``make()`` builds against the laws at its edge; see :func:`verify_mixer`.
+
+    It is called as ``y, state = layer(x, state, return_state=True, key_padding_mask=, reset=)``.
+    """
+    return _verdict(examine(MODEL_CHECKS, LayerSubject(make, dim=dim, batch=batch, time=time), skip))
 
 
 def verify_encoder(

@@ -1,0 +1,144 @@
+"""Mixers, feed-forwards, layers and stacks under the field's names for them: the configs of what a model is made of.
+
+    from kinformer.nn import MacaronLayer, SoftmaxAttention, layer
+
+    layer(MacaronLayer(mixer=SoftmaxAttention(num_heads=8)), dim=512)
+
+A config says what a thing is, and its ``build`` makes the module; ``help`` of one lists its settings.
+"""
+
+from kinformer.blocks import (
+    bare,
+    encoder_layer,
+    feed_forward,
+    gated,
+    layer,
+    macaron,
+    norms,
+    product_keys,
+    residual,
+    sha_rnn,
+)
+from kinformer.mixers import (
+    bidirectional,
+    bidirectional_linear,
+    bidirectional_lsh,
+    bidirectional_lstm,
+    bidirectional_routing,
+    compressive,
+    cross,
+    etc,
+    linear,
+    linformer,
+    lsh,
+    lstm,
+    memorizing,
+    routing,
+    segment_memory,
+    separable_convolution,
+    separable_transition,
+    single_head,
+    sinkhorn,
+    softmax,
+    star,
+    tensorized,
+    windows,
+)
+from kinformer.stacks import act, reversible, sequential, universal
+
+__all__ = [
+    "ACT",
+    "BareLayer",
+    "BidirectionalAttention",
+    "BidirectionalLSHAttention",
+    "BidirectionalLSTM",
+    "BidirectionalLinearAttention",
+    "BidirectionalRoutingAttention",
+    "Boom",
+    "CompressiveAttention",
+    "CrossAttention",
+    "DecoderLayer",
+    "EncoderLayer",
+    "EtcAttention",
+    "GatedResidual",
+    "LSHAttention",
+    "LSTM",
+    "LayerNorm",
+    "LinearAttention",
+    "LinformerAttention",
+    "MLP",
+    "MacaronLayer",
+    "MemorizingAttention",
+    "PostNorm",
+    "PreNorm",
+    "ProductKeys",
+    "RMSNorm",
+    "ReorderedResidual",
+    "ResPostNorm",
+    "ReversibleStack",
+    "RoutingAttention",
+    "SegmentMemoryAttention",
+    "SeparableConvolution",
+    "SeparableTransition",
+    "SequentialStack",
+    "ShaRnnLayer",
+    "SingleHeadAttention",
+    "SinkhornAttention",
+    "SoftmaxAttention",
+    "StarAttention",
+    "SwiGLU",
+    "TensorizedAttention",
+    "UniversalStack",
+    "WindowAttention",
+]
+
+# Mixers of causal layers
+SoftmaxAttention = softmax.SoftmaxAttention.Config
+CrossAttention = cross.CrossAttention.Config
+LinearAttention = linear.LinearAttention.Config
+LSHAttention = lsh.LSHAttention.Config
+RoutingAttention = routing.RoutingAttention.Config
+MemorizingAttention = memorizing.Memorizing.Config
+SegmentMemoryAttention = segment_memory.SegmentMemory.Config
+CompressiveAttention = compressive.Compressive.Config
+TensorizedAttention = tensorized.TensorizedAttention.Config
+SingleHeadAttention = single_head.SingleHead.Config
+LSTM = lstm.LSTM.Config
+
+# Mixers of bidirectional layers
+BidirectionalAttention = bidirectional.BidirectionalAttention.Config
+BidirectionalLinearAttention = bidirectional_linear.BidirectionalLinear.Config
+BidirectionalLSHAttention = bidirectional_lsh.BidirectionalLSH.Config
+BidirectionalRoutingAttention = bidirectional_routing.BidirectionalRouting.Config
+BidirectionalLSTM = bidirectional_lstm.BidirectionalLSTM.Config
+EtcAttention = etc.EtcAttention.Config
+LinformerAttention = linformer.Linformer.Config
+SinkhornAttention = sinkhorn.SinkhornAttention.Config
+StarAttention = star.StarAttention.Config
+WindowAttention = windows.WindowAttention.Config
+SeparableConvolution = separable_convolution.SeparableConvolution.Config
+
+# Feed-forwards, norms and residuals
+MLP = feed_forward.MLP.Config
+SwiGLU = feed_forward.SwiGLU.Config
+Boom = feed_forward.Boom.Config
+ProductKeys = product_keys.ProductKeys.Config
+SeparableTransition = separable_transition.SeparableTransition
+LayerNorm = norms.LayerNorm
+RMSNorm = norms.RMSNorm
+PreNorm = residual.PreNorm.Config
+PostNorm = residual.PostNorm.Config
+ResPostNorm = residual.ResPostNorm.Config
+ReorderedResidual = gated.Reordered.Config
+GatedResidual = gated.Gated.Config
+
+# Layers and stacks
+DecoderLayer = layer.DecoderLayer.Config
+MacaronLayer = macaron.MacaronLayer.Config
+ShaRnnLayer = sha_rnn.ShaRnnLayer.Config
+EncoderLayer = encoder_layer.EncoderLayer.Config
+BareLayer = bare.BareLayer.Config
+SequentialStack = sequential.Sequential.Config
+UniversalStack = universal.Universal.Config
+ReversibleStack = reversible.Reversible.Config
+ACT = act.ACT.Config

@@ -1,0 +1,212 @@
+"""One layer of any member, by name: ``layer("gated-deltanet", dim=512, num_heads=8)``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from kinformer.core.config import Config, describe, field_types, from_dict, override
+from kinformer.core.contract import CausalMixer, Chunk, MixerConfig
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext
+from kinformer.core.stack import Stack, StackConfig
+from kinformer.family.build import configure
+from kinformer.family.kinds import kinds
+from kinformer.family.record import Growth
+from kinformer.family.table import FAMILY, member
+from kinformer.nn.bidirectional import BidirectionalLayer
+from kinformer.nn.causal import CausalLayer
+from kinformer.runtime.errors import KinformerError, nearest
+
+Layer = CausalLayer | BidirectionalLayer
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerRecord:
+    """A name that :func:`layer` takes, and what it gives.
+
+    ``title`` says what it is, ``causal`` whether it is a ``CausalLayer``, ``growth`` how the state grows with the
+    tokens (None of mixers that are no member's). ``settings`` are the mixer's, name -> default.
+    """
+
+    name: str
+    title: str
+    causal: bool
+    growth: Growth | None
+
+    @cached_property
+    def config(self) -> MixerConfig | EncoderMixerConfig:
+        """Return the config of the mixer in the member's recipe ``small``."""
+        return _mixer_config(_layer_config(self.name, "small"))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the default of every setting of the mixer, by name."""
+        return {name: getattr(self.config, name) for name in field_types(type(self.config))}
+
+    def __str__(self) -> str:
+        defaults = (f"    {name} = {_short(value)}" for name, value in self.settings.items())
+        return "\n".join([f"{self.name}: {self.title}", *defaults])
+
+
+def layers() -> list[LayerRecord]:
+    """Return all names that :func:`layer` takes: the members, then the mixers that have no member's name."""
+    members = [member(name) for name in FAMILY]
+    records = [LayerRecord(record.name, record.title, record.causal, record.growth) for record in members]
+    table, names = kinds(), {record.name for record in records}
+    for slot, causal in (("mixer", True), ("encoder_mixer", False)):
+        for kind in table[slot]:
+            if kind not in names:
+                names.add(kind)
+                records.append(LayerRecord(kind, f"the mixer {kind!r}", causal, None))
+    return records
+
+
+def layer(
+    name: str | Config,
+    dim: int,
+    *,
+    block: bool = False,
+    recipe: str = "small",
+    set: Mapping[str, Any] | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    **settings: Any,
+) -> Layer:
+    """Return one layer of a member as a module; see :func:`kinformer.layer`."""
+    if not isinstance(dim, int) or isinstance(dim, bool) or dim < 1:
+        raise KinformerError(f"dim is {dim!r}, but must be a whole number of 1 or more, the width of the layer.")
+    config = _layer_config(name, recipe)
+    if not block:
+        config = _mixer_config(config)
+    elif isinstance(config, MixerConfig | EncoderMixerConfig):
+        raise KinformerError(f"block: {describe(config)} is a mixer without a layer around it; leave `block` out.")
+    config = _with_settings(config, settings)
+    config = override(config, set or {}, kinds())
+    with torch.device(device) if device is not None else torch.device(torch.get_default_device()):
+        inner = config.build(dim)
+    return wrap(inner if dtype is None else inner.to(dtype), dim)
+
+
+def stack(
+    layers: Sequence[str | Config | nn.Module],
+    dim: int,
+    *,
+    stack: StackConfig | Mapping[str, Any] | str = "sequential",
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Layer:
+    """Return several layers of width ``dim`` as one module with the interface of one, applied as ``stack`` says.
+
+    layers: names of members, configs of layers, or modules that :func:`layer` made with ``block=True``; all causal or
+        all bidirectional.
+    stack: "sequential", "reversible", or "universal": one layer again and again, with adaptive computation time if
+        its config says so, as ``{"kind": "universal", "steps": 6, "halting": "act"}``. A reversible stack has two
+        streams, and its y has both, [batch, time, 2 * dim].
+    """
+    modules = [
+        item if isinstance(item, nn.Module) else layer(item, dim, block=True, device=device, dtype=dtype)
+        for item in layers
+    ]
+    if not modules:
+        raise KinformerError("layers: a stack without layers; give one at least.")
+    plain = [item for item in modules if isinstance(item, Layer)]
+    if len(plain) != len(modules) or len({type(item) for item in plain}) > 1:
+        raise KinformerError(
+            "layers: they are not all causal, or not all bidirectional; give layers of one sort, made by "
+            "kinformer.layer."
+        )
+    data = {"kind": stack} if isinstance(stack, str) else stack
+    config = stack if isinstance(stack, StackConfig) else from_dict(StackConfig, data, kinds(), "stack")
+    built = config.build_model([item.inner for item in plain], dim)
+    wrapper = _CausalStack if isinstance(plain[0], CausalLayer) else _BidirectionalStack
+    return type(plain[0])(wrapper(built), dim)
+
+
+class _CausalStack(nn.Module):
+    """A stack under the contract of one layer."""
+
+    def __init__(self, stack: Stack) -> None:
+        super().__init__()
+        self.stack = stack
+
+    def initial_state(self, batch: int, **options: Any) -> tuple[Any, ...]:
+        """Return one state per use of a layer."""
+        return self.stack.initial_state(batch, **options)
+
+    def forward(self, chunk: Chunk, state: tuple[Any, ...]) -> tuple[torch.Tensor, tuple[Any, ...]]:
+        """Return y [batch, time, dim] and the states after."""
+        y, after, _ = self.stack.absorb(chunk, state, _as_it_is)
+        return y, after
+
+
+class _BidirectionalStack(nn.Module):
+    """A stack of an encoder's layers as one of them."""
+
+    def __init__(self, stack: Stack) -> None:
+        super().__init__()
+        self.stack = stack
+
+    def forward(self, x: torch.Tensor, text: SequenceContext) -> torch.Tensor:
+        """Return y [batch, time, dim]."""
+        return self.stack.read(x, text, _as_it_is)[0]
+
+
+def _as_it_is(x: torch.Tensor, use: int) -> torch.Tensor:
+    """Return ``x``: no position enters between layers."""
+    return x
+
+
+def wrap(inner: nn.Module, dim: int) -> Layer:
+    """Return the plain interface of a built mixer or layer."""
+    causal = any(isinstance(module, CausalMixer) for module in inner.modules())
+    if causal:
+        return CausalLayer(inner, dim)
+    if any(isinstance(module, EncoderMixer) for module in inner.modules()):
+        return BidirectionalLayer(inner, dim)
+    raise KinformerError(
+        f"{type(inner).__name__} mixes no tokens, so there is no interface to give it; use the module that its "
+        "config's build(dim) returns."
+    )
+
+
+def _layer_config(name: str | Config, recipe: str) -> Any:
+    """Return the config of a member's layer, or of a mixer by its kind, or ``name`` itself where it is a config."""
+    if isinstance(name, Config):
+        return name
+    if not isinstance(name, str):
+        raise KinformerError(f"name is of the type {type(name).__name__}; give the name of a member, or a config.")
+    table = kinds()
+    if name not in FAMILY:
+        for slot in ("mixer", "encoder_mixer"):
+            if name in table[slot]:
+                return table[slot][name]()  # type: ignore[call-arg]
+    record = member(name)
+    layers = configure(record.name, recipe).layers
+    return layers[min(record.layer, len(layers) - 1)]
+
+
+def _mixer_config(config: Any) -> Any:
+    """Return the config of the mixer in that of a layer."""
+    return getattr(config, config.main_field) if hasattr(config, "main_field") else config
+
+
+def _with_settings(config: Any, settings: Mapping[str, Any]) -> Any:
+    """Return ``config`` with ``settings`` of its own fields or, in a layer, of its mixer's."""
+    inner, mixer = field_types(type(config)), _mixer_config(config)
+    deeper = field_types(type(mixer)) if mixer is not config else {}
+    changes = {}
+    for name, value in settings.items():
+        if name not in inner and name not in deeper:
+            raise KinformerError(f"{name!r} is no setting of {describe(config)}; {nearest(name, [*inner, *deeper])}")
+        changes[name if name in inner else f"{config.main_field}.{name}"] = value
+    return override(config, changes, kinds())
+
+
+def _short(value: Any) -> str:
+    """Return a default as it is written in a call."""
+    return repr(value.kind) if isinstance(value, Config) else repr(value)

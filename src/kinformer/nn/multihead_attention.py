@@ -1,0 +1,170 @@
+"""A member's attention behind the interface of ``torch.nn.MultiheadAttention``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.nn.causal import CausalLayer
+from kinformer.nn.factory import layer
+from kinformer.runtime.errors import KinformerError
+
+
+class MultiheadAttention(nn.Module):
+    """``torch.nn.MultiheadAttention`` with the mixer of a member in it, as ``mixer="longformer"``.
+
+    It stands where that module does, also inside ``torch.nn.TransformerEncoderLayer`` and ``TransformerDecoderLayer``.
+    Self-attention runs the member's mixer. Attention to another sequence (``key`` is not ``query``) is exact: such a
+    module is made with ``mixer="cross"``. ``from_torch`` takes over the weights of a ``torch.nn.MultiheadAttention``.
+    """
+
+    in_proj_bias = None
+    """None, so that ``torch.nn.TransformerEncoderLayer`` calls this module rather than its own fused kernel."""
+    _qkv_same_embed_dim = False
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        mixer: str = "bidirectional",
+        **settings: Any,
+    ) -> None:
+        """Build the mixer ``mixer`` (see ``kinformer.layers``) of width ``embed_dim``; ``settings`` are its own.
+
+        dropout, bias: as in torch, for mixers that have such settings. kdim, vdim: the width of the other sequence, for
+        ``mixer="cross"``; they are one.
+
+        Errors: ``KinformerError`` for settings that the mixer has not, ``add_bias_kv`` and ``add_zero_attn``.
+        """
+        super().__init__()
+        if add_bias_kv or add_zero_attn:
+            raise KinformerError("add_bias_kv and add_zero_attn: no mixer here has an added key; leave them out.")
+        if (kdim or vdim) and (mixer != "cross" or kdim != vdim):
+            raise KinformerError(
+                'kdim, vdim: keys and values are made of one sequence; give both alike, with mixer="cross".'
+            )
+        settings = {"num_heads": num_heads} | settings
+        if dropout:
+            settings = {"dropout": dropout} | settings
+        if not bias:
+            settings = {"bias": False} | settings
+        if kdim:
+            settings = {"source_dim": kdim} | settings
+        self.layer = layer(mixer, embed_dim, device=device, dtype=dtype, **settings)
+        self.embed_dim, self.num_heads, self.batch_first, self.mixer = embed_dim, num_heads, batch_first, mixer
+
+    @classmethod
+    def from_torch(
+        cls, module: nn.MultiheadAttention, mixer: str = "bidirectional", **settings: Any
+    ) -> MultiheadAttention:
+        """Return a module with the sizes, weights, device and dtype of ``module``, for mixers with its projections
+        (softmax attention: ``"gpt"``, ``"local"``, ``"longformer"``, ``"bert"`` and so on)."""
+        weight, out = module.in_proj_weight, module.out_proj
+        if weight is None or module.bias_k is not None:
+            raise KinformerError("module: its keys have another width or an added bias, which no mixer here has.")
+        made = cls(
+            module.embed_dim,
+            module.num_heads,
+            module.dropout,
+            batch_first=module.batch_first,
+            device=weight.device,
+            dtype=weight.dtype,
+            mixer=mixer,
+            **settings,
+        )
+        inner = made.layer.inner
+        qkv = getattr(getattr(inner, "projection", None), "qkv", None)
+        target = getattr(inner, "out", None)
+        if not isinstance(qkv, nn.Linear) or not isinstance(target, nn.Linear) or qkv.weight.shape != weight.shape:
+            raise KinformerError(
+                f"mixer: {mixer!r} has other projections than torch.nn.MultiheadAttention, so that its weights fit "
+                "nowhere; build it anew with kinformer.nn.MultiheadAttention(...)."
+            )
+        with torch.no_grad():
+            for linear, values in ((qkv, (weight, module.in_proj_bias)), (target, (out.weight, out.bias))):
+                linear.weight.copy_(values[0])
+                if linear.bias is not None:
+                    linear.bias.zero_() if values[1] is None else linear.bias.copy_(values[1])
+        return made
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        """Return (y, None), with y of the shape of ``query`` [time, batch, embed_dim], or [batch, time, embed_dim] with
+        ``batch_first``, or [time, embed_dim].
+
+        key, value: ``query`` itself for self-attention; with ``mixer="cross"`` the other sequence, one for both.
+        key_padding_mask: [batch, time] bool, True where a key is padding.
+        attn_mask, is_causal: whether a mixer is causal is its own affair. A causal one takes a causal mask or none; any
+            other takes none.
+        need_weights: False, as no weights are computed.
+
+        Errors: ``KinformerError`` for masks and keys that the mixer cannot take.
+        """
+        if need_weights:
+            raise KinformerError(
+                "need_weights: the weights of attention are not computed; leave it out, or give False."
+            )
+        self._check_mask(attn_mask, is_causal, query.shape[0 if query.dim() == 2 or not self.batch_first else 1])
+        x, context = (self._batch_first(tensor) for tensor in (query, key))
+        if key_padding_mask is not None:
+            key_padding_mask = _bool_mask(key_padding_mask)
+            key_padding_mask = key_padding_mask[None] if query.dim() == 2 else key_padding_mask
+        if isinstance(self.layer, CausalLayer) and self.layer.reads_context:
+            if key is not value and not torch.equal(key, value):
+                raise KinformerError(
+                    "key, value: cross-attention makes both of one sequence; give the same tensor twice."
+                )
+            y = self.layer(x, context=context, context_key_padding_mask=key_padding_mask)
+        elif key is not query or value is not query:
+            raise KinformerError(
+                f"key, value: the mixer {self.mixer!r} attends within one sequence; give the tensor of query three "
+                'times, or take mixer="cross".'
+            )
+        else:
+            y = self.layer(x, key_padding_mask=key_padding_mask)
+        return (y[0] if query.dim() == 2 else y if self.batch_first else y.transpose(0, 1)), None
+
+    def _batch_first(self, x: Tensor) -> Tensor:
+        """Return ``x`` as [batch, time, embed_dim]."""
+        return x[None] if x.dim() == 2 else x if self.batch_first else x.transpose(0, 1)
+
+    def _check_mask(self, attn_mask: Tensor | None, is_causal: bool, time: int) -> None:
+        """Refuse a mask that is not the mixer's own."""
+        causal = isinstance(self.layer, CausalLayer) and not self.layer.reads_context
+        if (attn_mask is None or is_causal) and (causal or not is_causal):
+            return
+        if causal and attn_mask is not None and attn_mask.shape[-2:] == (time, time):
+            hidden = _bool_mask(attn_mask)
+            if bool((hidden == torch.ones(time, time, dtype=torch.bool, device=hidden.device).triu(1)).all()):
+                return
+        raise KinformerError(
+            f"attn_mask, is_causal: the mixer {self.mixer!r} is {'' if causal else 'not '}causal and has its own "
+            "pattern; "
+            + ("give a causal mask or none." if causal else 'leave them out, or take a causal mixer, such as "gpt".')
+        )
+
+
+def _bool_mask(mask: Tensor) -> Tensor:
+    """Return a mask that is True at what is hidden, from one of that sort or one that is added to scores."""
+    return mask if mask.dtype == torch.bool else mask < torch.finfo(mask.dtype).min / 2

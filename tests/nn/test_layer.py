@@ -1,0 +1,285 @@
+"""One layer of every member: the plain interface is the contract, and nothing else."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import kinformer
+from kinformer.core.contract import AS_THEY_ARE, Chunk, RecomputesKV
+from kinformer.core.encoder import SequenceContext
+from kinformer.nn import CausalLayer, states
+from kinformer.runtime.errors import KinformerError
+from kinformer.testing import verify_layer
+from tests.members import MEMBERS
+
+DIM = 32
+SETTINGS = {
+    "linformer": {"max_length": 32},
+    "tensorized": {"max_length": 32},
+    "sinkhorn": {"max_length": 32},
+}
+"""What a layer of this test needs beside its width: sequences are short."""
+GRID = {"swin", "windows", "convformer", "separable_convolution"}
+RECORDS = kinformer.layers()
+NAMES = [record.name for record in RECORDS]
+CAUSAL = [record.name for record in RECORDS if record.causal]
+BIDIRECTIONAL = [record.name for record in RECORDS if not record.causal and record.name not in GRID]
+
+
+def made(name, block=False, seed=0, **settings):
+    """A tiny layer in float64; ``settings`` go before those of this test."""
+    torch.manual_seed(seed)
+    recipe = "tiny" if name in MEMBERS else "small"
+    known = kinformer.nn.factory._layer_config(name, recipe)
+    fits = {key: value for key, value in SETTINGS.get(name, {}).items() if hasattr(known, key)}
+    return kinformer.layer(name, DIM, block=block, recipe=recipe, dtype=torch.float64, **fits, **settings).eval()
+
+
+def extras(name, layer, batch):
+    """The arguments without which a layer of this name does not run."""
+    if name in GRID:
+        return {"grid": (4, 4)}
+    return {"context": randn(1, 7, DIM, seed=9).expand(batch, -1, -1)} if getattr(layer, "reads_context", False) else {}
+
+
+def randn(*shape, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("block", [False, True], ids=["mixer", "block"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_is_the_mixer_behind_a_plain_interface(name, block):
+    if block and name not in MEMBERS:
+        with pytest.raises(KinformerError, match="without a layer around it"):
+            made(name, block=True)
+        return
+    layer, x = made(name, block), randn(2, 16, DIM)
+    options = extras(name, layer, 2)
+    y = layer(x, **options)
+    if isinstance(layer, CausalLayer):
+        source = {"source": options["context"]} if options else {}
+        norm = (AS_THEY_ARE,) if isinstance(layer.inner, RecomputesKV) else ()
+        want, end = layer.inner(Chunk(x), layer.inner.initial_state(2, dtype=torch.float64, **source), *norm)
+        got, state = layer(x, return_state=True, **options)
+        assert torch.equal(got, want)
+        assert states.difference(state, end) == 0
+    else:
+        want = layer.inner(x, SequenceContext(grid=options.get("grid")))
+    assert y.shape == (2, 16, DIM)
+    assert torch.equal(y, want)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_cut_padded_reset_and_packed_agree_with_the_full_sequence(name):
+    layer = made(name)
+    lengths, total = (5, 9, 2), 16
+    x = randn(1, total, DIM)
+    alone = [layer(part, **extras(name, layer, 1)) for part in x.split(lengths, 1)]
+    want = torch.cat(alone, 1)
+    first, state = layer(x[:, :3], return_state=True, **extras(name, layer, 1))
+    second = layer(x[:, 3:5], state)
+    assert torch.allclose(torch.cat([first, second], 1), alone[0], atol=1e-9)
+    padding = torch.tensor([[0, 1, 0, 0, 0, 1, 0, 1, 0, 0], [1, 1, 0, 0, 0, 0, 0, 0, 0, 0]], dtype=torch.bool)
+    rows = torch.full((2, 10, DIM), torch.nan, dtype=torch.float64)
+    rows[0, ~padding[0]] = torch.cat([x[0, :5], x[0, 5:7]])
+    rows[1, ~padding[1]] = x[0, 5:13]
+    padded = layer(rows, key_padding_mask=padding, **extras(name, layer, 2))
+    assert torch.equal(padded[padding], torch.zeros(int(padding.sum()), DIM, dtype=torch.float64))
+    assert torch.allclose(padded[0, ~padding[0]][:5], alone[0][0], atol=1e-9)
+    assert torch.allclose(padded[1, ~padding[1]], alone[1][0, :8], atol=1e-9)
+    if layer.reads_context:
+        return  # every sequence has a context of its own
+    reset = torch.zeros(1, total, dtype=torch.bool)
+    reset[0, [0, 5, 14]] = True
+    ends = torch.tensor([0, 5, 14, 16], dtype=torch.int32)
+    assert torch.allclose(layer(x, reset=reset), want, atol=1e-9)
+    assert torch.allclose(layer(x, cu_seqlens=ends), want, atol=1e-9)
+    packed, after = layer(x, cu_seqlens=ends, return_state=True)
+    assert torch.allclose(packed, want, atol=1e-9)
+    more = randn(3, 1, DIM, seed=4)
+    steps = [layer(torch.cat([part, more[i : i + 1]], 1))[:, -1:] for i, part in enumerate(x.split(lengths, 1))]
+    assert torch.allclose(layer(more, after), torch.cat(steps), atol=1e-9)
+    again = layer(more.transpose(0, 1), after, cu_seqlens=torch.arange(4))
+    assert torch.allclose(again[0, :, None], torch.cat(steps), atol=1e-9)
+
+
+@pytest.mark.parametrize("name", BIDIRECTIONAL)
+def test_bidirectional_layers_know_padding_and_packing(name):
+    layer, x = made(name), randn(1, 16, DIM)
+    alone = [layer(part) for part in x.split((5, 9, 2), 1)]
+    packed = layer(x, cu_seqlens=torch.tensor([0, 5, 14, 16]))
+    assert torch.allclose(packed, torch.cat(alone, 1), atol=1e-9)
+    padding = torch.tensor([[1, 0, 0, 1, 0, 0, 0, 1]], dtype=torch.bool)
+    rows = torch.full((1, 8, DIM), torch.nan, dtype=torch.float64)
+    rows[~padding] = x[0, :5]
+    padded = layer(rows, key_padding_mask=padding)
+    assert torch.allclose(padded[~padding], alone[0][0], atol=1e-9)
+    assert not padded[padding].any()
+
+
+def test_global_tokens_see_all_and_are_seen_by_all():
+    layer = made("longformer", pattern={"kind": "window", "window": 2})
+    x, mask = randn(1, 16, DIM), torch.zeros(1, 16, dtype=torch.bool)
+    mask[0, 0] = True
+    moved = x.clone()
+    moved[0, 15] += 1
+    with_global, without = (layer(moved, **o) - layer(x, **o) for o in ({"global_mask": mask}, {}))
+    assert with_global[0, 0].abs().max() > 1e-6
+    assert without[0, :8].abs().max() == 0
+
+
+@pytest.mark.parametrize("name", ["gpt", "local", "gated-deltanet", "transformer-xl", "reformer", "compressive"])
+def test_the_battery_takes_a_layer_as_it_is(name):
+    report = verify_layer(lambda: kinformer.layer(name, 16, recipe="tiny", num_heads=2), dim=16)
+    assert {"causality", "partition", "padding", "reset", "ragged_reset", "reserved"} <= set(report.passed)
+    assert not report.failed
+
+
+@pytest.mark.parametrize("block", [False, True], ids=["mixer", "block"])
+@pytest.mark.parametrize("name", ["gpt", "gated-deltanet", "memorizing", "adaptive-span", "pkm", "bert"])
+def test_a_layer_is_an_ordinary_module(name, block):
+    layer, x = made(name, block), randn(2, 8, DIM)
+    y = layer(x)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(other(x), y)
+    other = made(name, block, seed=5)
+    assert not torch.equal(other(x), y)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), y)
+    with torch.device("meta"):
+        empty = kinformer.layer(name, DIM, block=block, recipe="tiny")
+    assert {weight.device.type for weight in empty.parameters()} == {"meta"}
+    layer.train()
+    for parameter in layer.parameters():
+        parameter.grad = None
+    inputs = x.clone().requires_grad_()
+    layer(inputs).square().sum().backward()
+    want = inputs.grad
+    again = x.clone().requires_grad_()
+    checkpoint(layer, again, use_reentrant=False).square().sum().backward()
+    assert torch.allclose(again.grad, want)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = layer.float()(x.float())
+    assert torch.allclose(half.double(), y, atol=0.15)
+
+
+@pytest.mark.parametrize("name", ["gpt", "linear-transformer", "gated-deltanet", "local"])
+def test_a_step_compiles_and_exports(name):
+    layer, x = made(name).float(), randn(2, 8, DIM).float()
+    with torch.no_grad():
+        _, state = layer(x, return_state=True)
+    step = x[:, :1]
+    want, after = layer(step, state, return_state=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    got, _ = compiled(step, state, return_state=True)
+    assert torch.allclose(got, want, atol=1e-6)
+    program = torch.export.export(layer, (step, state), {"return_state": True})
+    got, end = program.module()(step, state, return_state=True)
+    assert torch.allclose(got, want, atol=1e-6)
+    assert states.difference(end, after) < 1e-6
+
+
+def test_a_state_moves_selects_repeats_and_saves(tmp_path):
+    layer, x = made("gated-deltanet"), randn(3, 8, DIM)
+    _, state = layer(x, return_state=True)
+    step = randn(3, 1, DIM, seed=6)
+    want = layer(step, state)
+    rows = torch.tensor([2, 0])
+    assert torch.allclose(layer(step[rows], states.select_rows(state, rows)), want[rows])
+    repeated = states.repeat_rows(state, 2)
+    assert torch.allclose(layer(step.repeat_interleave(2, 0), repeated)[::2], want)
+    states.save(state, tmp_path / "state.safetensors")
+    loaded = states.load(tmp_path / "state.safetensors", layer.initial_state(1))
+    assert states.difference(loaded, state) == 0
+    assert type(loaded) is type(state)
+    assert {leaf.dtype for leaf in states.tensors(states.to(state, dtype=torch.float32))} <= {
+        torch.float32,
+        torch.int64,
+    }
+    with pytest.raises(KinformerError, match="holds the state of another layer"):
+        states.load(tmp_path / "state.safetensors", made("gpt").initial_state(1))
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    assert buffer.tell() > 0
+
+
+def test_settings_are_names_mappings_and_configs_alike():
+    from kinformer.nn import LocalPattern, RotaryPositions, SoftmaxAttention
+
+    config = SoftmaxAttention(num_heads=8, position=RotaryPositions(), pattern=LocalPattern(window=64))
+    by_config = kinformer.layer(config, 64)
+    by_name = kinformer.layer("local", 64, num_heads=8, pattern={"kind": "local", "window": 64}, position="rope")
+    by_path = kinformer.layer("local", 64, num_heads=8, set={"pattern.window": 64})
+    assert by_config.inner.pattern == by_name.inner.pattern == by_path.inner.pattern
+    for layer in (by_name, by_path):
+        layer.load_state_dict(by_config.state_dict())
+        x = torch.randn(1, 100, 64, generator=torch.Generator().manual_seed(0))
+        assert torch.equal(layer(x), by_config(x))
+    block = kinformer.layer("gpt", 64, block=True, feed_forward="swiglu", num_heads=8, dropout=0.5)
+    assert type(block.inner.feed_forward).__name__ == "SwiGLU"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: kinformer.layer("gated-deltanets", 64), "did you mean 'gated-deltanet'"),
+        (lambda: kinformer.layer("mamba", 64), "mamba"),
+        (lambda: kinformer.layer("gpt", 64, heads=8), "'heads' is no setting of the mixer 'softmax'"),
+        (lambda: kinformer.layer("gpt", 64, num_heads=7), "num_heads = 7 does not divide dim = 64"),
+        (lambda: kinformer.layer("gpt", 0), "dim is 0"),
+        (lambda: kinformer.layer(3, 64), "name is of the type int"),
+        (lambda: made("gpt")(torch.zeros(2, 3, 5)), "x has the shape [2, 3, 5] but must be"),
+        (lambda: made("gpt")(randn(2, 3, DIM), ()), "state: it is not one of this layer's"),
+        (lambda: made("gpt")(randn(2, 3, DIM), made("rfa").initial_state(2)), "state: it is not one of this layer's"),
+        (
+            lambda: made("gpt")(randn(2, 3, DIM), key_padding_mask=torch.zeros(2, 3)),
+            "key_padding_mask is torch.float32",
+        ),
+        (lambda: made("gpt")(randn(2, 3, DIM), cu_seqlens=torch.tensor([0, 3])), "packed sequences stand in one row"),
+        (lambda: made("gpt")(randn(1, 3, DIM), cu_seqlens=torch.tensor([0, 2])), "cu_seqlens is [0, 2], but must be"),
+        (lambda: made("gpt")(randn(1, 3, DIM), context=randn(1, 4, DIM)), "attends to x alone"),
+        (lambda: made("cross")(randn(1, 3, DIM)), "has none; give context="),
+        (lambda: made("bert")(randn(1, 3, DIM), num_global=3), "num_global is 3"),
+        (lambda: made("swin")(randn(1, 15, DIM), grid=(4, 4)), "the mixer windows"),
+        (lambda: made("star")(randn(1, 3, DIM), global_mask=torch.ones(1, 3, dtype=torch.bool)), "leave global_tokens"),
+    ],
+)
+def test_wrong_calls_are_one_sentence(call, message):
+    with pytest.raises(KinformerError) as error:
+        call()
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "stack",
+    ["sequential", {"kind": "reversible"}, {"kind": "universal", "steps": 3, "halting": "act"}],
+    ids=["sequential", "reversible", "universal"],
+)
+def test_a_stack_is_a_layer(stack):
+    from kinformer.nn import stack as stacked
+
+    kind = stack if isinstance(stack, str) else stack["kind"]
+
+    def make():
+        return stacked(["gpt"] if kind == "universal" else ["local", "gated-deltanet"], 16, stack=stack)
+
+    report = verify_layer(make)
+    assert not report.failed
+    assert "partition" in report.passed
+    model = make()
+    y, state = model(torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0)), return_state=True)
+    assert y.shape == (2, 5, 32 if kind == "reversible" else 16)  # of both streams
+    assert len(state) == (3 if kind == "universal" else 2)
+
+
+def test_records_list_what_a_layer_takes():
+    records = {record.name: record for record in kinformer.layers()}
+    assert set(MEMBERS) <= set(records)
+    assert records["local"].settings["num_heads"] == 4
+    assert "pattern = 'local'" in str(records["local"])
+    assert records["gated-deltanet"].growth == "constant"
+    assert (records["cross"].causal, records["bidirectional"].causal) == (True, False)

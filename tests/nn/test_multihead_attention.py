@@ -1,0 +1,98 @@
+"""The interface of PyTorch's multi-head attention around a member's mixer."""
+
+import pytest
+import torch
+from torch import nn
+
+from kinformer.nn import MultiheadAttention
+from kinformer.runtime.errors import KinformerError
+
+DIM, HEADS = 16, 4
+
+
+def randn(*shape, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def torch_module(**options):
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(DIM, HEADS, **options).eval()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return module
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_exact_mixers_give_the_outputs_of_pytorchs_module(batch_first):
+    module = torch_module(batch_first=batch_first)
+    both = MultiheadAttention.from_torch(module).eval()
+    causal = MultiheadAttention.from_torch(module, "softmax").eval()
+    x = randn(3, 7, DIM) if batch_first else randn(7, 3, DIM)
+    padding = torch.zeros(3, 7, dtype=torch.bool)
+    padding[1, 5:] = True
+    got, weights = both(x, x, x, key_padding_mask=padding)
+    want, _ = module(x, x, x, key_padding_mask=padding, need_weights=False)
+    valid = ~padding if batch_first else ~padding.T
+    assert weights is None
+    assert torch.allclose(got[valid], want[valid], atol=1e-6)
+    mask = nn.Transformer.generate_square_subsequent_mask(7)
+    want, _ = module(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)
+    for options in ({}, {"attn_mask": mask}, {"attn_mask": mask, "is_causal": True}, {"is_causal": True}):
+        assert torch.allclose(causal(x, x, x, **options)[0], want, atol=1e-6)
+    one = x[0] if batch_first else x[:, 0]
+    assert torch.allclose(both(one, one, one)[0], module(one, one, one, need_weights=False)[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("mixer", ["longformer", "local", "gated-deltanet", "bert"])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_it_stands_in_pytorchs_layers(mixer, norm_first):
+    layer = nn.TransformerEncoderLayer(DIM, HEADS, 32, batch_first=True, norm_first=norm_first)
+    layer.self_attn = MultiheadAttention(DIM, HEADS, batch_first=True, mixer=mixer)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    x = randn(2, 6, DIM)
+    y = model(x)
+    y.sum().backward()
+    of_global_tokens = "of_global"  # which there are none of
+    assert all(weight.grad is not None for name, weight in model.named_parameters() if of_global_tokens not in name)
+    model.eval()
+    with torch.no_grad():
+        padded = model(torch.cat([x, x], 1), src_key_padding_mask=torch.arange(12).expand(2, -1) >= 6)
+        assert torch.allclose(padded[:, :6], model(x), atol=1e-5)
+
+
+def test_cross_attention_is_that_of_a_decoder_layer():
+    layer = nn.TransformerDecoderLayer(DIM, HEADS, 32, batch_first=True)
+    layer.self_attn = MultiheadAttention(DIM, HEADS, batch_first=True, mixer="gpt")
+    layer.multihead_attn = MultiheadAttention(DIM, HEADS, batch_first=True, mixer="cross")
+    x, memory = randn(2, 6, DIM), randn(2, 9, DIM, seed=2)
+    mask = nn.Transformer.generate_square_subsequent_mask(6)
+    padding = torch.arange(9).expand(2, -1) >= 7
+    layer.eval()
+    y = layer(x, memory, tgt_mask=mask, memory_key_padding_mask=padding)
+    assert y.shape == x.shape
+    assert torch.allclose(layer(x, memory[:, :7], tgt_mask=mask), y, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MultiheadAttention(DIM, HEADS, add_bias_kv=True), "add_bias_kv and add_zero_attn"),
+        (lambda: MultiheadAttention(DIM, HEADS, kdim=8), "keys and values are made of one sequence"),
+        (lambda: MultiheadAttention(DIM, HEADS, mixer="longfomer"), "did you mean 'longformer'"),
+        (lambda: MultiheadAttention.from_torch(torch_module(), "gated-deltanet"), "has other projections"),
+        (lambda: MultiheadAttention(DIM, HEADS)(*[randn(5, 2, DIM)] * 3, need_weights=True), "need_weights"),
+        (lambda: MultiheadAttention(DIM, HEADS)(*[randn(5, 2, DIM)] * 3, is_causal=True), "is not causal"),
+        (
+            lambda: MultiheadAttention(DIM, HEADS, mixer="gpt")(
+                *[randn(5, 2, DIM)] * 3, attn_mask=torch.ones(5, 5, dtype=torch.bool).triu(2)
+            ),
+            "give a causal mask or none",
+        ),
+        (lambda: MultiheadAttention(DIM, HEADS)(randn(5, 2, DIM), *[randn(6, 2, DIM)] * 2), 'take mixer="cross"'),
+    ],
+)
+def test_what_it_cannot_do_is_one_sentence(make, message):
+    with pytest.raises(KinformerError) as error:
+        make()
+    assert message in str(error.value)
