@@ -52,7 +52,7 @@ class Calibrated:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """For JSON."""
+        """The calibration's result as data that JSON can hold."""
         best, options = self.chosen, self.options
         return {
             "run": str(self.run.folder),
@@ -158,7 +158,7 @@ class Samples:
         self.exits: dict[float, Exited] = {}
 
     def losses(self, threshold: float) -> np.ndarray:
-        """Of every sample, in [0, 1]."""
+        """Return the loss of every sample, in [0, 1], shape [prompts]."""
         with at_threshold(self.model, threshold), noting_exits(self.model) as noted:
             early = self._continued()
         assert noted.result is not None
@@ -168,7 +168,7 @@ class Samples:
         return (dissimilarity(early, self.truth) - dissimilarity(self.whole, self.truth)).clip(0)
 
     def risk(self, threshold: float) -> float:
-        """The mean loss."""
+        """Return the mean loss of all samples, the empirical risk."""
         return float(self.losses(threshold).mean())
 
     def saved(self, threshold: float) -> Exited:

@@ -12,7 +12,7 @@ from kinformer.calibration.options import CalibrateOptions
 def calibrate(
     folder: str | Path, options: CalibrateOptions, quiet: bool = True
 ) -> bounded.Calibrated | searched.SearchResult:
-    """See :func:`kinformer.calibrate`."""
+    """Calibrate or search, as the options say; the public form is :func:`kinformer.calibrate`."""
     if options.search is not None:
         return searched.search(folder, options)
     return bounded.calibrate(folder, options, quiet)

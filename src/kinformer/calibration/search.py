@@ -26,7 +26,7 @@ TOLERANCE, BYTES, TRIED = 0.01, 20_000, 10
 
 @dataclass(frozen=True)
 class _Windows:
-    """In windows, as the run was trained."""
+    """Evaluation in windows, as the run was trained."""
 
     context: str
     overlap: float = 0.0
@@ -48,7 +48,7 @@ class SearchResult:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """For JSON."""
+        """The search's result as data that JSON can hold."""
         return {
             "run": str(self.run.folder),
             "thresholds": self.thresholds,

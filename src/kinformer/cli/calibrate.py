@@ -23,7 +23,7 @@ class Options(CalibrateOptions, Printing):
 
 
 def run(options: Options) -> int:
-    """Calibrate and report."""
+    """Calibrate the run, print the result, and return the exit status."""
     from kinformer.calibration.run import calibrate
 
     result = calibrate(options.folder, options_as(CalibrateOptions, options), quiet=options.json or options.quiet)

@@ -47,5 +47,5 @@ def run(options: Options) -> int:
 
 
 def _command() -> str:
-    """What was typed."""
+    """Return the command line as the user typed it, quoted for a shell."""
     return shlex.join(["kinformer", *sys.argv[1:]])

@@ -36,7 +36,7 @@ class Options(CommonOptions):
 
 
 def run(options: Options) -> int:
-    """Print the script."""
+    """Print the completion script, or with ``--json`` the words of each command, and return 0."""
     words_by_command = words()
     if options.json:
         print_json(words_by_command)
@@ -48,7 +48,7 @@ def run(options: Options) -> int:
 
 
 def words() -> dict[str, list[str]]:
-    """What may follow each command."""
+    """Return the words that may follow each command: members, where it takes one, and options."""
     from kinformer.cli.main import COMMANDS
 
     words_by_command = {}

@@ -23,7 +23,7 @@ class Options(EvaluateOptions, CommonOptions):
 
 
 def run(options: Options) -> int:
-    """Measure and print."""
+    """Evaluate the runs, print their metrics, and return the exit status."""
     from kinformer.runs.evaluate import evaluate
 
     report = evaluate(options.folders, options_as(EvaluateOptions, options), quiet=options.json or options.quiet)

@@ -113,7 +113,7 @@ def bare(hint: Any) -> Any:
 
 
 def _entries(options: type, defaults: Mapping[str, Any]) -> dict[str, tuple[str, Any, Any]]:
-    """Of every option its name, its type with what the parser is to know, and its default."""
+    """Return ``(name, annotated type, default)`` of every option; the annotation holds its help and its parser."""
     hints, docs = get_type_hints(options, include_extras=True), option_docs(options)
     entries = {}
     for item in fields(options):

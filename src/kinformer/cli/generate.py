@@ -36,7 +36,7 @@ class Options(GenerateOptions, Printing):
 
 
 def run(options: Options) -> int:
-    """Generate and report."""
+    """Generate, print the result, and return the exit status."""
     from kinformer.runs.generate import generate
     from kinformer.runs.run import open_run
 
@@ -86,7 +86,7 @@ class _Echo:
 
 
 def _print_facts(options: Options, result: Any) -> None:
-    """Of what was drawn into a file, or written as it came."""
+    """Print what remains to be said of an output that went to a file or was printed while it was generated."""
     if options.json:
         print_json(result.facts)
         return

@@ -16,7 +16,7 @@ from kinformer.family.table import members
 
 @dataclass(frozen=True, kw_only=True)
 class Options(CommonOptions):
-    """Which form the list takes."""
+    """List all members, or draw them as a tree."""
 
     by: Literal["axis", "cost", "state", "causal", "year"] | None = None
     """The family as a tree: by what members change, by how their operations grow with the length, by how their state
@@ -25,7 +25,7 @@ class Options(CommonOptions):
 
 
 def run(options: Options) -> int:
-    """Print the family."""
+    """Print the family and return the exit status."""
     records = members(lambda sentence: print(f"kinformer: {sentence}", file=sys.stderr))
     if options.json:
         listed = [member.facts for member in records]

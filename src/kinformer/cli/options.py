@@ -38,7 +38,7 @@ O = TypeVar("O")
 
 @dataclass(frozen=True, kw_only=True)
 class Printing(Checked):
-    """What is printed, and how."""
+    """The options of printing, which every command takes."""
 
     json: bool = False
     """Print one JSON object instead of text."""
@@ -52,7 +52,7 @@ class Printing(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class CommonOptions(Printing):
-    """What every command takes."""
+    """The options that every command with random numbers takes."""
 
     seed: int = 0
     """Decides everything random."""
@@ -63,7 +63,7 @@ class CommonOptions(Printing):
 
 
 def options_as(request: type[O], options: Any) -> O:
-    """What a function is asked for by ``options``, the changes as a table."""
+    """Return the ``request`` that a command's ``options`` describe; its ``set`` maps paths to values."""
     values = {field.name: getattr(options, field.name) for field in fields(request)}  # type: ignore[arg-type]
     if "set" in values:
         changes = overrides(options.set)

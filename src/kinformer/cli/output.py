@@ -44,7 +44,7 @@ def print_blocks(blocks: Iterable[str | TextTable]) -> None:
 
 @contextmanager
 def printing_notes(quiet: bool = False) -> Iterator[None]:
-    """What the library has to remark meanwhile goes to standard error, or with ``quiet`` nowhere."""
+    """Print the library's notes on standard error within the context, or with ``quiet`` nowhere."""
     if quiet:
         yield
         return

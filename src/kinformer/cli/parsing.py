@@ -69,7 +69,7 @@ def tasks_meant(arguments: Sequence[str]) -> list[str]:
 
 
 def _config(arguments: Sequence[str]) -> str | None:
-    """What ``--config`` names."""
+    """Return the file that ``--config`` names, None where the option is absent."""
     for index, argument in enumerate(arguments):
         if argument == "--config" and index + 1 < len(arguments):
             return arguments[index + 1]

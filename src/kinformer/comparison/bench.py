@@ -32,8 +32,8 @@ WORK_NAMES = {"forward": "a forward", "step": "a training step", "prefill": "rea
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one work of one member at one length: ``seconds`` (of decoding: of a token of all rows), and its ``share`` of
-    what the machine can do, None where that is not known."""
+    """The time of one work of one member at one length. ``seconds`` is per call, in decoding per token of all rows;
+    ``share`` is the part of the machine's measured floor that it reaches, None where the operations are unknown."""
 
     member: str
     work: str
@@ -58,11 +58,11 @@ class Bench:
 
     @property
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """The benchmark as data that JSON can hold."""
         return asdict(self)
 
     def seconds(self, name: str, work: str) -> dict[int, float]:
-        """By length."""
+        """Return the seconds of one member's work by length."""
         return {
             timing.length: timing.seconds for timing in self.timings if (timing.member, timing.work) == (name, work)
         }
@@ -154,7 +154,8 @@ def _timed(
 
 
 def _share(model: Any, work: str, sizes: tuple[int, int], seconds: float, floor: Floor) -> float | None:
-    """Of the machine's products a second, or in decoding of its bytes a second: weights and states are read once."""
+    """Return the share of the floor that is reached: of products per second, or in decoding of bytes per second, since
+    every token reads all weights and states once."""
     batch, length = sizes
     if isinstance(model, PeerModel):
         return None

@@ -29,7 +29,7 @@ class Cache:
         self.folder = folder
 
     def path(self, kind: str, key: str) -> Path:
-        """Where a value stands."""
+        """Return the file in which a value is stored."""
         return self.folder / f"{kind}-{key}.json"
 
     def get(self, kind: str, key: str) -> Any | None:
@@ -42,7 +42,7 @@ class Cache:
         return data["value"]
 
     def put(self, kind: str, key: str, value: Any) -> None:
-        """Keep a value."""
+        """Store a value, signed, under its kind and key."""
         write_json(self.path(kind, key), signed({"value": value}))
 
     def once(self, kind: str, key: str, make: Callable[[], Any]) -> Any:

@@ -45,7 +45,7 @@ class Chart:
 
     @property
     def description(self) -> str:
-        """For those who do not see it."""
+        """Describe the chart in words for readers who cannot see it."""
         return (
             f"{self.title}: {self.y} against {self.x}, {len(self.series)} curves; the numbers are in the table below."
         )

@@ -70,7 +70,7 @@ def compare(members: Sequence[str], options: CompareOptions, command: str) -> Co
 
 
 def _flops(contestant: Contestant) -> float | None:
-    """Of a training step, None where they cannot be estimated."""
+    """Return the FLOPs of a training step, None where they cannot be estimated."""
     base = contestant.base
     with suppress(Exception):
         settings = base.settings()
@@ -103,7 +103,7 @@ def _steps(contestants: Sequence[Contestant], options: CompareOptions, cache: Ca
 
 
 def _steps_in(left: Sequence[Contestant], options: CompareOptions, spent: float) -> int:
-    """As many as leave a share of the time for measuring."""
+    """Return the steps per run that leave ``EVALUATION_SHARE`` of the total time for measuring."""
     assert options.total_minutes is not None
     seconds = (1 - EVALUATION_SHARE) * 60 * options.total_minutes - spent - FIXED_SECONDS * len(left)
     seconds_of_all = sum(contestant.results["training"]["seconds"] for contestant in left)

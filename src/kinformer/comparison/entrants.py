@@ -111,7 +111,7 @@ def _parsed(spec: str) -> Entrant:
 
 
 def parameters_of(config: ModelConfig) -> int:
-    """Of a model of ``config``; nothing is allocated."""
+    """Count the parameters of a model of ``config`` without allocating any."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in config.build().parameters())
 

@@ -19,7 +19,7 @@ MOST_PATTERNS = 6
 
 
 def facts(entrant: Entrant, config: Any) -> dict[str, Any]:
-    """As JSON."""
+    """Return an entrant's fact sheet as data that JSON can hold; the model is built on the meta device."""
     with torch.device("meta"):
         model = config.build()
     limit = model.max_length
@@ -38,7 +38,7 @@ def facts(entrant: Entrant, config: Any) -> dict[str, Any]:
 
 
 def _lines(formula: Formula) -> list[str]:
-    """As text."""
+    """Return a formula as lines of text, its slot and kind first."""
     return [f"{formula.slot.replace('_', ' ')} {formula.kind}", *(f"    {line}" for line in formula.lines)]
 
 

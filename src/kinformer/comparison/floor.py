@@ -26,7 +26,7 @@ class Floor:
 
 
 def measure_floor(device: str) -> Floor:
-    """The best of several tries of each."""
+    """Measure each limit several times on ``device`` and return the best values."""
     matrix, row = torch.randn(ROWS, ROWS // 2, device=device), torch.randn(ROWS // 2, device=device)
     size, number = matrix.numel() * matrix.element_size(), torch.ones((), device=device)
     return Floor(
@@ -39,7 +39,7 @@ def measure_floor(device: str) -> Floor:
 
 
 def _products(dtype: torch.dtype, device: str) -> float:
-    """FLOPs of a second."""
+    """Return the most FLOPs per second of square products; one of n x n matrices takes 2 n^3 FLOPs."""
     rates = []
     for size in SIZES:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))

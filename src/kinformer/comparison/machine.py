@@ -14,7 +14,7 @@ from kinformer.runtime.processor import processor
 
 
 def machine(device: str) -> dict[str, Any]:
-    """As JSON."""
+    """Return the facts of this machine and ``device`` as data that JSON can hold."""
     facts = {
         "processor": _processor(),
         "architecture": platform.machine(),
@@ -29,7 +29,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def described(facts: dict[str, Any]) -> str:
-    """A machine in words."""
+    """Return a machine's facts as one phrase."""
     threads = facts.get("threads")
     return f"{facts.get('processor') or facts.get('architecture')}, {facts.get('device')}, {threads} threads"
 

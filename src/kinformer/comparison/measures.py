@@ -22,7 +22,7 @@ class Measure(NamedTuple):
     unit: str = ""
 
     def cell(self, entrant: EntrantRecord) -> str:
-        """As it is shown."""
+        """Return the entrant's value as text, ``-`` where there is none."""
         value = self.value(entrant)
         return "-" if value is None else self.text(value)
 
@@ -47,7 +47,7 @@ def costs(comparison: Comparison) -> list[Measure]:
 
 
 def rate(value: float) -> str:
-    """A number without decimals."""
+    """Return a number as text without decimals."""
     return f"{value:,.0f}"
 
 
@@ -58,7 +58,7 @@ def _generation(batch: int, texts: str) -> Measure:
 
 
 def tokens_per_second(entrant: EntrantRecord) -> float | None:
-    """Of training steps as they were measured in turns."""
+    """Return the tokens per second of training steps, which were timed in turns with the other entrants'."""
     if not entrant.training:
         return None
     return entrant.settings["length"] * entrant.settings["batch_size"] / entrant.training["seconds"]
@@ -70,7 +70,7 @@ def training_seconds(entrant: EntrantRecord) -> float | None:
 
 
 def peak_bytes(entrant: EntrantRecord) -> int | None:
-    """Of a training process, above an empty one."""
+    """Return the peak bytes of a training process above those of an empty one."""
     return entrant.memory["training"] if entrant.memory else None
 
 

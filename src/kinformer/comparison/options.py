@@ -102,18 +102,18 @@ class CompareOptions(Machine):
 
     @property
     def middle(self) -> float:
-        """Of the sweep's learning rates."""
+        """The middle of the sweep's learning rates; Muon's usual one is ten times AdamW's."""
         return self.lr if self.lr is not None else 1e-2 if self.optimizer == "muon" else 1e-3
 
     @property
     def measured_lengths(self) -> tuple[int, ...]:
-        """``lengths`` as numbers."""
+        """The lengths, in tokens, at which time and memory are measured."""
         return whole_numbers(self.lengths, "`lengths`")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(Machine):
-    """How members are timed."""
+    """The options by which members are timed."""
 
     recipe: str = "benchmark"
     """Which of the members' recipes."""
@@ -146,12 +146,12 @@ class BenchOptions(Machine):
 
     @property
     def works(self) -> tuple[str, ...]:
-        """``work`` as names."""
+        """The kinds of work that ``work`` names."""
         return tuple(name.strip() for name in self.work.split(","))
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """``lengths`` as numbers."""
+        """The lengths, in tokens, at which members are timed."""
         return whole_numbers(self.lengths, "`lengths`")
 
 

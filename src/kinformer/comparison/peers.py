@@ -125,7 +125,7 @@ class PeerModel(nn.Module):
 
     @property
     def version(self) -> str:
-        """Of the package that it is from."""
+        """The version of the package that the model comes from."""
         return version(self.package)
 
 

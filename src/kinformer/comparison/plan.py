@@ -46,12 +46,12 @@ class Contestant:
 
     @property
     def name(self) -> str:
-        """In the comparison."""
+        """The contestant's name in the comparison."""
         return self.entrant.name
 
     @cached_property
     def model_key(self) -> str:
-        """What identifies the model."""
+        """The key under which results of this model are stored: a digest of its config."""
         return key_of(storable(self.config))
 
     def options(self, out: Path, lr: float, seed: int, steps: int, **settings: Any) -> TrainOptions:

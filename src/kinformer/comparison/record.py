@@ -24,7 +24,8 @@ class Trial(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class Point(Config):
-    """Of a run: the validation's figure after so many steps, seconds of training, and FLOPs, as far as known."""
+    """A point of a run's curve: the validation's metric after ``step`` steps, ``seconds`` of training and ``flops``;
+    the last two are None where they are unknown."""
 
     step: int
     value: float
@@ -100,7 +101,7 @@ class Comparison(Config):
 
     @property
     def deciding(self) -> Metric:
-        """The figure that decides."""
+        """The metric by which entrants are ranked."""
         return Metric(self.figure, self.unit, self.lower_is_better)
 
     @property
@@ -111,17 +112,17 @@ class Comparison(Config):
 
 
 def mean_of(entrant: EntrantRecord) -> float:
-    """Of the deciding figure over the seeds."""
+    """Return the mean of the deciding metric over the seeds."""
     return sum(entrant.values) / len(entrant.values)
 
 
 def save(comparison: Comparison, path: Path) -> None:
-    """As JSON."""
+    """Write the comparison to ``path`` as JSON."""
     write_json(path, as_json(comparison))
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    """Plain data."""
+    """Return the comparison as data that JSON can hold, with the schema's number."""
     return {"schema": SCHEMA} | to_dict(comparison)
 
 

@@ -14,7 +14,7 @@ from kinformer.training.metric import SHARE
 
 
 def columns(comparison: Comparison) -> list[Measure]:
-    """Of the table of results; those of which nothing is known are left out."""
+    """Return the columns of the table of results; a column without any value is left out."""
     metric, finished = comparison.deciding, bool(comparison.finished)
     apart = {item.name: item for item in words.differences(comparison)} if finished else {}
 
@@ -74,7 +74,7 @@ def _line(text: str) -> str:
 
 
 def title(comparison: Comparison) -> str:
-    """A heading."""
+    """Return the report's heading: how many members, the task and the data."""
     data = comparison.data.get("name", "") if isinstance(comparison.data, dict) else ""
     return f"{len(comparison.entrants)} members on {comparison.task}{f', {data}' if data else ''}"
 

@@ -80,7 +80,7 @@ class Peak:
 
     @property
     def bytes(self) -> int:
-        """Of the device, or of this process."""
+        """The peak bytes of the device, or on a CPU of this process, above those at the start."""
         if self.device.startswith("cuda"):
             return torch.cuda.max_memory_allocated(self.device) - self.before
         if sys.platform == "linux":

@@ -17,8 +17,8 @@ SIGNIFICANT = 0.05
 
 
 class Difference(NamedTuple):
-    """Of an entrant from the best one: of the means, with the p of one test and of all of them together (None where
-    a single seed allows no test)."""
+    """The difference between the means of an entrant and of the best one. ``p`` is that of Welch's test alone,
+    ``together`` the same after Holm's correction for all tests; both are None where a single seed allows no test."""
 
     name: str
     difference: float
@@ -27,12 +27,12 @@ class Difference(NamedTuple):
 
     @property
     def significant(self) -> bool:
-        """At 5 %, all tests together."""
+        """Whether the difference is significant at 5 %, corrected for all tests."""
         return self.together is not None and self.together < SIGNIFICANT
 
 
 def differences(comparison: Comparison) -> list[Difference]:
-    """Of all others from the best, in order."""
+    """Return the differences of all other entrants from the best one, in order of rank."""
     best, *others = comparison.finished
     tests = [welch(entrant.values, best.values) for entrant in others]
     ps = [test.p for test in tests if test is not None]
@@ -51,7 +51,7 @@ def spread(entrant: EntrantRecord) -> float | None:
 
 
 def shown(metric: Metric, value: float) -> str:
-    """A value without its unit."""
+    """Return a metric's value as text without its unit."""
     return f"{value:.1%}" if metric.unit == SHARE else f"{value:.4f}"
 
 
@@ -159,7 +159,7 @@ def crossovers_of(comparison: Comparison) -> Iterator[str]:
 
 
 def seconds_of(entrant: EntrantRecord, kind: str) -> dict[int, float]:
-    """Seconds by length."""
+    """Return an entrant's seconds of one kind of work by length."""
     return {point["length"]: point["seconds"] for point in entrant.lengths["points"] if point["kind"] == kind}
 
 

@@ -44,7 +44,7 @@ class Description:
 def describe(
     name: str, recipe: str | None = None, vocab_size: int | None = None, changes: Mapping[str, Any] | None = None
 ) -> Description:
-    """See :func:`kinformer.show`."""
+    """Describe a member or a run; the public form is :func:`kinformer.show`."""
     require_path("member", name)
     if name not in FAMILY and Path(name).is_dir():
         record, recipe, config = _of_run(name, recipe, vocab_size, changes or {})

@@ -21,7 +21,7 @@ O = TypeVar("O")
 
 
 def train(member: str, options: Mapping[str, Any]) -> Run:
-    """See :func:`kinformer.train`."""
+    """Train a member; the public form is :func:`kinformer.train`."""
     from kinformer.runs import train as training
 
     quiet = bool(options.get("quiet")) or not sys.stderr.isatty()
@@ -36,7 +36,7 @@ def train(member: str, options: Mapping[str, Any]) -> Run:
 
 
 def evaluate(run: str | Path, options: Mapping[str, Any]) -> Evaluation:
-    """See :func:`kinformer.evaluate`."""
+    """Evaluate a run; the public form is :func:`kinformer.evaluate`."""
     from kinformer.runs.evaluate import evaluate
 
     named = {name: value for name, value in options.items() if name != "quiet"}
@@ -45,7 +45,7 @@ def evaluate(run: str | Path, options: Mapping[str, Any]) -> Evaluation:
 
 
 def load(run: str | Path, changes: Mapping[str, Any] | None = None) -> Any:
-    """See :func:`kinformer.load`."""
+    """Load a run's model; the public form is :func:`kinformer.load`."""
     opened = open_run(run)
     return STORES.attach(opened, opened.model(changes))
 

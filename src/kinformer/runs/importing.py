@@ -35,7 +35,7 @@ class ImportedRun:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """For JSON."""
+        """The imported run's facts as data that JSON can hold."""
         run = self.run
         return {
             "out": str(run.folder),

@@ -42,7 +42,7 @@ class Indexed:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """For JSON."""
+        """The datastore's facts as data that JSON can hold."""
         store = self.store
         return {
             "datastore": str(store.folder),

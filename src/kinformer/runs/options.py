@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine(Checked):
-    """Where it is computed."""
+    """The options of the machine: device and threads."""
 
     device: str = "auto"
     """cpu, cuda, cuda:1, ... ; auto takes a GPU if there is one."""

@@ -66,7 +66,7 @@ def planner_for(options: TrainOptions, task: Task, spec: str, base: Run | None =
 
 
 def data_of(run: Run) -> Data:
-    """The run's data."""
+    """Open the data that a run was trained on."""
     return run.task.open(Source(run.data["spec"], run.data.get("holdout"), run.tokenizer), run.options)
 
 

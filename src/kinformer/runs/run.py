@@ -79,7 +79,7 @@ class Run:
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """What makes ids of text."""
+        """The run's tokenizer, None for a task whose data are not text."""
         from kinformer.data import ByteTokenizer, FileTokenizer
 
         if self.vocabulary is None:
@@ -96,11 +96,11 @@ class Run:
 
     @property
     def figures(self) -> dict[str, float]:
-        """The same as ``metrics``."""
+        """The run's ``metrics`` under their former name."""
         return self.metrics
 
     def save(self) -> None:
-        """Write ``config.json``."""
+        """Write the run's ``config.json``, signed."""
         from kinformer import __version__
 
         data = {

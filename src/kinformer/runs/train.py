@@ -73,7 +73,7 @@ class Summary:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """For JSON."""
+        """The training's summary as data that JSON can hold."""
         result = asdict(self.result)
         validation = {f"validation_{name}": metric for name, metric in result.pop("validation").items()}
         return {"out": str(self.folder), "member": self.member, "parameters": self.parameters} | result | validation

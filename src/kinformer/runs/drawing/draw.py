@@ -37,7 +37,7 @@ class Drawing:
 
 
 def draw(options: DrawOptions) -> Drawing:
-    """See :func:`kinformer.draw`."""
+    """Draw a subject into a file; the public form is :func:`kinformer.draw`."""
     out = Path(options.out or f"{_file_name(options.subject)}.png")
     check(out)
     torch.manual_seed(options.seed)

@@ -109,8 +109,8 @@ def _rolls(call: _Call) -> bool:
 
 
 def _rolled(rolled_so_far: Tensor, shares: Sequence[Tensor], call: _Call, input: Any) -> list[HeatOver]:
-    """Of the tokens that stand before the patches, or of the patches' mean where none do, or their mean by the head's
-    ``shares`` where it has some: times the mean patch."""
+    """Return the heat of attention roll-out over the patches, relative to the mean patch: one map per token before the
+    patches or, where there is none, one of the patches' mean, weighted by the head's ``shares`` if it has some."""
     grid = call.text.grid
     assert grid is not None
     rows = rolled_so_far[: input.before] if input.before else rolled_so_far.mean(0, keepdim=True)
@@ -126,7 +126,7 @@ def _rolled(rolled_so_far: Tensor, shares: Sequence[Tensor], call: _Call, input:
 
 
 def _windows(calls: Sequence[_Call], patch: int) -> list[WindowsOver]:
-    """Of each stage, whose patches are twice as wide as those before, and of shifted and other layers of it."""
+    """Return the windows of every stage, apart for shifted layers; patches double in width from stage to stage."""
     windows: dict[tuple[int, int, int], list[int]] = {}
     widest = calls[0].x.shape[-1]
     for layer, call in enumerate(calls):

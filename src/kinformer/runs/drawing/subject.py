@@ -57,7 +57,7 @@ class Subject:
     ready: list[Panel] = field(default_factory=list)
 
     def panels(self) -> list[Panel]:
-        """All panels, patterns first."""
+        """Return all panels of the picture, patterns first."""
         options, panels = self.options, list(self.ready)
         tokens, cells = grid(options.length, [pattern for pattern, _, _ in self.patterns])
         for pattern, name, place in self.patterns:
