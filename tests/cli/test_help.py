@@ -8,9 +8,9 @@ import sys
 import pytest
 
 import kinformer
-from kinformer.cli.form import RARE
 from kinformer.family.build import configure
 from kinformer.family.table import members
+from kinformer.runtime.errors import RARE
 from kinformer.tasks.table import ALL, task_for
 from kinformer.training.settings import Settings
 
@@ -81,6 +81,11 @@ def test_a_setting_by_set_is_that_of_the_run(cli, tmp_path, text_file):
     assert cli("train", "gpt", "--data", text_file, "--out", out, *sizes, *changes)[0] == 0
     run = kinformer.open_run(out)
     assert (run.training["beta2"], run.training["keep"], run.config.dim) == (0.9, 3, 16)
+    code, _, err = cli("train", "gpt", "--out", out, "--resume", "--set", "training.beta2=0.8")
+    assert code == 2 and "train: " not in err and "leave --set training.beta2 out" in err
+    assert err.startswith(f"kinformer: --set training.beta2=0.8: the run in {out} was begun with 0.9, and")
+    code, _, err = cli("train", "gpt", "--out", tmp_path / "no", "--set", "training.beta2=2")
+    assert code == 2 and "--set training.beta2 is 2 but must be" in err
     for change, message in (("beat2=1", "did you mean 'beta2'"), ("keep=many", "keep is 'many' but must be a whole")):
         code, _, err = cli("train", "gpt", "--out", tmp_path / "no", "--set", f"training.{change}")
         assert code == 2 and message in err and err.count("\n") == 1

@@ -25,12 +25,12 @@ class CalibrateOptions(Machine):
     """textual: 1 - ROUGE-L of the continuations with and without early exits. risk: by how much the continuation's
     1 - ROUGE-L to the text itself is larger with early exits than without."""
     bound: Literal["bentkus", "hoeffding"] = "bentkus"
-    """Which inequality tells a risk from the samples: bentkus, as in Learn then Test, or hoeffding, as in CALM, which
+    """Which inequality bounds the risk by the samples: bentkus, as in Learn then Test, or hoeffding, as in CALM, which
     takes more samples for the same."""
     data: str | None = None
     """The text: a path, - for standard input, or stdlib; the run's own if not given."""
     split: str = "validation"
-    """Which part of the data: train, validation or test. Measure on another part than this."""
+    """Which part of the data: train, validation or test. Evaluate the result on another part."""
     prompts: int = 1000
     """How many samples, drawn evenly from the text."""
     prompt_tokens: int = 64
@@ -49,7 +49,7 @@ class CalibrateOptions(Machine):
     max_bytes: int | None = None
     """With `search`: measure on the first N bytes only (20,000 if not given)."""
     seed: int = 0
-    """Decides the samples."""
+    """The seed by which samples are drawn."""
 
     def __post_init__(self) -> None:
         for name in ("risk", "confidence"):

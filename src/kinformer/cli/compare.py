@@ -28,8 +28,8 @@ class Options(CompareOptions, CommonOptions):
     set: Changes = ()  # type: ignore[assignment]
     """A change to all members, or NAME:PATH=VALUE to one, as in wide:layers=8; may be given again."""
     merge: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE.json")] = ()
-    """Compute nothing: put this comparison and those that stand behind it, all of one task and data, together, as in
-    --merge A.json B.json, and report on all."""
+    """Train nothing: merge this comparison with those that follow it, all of one task and data, as in
+    --merge A.json B.json, and report on all of them."""
     task_options: Hidden = field(default_factory=dict)
 
 

@@ -32,7 +32,7 @@ class Options(CommonOptions):
     """Print a script that completes commands, members and options."""
 
     shell: Annotated[Literal["bash", "zsh"], tyro.conf.Positional]
-    """The shell that is to read it."""
+    """The shell that reads the script."""
 
 
 def run(options: Options) -> int:

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kinformer.cli.form import RARE, bare, is_positional
-from kinformer.runtime.errors import KinformerError, nearest
+from kinformer.cli.form import bare, is_positional
+from kinformer.runtime.errors import RARE, KinformerError, nearest
 from kinformer.runtime.files import require_file
 from kinformer.runtime.parsing import parse_toml
 

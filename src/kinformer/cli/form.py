@@ -8,12 +8,13 @@ import re
 import textwrap
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass, replace
+from itertools import pairwise
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from kinformer.runtime.errors import spelled
+from kinformer.runtime.errors import RARE, spelled
 from kinformer.tasks.table import OptionKind as Kind
 from kinformer.tasks.table import tasks
 
@@ -25,7 +26,7 @@ FIRST = (
     "resume",
 )  # fmt: skip
 GROUPS = {
-    "start": ("text_field", "init", "tokenizer", "train_tokenizer", "holdout"),
+    "setup": ("text_field", "init", "tokenizer", "train_tokenizer", "holdout"),
     "optimisation": (
         "optimizer", "schedule", "warmup", "weight_decay", "clip", "average", "ema", "accumulate", "objective",
     ),
@@ -37,9 +38,6 @@ GROUPS = {
     "general": ("seed", "json", "quiet", "verbose", "no_echo", "config"),
 }  # fmt: skip
 """Title to options. What stands in neither table comes after the first ones."""
-
-RARE = ("min_lr_ratio", "beta2", "table_lr", "checkpoint_minutes", "keep", "log_every")
-"""Settings of training that are rarely changed: no options, but paths, as in ``--set training.beta2=0.98``."""
 
 _PLACEHOLDERS = {float | None: "X", str | None: "TEXT"}
 
@@ -129,7 +127,7 @@ def _parsed(hint: Any, docs: str, default: Field[Any]) -> Any:
     """``hint`` with its help, a word for its value, and how a count is read."""
     inner = bare(hint)
     about: dict[str, Any] = {"help": docs}
-    if default.default is None:
+    if default.default is None or default.default == ():
         about["help_behavior_hint"] = ""
     if inner in _PLACEHOLDERS and not _named(hint):
         about["metavar"] = _PLACEHOLDERS[inner]
@@ -173,7 +171,7 @@ def _task_groups(kind: Kind, taken: set[str], only: Collection[str] | None) -> I
             for option, entry in entries.items()
             if only is None or any(_meant(other, option) == _meant(owners_of, option) for other in wanted)
         ]
-        about = {"__doc__": f"Options of the task {name if only is None else ' and '.join(only)}."}
+        about = {"__doc__": f"Options of the {name if only is None else ' and '.join(only)} task."}
         group: Any = make_dataclass(owners_of.__name__, shown_here, frozen=True, kw_only=True, namespace=about)
         hint: Any = Annotated[group, tyro.conf.arg(name=name)]
         if not entries.keys() & taken:
@@ -237,25 +235,20 @@ _NUMBER: Any = PrimitiveConstructorSpec(
 
 
 def option_docs(options: type) -> dict[str, str]:
-    """What stands under each field of a dataclass and of those that it is made of, as one line."""
+    """Return the text under every field of a dataclass and of its bases, by name, as one line.
+
+    The parser reads such texts too, but not those of a class that :func:`form_of` makes at run time.
+    """
     docs: dict[str, str] = {}
-    for part in reversed(options.__mro__):
-        if not is_dataclass(part):
-            continue
+    for part in filter(is_dataclass, reversed(options.__mro__)):
         try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(part)))
-        except OSError:  # made without a source
+            tree: Any = ast.parse(textwrap.dedent(inspect.getsource(part)))
+        except OSError:  # the class was made without a source
             continue
-        body = tree.body[0].body  # type: ignore[attr-defined]
-        for before, after in zip(body, body[1:], strict=False):
-            if (
-                isinstance(before, ast.AnnAssign)
-                and isinstance(after, ast.Expr)
-                and isinstance(before.target, ast.Name)
-            ):
-                text = getattr(after.value, "value", None)
-                if isinstance(text, str):
-                    docs[before.target.id] = spelled(" ".join(text.split()))
+        for pair in pairwise(tree.body[0].body):
+            match pair:
+                case (ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text)))):
+                    docs[name] = spelled(" ".join(text.split()))
     return docs
 
 

@@ -19,9 +19,8 @@ class Options(CommonOptions):
     """List all members, or draw them as a tree."""
 
     by: Literal["axis", "cost", "state", "causal", "year"] | None = None
-    """The family as a tree: by what members change, by how their operations grow with the length, by how their state
-    grows, by whether they are causal (a causal one leaks nothing of what comes later, which its battery checks; any
-    other reads whole texts), or by year."""
+    """Print the family as a tree: by what members change (axis), by how their operations (cost) or state grow with the
+    length, by whether they are causal (others read a full sequence at once), or by year."""
 
 
 def run(options: Options) -> int:

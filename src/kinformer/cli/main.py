@@ -34,12 +34,12 @@ class Command(NamedTuple):
 COMMANDS = {
     "list": Command(
         "kinformer.cli.list_",
-        "The family: every member with its paper, its state's growth and recipes.",
+        "List every member of the family with its paper, state growth and recipes.",
         "kinformer list --json",
     ),
     "show": Command(
         "kinformer.cli.show",
-        "One member or run: paper, config, parameters, state size, attention pattern.",
+        "Show one member or run: paper, config, parameters, state size, attention pattern.",
         "kinformer show gpt --recipe tiny --set layers=3",
     ),
     "train": Command(
@@ -59,12 +59,12 @@ COMMANDS = {
     ),
     "calibrate": Command(
         "kinformer.cli.calibrate",
-        "How early tokens may leave a run's layers, for a bounded risk.",
+        "Find how early tokens may leave a run's layers at a bounded risk.",
         "kinformer calibrate runs/book --risk 0.05 --confidence 0.95",
     ),
     "estimate": Command(
         "kinformer.cli.estimate",
-        "Parameters, FLOPs, memory and state size before anything is run.",
+        "Estimate parameters, FLOPs, memory and state size without running anything.",
         "kinformer estimate gpt --recipe paper --length 1024 --batch-size 8",
     ),
     "compare": Command(
@@ -79,12 +79,12 @@ COMMANDS = {
     ),
     "draw": Command(
         "kinformer.cli.draw",
-        "Attention patterns and encodings of positions as a picture.",
+        "Draw attention patterns and position encodings as a picture.",
         "kinformer draw longformer --out longformer.png",
     ),
     "index": Command(
         "kinformer.cli.index",
-        "A datastore of a run: what it made of each context, and the next token.",
+        "Build a datastore of a run: its vector of each context, and the next token.",
         "kinformer index runs/book --data book.txt --datastore stores/book",
     ),
     "import": Command(
@@ -94,7 +94,7 @@ COMMANDS = {
     ),
     "completion": Command(
         "kinformer.cli.completion",
-        "A script that completes commands and options in your shell.",
+        "Print a script that completes commands and options in your shell.",
         'eval "$(kinformer completion bash)"',
     ),
 }

@@ -43,11 +43,11 @@ class Printing(Checked):
     json: bool = False
     """Print one JSON object instead of text."""
     quiet: bool = False
-    """Tell nothing but the result: no progress, no notes."""
+    """Print only the result, without progress or notes."""
     verbose: bool = False
-    """After the sentence of an error, print where it arose, and what PyTorch said of several processes."""
+    """After an error, also print its traceback and, with several processes, PyTorch's messages."""
     config: Annotated[str | None, tyro.conf.arg(metavar="FILE.toml")] = None
-    """Read options by their names from this file, as in: batch_size = 16; those of the command line win."""
+    """Read options by name from this file, as in: batch_size = 16. Options on the command line take precedence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class CommonOptions(Printing):
     """The options that every command with random numbers takes."""
 
     seed: int = 0
-    """Decides everything random."""
+    """The seed of all random numbers."""
 
     def __post_init__(self) -> None:
         require_seed(self.seed)

@@ -87,7 +87,12 @@ def overrides(changes: Sequence[str]) -> dict[str, str]:
 
 
 def sentence(box: str, prog: str) -> str:
-    """The parser's message (framed as the terminal's encoding allows) as one sentence that says where help is."""
+    """Return the parser's message (framed as the terminal's encoding allows) as one sentence that says where help is.
+
+    Tyro's only structured form of these messages is the private and unstable ``tyro._errors``, so this function reads
+    the printed box. ``tests/cli/test_main.py`` holds it to the version in ``constraints.txt``; a box of another form
+    would make the sentence longer, not lose it.
+    """
     rows = [row.strip("│").rstrip() for row in box.strip("\n").splitlines()]
     rows = rows[1:-1] if box.startswith("╭") else rows[2:]
     message, *hints = re.split(r"\n[─-]{3,}\n", textwrap.dedent("\n".join(rows)).strip("\n"))

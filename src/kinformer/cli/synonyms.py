@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from kinformer.cli.form import RARE
+from kinformer.runtime.errors import RARE
 
 OPTIONS = {
     "learning-rate": "lr",

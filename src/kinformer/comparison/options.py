@@ -44,7 +44,7 @@ class CompareOptions(Machine):
     lr: float | None = None
     """The middle of the sweep, or with `sweep` 0 the learning rate (0.01 with muon, else 0.001)."""
     recipe: str = "small"
-    """Which of the members' recipes; its width is solved for."""
+    """Which of the members' recipes; its width is fitted to the parameter budget."""
     length: int | None = None
     """Tokens of each row of a batch (256, or what all members' positions allow)."""
     batch_size: int = 8
@@ -64,7 +64,7 @@ class CompareOptions(Machine):
     lengths: str = "128,512,2048"
     """Lengths at which time and memory are measured, of one row."""
     rounds: int = 5
-    """Measurements of every time, in turns."""
+    """How often each time is measured, in turns."""
     set: Mapping[str, Any] = field(default_factory=dict)
     """A change to all members, or NAME:PATH=VALUE to the one of that name; may be given again."""
     out: str = "comparison"
@@ -125,7 +125,7 @@ class BenchOptions(Machine):
     """What is timed: forward, step (a forward with its loss and the backward), prefill (reading a prompt), decode (a
     token)."""
     rounds: int = 5
-    """Measurements of every time, in turns; their median counts."""
+    """How often each time is measured, in turns; the median counts."""
     memory: bool = False
     """Also measure the highest memory of a training step, each member in a process of its own."""
     peers: bool = False
@@ -133,7 +133,7 @@ class BenchOptions(Machine):
     set: Mapping[str, Any] = field(default_factory=dict)
     """A change to all members, as in `set` layers=2; may be given again."""
     seed: int = 0
-    """Decides weights and tokens."""
+    """The seed of weights and tokens."""
 
     def __post_init__(self) -> None:
         require("batch_size", self.batch_size, 1)

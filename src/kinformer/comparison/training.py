@@ -17,7 +17,7 @@ from kinformer.runs.evaluate import evaluate
 from kinformer.runs.options import EvaluateOptions, TrainOptions
 from kinformer.runs.run import CONFIG
 from kinformer.runs.train import train
-from kinformer.runtime.errors import KinformerError, flag_of
+from kinformer.runtime.errors import RARE, KinformerError, flag_of
 from kinformer.runtime.parsing import parse_json_line
 from kinformer.runtime.progress import note
 from kinformer.runtime.words import plural
@@ -245,7 +245,10 @@ def command_of(options: TrainOptions) -> str:
         if value != field.default and not (
             field.name in plain and value == plain[field.name] and field.name != "length"
         ):
-            words += [flag_of(field.name), f"{value:g}" if isinstance(value, float) else str(value)]
+            text = f"{value:g}" if isinstance(value, float) else str(value)
+            words += (
+                [flag_of("set"), f"training.{field.name}={text}"] if field.name in RARE else [flag_of(field.name), text]
+            )
     for name, value in options.task_options.items():
         words += [flag_of(name)] if value is True else [flag_of(name), str(value)]
     for path, value in options.set.items():

@@ -200,9 +200,9 @@ class GenerateOptions(StoreOptions, Machine):
     weights: Literal["fp32", "bf16"] = "fp32"
     """Type of the weights in memory."""
     seed: int | None = None
-    """Decides the draws; a new one each time if not given."""
+    """The seed of the draws; another one every time if not given."""
     quiet: bool = False
-    """Tell nothing but the result: no progress, no notes."""
+    """Print only the result, without progress or notes."""
     task_options: Any = field(default_factory=dict)  # the task's own options: by name, then as its dataclass
 
     def __post_init__(self) -> None:
@@ -245,7 +245,7 @@ class IndexOptions(Machine):
     lists: int | None = None
     """With `approximate`: into how many lists (the root of the number of entries if not given)."""
     seed: int = 0
-    """Decides everything random."""
+    """The seed of all random numbers."""
 
     def __post_init__(self) -> None:
         require("chunk", self.chunk, 1)

@@ -64,7 +64,7 @@ def _merged(run: Run, options: TrainOptions) -> Settings:
         if name not in MAY_CHANGE and value != stored.get(name):
             flag = marked(name)
             raise KinformerError(
-                f"{flag} {value}: the run in {run.folder} was begun with {stored.get(name)}, and a resumed run goes "
+                f"{flag}={value}: the run in {run.folder} was begun with {stored.get(name)}, and a resumed run goes "
                 f"on as it was; leave {flag} out, or give another `out`."
             )
     if "steps" in values or "minutes" in values:
@@ -81,7 +81,7 @@ def _check_unchanged(run: Run, options: TrainOptions) -> None:
     plain: Mapping[str, Any] = asdict(run.options)
     for name, value in options.task_options.items():
         if value != plain[name]:
-            raise _otherwise(run, f"{marked(name)} {value}")
+            raise _otherwise(run, f"{marked(name)}={value}")
     check_source(options, run.task)
     if options.recipe not in (None, "small", run.recipe):
         raise _otherwise(run, f"`recipe` {options.recipe}")

@@ -36,9 +36,14 @@ def marked(name: str) -> str:
     return f"`{name}`"
 
 
+RARE = ("min_lr_ratio", "beta2", "table_lr", "checkpoint_minutes", "keep", "log_every")
+"""Settings of training that are rarely changed: the command line has no flags for them, but paths."""
+
+
 def flag_of(name: str) -> str:
-    """Return the option ``name`` on the command line: ``batch_size`` is ``--batch-size``."""
-    return f"--{name.replace('_', '-')}"
+    """Return the option ``name`` on the command line: ``batch_size`` is ``--batch-size``, and the rarely changed
+    ``beta2`` is ``--set training.beta2``; a value may follow both after an equals sign."""
+    return f"{flag_of('set')} training.{name}" if name in RARE else f"--{name.replace('_', '-')}"
 
 
 def spelled(message: str) -> str:

@@ -31,7 +31,7 @@ class EvaluationSettings(Checked):
     chunk: int = 2048
     """Tokens computed at a time; bounds the memory, does not change the result."""
     seed: int = 0
-    """Decides everything random."""
+    """The seed of all random numbers."""
 
     def __post_init__(self) -> None:
         require("max_bytes", self.max_bytes, 2)

@@ -21,8 +21,8 @@ class Settings(Checked):
     steps: int | None = None
     """Optimiser steps in all (1000 if `minutes` is not given either)."""
     minutes: float | None = None
-    """Train for so long instead, start and end of the command included, of a resumed run all times together: steps are
-    foreseen by measured speed again and again, and sizes or a recipe that are not given are chosen to suit the time."""
+    """Minutes that the whole command may take, instead of `steps`; of a resumed run, all its commands together. The
+    number of steps follows the measured speed. Sizes or a recipe that are not given are chosen to suit the time."""
     length: int = 512
     """Tokens that each row of a batch predicts."""
     batch_size: int = 8
@@ -55,7 +55,7 @@ class Settings(Checked):
     objective: str | None = None
     """What is minimised: one of the task's objectives. The default is the member's, or the task's usual one."""
     seed: int = 0
-    """Decides the first weights, the order of the data and every random mask."""
+    """The seed of the first weights, the order of the data and every random mask."""
     validate_every: int | None = None
     """Steps between validations. The default is a tenth of the run; 0 means never."""
     validation_tokens: int = 65536

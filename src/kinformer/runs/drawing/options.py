@@ -45,7 +45,7 @@ class DrawOptions(Checked):
     out: str | None = None
     """The picture's name, which ends in .png or .svg; NAME.png in this folder if not given."""
     seed: int = 0
-    """Decides everything random."""
+    """The seed of all random numbers."""
 
     def __post_init__(self) -> None:
         for name in ("length", "layer", "head", "image_width"):
