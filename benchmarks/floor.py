@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from common import arguments, prepare, save, show
-from kinformer.comparison.floor import measure_floor
-from kinformer.comparison.machine import described, machine
+from kinformer.comparison.machine import described, machine, measure_floor
 from kinformer.runtime.process import begin_process
 
 

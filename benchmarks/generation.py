@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from common import Contestant, arguments, gate_equal, interleave, peer, prepare, save, show
-from kinformer.comparison.floor import Floor, measure_floor
+from kinformer.comparison.machine import Floor, measure_floor
 from kinformer.data import open_corpus
 from kinformer.evaluation.bits import measure
 from kinformer.evaluation.windows import Windows

@@ -8,7 +8,7 @@ import kinformer
 from kinformer.cli.main import COMMANDS
 from kinformer.comparison import bench as benching
 from kinformer.comparison import compare as comparing
-from kinformer.comparison.floor import Floor
+from kinformer.comparison.machine import Floor
 from kinformer.runtime.errors import KinformerError, as_flags
 
 OTHER_NAMES = {"list": "members", "import": "import_checkpoint"}

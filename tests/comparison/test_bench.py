@@ -9,7 +9,7 @@ import torch
 import kinformer
 from kinformer.comparison import bench as benching
 from kinformer.comparison import floor, peers, works
-from kinformer.comparison.floor import Floor, measure_floor
+from kinformer.comparison.machine import Floor, measure_floor
 from kinformer.comparison.timing import in_fresh_process, in_turns
 from kinformer.runtime.errors import KinformerError
 

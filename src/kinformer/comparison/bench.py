@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from kinformer.comparison import words, works
-from kinformer.comparison.floor import Floor, measure_floor
-from kinformer.comparison.machine import machine
+from kinformer.comparison.machine import Floor, machine, measure_floor
 from kinformer.comparison.options import BenchOptions
 from kinformer.comparison.peers import PeerModel, PeerShape, installed, shape_of
 from kinformer.comparison.timing import Peak, in_fresh_process, in_turns

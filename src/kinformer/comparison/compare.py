@@ -13,8 +13,7 @@ import torch
 from kinformer import __version__
 from kinformer.comparison.badges import badges
 from kinformer.comparison.cache import Cache, key_of
-from kinformer.comparison.entrants import entrants
-from kinformer.comparison.facts import facts, settings_of
+from kinformer.comparison.entrants import entrants, facts, settings_of
 from kinformer.comparison.machine import machine
 from kinformer.comparison.options import DEFAULT_MEMBERS, DEFAULT_STEPS, CompareOptions
 from kinformer.comparison.plan import Clock, Contestant, contestants, guarded, still_in, with_length

@@ -50,7 +50,7 @@ class SeedRun(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class EntrantRecord(Config):
-    """All that was found of one entrant. ``facts`` is its page (see ``comparison.facts``), ``moved`` says in words what
+    """All that was found of one entrant. ``facts`` is its page (see ``entrants.facts``), ``moved`` says in words what
     became of an optimum at an end of the sweep, ``error`` why it is out."""
 
     name: str
