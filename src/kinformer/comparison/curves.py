@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import mean
 from typing import Any
 
@@ -126,49 +127,34 @@ def _bin(contexts: Any) -> tuple[int, int, float]:
 
 
 def _lengths(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
+    def series(points_of: Callable[[EntrantRecord], Iterator[tuple[float, float, str]]]) -> list[Series]:
+        points = {entrant.name: list(points_of(entrant)) for entrant in comparison.entrants}
+        return [Series(name, index[name], items) for name, items in points.items() if items]
+
     for kind, title in (("step", "A training step"), ("forward", "A forward")):
-        series = [
-            Series(
-                entrant.name,
-                index[entrant.name],
-                [
-                    (length, 1000 * seconds, f"{length:,} tokens, {1000 * seconds:,.1f} ms")
-                    for length, seconds in sorted(words.seconds_of(entrant, kind).items())
-                ],
-            )
-            for entrant in comparison.entrants
-            if entrant.lengths
-        ]
-        yield Chart(f"length-{kind}", title, "tokens of one row", "milliseconds", series, "xy")
-    memory = [
-        Series(
-            entrant.name,
-            index[entrant.name],
-            [
-                (row["length"], row["bytes"] / 2**20, f"{row['length']:,} tokens, {size(row['bytes'])}")
-                for row in entrant.memory["lengths"]
-                if row["bytes"] > 0
-            ],
-        )
-        for entrant in comparison.entrants
-        if entrant.memory and any(row["bytes"] > 0 for row in entrant.memory["lengths"])
-    ]
+        curves = series(partial(_times, kind))
+        yield Chart(f"length-{kind}", title, "tokens of one row", "milliseconds", curves, "xy")
     note = "The highest moment of a training step of one row, above the model itself, in a process of its own."
-    yield Chart("length-memory", "Memory of a step", "tokens of one row", "MiB", memory, "xy", note=note)
-    states = [
-        Series(
-            entrant.name,
-            index[entrant.name],
-            [
-                (int(length), count / 1024, f"{int(length):,} tokens, {size(count)}")
-                for length, count in sorted(entrant.state_bytes.items(), key=lambda item: int(item[0]))
-                if count
-            ],
-        )
-        for entrant in comparison.entrants
-        if entrant.state_bytes and any(entrant.state_bytes.values())
-    ]
-    yield Chart("state", "The state of one row", "tokens absorbed", "KiB", states, "xy")
+    yield Chart("length-memory", "Memory of a step", "tokens of one row", "MiB", series(_memory), "xy", note=note)
+    yield Chart("state", "The state of one row", "tokens absorbed", "KiB", series(_states), "xy")
+
+
+def _times(kind: str, entrant: EntrantRecord) -> Iterator[tuple[float, float, str]]:
+    if entrant.lengths:
+        for length, seconds in sorted(words.seconds_of(entrant, kind).items()):
+            yield length, 1000 * seconds, f"{length:,} tokens, {1000 * seconds:,.1f} ms"
+
+
+def _memory(entrant: EntrantRecord) -> Iterator[tuple[float, float, str]]:
+    for row in entrant.memory["lengths"] if entrant.memory else ():
+        if row["bytes"] > 0:
+            yield row["length"], row["bytes"] / 2**20, f"{row['length']:,} tokens, {size(row['bytes'])}"
+
+
+def _states(entrant: EntrantRecord) -> Iterator[tuple[float, float, str]]:
+    for length, count in sorted((int(length), count) for length, count in (entrant.state_bytes or {}).items()):
+        if count:
+            yield length, count / 1024, f"{length:,} tokens, {size(count)}"
 
 
 def _sweep(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
