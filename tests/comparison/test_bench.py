@@ -8,7 +8,7 @@ import torch
 
 import kinformer
 from kinformer.comparison import bench as benching
-from kinformer.comparison import floor, peers, works
+from kinformer.comparison import machine, peers, works
 from kinformer.comparison.machine import Floor, measure_floor
 from kinformer.comparison.timing import in_fresh_process, in_turns
 from kinformer.runtime.errors import KinformerError
@@ -61,8 +61,8 @@ def test_peers_pass_the_same_gate(cli, monkeypatch):
 
 
 def test_the_floor_is_measured(monkeypatch):
-    monkeypatch.setattr(floor, "SIZES", (128,))
-    monkeypatch.setattr(floor, "ROWS", 512)
+    monkeypatch.setattr(machine, "SIZES", (128,))
+    monkeypatch.setattr(machine, "ROWS", 512)
     found = measure_floor("cpu")
     assert found.flops > found.bandwidth > 0
     assert found.narrow_flops > 0
