@@ -36,6 +36,7 @@ RESULTS = Path(__file__).parent / "results"
 EXTRA = "'kinformer[peers]'"
 PEERS = {  # module: what pip is to install for it
     "fast_transformers": "--no-build-isolation pytorch-fast-transformers",  # built against the PyTorch that is there
+    "fla": "flash-linear-attention",
     "x_transformers": EXTRA,
     "transformers": EXTRA,
     "local_attention": EXTRA,

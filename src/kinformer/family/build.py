@@ -43,7 +43,7 @@ def configure(
     config = record.recipes[choose(recipe, record.recipes, f"recipe of {name}")](vocab_size)
     if vocab_size is not None and not hasattr(config.input, "vocab_size"):
         raise KinformerError(f"vocab_size is {vocab_size}, but {name} reads no ids; leave it out.")
-    return override(config, set or {}, kinds())
+    return override(config, set, kinds()) if set else config
 
 
 def build(name: str, recipe: str = "small", vocab_size: int | None = None, set: Mapping[str, Any] | None = None) -> Any:

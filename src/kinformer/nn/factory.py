@@ -85,8 +85,7 @@ def layer(
         config = _mixer_config(config)
     elif isinstance(config, MixerConfig | EncoderMixerConfig):
         raise KinformerError(f"block: {describe(config)} is a mixer without a layer around it; leave `block` out.")
-    config = _with_settings(config, settings)
-    config = override(config, set or {}, kinds())
+    config = _changed(config, _paths(config, settings) | dict(set or {}))
     with torch.device(device) if device is not None else torch.device(torch.get_default_device()):
         inner = config.build(dim)
     return wrap(inner if dtype is None else inner.to(dtype), dim)
@@ -180,8 +179,8 @@ def _layer_config(name: str | Config, recipe: str) -> Any:
         return name
     if not isinstance(name, str):
         raise KinformerError(f"name is of the type {type(name).__name__}; give the name of a member, or a config.")
-    table = kinds()
     if name not in FAMILY:
+        table = kinds()
         for slot in ("mixer", "encoder_mixer"):
             if name in table[slot]:
                 return table[slot][name]()  # type: ignore[call-arg]
@@ -195,16 +194,20 @@ def _mixer_config(config: Any) -> Any:
     return getattr(config, config.main_field) if hasattr(config, "main_field") else config
 
 
-def _with_settings(config: Any, settings: Mapping[str, Any]) -> Any:
-    """Return ``config`` with ``settings`` of its own fields or, in a layer, of its mixer's."""
-    inner, mixer = field_types(type(config)), _mixer_config(config)
+def _paths(config: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``settings`` by their paths in ``config``: its own fields or, in a layer, those of its mixer."""
+    outer, mixer = field_types(type(config)), _mixer_config(config)
     deeper = field_types(type(mixer)) if mixer is not config else {}
-    changes = {}
-    for name, value in settings.items():
-        if name not in inner and name not in deeper:
-            raise KinformerError(f"{name!r} is no setting of {describe(config)}; {nearest(name, [*inner, *deeper])}")
-        changes[name if name in inner else f"{config.main_field}.{name}"] = value
-    return override(config, changes, kinds())
+    for name in settings:
+        if name not in outer and name not in deeper:
+            raise KinformerError(f"{name!r} is no setting of {describe(config)}; {nearest(name, [*outer, *deeper])}")
+    return {name if name in outer else f"{config.main_field}.{name}": value for name, value in settings.items()}
+
+
+def _changed(config: Any, changes: Mapping[str, Any]) -> Any:
+    """Return ``config`` after ``changes``; the table of all kinds, which takes a while to import, only for names."""
+    plain = all(value is None or isinstance(value, bool | int | float | Config) for value in changes.values())
+    return override(config, changes, {} if plain else kinds())
 
 
 def _short(value: Any) -> str:
