@@ -104,6 +104,7 @@ def _record(member: Member, config: Any) -> str:
         ("Operations grow", COSTS[member.growth_of_cost]),
         ("State", GROWTHS[member.growth]),
         ("Task", f"[{task.title}](../tasks/{task.name}.md)"),
+        ("One layer", f'[`kinformer.layer("{member.name}", dim=512)`](../layer.md)'),
     ]
     return table(("", ""), [(f"**{name}**", value) for name, value in rows])
 

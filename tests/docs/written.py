@@ -7,7 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", DOCS / "install.md", DOCS / "tutorial.md", *sorted((DOCS / "howto").glob("*.md"))]
+PAGES = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in ("install", "tutorial", "layer"))]
+PAGES += sorted((DOCS / "howto").glob("*.md"))
 
 
 def python_of(page: Path) -> list[str]:
