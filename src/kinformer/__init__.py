@@ -7,6 +7,8 @@
     logits, state = model(tokens[:, -1:], state)             # continue with any chunk length
     run = kinformer.train("linear-transformer", data="stdlib", out="runs/linear", steps=500)
     kinformer.evaluate("runs/linear").figures                # {"bits_per_byte": ...}
+    kinformer.predict("runs/reviews", ["A fine film."])      # [{"text": ..., "classes": [...]}]
+    vectors = kinformer.embed("runs/linear", ["A text."])    # [texts, dim]
     model = kinformer.load("runs/linear")                    # a trained run's model, in eval mode
     new = kinformer.generate(model, prompt, max_new_tokens=100, temperature=0.8, seed=1)
     kinformer.estimate("gpt", length=1024, batch_size=8).train_bytes
@@ -61,6 +63,7 @@ __all__ = [
     "calibrate",
     "compare",
     "draw",
+    "embed",
     "estimate",
     "evaluate",
     "generate",
@@ -71,6 +74,7 @@ __all__ = [
     "load",
     "members",
     "open_run",
+    "predict",
     "show",
     "tasks",
     "train",
@@ -194,6 +198,48 @@ def evaluate(run: str | Path, **options: Any) -> Evaluation:
     from kinformer.runs.functions import evaluate
 
     return evaluate(run, options)
+
+
+@preserving
+def predict(run: str | Path, inputs: str | Path | Sequence[Any], **options: Any) -> list[dict[str, Any]]:
+    """Predict with a trained run: a dictionary for every item, in order, as ``kinformer predict --json`` prints them.
+
+        kinformer.predict("runs/reviews", ["A fine film."], top_k=2)
+        [{"text": "A fine film.", "classes": [{"class": "good", "probability": 0.98}, ...]}]
+
+    What an item is, and what is said of it, the run's task decides: ``classes`` of a text or an image, ``masks`` and
+    the ``filled`` text, the ``text`` of a sound file, the ``translation`` or ``answer`` of a text, the ``actions`` of
+    an episode.
+
+    run: the run's folder.
+    inputs: a list of texts (or of paths, where items are files); or the path of a file or folder, as for the command.
+    options: ``top_k`` (1), ``batch_size`` (32), ``max_items``, ``text_field``, ``label_field``, ``format``, ``set``,
+        ``device``, ``threads``, ``quiet`` (True; see ``runs.prediction_options.PredictOptions``), and the task's own:
+        ``mask``, ``beam``, ``prefixes``, ...
+
+    Errors: ``KinformerError`` for a task that predicts nothing, and for an item that cannot be read, with its place.
+    """
+    from kinformer.runs.functions import predict
+
+    return predict(run, inputs, options)
+
+
+@preserving
+def embed(run: str | Path, texts: str | Path | Sequence[str], **options: Any) -> np.ndarray:
+    """Vectors of texts, float32 [texts, dim]: the last hidden states of a trained run, one vector for each text.
+
+    run: the folder of a run whose model reads text, an encoder or a causal one.
+    texts: a list of them; or the path of a file or folder, as for the command.
+    options: ``pooling`` ("mean" over a text's tokens, "first" or "last"), ``batch_size`` (32), ``max_items``,
+        ``text_field``, ``format``, ``set``, ``device``, ``threads``, ``quiet`` (True);
+        see ``runs.prediction_options.EmbedOptions``.
+
+    Texts longer than the training length count by their beginning. Errors: ``KinformerError`` for a run that reads no
+    text, and for a text that is empty or not UTF-8.
+    """
+    from kinformer.runs.functions import embed
+
+    return embed(run, texts, options)
 
 
 @preserving

@@ -140,7 +140,7 @@ def files(folder: Path, **contents: str) -> str:
         ({"train__good__1": "a", "bad__1": "b"}, "", "holds classes beside the splits train"),
         ({"test__good__1": "a"}, "", "holds no train split"),
         ({"good__1": "a", "bad__1": "b"}, "", "too few examples"),
-        ({"a_csv": "x,y"}, "a.csv", "is no labelled data"),
+        ({"a_xml": "x,y"}, "a.xml", "is no labelled data"),
         ({"a_tsv": "good\tfine\nbad"}, "a.tsv", "line 2: has 1 columns"),
         ({"a_tsv": "good\tfine\nbad\t"}, "a.tsv", "line 2: its text is empty"),
         ({"a_tsv": "good\tfine\n\tpoor"}, "a.tsv", "line 2: its label is empty"),

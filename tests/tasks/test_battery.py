@@ -24,11 +24,17 @@ CASES = {
         "generate": {"prompt": "ab", "max_new_tokens": 2},
         "unread": dict.fromkeys(("hardest", "positions"), "is for several runs, with recl"),
     },
-    "recall": {"train": QUICK | {"pairs": "2", "symbols": 32}, "evaluate": {"rows": 8}, "generate": {"prompt": "1 2"}},
+    "recall": {
+        "train": QUICK | {"pairs": "2", "symbols": 32},
+        "evaluate": {"rows": 8},
+        "generate": {"prompt": "1 2"},
+        "predict": {"inputs": ["1 2 1", "3 4 5 6 3"]},
+    },
     "algorithm": {
         "train": QUICK | {"digits": "1-2"},
         "evaluate": {"problems": 4},
         "generate": {"prompt": "12="},
+        "predict": {"inputs": ["12=", "7="]},
     },
     "image": {
         "member": "image-transformer",
@@ -41,6 +47,7 @@ CASES = {
         "member": "decision",
         "train": {"data": "shortest-path", "length": 12, "trajectories": 8},
         "evaluate": {"episodes": 2, "cloning_steps": 2},
+        "predict": {"inputs": "shortest-path", "top_k": 2, "max_items": 3},
     },
     "control": {
         "member": "gtrxl",
@@ -48,9 +55,22 @@ CASES = {
         "evaluate": {"episodes": 2},
         "skip": {"rows": "the model that learns makes them"},
     },
-    "mlm": {"member": "bert", "train": QUICK, "evaluate": {"max_bytes": 100}},
-    "classify": {"member": "bert", "train": QUICK},
-    "listops": {"member": "bert", "train": QUICK | {"examples": 20, "example_tokens": "10-100"}},
+    "mlm": {
+        "member": "bert",
+        "train": QUICK,
+        "evaluate": {"max_bytes": 100},
+        "predict": {"inputs": ["se[MASK] sh[MASK]", "[MASK]", "by the [MASK]"], "top_k": 2},
+    },
+    "classify": {
+        "member": "bert",
+        "train": QUICK,
+        "predict": {"inputs": ["xxxxx", "y", "yy xx yy xx yy xx yy xx"], "top_k": 2},
+    },
+    "listops": {
+        "member": "bert",
+        "train": QUICK | {"examples": 20, "example_tokens": "10-100"},
+        "predict": {"inputs": ["[MAX 1 2 ]", "[MIN 3 [MAX 4 5 ] 6 7 ]"]},
+    },
     "speech": {
         "member": "speech-softmax",
         "train": QUICK | {"length": 64},
@@ -60,6 +80,7 @@ CASES = {
         "train": WHOLE,
         "evaluate": {"images": 8},
         "generate": {"image": "digits"},
+        "predict": {"inputs": "digits", "max_items": 5, "batch_size": 3},
         "unread": dict.fromkeys(
             ("distillation", "distillation_weight", "distillation_temperature"), "is for a run with a teacher"
         ),
@@ -74,6 +95,7 @@ CASES = {
         "train": QUICK | {"tokenizer": "bytes", "length": 32},
         "evaluate": {"first": 2},
         "generate": {"prompt": [b"two"]},
+        "predict": {"inputs": ["two", "", "nineteen hundred"]},
     },
 }
 
@@ -97,6 +119,7 @@ def test_a_task_passes(name, sources, tmp_path):
     case = dict(CASES[name])
     if name == "speech":
         case["generate"] = {"audio": str(call(tmp_path / "call.wav"))}
+        case["predict"] = {"inputs": [str(call(tmp_path / f"{number}.wav", number)) for number in range(2)]}
     if name in sources:
         case["train"] = case["train"] | {"data": str(sources[name])}
     report = verify_task(lambda: TASKS[name], **case)

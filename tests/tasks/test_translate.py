@@ -18,8 +18,9 @@ from kinformer.data.pairs import Pairs
 from kinformer.runs.generate import generate
 from kinformer.runs.options import GenerateOptions
 from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.shared.arriving import arriving
 from kinformer.tasks.translate.evaluate import scores
-from kinformer.tasks.translate.generate import batched, lines_of
+from kinformer.tasks.translate.generate import lines_of
 from kinformer.tasks.translate.rows import EncodedPairs, TranslationLoss
 
 TINY = {
@@ -110,14 +111,14 @@ def test_lines_that_are_there_are_taken_together():
     source, sink = os.pipe()
     os.write(sink, b"a\nb\nc\n")
     with os.fdopen(source, "rb") as file:
-        found = batched(lines_of(iter(file.readline, b"")), 2)
+        found = arriving(lines_of(iter(file.readline, b"")), 2)
         assert next(found) == [b"a", b"b"] and next(found) == [b"c"]
         os.write(sink, b"d")
         os.close(sink)
         time.sleep(0.02)
         assert list(found) == [[b"d"]]
     with pytest.raises(KinformerError, match="line 2 of the input is not UTF-8 .byte 0xff"):
-        list(batched(lines_of(io.BytesIO(b"a\n\xff\n")), 2))
+        list(arriving(lines_of(io.BytesIO(b"a\n\xff\n")), 2))
 
 
 def test_rows_have_their_ends_and_padding():

@@ -21,7 +21,7 @@ from kinformer.tasks.table import tasks
 O = TypeVar("O")
 
 FIRST = (
-    "member", "folder", "folders", "subject", "data", "split", "out", "prompt", "prompt_file",
+    "member", "folder", "folders", "inputs", "subject", "data", "split", "out", "prompt", "prompt_file",
     "max_new_tokens", "temperature", "minutes", "steps", "recipe", "set", "task", "length", "batch_size", "lr",
     "resume",
 )  # fmt: skip

@@ -57,6 +57,16 @@ COMMANDS = {
         "Continue a text with a trained run, token by token.",
         'kinformer generate runs/book --prompt "It was " --max-new-tokens 300',
     ),
+    "predict": Command(
+        "kinformer.cli.predict",
+        "Classes, filled masks, transcripts or translations of your items, by a trained run.",
+        "kinformer predict runs/reviews reviews.csv --out predictions.csv",
+    ),
+    "embed": Command(
+        "kinformer.cli.embed",
+        "Vectors of texts, by a trained run.",
+        "kinformer embed runs/book sentences.txt --out vectors.npz",
+    ),
     "calibrate": Command(
         "kinformer.cli.calibrate",
         "Find how early tokens may leave a run's layers at a bounded risk.",
@@ -99,7 +109,7 @@ COMMANDS = {
     ),
 }
 
-COMPUTING = ("train", "evaluate", "generate", "calibrate", "compare", "bench", "index")
+COMPUTING = ("train", "evaluate", "generate", "predict", "embed", "calibrate", "compare", "bench", "index")
 """Commands that run models for long."""
 
 
@@ -184,7 +194,7 @@ def _tasks_of_help(name: str, arguments: Sequence[str]) -> str:
     from kinformer.cli.parsing import tasks_meant
     from kinformer.tasks.table import ALL
 
-    subject = "DIR" if name in ("evaluate", "generate") else "MEMBER"
+    subject = "DIR" if name in ("evaluate", "generate", "predict") else "MEMBER"
     how = f"kinformer {name} {subject} --help" + ("" if subject == "DIR" else " or --task TASK --help")
     shown = "".join(f" are those of {task}" for task in tasks_meant(arguments)) or f": see {how}"
     return f"options of a task{shown}\ntasks: {', '.join(ALL)}\n"

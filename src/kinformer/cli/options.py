@@ -18,6 +18,7 @@ from kinformer.training.settings import Settings
 Member = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MEMBER")]
 RunFolder = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
 RunFolders = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+Inputs = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE|FOLDER|-")]
 Changes = Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH=VALUE")]
 Hidden = Annotated[Mapping[str, Any], tyro.conf.Suppress]
 
@@ -25,6 +26,7 @@ __all__ = [
     "Changes",
     "CommonOptions",
     "Hidden",
+    "Inputs",
     "Member",
     "Printing",
     "RunFolder",

@@ -1,18 +1,19 @@
-"""Labelled text of the user's: a folder per class, a table (TSV) or a file of JSON lines.
+"""Labelled text of the user's: a folder per class, a table (TSV or CSV) or a file of JSON lines.
 
     reviews/good/1.txt          reviews.tsv:  good<TAB>A fine film.         reviews.jsonl:  {"text": ..., "label": ...}
     reviews/bad/2.txt                         bad<TAB>Never again.
 
-A table's columns are label and text, unless its first line names them (one is ``label``, the other ``text`` or
-``sentence``). ``train``, ``validation`` and ``test`` may come separately, as folders of folders or as files of a folder
-(``train.tsv``). What is missing of them is held out of the rest, 5 % each, by a hash of the text.
+A table's columns are label and text, unless its first line names them: ``label``, and ``text`` or ``sentence``, or what
+``text_field`` and ``label_field`` say, beside any others (see ``data.tables``). ``train``, ``validation`` and ``test``
+may come separately, as folders of folders or as files of a folder (``train.tsv``). What is missing of them is held out
+of the rest, 5 % each, by a hash of the text.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -21,26 +22,33 @@ import numpy as np
 from kinformer.data.corpus import default_cache, fingerprint_of
 from kinformer.data.examples import Labelled, Written, keep
 from kinformer.data.files import SourceFile, folder_files, reading, single_file
+from kinformer.data.tables import Columns, TableFormat, read_table
 from kinformer.data.texts import Example, Texts
 from kinformer.data.tokenizer import ByteTokenizer, Tokenizer
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.parsing import parse_json_line
 
 HELD_OUT = 0.05
 _NAMES = {"train": "train", "validation": "validation", "valid": "validation", "dev": "validation", "test": "test"}
-_TABLES = (".tsv", ".jsonl")
-_TEXT_COLUMNS = ("text", "sentence")
+_TABLES: dict[str, TableFormat] = {".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl"}
 BySplit = dict[str, Texts]
 
 
 def open_labelled(
-    spec: str, *, cache: Path | None = None, tokenizer: Tokenizer | None = None, holdout: float | None = None
+    spec: str,
+    *,
+    cache: Path | None = None,
+    tokenizer: Tokenizer | None = None,
+    holdout: float | None = None,
+    text_field: str | None = None,
+    label_field: str | None = None,
 ) -> Labelled:
     """Return the labelled data at the path ``spec``, as ids of ``tokenizer`` (bytes if None).
 
-    ``holdout=0.1`` holds out a tenth instead of a twentieth twice; it is then validation and test at once. ``cache`` is
-    the folder for the ids, written once; ``~/.cache/kinformer`` if not given. Raises :class:`KinformerError` for a path
-    that is missing or holds no labelled examples.
+    ``text_field`` and ``label_field`` name the columns of tables, or the fields of JSON lines, where these have other
+    names than the usual ones. ``holdout=0.1`` holds out a tenth instead of a twentieth twice; it is then validation
+    and test at once. ``cache`` is the folder for the ids, written once; ``~/.cache/kinformer`` if not given.
+
+    Raises :class:`KinformerError` for a path that is missing or holds no labelled examples.
     """
     if holdout is not None and not 0 < holdout < 1:
         raise KinformerError(f"holdout is {holdout} but must lie between 0 and 1; 0.1 holds out a tenth.")
@@ -48,15 +56,19 @@ def open_labelled(
     with reading(spec):
         exists = path.exists()
     if not exists:
-        raise KinformerError(f"{spec} does not exist; give a folder with a folder per class, or a .tsv or .jsonl file.")
+        raise KinformerError(
+            f"{spec} does not exist; give a folder with a folder per class, or a .tsv, .csv or .jsonl file."
+        )
     tokenizer = tokenizer or ByteTokenizer()
     files = folder_files(path) if path.is_dir() else [single_file(path)]
     fingerprint = fingerprint_of(files)
+    columns = Columns(text_field, label_field, labelled=True)
+    named = "" if columns == Columns(labelled=True) else f"{text_field}\0{label_field}"
     key = sha256(
-        f"{path.suffix}{fingerprint}{tokenizer.fingerprint}{holdout}".encode("utf-8", "surrogateescape")
+        f"{path.suffix}{fingerprint}{tokenizer.fingerprint}{holdout}{named}".encode("utf-8", "surrogateescape")
     ).hexdigest()[:32]
     folder = (cache or default_cache()) / "labelled" / key
-    classes, splits = keep(folder, lambda: _encoded(_split_examples(path, files, holdout), tokenizer, spec))
+    classes, splits = keep(folder, lambda: _encoded(_split_examples(path, files, holdout, columns), tokenizer, spec))
     version = fingerprint.split(":")[1][:12]
     return Labelled(path.resolve().name, version, fingerprint, classes, tokenizer.vocab_size, splits)
 
@@ -86,12 +98,12 @@ def _ordered(labels: set[str]) -> list[str]:
     return sorted(labels, key=int if all(label.isdecimal() for label in labels) else str)
 
 
-def _split_examples(path: Path, files: Sequence[SourceFile], holdout: float | None) -> BySplit:
+def _split_examples(path: Path, files: Sequence[SourceFile], holdout: float | None, columns: Columns) -> BySplit:
     """Return the examples of each split."""
     names: dict[str, int] = {}
     if not path.is_dir():
         texts = Texts(names)
-        texts.extend(_table(path))
+        texts.extend(_table(path, columns))
         return _held_out({"train": texts}, holdout, str(path))
     by_split: BySplit = defaultdict(lambda: Texts(names))
     for file in files:
@@ -100,7 +112,7 @@ def _split_examples(path: Path, files: Sequence[SourceFile], holdout: float | No
         if rest and first in _NAMES:
             by_split[_NAMES[first]].extend([_file(file, rest, path)])
         elif not rest and stem in _NAMES and suffix in _TABLES:
-            by_split[_NAMES[stem]].extend(_table(Path(file.path)))
+            by_split[_NAMES[stem]].extend(_table(Path(file.path), columns))
         else:
             by_split[""].extend([_file(file, file.name, path)])
     if "" in by_split and len(by_split) > 1:
@@ -118,7 +130,7 @@ def _file(file: SourceFile, name: str, path: Path) -> Example:
     label, _, rest = name.partition("/")
     if not rest:
         raise KinformerError(
-            f"{file.path}: stands in no class's folder; give a folder with a folder per class, a .tsv or a .jsonl."
+            f"{file.path}: stands in no class's folder; give a folder with a folder per class, a .tsv, .csv or .jsonl."
         )
     with reading(file.path):
         return Example(Path(file.path).read_bytes(), label)
@@ -141,57 +153,12 @@ def _held_out(parts: BySplit, holdout: float | None, place: str) -> BySplit:
     return {"train": parts["train"].taken(train), "validation": held_out["validation"], "test": held_out["test"]}
 
 
-def _table(path: Path) -> Iterator[Example]:
+def _table(path: Path, columns: Columns) -> Iterator[Example]:
     if path.suffix not in _TABLES:
-        raise KinformerError(f"{path}: is no labelled data; give a folder with a folder per class, a .tsv or a .jsonl.")
-    return _rows(path, _lines(path)) if path.suffix == ".tsv" else _objects(path, _lines(path))
-
-
-def _lines(path: Path) -> Iterator[bytes]:
+        raise KinformerError(
+            f"{path}: is no labelled data; give a folder with a folder per class, a .tsv, a .csv or a .jsonl."
+        )
     with reading(path), path.open("rb") as file:
-        for line in file:
-            yield from line.splitlines()  # beside the end of a line, "\r" alone is one
-
-
-def _rows(path: Path, lines: Iterable[bytes]) -> Iterator[Example]:
-    label, text = 0, 1
-    for number, line in enumerate(lines, start=1):
-        cells = line.split(b"\t")
-        if len(cells) != 2:
-            raise KinformerError(
-                f"{path}, line {number}: has {len(cells)} columns where 2 are expected, a label and a text; mend it."
-            )
-        if number == 1 and (named := _columns(cells)) is not None:
-            label, text = named
-            continue
-        yield _example(path, number, cells[text], cells[label].decode("utf-8", "backslashreplace"))
-
-
-def _columns(cells: Sequence[bytes]) -> tuple[int, int] | None:
-    """Return where label and text stand, if these are the names of columns."""
-    names = [cell.strip().lower().decode("utf-8", "replace") for cell in cells]
-    texts = [index for index, name in enumerate(names) if name in _TEXT_COLUMNS]
-    return (names.index("label"), texts[0]) if "label" in names and texts else None
-
-
-def _objects(path: Path, lines: Iterable[bytes]) -> Iterator[Example]:
-    for number, line in enumerate(lines, start=1):
-        row = parse_json_line(path, number, line, "write one object per line")
-        text = _field(row, _TEXT_COLUMNS)
-        label = _field(row, ("label",))
-        if not isinstance(text, str) or not isinstance(label, str | int):
-            raise KinformerError(
-                f'{path}, line {number}: lacks text or label; write {{"text": "...", "label": "..."}}.'
-            )
-        yield _example(path, number, text.encode(), str(label))
-
-
-def _field(row: object, names: Sequence[str]) -> object:
-    return next((row[name] for name in names if name in row), None) if isinstance(row, Mapping) else None
-
-
-def _example(path: Path, number: int, text: bytes, label: str) -> Example:
-    if not text or not label:
-        missing = "text" if label else "label"
-        raise KinformerError(f"{path}, line {number}: its {missing} is empty; complete or remove the line.")
-    return Example(text, label)
+        for row in read_table(file, str(path), _TABLES[path.suffix], columns):
+            assert row.label is not None
+            yield Example(row.text, row.label)

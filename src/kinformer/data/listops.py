@@ -164,3 +164,19 @@ def _write(levels: list[Level], sizes: list[np.ndarray], selected: np.ndarray) -
 def spell(tree: np.ndarray) -> str:
     """Return a tree's ids as text."""
     return " ".join(SYMBOLS[symbol] for symbol in tree)
+
+
+def read(text: str, place: str) -> np.ndarray:
+    """Return the ids of a tree that is written as :func:`spell` writes it, uint8 [tokens].
+
+    Errors: ``KinformerError`` that names the ``place`` for an empty text and what is no symbol.
+    """
+    words = text.split()
+    if not words:
+        raise KinformerError(f"{place}: is empty; write a tree, as in [MAX 4 3 [MIN 2 3 ] 1 ].")
+    for word in words:
+        if word not in SYMBOLS:
+            raise KinformerError(
+                f"{place}: {word!r} is no symbol of ListOps, which are {' '.join(SYMBOLS)}, with spaces between."
+            )
+    return np.array([SYMBOLS.index(word) for word in words], np.uint8)

@@ -9,7 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import numpy as np
+
 from kinformer.runs.options import EvaluateOptions, TrainOptions
+from kinformer.runs.prediction_options import EmbedOptions, PredictOptions
 from kinformer.runs.run import Run, open_run
 from kinformer.runs.stores import STORES
 from kinformer.runtime.errors import KinformerError, nearest
@@ -42,6 +45,22 @@ def evaluate(run: str | Path, options: Mapping[str, Any]) -> Evaluation:
     named = {name: value for name, value in options.items() if name != "quiet"}
     wanted = request(EvaluateOptions, named, "evaluate", "EvaluationOptions")
     return evaluate([run], wanted, bool(options.get("quiet"))).evaluations[0]
+
+
+def predict(run: str | Path, inputs: Any, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """See :func:`kinformer.predict`."""
+    from kinformer.runs.predict import predictions
+
+    wanted = request(PredictOptions, {"quiet": True, **options}, "predict", "PredictionOptions")
+    return [dict(predicted.row) for predicted in predictions(run, inputs, wanted)]
+
+
+def embed(run: str | Path, texts: Any, options: Mapping[str, Any]) -> np.ndarray:
+    """See :func:`kinformer.embed`."""
+    from kinformer.runs.embed import embeddings
+
+    wanted = request(EmbedOptions, {"quiet": True, **options}, "embed")
+    return np.stack([vector for _, vector in embeddings(run, texts, wanted)])
 
 
 def load(run: str | Path, changes: Mapping[str, Any] | None = None) -> Any:

@@ -62,6 +62,23 @@ class EvaluationNeeds:
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What predicting takes: the general options that it ``reads``, of those in ``PREDICTING``.
+
+    The others are refused. ``refusal`` says of a task that predicts nothing why, as a whole clause; None where it does.
+    """
+
+    reads: tuple[str, ...] = ()
+    refusal: str | None = None
+
+
+PREDICTING = ("top_k", "text_field", "label_field", "format", "batch_size")
+"""The general options of predicting that say how items are read and what is said of each."""
+OF_TEXTS = ("text_field", "label_field", "format", "batch_size")
+"""Those that a task reads whose items are texts."""
+
+
 DRAWING = ("max_new_tokens", "temperature", "top_k", "top_p", "stop", "samples", "chunk")
 """The general options of generating that say what is drawn, and how."""
 

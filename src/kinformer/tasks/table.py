@@ -46,8 +46,8 @@ PAGES = (
 )
 TASKS: dict[str, Task] = {page.TASK.name: page.TASK for page in PAGES}
 
-OptionKind = Literal["Options", "EvaluationOptions", "GenerationOptions"]
-"""Which of a task's own options: for training, measuring or generating."""
+OptionKind = Literal["Options", "EvaluationOptions", "GenerationOptions", "PredictionOptions"]
+"""Which of a task's own options: for training, measuring, generating or predicting."""
 
 ALL = plugins.Registry.of_records(Task, TASKS, plugins.TASKS)
 """Kinformer's own tasks, and those of other packages, which are imported when they are looked up."""
@@ -140,6 +140,13 @@ def generation_options(task_: Task, values: Mapping[str, Any], folder: str) -> A
     """The task's own options of generating from those that were given by name; one of another task is refused."""
     return _options_of(
         task_, "GenerationOptions", values, lambda owner: f"models of the {owner.title}, not for {folder}"
+    )
+
+
+def prediction_options(task_: Task, values: Mapping[str, Any], folder: str) -> Any:
+    """The task's own options of predicting from those that were given by name; one of another task is refused."""
+    return _options_of(
+        task_, "PredictionOptions", values, lambda owner: f"models of the {owner.title}, not for {folder}"
     )
 
 

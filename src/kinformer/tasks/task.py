@@ -6,13 +6,14 @@ importing PyTorch; what computes is imported by the methods.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import Evaluation, EvaluationReport, EvaluationSettings
-from kinformer.tasks.record import DataNeeds, EvaluationNeeds, Generation, Models
+from kinformer.tasks.predictions import Predicted, PredictionSettings
+from kinformer.tasks.record import DataNeeds, EvaluationNeeds, Generation, Models, Prediction
 from kinformer.tasks.runs import LoadedRun, TrainedRun
 from kinformer.training.metric import Metric
 
@@ -76,13 +77,13 @@ Load = Callable[[TrainedRun], LoadedRun]
 class Task:
     """A task's record.
 
-    ``name`` is that of ``--task``; ``title`` and ``description`` are for people. ``models``, ``data``,
-    ``evaluation`` and ``generation`` say which models it takes, which data it needs, which options evaluating reads,
-    and what generating takes (see ``tasks.record``). ``objectives`` are what can be minimised for it, by name, the
+    ``name`` is that of ``--task``; ``title`` and ``description`` are for people. ``models``, ``data``, ``evaluation``
+    and ``generation`` say which models it takes, which data it needs, which options evaluating reads, and what
+    generating and predicting take (see ``tasks.record``). ``objectives`` are what can be minimised for it, by name, the
     usual one first, each made for a model. ``metrics`` are what it is evaluated by; the first decides which weights are
-    the best. ``settings`` are those of training that
-    differ from the general defaults. ``Options``, ``EvaluationOptions`` and ``GenerationOptions`` are dataclasses of
-    options that only this task has.
+    the best. ``settings`` are those of training that differ from the general defaults. ``Options``,
+    ``EvaluationOptions``, ``GenerationOptions`` and ``PredictionOptions`` are dataclasses of options that only this
+    task has.
     """
 
     name: ClassVar[str]
@@ -92,12 +93,14 @@ class Task:
     data: ClassVar[DataNeeds] = DataNeeds()
     evaluation: ClassVar[EvaluationNeeds] = EvaluationNeeds()
     generation: ClassVar[Generation] = Generation(refusal="the task generates nothing; give a run of another task.")
+    prediction: ClassVar[Prediction] = Prediction(refusal="the task predicts nothing; give a run of another task.")
     objectives: ClassVar[Mapping[str, Callable[[Any], Any]]]
     metrics: ClassVar[tuple[Metric, ...]]
     settings: ClassVar[Mapping[str, Any]] = {}
     Options: ClassVar[type] = NoOptions
     EvaluationOptions: ClassVar[type] = NoOptions
     GenerationOptions: ClassVar[type] = NoOptions
+    PredictionOptions: ClassVar[type] = NoOptions
 
     @property
     def figures(self) -> tuple[Metric, ...]:
@@ -196,4 +199,11 @@ class Task:
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
         """What generating means, after :meth:`check_generation`."""
+        raise NotImplementedError
+
+    def predict(
+        self, subject: LoadedRun, source: Any, settings: PredictionSettings, task_options: Any
+    ) -> Iterator[Predicted]:
+        """The predictions of the items of ``source`` (a path, "-", or a list of items), in their order and one by one;
+        the task has a ``prediction`` without a refusal."""
         raise NotImplementedError

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kinformer.tasks.task import Task, TrainingPlan
     from kinformer.training.data_module import DataModule
 
-KINDS = ("Options", "EvaluationOptions", "GenerationOptions")
+KINDS = ("Options", "EvaluationOptions", "GenerationOptions", "PredictionOptions")
 GENERAL = ("training", "evaluation")
 """General options that tasks read themselves, the settings of training only in part: see :attr:`OF_ROWS`."""
 OF_ROWS = ("length", "validation_tokens")
@@ -44,18 +44,18 @@ _COPIES = ("dataclasses", "kinformer.runtime.fields")
 class TaskSubject:
     """A task and the options of its tiny runs.
 
-    ``changes`` are those of the recipe, ``train`` options of ``kinformer.train`` beside those of :data:`TINY` (None
-    leaves one of these out), ``evaluate`` those of ``kinformer.evaluate``, ``generate`` those of
-    ``runs.options.GenerateOptions`` with ``prompt``; the task's own options stand among them. ``unread`` are options
-    that these do not reach, with the reasons. ``read`` notes which were, by kind. :meth:`open` it first.
-    """
+    ``train`` are options of ``kinformer.train`` beside those of :data:`TINY` (None leaves one of these out),
+    ``evaluate`` those of ``kinformer.evaluate``, ``generate`` those of ``runs.options.GenerateOptions`` with
+    ``prompt``, ``predict`` those of ``kinformer.predict`` with ``inputs``; the task's own options stand among them.
+    ``unread`` are options that these do not reach, with the reasons. ``read`` notes which were, by kind. :meth:`open`
+    it first."""
 
     make: Callable[[], Task]
     member: str
-    changes: Mapping[str, Any] = field(default_factory=dict)
     train: Mapping[str, Any] = field(default_factory=dict)
     evaluate: Mapping[str, Any] = field(default_factory=dict)
     generate: Mapping[str, Any] = field(default_factory=dict)
+    predict: Mapping[str, Any] = field(default_factory=dict)
     unread: Mapping[str, str] = field(default_factory=dict)
     read: dict[str, set[str]] = field(default_factory=lambda: {kind: set() for kind in (*KINDS, *GENERAL)})
 
@@ -104,7 +104,7 @@ class TaskSubject:
 
         options = {name: value for name, value in {**TINY, **self.train}.items() if value is not None}
         out = self.folder / "run"
-        return kinformer.train(self.member, out=out, task=self.task.name, set=self.changes, quiet=True, **options)
+        return kinformer.train(self.member, out=out, task=self.task.name, quiet=True, **options)
 
     def resumed(self) -> Run:
         """Return the same run, set back to its last checkpoint but one and trained to its end again."""
@@ -142,6 +142,13 @@ class TaskSubject:
         of_task = {name: left.pop(name) for name in list(left) if name not in general}
         options = GenerateOptions(device="cpu", seed=0, quiet=True, task_options=of_task, **left)
         return generate(self.run.folder, prompt, options, write=None)
+
+    def predicted(self, **changes: Any) -> list[dict[str, Any]]:
+        """Return the predictions of the run for the inputs, with ``changes`` of the options."""
+        import kinformer
+
+        left = dict(self.predict)
+        return kinformer.predict(self.run.folder, left.pop("inputs"), device="cpu", **left | changes)
 
 
 def _watched(options: type, read: set[str]) -> type:

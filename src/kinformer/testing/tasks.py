@@ -110,12 +110,31 @@ def generate(subject: TaskSubject) -> None:
         require(subject.generated is not None, "nothing was generated")
 
 
+def predict(subject: TaskSubject) -> None:
+    """Check that the task predicts, or says why not; that each item has one row of plain values; and that predictions
+    are the same for many items at once, one at a time, and the first few."""
+    if subject.task.prediction.refusal is not None:
+        return
+    rows = subject.predicted()
+    require(bool(rows), "nothing was predicted")
+    require(json.loads(json.dumps(rows)) == rows, "a prediction is no plain data")
+    first = subject.predicted(max_items=1)
+    require(len(first) == 1, f"max_items 1 gives {len(first)} predictions")
+    _alike("the first item alone", first[0], rows[0])
+    if "batch_size" in subject.task.prediction.reads:
+        alone = subject.predicted(batch_size=1)
+        require(len(alone) == len(rows), f"one at a time gives {len(alone)} predictions, all at once {len(rows)}")
+        for number, (one, many) in enumerate(zip(alone, rows, strict=True)):
+            _alike(f"item {number}, one at a time", one, many)
+
+
 def options(subject: TaskSubject) -> None:
-    """Check that training, evaluation and generation read every option that the task declares, and every general one
-    that it does not refuse."""
+    """Check that training, evaluation, generation and prediction read every option that the task declares, and every
+    general one that it does not refuse."""
     _ = subject.run, subject.rows(), subject.evaluation
     generate(subject)
-    task, kinds = subject.task, KINDS if _generates(subject) else KINDS[:2]
+    predict(subject)
+    task, kinds = subject.task, [kind for kind in KINDS if kind != "GenerationOptions" or _generates(subject)]
     names = {kind: {field.name for field in fields(getattr(task, kind))} for kind in kinds}
     of_data = set() if type(task).length is Task.length else {"length"}
     names["training"] = set(OF_ROWS) - of_data - task.data.refused.keys()
@@ -134,6 +153,18 @@ def _generates(subject: TaskSubject) -> bool:
     except KinformerError:
         return False
     return True
+
+
+def _alike(place: str, got: Any, want: Any) -> None:
+    """Check that two values are equal, numbers but for rounding."""
+    if isinstance(want, float):
+        require(math.isclose(got, want, rel_tol=1e-3, abs_tol=1e-5), f"{place}: {got} is predicted, not {want}")
+    elif isinstance(want, dict | list):
+        pairs = zip(got, want, strict=True) if isinstance(want, list) else ((got[name], want[name]) for name in want)
+        for pair in pairs:
+            _alike(place, *pair)
+    else:
+        require(got == want, f"{place}: {got!r} is predicted, not {want!r}")
 
 
 def _same(place: str, got: Any, want: Any) -> None:

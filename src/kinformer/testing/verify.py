@@ -105,7 +105,8 @@ TASK_CHECKS: dict[str, Check] = _table(
     Check("resume", tasks.resume, needs=("rows",)),
     Check("evaluate", tasks.evaluate, needs=("train",)),
     Check("generate", tasks.generate, needs=("train",)),
-    Check("options", tasks.options, needs=("evaluate", "generate")),
+    Check("predict", tasks.predict, needs=("train",)),
+    Check("options", tasks.options, needs=("evaluate", "generate", "predict")),
 )
 """The checks of a task; each takes an open :class:`TaskSubject`."""
 
@@ -211,24 +212,25 @@ def verify_task(
     make: Callable[[], Task],
     *,
     member: str = "gpt",
-    set: Mapping[str, Any] | None = None,
     train: Mapping[str, Any] | None = None,
     evaluate: Mapping[str, Any] | None = None,
     generate: Mapping[str, Any] | None = None,
+    predict: Mapping[str, Any] | None = None,
     unread: Mapping[str, str] | None = None,
     skip: Mapping[str, str] | None = None,
 ) -> Report:
     """Hold the task that ``make()`` returns against what the trainer and the command line rely on, by tiny runs.
 
-    ``member`` is trained, with the overrides ``set`` of its recipe tiny. ``train``, ``evaluate`` and ``generate`` are
-    options by name, the task's own among them: those of ``kinformer.train`` (``{"data": ..., "length": 8}``; None
-    leaves out a default of the battery, such as the length), of ``kinformer.evaluate``, and of ``kinformer generate``
-    with ``prompt``. ``unread`` maps an option that these runs do not look at to the reason, such as "is for several
-    runs". ``skip`` maps the name of a check to the reason why the task lacks that property.
+    The recipe tiny of ``member`` is trained. ``train``, ``evaluate``, ``generate`` and ``predict`` are options by name,
+    the task's own among them: those of ``kinformer.train`` (``{"data": ..., "set": ...}``; None leaves out a default of
+    the battery, such as the length), of ``kinformer.evaluate``, of ``kinformer generate`` with ``prompt``, and of
+    ``kinformer.predict`` with ``inputs``, a list of unlike items or a path. ``unread`` maps an option that these runs
+    do not look at to the reason, such as "is for several runs". ``skip`` maps the name of a check to the reason why the
+    task lacks that property.
 
     Returns the report, or raises the :class:`ContractError` of the first failed check; see :func:`verify_mixer`.
     """
-    subject = TaskSubject(make, member, set or {}, train or {}, evaluate or {}, generate or {}, unread or {})
+    subject = TaskSubject(make, member, train or {}, evaluate or {}, generate or {}, predict or {}, unread or {})
     with subject.open():
         return _verdict(examine(TASK_CHECKS, subject, skip))
 

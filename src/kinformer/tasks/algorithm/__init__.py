@@ -3,14 +3,15 @@ too."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import KinformerError, require
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.record import DataNeeds, EvaluationNeeds, Generation, Models
+from kinformer.tasks.predictions import Predicted, PredictionSettings
+from kinformer.tasks.record import DataNeeds, EvaluationNeeds, Generation, Models, Prediction
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.options import whole_numbers
 from kinformer.tasks.task import Source, Task, TrainingPlan
@@ -100,6 +101,7 @@ class Algorithm(Task):
         )
     )
     generation = Generation(reads=(), unread="a problem has one answer, the most probable")
+    prediction = Prediction(reads=("text_field", "label_field", "format"))
     metrics = (ACCURACY, SEQUENCE_ACCURACY, BITS_PER_LABEL)
     objectives = {"answers": _answers}
     Options = AlgorithmOptions
@@ -141,6 +143,22 @@ class Algorithm(Task):
         from kinformer.tasks.algorithm.evaluate import answer
 
         return answer(subject, prompt, options, write)
+
+    def predict(
+        self, subject: LoadedRun, source: Any, settings: PredictionSettings, task_options: Any
+    ) -> Iterator[Predicted]:
+        from types import SimpleNamespace
+
+        from kinformer.tasks.algorithm.evaluate import answer, problem_in
+        from kinformer.tasks.shared.answering import answers_to
+
+        options = SimpleNamespace(seed=0)
+        return answers_to(
+            source,
+            settings,
+            problem_in,
+            lambda text: answer(subject, text, options, None).samples[0].text,
+        )
 
 
 TASK = Algorithm()

@@ -141,11 +141,7 @@ def _measured(
 
 def answer(subject: LoadedRun, prompt: str | bytes, options: Any, write: Callable[[str], None] | None) -> Generated:
     """The answer to the problem ``prompt``, such as 407=, token by token, each the most probable, to the end."""
-    text = (prompt.decode("utf-8", "replace") if isinstance(prompt, bytes) else prompt).strip()
-    if not text or text[-1] != "=" or not set(text) <= set(SYMBOLS):
-        raise KinformerError(
-            f"the prompt {text!r} is no problem: it must hold digits, + and at last =, as in 407= or 407+950=."
-        )
+    text = problem_in(prompt)
     begun, most = time.perf_counter(), subject.model.max_length
     new: list[int] = []
     with torch.inference_mode():
@@ -168,3 +164,13 @@ def answer(subject: LoadedRun, prompt: str | bytes, options: Any, write: Callabl
         new_tokens=len(new),
         seconds=time.perf_counter() - begun,
     )
+
+
+def problem_in(prompt: str | bytes) -> str:
+    """The problem that a prompt holds. Errors: ``KinformerError`` where it is none."""
+    text = (prompt.decode("utf-8", "replace") if isinstance(prompt, bytes) else prompt).strip()
+    if not text or text[-1] != "=" or not set(text) <= set(SYMBOLS):
+        raise KinformerError(
+            f"the prompt {text!r} is no problem: it must hold digits, + and at last =, as in 407= or 407+950=."
+        )
+    return text

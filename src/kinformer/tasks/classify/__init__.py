@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from kinformer.core.model import WholeModel
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.record import NOTHING_DRAWN, DataNeeds, EvaluationNeeds, Generation, Models
+from kinformer.tasks.predictions import Predicted, PredictionSettings
+from kinformer.tasks.record import NOTHING_DRAWN, OF_TEXTS, DataNeeds, EvaluationNeeds, Generation, Models, Prediction
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.task import READS_WHOLE_TEXTS, SPECIAL_TOKENS, Source, Task, TrainingPlan
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from kinformer.data import Labelled
+    from kinformer.data.items import TextItem
     from kinformer.training.data_module import DataModule
 
 HEAD, FEWEST = "classification", 2
@@ -47,6 +50,7 @@ class Classify(Task):
         refused={"max_bytes": "is for text, not for examples; leave it out.", "seed": NOTHING_DRAWN}
     )
     generation = Generation(refusal=READS_WHOLE_TEXTS)
+    prediction = Prediction(reads=("top_k", *OF_TEXTS))
     metrics = (ACCURACY, BITS_PER_LABEL)
     objectives = {"classification": _classification}
     special_apart = False
@@ -92,6 +96,26 @@ class Classify(Task):
         from kinformer.tasks.shared.text import spec_of
 
         return spec_of(subject.run, data)
+
+    def predict(
+        self, subject: LoadedRun, source: Any, settings: PredictionSettings, task_options: Any
+    ) -> Iterator[Predicted]:
+        from kinformer.tasks.classify.predict import predict
+
+        return predict(subject, source, settings, self.encoder(subject))
+
+    def encoder(self, subject: LoadedRun) -> Callable[[TextItem], Any]:
+        """What makes ids of a text, and raises where it is none for the task."""
+        from kinformer.data.items import refuse_empty
+
+        tokenizer = subject.run.tokenizer
+        assert tokenizer is not None
+
+        def encode(item: TextItem) -> Any:
+            refuse_empty(item)
+            return tokenizer.encode(item.text)
+
+        return encode
 
 
 TASK = Classify()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kinformer.control.online.options import ControlEvaluationOptions, ControlGenerationOptions, ControlOptions
 from kinformer.core.model import CausalModel
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.record import DataNeeds, EvaluationNeeds, Generation, Models
+from kinformer.tasks.record import DataNeeds, EvaluationNeeds, Generation, Models, Prediction
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.task import Source, Task, TrainingPlan
 from kinformer.training.metric import RETURN
@@ -63,6 +63,7 @@ class Control(Task):
     generation = Generation(
         prompt=None, reads=(), unread="one episode is played, and `action_temperature` says how actions are drawn"
     )
+    prediction = Prediction(refusal="it acts in an environment; use kinformer generate or kinformer evaluate.")
     metrics = (RETURN,)
     objectives = {"policy": _policy}
     Options = ControlOptions

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core.model import WholeModel
 from kinformer.tasks.dino.options import DinoEvaluationOptions, DinoOptions
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.record import DataNeeds, Generation, Models
+from kinformer.tasks.record import DataNeeds, Generation, Models, Prediction
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.task import Source, Task, TrainingPlan
 from kinformer.tasks.vision import INPUTS, OF_IMAGES
@@ -50,6 +50,7 @@ class Dino(Task):
     )
     evaluation = OF_IMAGES
     generation = Generation(refusal="it tells no classes yet; train it on for the task vision, with `init`.")
+    prediction = Prediction(refusal="it tells no classes yet; train it on for the task vision, with `init`.")
     metrics = (ACCURACY,)
     objectives = {"self-distillation": _objective}
     Options = DinoOptions

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import KinformerError, require
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.record import NOTHING_DRAWN, DataNeeds, EvaluationNeeds, Generation, Models
+from kinformer.tasks.record import NOTHING_DRAWN, DataNeeds, EvaluationNeeds, Generation, Models, Prediction
 from kinformer.tasks.runs import LoadedRun, TrainedRun
 from kinformer.tasks.task import Source, Task, TrainingPlan
 from kinformer.training.metric import BITS_PER_DIM
@@ -103,6 +103,7 @@ class Image(Task):
         reads=("temperature", "top_k", "top_p", "samples", "chunk"),
         unread="an image has a size, and ends with its last pixel",
     )
+    prediction = Prediction(refusal="it draws images; use kinformer generate.")
     metrics = (BITS_PER_DIM,)
     objectives = {"pixels": _pixels}
     Options = ImageOptions

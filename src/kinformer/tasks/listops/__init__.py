@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.classify import Classify
@@ -12,9 +12,11 @@ from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.task import Source
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from kinformer.data import Labelled
+    from kinformer.data.items import TextItem
 
 NAME = "listops"
 
@@ -71,6 +73,11 @@ class ListOps(Classify):
 
     def spec_to_measure(self, subject: LoadedRun, data: str | None) -> str:
         return NAME
+
+    def encoder(self, subject: LoadedRun) -> Callable[[TextItem], Any]:
+        from kinformer.data.listops import read
+
+        return lambda item: read(item.text, item.place)
 
 
 TASK = ListOps()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from kinformer.core.model import WholeModel
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.record import DataNeeds, Generation, Models
+from kinformer.tasks.predictions import Predicted, PredictionSettings
+from kinformer.tasks.record import OF_TEXTS, DataNeeds, Generation, Models, Prediction
 from kinformer.tasks.runs import LoadedRun
-from kinformer.tasks.shared.options import MlmOptions
+from kinformer.tasks.shared.options import MaskPredictionOptions, MlmOptions
 from kinformer.tasks.task import READS_WHOLE_TEXTS, SPECIAL_TOKENS, Source, Task, TrainingPlan
 from kinformer.training.metric import ACCURACY, bits_per_masked
 
@@ -47,9 +49,11 @@ class MaskedLanguageModelling(Task):
     models = Models(protocols=(WholeModel,), inputs=("tokens",))
     data = DataNeeds(default="stdlib", tokenized=True, running_text=True)
     generation = Generation(refusal=READS_WHOLE_TEXTS)
+    prediction = Prediction(reads=("top_k", *OF_TEXTS))
     metrics = (bits_per_masked("byte"), ACCURACY)
     objectives = {"masked-language": _masked_language, "mlm-cpc": _mlm_cpc}
     Options = MlmOptions
+    PredictionOptions = MaskPredictionOptions
 
     def fits(self, config: Any) -> bool:
         return super().fits(config) and config.head.kind == HEAD
@@ -85,6 +89,13 @@ class MaskedLanguageModelling(Task):
         from kinformer.tasks.mlm.evaluate import evaluate
 
         return evaluate(subject, evaluation_settings, quiet)
+
+    def predict(
+        self, subject: LoadedRun, source: Any, settings: PredictionSettings, task_options: Any
+    ) -> Iterator[Predicted]:
+        from kinformer.tasks.mlm.predict import predict
+
+        return predict(subject, source, settings, task_options)
 
 
 TASK = MaskedLanguageModelling()

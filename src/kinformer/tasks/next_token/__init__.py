@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import EvaluationReport, EvaluationSettings
-from kinformer.tasks.record import NOTHING_DRAWN, DataNeeds, EvaluationNeeds, Generation, Models
+from kinformer.tasks.record import NOTHING_DRAWN, DataNeeds, EvaluationNeeds, Generation, Models, Prediction
 from kinformer.tasks.runs import LoadedRun, TrainedRun
 from kinformer.tasks.shared.options import NextTokenEvaluationOptions, NextTokenOptions
 from kinformer.tasks.task import Load, Source, Task, TrainingPlan
@@ -55,6 +55,7 @@ class NextToken(Task):
     data = DataNeeds(default="stdlib", tokenized=True, running_text=True)
     evaluation = EvaluationNeeds(refused={"seed": NOTHING_DRAWN})
     generation = Generation()
+    prediction = Prediction(refusal="it continues texts; use kinformer generate, or kinformer embed for vectors.")
     metrics = (BITS_PER_BYTE,)
     objectives = {"next-token": _next_token, "deep-supervision": _deep_supervision, "exits": _exits}
     Options = NextTokenOptions

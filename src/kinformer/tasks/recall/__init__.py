@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import require, require_above
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.record import DataNeeds, EvaluationNeeds, Generation, Models
+from kinformer.tasks.predictions import Predicted, PredictionSettings
+from kinformer.tasks.record import DataNeeds, EvaluationNeeds, Generation, Models, Prediction
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.options import whole_numbers
 from kinformer.tasks.task import Source, Task, TrainingPlan
@@ -107,6 +108,7 @@ class RecallTask(Task):
         )
     )
     generation = Generation(reads=(), unread="a key has one answer, the most probable")
+    prediction = Prediction(reads=("text_field", "label_field", "format"))
     metrics = (ACCURACY, BITS_PER_LABEL)
     objectives = {"recall": _recall}
     Options = RecallOptions
@@ -152,6 +154,22 @@ class RecallTask(Task):
         from kinformer.tasks.recall.evaluate import answer
 
         return answer(subject, prompt, options, write)
+
+    def predict(
+        self, subject: LoadedRun, source: Any, settings: PredictionSettings, task_options: Any
+    ) -> Iterator[Predicted]:
+        from types import SimpleNamespace
+
+        from kinformer.tasks.recall.evaluate import answer, symbols_of
+        from kinformer.tasks.shared.answering import answers_to
+
+        options = SimpleNamespace(seed=0)
+        return answers_to(
+            source,
+            settings,
+            lambda text: symbols_of(text, subject.model.vocab_size),
+            lambda text: answer(subject, text, options, None).samples[0].text,
+        )
 
 
 TASK = RecallTask()

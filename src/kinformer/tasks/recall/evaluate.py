@@ -87,17 +87,10 @@ def _measured(
 
 def answer(subject: LoadedRun, prompt: str | bytes, options: Any, write: Callable[[str], None] | None) -> Generated:
     """The value that is most probable behind ``prompt``: numbers of symbols, keys with values and at last a key."""
-    words = (prompt.decode("utf-8", "replace") if isinstance(prompt, bytes) else prompt).split()
-    symbols = subject.model.vocab_size
-    for word in words:
-        if not (word.isdecimal() and int(word) < symbols):
-            raise KinformerError(
-                f"the prompt holds {word!r}, but must be numbers of symbols below {symbols}, keys with values and at "
-                "last a key, as in 3 180 7 201 3."
-            )
+    words = symbols_of(prompt, subject.model.vocab_size)
     begun = time.perf_counter()
     with torch.inference_mode():
-        tokens = torch.tensor([[int(word) for word in words]], device=device_of(subject.model))
+        tokens = torch.tensor([words], device=device_of(subject.model))
         logits, state = subject.model(tokens)
     value = int(logits[0, -1].argmax())
     if write is not None:
@@ -111,3 +104,17 @@ def answer(subject: LoadedRun, prompt: str | bytes, options: Any, write: Callabl
         new_tokens=1,
         seconds=time.perf_counter() - begun,
     )
+
+
+def symbols_of(prompt: str | bytes, symbols: int) -> list[int]:
+    """The numbers that a prompt holds. Errors: ``KinformerError`` for what is no number of one of the ``symbols``."""
+    words = (prompt.decode("utf-8", "replace") if isinstance(prompt, bytes) else prompt).split()
+    for word in words:
+        if not (word.isdecimal() and int(word) < symbols):
+            raise KinformerError(
+                f"the prompt holds {word!r}, but must be numbers of symbols below {symbols}, keys with values and at "
+                "last a key, as in 3 180 7 201 3."
+            )
+    if not words:
+        raise KinformerError("the prompt is empty; write keys with values and at last a key, as in 3 180 7 201 3.")
+    return [int(word) for word in words]

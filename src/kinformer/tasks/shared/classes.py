@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import TextTable
 from kinformer.tasks.runs import TrainedRun
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def classes_of(run: TrainedRun) -> list[str]:
@@ -41,3 +44,17 @@ def by_class(classes: Sequence[str], measured: Any, things: str) -> tuple[list[d
     ]
     rows = [list(count.values()) for count in counts]
     return counts, TextTable(("class", things, "predicted", "correct"), rows, range(1, 4))
+
+
+def most_probable(probabilities: Tensor, names: Sequence[str], top_k: int) -> list[dict[str, Any]]:
+    """The ``top_k`` most probable classes of ``probabilities`` [classes], the most probable first."""
+    best = probabilities.topk(min(top_k, len(names)))
+    return [
+        {"class": names[index], "probability": share}
+        for share, index in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+    ]
+
+
+def spell_classes(classes: Sequence[Mapping[str, Any]]) -> str:
+    """Classes with their probabilities, for people."""
+    return ", ".join(f"{item['class']} {item['probability']:.1%}" for item in classes)

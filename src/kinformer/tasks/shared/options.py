@@ -82,3 +82,15 @@ def whole_numbers(flag: str, text: str, of: str, example: str) -> tuple[int, ...
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise KinformerError(f"{flag} {text}: are no numbers of {of}; write as in {example}.")
     return tuple(sorted({int(part) for part in parts}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskPredictionOptions:
+    """Of masked language modelling."""
+
+    mask: str = "[MASK]"
+    """What stands for a masked token in the texts."""
+
+    def __post_init__(self) -> None:
+        if not self.mask:
+            raise KinformerError("`mask` is empty but must be what stands for a masked token, such as [MASK].")

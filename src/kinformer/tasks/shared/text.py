@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kinformer.core.pattern import Pattern
 from kinformer.data import BosEos, Corpus, FileTokenizer, Split, first_bytes, open_corpus
+from kinformer.data.items import Check, Inputs, read_texts
+from kinformer.data.tables import Columns
 from kinformer.evaluation.bits import streamable
 from kinformer.evaluation.windows import Windows
 from kinformer.runtime.errors import KinformerError, choose
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from kinformer.tasks.evaluation import EvaluationSettings
+    from kinformer.tasks.predictions import PredictionSettings
     from kinformer.tasks.runs import LoadedRun, TrainedRun
     from kinformer.tasks.task import Data, TrainingPlan
 
@@ -134,6 +137,13 @@ def note_other_data(run: TrainedRun, data: Data, requested: bool) -> bool:
 def heading(subject: LoadedRun, data: Any, split: str) -> str:
     """The line above the metrics of a run on a part of ``data``."""
     return f"{subject.title} on {data.name} {data.version}, {split} split"
+
+
+def texts_in(source: Any, settings: PredictionSettings, check: Check | None = None) -> Inputs:
+    """The texts of ``source`` to predict from, as ``settings`` say; ``check`` raises where one is none for the task (by
+    default, where it is empty)."""
+    columns = Columns(settings.text_field, settings.label_field)
+    return read_texts(source, columns, settings.format, settings.max_items, check)
 
 
 class WindowOptions(Protocol):

@@ -5,14 +5,15 @@ Members of either protocol can do it: encoders hear an utterance as a whole, cau
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from kinformer.core.model import CausalModel, WholeModel
 from kinformer.runtime.errors import KinformerError, require
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.record import NOTHING_DRAWN, DataNeeds, EvaluationNeeds, Generation, Models
+from kinformer.tasks.predictions import Predicted, PredictionSettings
+from kinformer.tasks.record import NOTHING_DRAWN, DataNeeds, EvaluationNeeds, Generation, Models, Prediction
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.task import Source, Task, TrainingPlan
 from kinformer.training.metric import BITS_PER_SYMBOL, ERROR_RATE
@@ -120,11 +121,13 @@ class Speech(Task):
         refused={"max_bytes": "is for text, not for sound; leave it out.", "seed": NOTHING_DRAWN}
     )
     generation = Generation(prompt=None, reads=(), unread="sound has one transcript, the most probable")
+    prediction = Prediction()
     metrics = (ERROR_RATE, BITS_PER_SYMBOL)
     objectives = {"ctc": _ctc}
     Options = SpeechOptions
     EvaluationOptions = SpeechEvaluationOptions
     GenerationOptions = SpeechGenerationOptions
+    PredictionOptions = SpeechEvaluationOptions
 
     def fits(self, config: Any) -> bool:
         return self.takes(config) and config.head.kind == HEAD
@@ -185,6 +188,13 @@ class Speech(Task):
                 "there must be sound to write down; give `audio` FILE, or `audio` - for WAV as it comes."
             )
         return transcribe(subject, options.task_options.audio, options.task_options.prefixes, write)
+
+    def predict(
+        self, subject: LoadedRun, source: Any, settings: PredictionSettings, task_options: Any
+    ) -> Iterator[Predicted]:
+        from kinformer.tasks.speech.predict import predict
+
+        return predict(subject, source, settings, task_options.prefixes)
 
 
 TASK = Speech()

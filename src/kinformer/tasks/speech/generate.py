@@ -21,7 +21,7 @@ from kinformer.data.sound import CHARACTERS
 from kinformer.data.wav import WavStream, read_sound
 from kinformer.generation.ctc import Greedy, prefix_beam
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.runs import LoadedRun
+from kinformer.tasks.runs import LoadedRun, TrainedRun
 
 PIECE = 0.08
 """Seconds of sound that are waited for."""
@@ -105,10 +105,7 @@ class Listener:
 def transcribe(subject: LoadedRun, audio: str, prefixes: int, write: Callable[[str], None] | None) -> Transcribed:
     """Write down the sound in the file ``audio``, or - of standard input; every piece of text is given to ``write``."""
     run, model = subject.run, subject.model
-    identity = run.data.get("identity") or {}
-    symbols, unit, rate = (identity.get(name) for name in ("symbols", "unit", "rate"))
-    if not isinstance(symbols, list) or not isinstance(rate, int):
-        raise KinformerError(f"{run.folder}: does not say which symbols it writes; generate with a run of speech.")
+    symbols, unit, rate = writing_of(run)
     came, pieces = _sound(audio)
     listener, path = Listener(model, came, rate), Greedy()
     result, transcribed = Transcribed(str(run.folder), audio), []
@@ -137,6 +134,15 @@ def transcribe(subject: LoadedRun, audio: str, prefixes: int, write: Callable[[s
         result.interrupted = True
     result.state_bytes = 0 if listener.state is None else states.nbytes(listener.state)
     return result
+
+
+def writing_of(run: TrainedRun) -> tuple[list[str], str, int]:
+    """The symbols that a run writes, what they are, and the samples a second that it hears."""
+    identity = run.data.get("identity") or {}
+    symbols, unit, rate = (identity.get(name) for name in ("symbols", "unit", "rate"))
+    if not isinstance(symbols, list) or not isinstance(rate, int):
+        raise KinformerError(f"{run.folder}: does not say which symbols it writes; give a run of speech.")
+    return symbols, str(unit), rate
 
 
 def _sound(audio: str) -> tuple[int, Iterator[tuple[np.ndarray, bool]]]:

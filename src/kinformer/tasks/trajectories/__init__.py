@@ -3,7 +3,7 @@ as to get the return that it is asked for (Chen et al. 2021, Decision Transforme
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from kinformer.control.decision.options import (
@@ -14,7 +14,8 @@ from kinformer.control.decision.options import (
 )
 from kinformer.core.model import CausalModel
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.record import DataNeeds, EvaluationNeeds, Generation, Models
+from kinformer.tasks.predictions import Predicted, PredictionSettings
+from kinformer.tasks.record import DataNeeds, EvaluationNeeds, Generation, Models, Prediction
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.task import Source, Task, TrainingPlan
 from kinformer.training.metric import ACCURACY, BITS_PER_ACTION
@@ -58,6 +59,7 @@ class TrajectoryTask(Task):
     generation = Generation(
         prompt=None, reads=(), unread="one episode is played, and `action_temperature` says how actions are drawn"
     )
+    prediction = Prediction(reads=("top_k", "batch_size"))
     metrics = (BITS_PER_ACTION, ACCURACY)
     objectives = {"actions": _actions}
     Options = TrajectoryOptions
@@ -109,6 +111,13 @@ class TrajectoryTask(Task):
         from kinformer.tasks.trajectories.generate import play
 
         return play(subject, options, options.task_options, write)
+
+    def predict(
+        self, subject: LoadedRun, source: Any, settings: PredictionSettings, task_options: Any
+    ) -> Iterator[Predicted]:
+        from kinformer.tasks.trajectories.predict import predict
+
+        return predict(subject, source, settings)
 
 
 TASK = TrajectoryTask()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from kinformer.core.model import SourceModel
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.record import NOTHING_DRAWN, DataNeeds, EvaluationNeeds, Generation, Models
+from kinformer.tasks.predictions import Predicted, PredictionSettings
+from kinformer.tasks.record import NOTHING_DRAWN, OF_TEXTS, DataNeeds, EvaluationNeeds, Generation, Models, Prediction
 from kinformer.tasks.runs import LoadedRun, TrainedRun
 from kinformer.tasks.task import Source, Task, TrainingPlan
-from kinformer.tasks.translate.options import Decoding, TranslateEvaluationOptions, TranslateOptions
+from kinformer.tasks.translate.options import BeamOptions, Decoding, TranslateEvaluationOptions, TranslateOptions
 from kinformer.training.metric import BITS_PER_BYTE, BLEU, CHRF
 
 if TYPE_CHECKING:
@@ -58,11 +59,13 @@ class Translate(Task):
     generation = Generation(
         prompt="lines", reads=(), unread="a line has one translation, the most probable that beam search finds"
     )
+    prediction = Prediction(reads=OF_TEXTS)
     metrics = (BITS_PER_BYTE, BLEU, CHRF)
     objectives = {"translation": _smoothed}
     Options = TranslateOptions
     EvaluationOptions = TranslateEvaluationOptions
     GenerationOptions = Decoding
+    PredictionOptions = BeamOptions
     settings = {"schedule": "inverse-sqrt", "average": 5}
 
     def open(self, source: Source, options: TranslateOptions, cache: Path | None = None) -> Parallel:
@@ -139,6 +142,13 @@ class Translate(Task):
         from kinformer.tasks.translate.generate import translate_lines
 
         return translate_lines(subject, prompt, options, write)
+
+    def predict(
+        self, subject: LoadedRun, source: Any, settings: PredictionSettings, task_options: Any
+    ) -> Iterator[Predicted]:
+        from kinformer.tasks.translate.generate import predict_lines
+
+        return predict_lines(subject, source, settings, task_options)
 
 
 def check_ends(config: Any) -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from queue import Empty, Queue
-from threading import Thread
 from typing import Any
 
 from kinformer.core.model import device_of
+from kinformer.data.items import TextItem
 from kinformer.data.tokenizer import as_bytes
 from kinformer.generation.beam import Hypothesis, Search, beam_search
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.next_token.generate import Generated, Sample
+from kinformer.tasks.predictions import Predicted, PredictionSettings
 from kinformer.tasks.runs import LoadedRun
-from kinformer.tasks.shared.text import ends_of
+from kinformer.tasks.shared.arriving import arriving, in_batches
+from kinformer.tasks.shared.text import ends_of, texts_in
+from kinformer.tasks.translate.options import BeamOptions
 from kinformer.tasks.translate.rows import padded
 
 LONGER = 50
@@ -35,14 +37,7 @@ class Translator:
 
     def __call__(self, texts: Sequence[bytes]) -> list[Hypothesis]:
         """Hypotheses, whose tokens :meth:`text` decodes; an empty text has an empty translation."""
-        ids = [[*item.tolist(), self.search.eos] for item in self.tokenizer.encode_batch(texts)]
-        longest = self.model.max_source_length
-        for text, row in zip(texts, ids, strict=True):
-            if longest is not None and len(row) > longest:
-                raise KinformerError(
-                    f"the line {text[:40].decode('utf-8', 'replace')!r}... has {len(row)} tokens, but the model reads "
-                    f"sources of {longest} at most; split it."
-                )
+        ids = self.encode(texts)
         full = [number for number, row in enumerate(ids) if len(row) > 1]
         hypotheses = [Hypothesis([], 0.0) for _ in ids]
         if full:
@@ -52,6 +47,18 @@ class Translator:
             for number, hypothesis in zip(full, self._searched(tokens, valid, most), strict=True):
                 hypotheses[number] = hypothesis
         return hypotheses
+
+    def encode(self, texts: Sequence[bytes]) -> list[list[int]]:
+        """The ids of texts, with EOS. Errors: ``KinformerError`` for one that is longer than the model reads."""
+        ids = [[*item.tolist(), self.search.eos] for item in self.tokenizer.encode_batch(texts)]
+        longest = self.model.max_source_length
+        for text, row in zip(texts, ids, strict=True):
+            if longest is not None and len(row) > longest:
+                raise KinformerError(
+                    f"the line {text[:40].decode('utf-8', 'replace')!r}... has {len(row)} tokens, but the model reads "
+                    f"sources of {longest} at most; split it."
+                )
+        return ids
 
     def _searched(self, tokens: Any, valid: Any, most: Sequence[int]) -> list[Hypothesis]:
         import torch
@@ -77,7 +84,7 @@ def translate_lines(
     translator, result = Translator(subject, options.task_options), Generated([], 0, seed=options.seed)
     begun = time.perf_counter()
     try:
-        for lines in batched(lines_of(prompt), options.task_options.sentences):
+        for lines in arriving(lines_of(prompt), options.task_options.sentences):
             for line, output in zip(lines, translator(lines), strict=True):
                 text = translator.text(output)
                 result.samples.append(Sample(output.tokens, text, stopped=True))
@@ -89,6 +96,33 @@ def translate_lines(
         result.interrupted = True
     result.seconds, result.state_bytes = time.perf_counter() - begun, translator.state_bytes
     return result
+
+
+def predict_lines(
+    subject: LoadedRun, source: Any, settings: PredictionSettings, decoding: BeamOptions
+) -> Iterator[Predicted]:
+    """The translations of the texts of ``source``, in order; an empty one has an empty translation."""
+    translator = Translator(subject, decoding)
+
+    def check(item: TextItem) -> None:
+        try:
+            translator.encode([item.text.encode()])
+        except KinformerError as error:
+            raise KinformerError(f"{item.place}: {error.message}") from None
+
+    def translated(batch: Sequence[TextItem]) -> list[Predicted]:
+        hypotheses = translator([item.text.encode() for item in batch])
+        return [_predicted(item, translator.text(result)) for item, result in zip(batch, hypotheses, strict=True)]
+
+    inputs = texts_in(source, settings, check)
+    yield from in_batches(
+        inputs.items, settings.batch_size, lambda item: len(item.text), translated, inputs.total, settings.quiet
+    )
+
+
+def _predicted(item: TextItem, translation: str) -> Predicted:
+    label = {} if item.label is None else {"label": item.label}
+    return Predicted({"text": item.text} | label | {"translation": translation}, translation)
 
 
 def lines_of(prompt: bytes | str | Iterable[bytes]) -> Iterator[bytes]:
@@ -106,31 +140,3 @@ def lines_of(prompt: bytes | str | Iterable[bytes]) -> Iterator[bytes]:
                 "iconv."
             ) from None
         yield line
-
-
-def batched(lines: Iterator[bytes], most: int) -> Iterator[list[bytes]]:
-    """The lines in lists of at most ``most``: of what is there, without waiting for more than one."""
-    queue: Queue[bytes | BaseException | None] = Queue(maxsize=4 * most)
-
-    def read() -> None:
-        try:
-            for line in lines:
-                queue.put(line)
-            queue.put(None)
-        except BaseException as error:
-            queue.put(error)
-
-    Thread(target=read, daemon=True).start()
-    while True:
-        result: list[bytes | BaseException | None] = [queue.get()]
-        while isinstance(result[-1], bytes) and len(result) < most:
-            try:
-                result.append(queue.get(timeout=0.01))
-            except Empty:
-                break
-        if batch := [item for item in result if isinstance(item, bytes)]:
-            yield batch
-        if isinstance(result[-1], BaseException):
-            raise result[-1]
-        if result[-1] is None:
-            return

@@ -35,20 +35,29 @@ class TranslateOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoding:
+class BeamOptions:
     """Of translation."""
 
     beam: int = 4
     """How many translations of a sentence are followed; 1 always takes the most probable token."""
     length_penalty: float = 0.6
     """The exponent by which long translations are preferred; 0 prefers short ones."""
+
+    def __post_init__(self) -> None:
+        require("beam", self.beam, 1)
+        require("length_penalty", self.length_penalty, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding(BeamOptions):
+    """Of translation."""
+
     sentences: int = 32
     """How many are translated at a time."""
 
     def __post_init__(self) -> None:
-        for name in ("beam", "sentences"):
-            require(name, getattr(self, name), 1)
-        require("length_penalty", self.length_penalty, 0)
+        super().__post_init__()
+        require("sentences", self.sentences, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

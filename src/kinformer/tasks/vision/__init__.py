@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core.model import WholeModel
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.record import NOTHING_DRAWN, DataNeeds, EvaluationNeeds, Generation, Models
+from kinformer.tasks.predictions import Predicted, PredictionSettings
+from kinformer.tasks.record import NOTHING_DRAWN, DataNeeds, EvaluationNeeds, Generation, Models, Prediction
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.task import Source, Task, TrainingPlan
 from kinformer.tasks.vision.options import VisionEvaluationOptions, VisionGenerationOptions, VisionOptions
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from torch import nn
@@ -61,6 +62,7 @@ class Vision(Task):
     generation = Generation(
         prompt=None, temperature=1.0, reads=("samples",), unread="nothing is drawn where images are classified"
     )
+    prediction = Prediction(reads=("top_k", "batch_size"))
     metrics = (ACCURACY, BITS_PER_LABEL)
     objectives = {"classification": _classification}
     Options = VisionOptions
@@ -125,6 +127,13 @@ class Vision(Task):
         from kinformer.tasks.vision.predict import classify
 
         return classify(subject, options, options.task_options, write)
+
+    def predict(
+        self, subject: LoadedRun, source: Any, settings: PredictionSettings, task_options: Any
+    ) -> Iterator[Predicted]:
+        from kinformer.tasks.vision.predict import predict
+
+        return predict(subject, source, settings)
 
 
 TASK = Vision()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,11 +15,15 @@ from torch import Tensor
 from kinformer.core.model import device_of
 from kinformer.data.image_files import SUFFIXES, decode, read_head
 from kinformer.data.images import read_images
+from kinformer.data.items import STDIN, Inputs
 from kinformer.runtime.errors import KinformerError, require_finite
 from kinformer.runtime.files import reading, require_file
+from kinformer.runtime.progress import progressing
 from kinformer.runtime.words import plural
+from kinformer.tasks.predictions import Predicted, PredictionSettings
 from kinformer.tasks.runs import LoadedRun, TrainedRun
-from kinformer.tasks.shared.classes import classes_of
+from kinformer.tasks.shared.arriving import batched
+from kinformer.tasks.shared.classes import classes_of, most_probable, spell_classes
 from kinformer.tasks.shared.made import Made
 from kinformer.tasks.shared.text import spec_of
 from kinformer.tasks.vision.evaluate import AT_ONCE
@@ -45,13 +50,9 @@ def classify(
     names = classes_of(run)
     predictions: list[dict[str, Any]] = []
     begun = time.perf_counter()
-    for batch in _batches(pictures(run, task_options.image, options.samples)):
+    for batch in batched(pictures(run, task_options.image, options.samples), AT_ONCE):
         for picture, probabilities in zip(batch, probabilities_of(model, batch), strict=True):
-            best = probabilities.topk(min(task_options.classes, len(names)))
-            classes = [
-                {"class": names[index], "probability": share}
-                for share, index in zip(best.values.tolist(), best.indices.tolist(), strict=True)
-            ]
+            classes = most_probable(probabilities, names, task_options.classes)
             if write is not None:
                 write(("\n" if predictions else "") + _line(picture, classes))
             predictions.append({"image": picture.name, "label": picture.label, "classes": classes})
@@ -60,6 +61,47 @@ def classify(
     return Made(
         facts, f"{plural(len(predictions), 'image')} in {seconds:.3f} s, {len(predictions) / seconds:.3g} images/s"
     )
+
+
+def predict(subject: LoadedRun, source: Any, settings: PredictionSettings) -> Iterator[Predicted]:
+    """The most probable classes of the images of ``source``, in order: a picture, all in a folder and its folders, the
+    test images of data, or a list of pictures' paths."""
+    names, taken = classes_of(subject.run), _pictures_in(subject.run, source, settings.max_items)
+    done = 0
+    with progressing(settings.quiet or taken.total is None, "predicting") as progress:
+        for batch in batched(taken.items, settings.batch_size):
+            for picture, probabilities in zip(batch, probabilities_of(subject.model, batch), strict=True):
+                classes = most_probable(probabilities, names, settings.top_k)
+                label = {} if picture.label is None else {"label": picture.label}
+                yield Predicted({"image": picture.name} | label | {"classes": classes}, _line(picture, classes))
+            done += len(batch)
+            if progress is not None and taken.total is not None:
+                progress(done, taken.total)
+
+
+def _pictures_in(run: TrainedRun, source: Any, most: int | None) -> Inputs:
+    """The pictures to predict; the heads of all files are looked at before the first is computed."""
+    if source == STDIN:
+        raise KinformerError("-: images are not read from standard input; give a picture, a folder of them, or data.")
+    if isinstance(source, str | Path):
+        path = Path(source).expanduser()
+        with reading(path):
+            inside = sorted(path.rglob("*")) if path.is_dir() else [path] if path.suffix.lower() in SUFFIXES else None
+        if inside is None:
+            return Inputs(pictures(run, str(source), sys.maxsize if most is None else most), most)
+        files = [file for file in inside if file.suffix.lower() in SUFFIXES and not file.is_dir()]
+    else:
+        files = [Path(file) for file in source]
+    files = files[:most]
+    if not files:
+        raise KinformerError(f"{source}: holds no pictures; give a PNG or JPEG, a folder of them, or data.")
+    for file in files:
+        read_head(file)
+    input: Any = run.config.input
+    shape, names = (*input.size, input.channels), set(classes_of(run))
+    labels = (file.parent.name if file.parent.name in names else None for file in files)
+    items = (Picture(str(file), decode(file, shape), label) for file, label in zip(files, labels, strict=True))
+    return Inputs(items, len(files))
 
 
 def probabilities_of(model: Any, batch: Sequence[Picture]) -> Tensor:
@@ -114,18 +156,6 @@ def _files(path: Path) -> list[Path]:
     return [item for item in inside if item.suffix.lower() in SUFFIXES]
 
 
-def _batches(pictures_: Iterator[Picture]) -> Iterator[list[Picture]]:
-    batch: list[Picture] = []
-    for picture in pictures_:
-        batch.append(picture)
-        if len(batch) == AT_ONCE:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
-
-
 def _line(picture: Picture, classes: Sequence[Mapping[str, Any]]) -> str:
     label = "" if picture.label is None else f" ({picture.label})"
-    classes_text = ", ".join(f"{item['class']} {item['probability']:.1%}" for item in classes)
-    return f"{picture.name}{label}: {classes_text}"
+    return f"{picture.name}{label}: {spell_classes(classes)}"

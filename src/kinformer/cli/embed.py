@@ -1,0 +1,46 @@
+"""``kinformer embed DIR [FILE|FOLDER|-] --out FILE``: a vector for every text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from kinformer.cli.options import Changes, Inputs, Printing, RunFolder, options_as
+from kinformer.cli.predict import refuse_same, refuse_terminal
+from kinformer.runs.prediction_options import EmbedOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(EmbedOptions, Printing):
+    """Make a vector of every text: the last hidden states of a trained run, their mean, the first or the last."""
+
+    folder: RunFolder
+    """The run folder."""
+    inputs: Inputs = "-"
+    """The texts: a file (lines, .tsv, .csv, .jsonl), a folder of texts, or - for lines on standard input."""
+    set: Changes = ()  # type: ignore[assignment]
+    """A change that leaves the weights as they are, as in --set layers.*.mixer.position.scaling=yarn."""
+    out: str | None = None
+    """Write the vectors to this file: .npz (the array `vectors` [texts, dim]) or .jsonl (text and vector)."""
+    json: bool = False
+    """Print a JSON object for every text, one on a line, as without `out`."""
+
+
+def run(options: Options) -> int:
+    """Embed, and write every vector as it comes."""
+    from kinformer.runs.embed import embeddings
+    from kinformer.runs.vector_files import check_vectors, writing_vectors
+
+    refuse_terminal(options.inputs)
+    if options.out is not None:
+        check_vectors(options.out)
+        refuse_same("out", options.out, options.inputs)
+    vectors = embeddings(options.folder, options.inputs, options_as(EmbedOptions, options))
+    if options.out is None:
+        for item, vector in vectors:
+            print(json.dumps({"text": item.text, "vector": vector.tolist()}, ensure_ascii=False), flush=True)
+        return 0
+    with writing_vectors(options.out) as write:
+        for item, vector in vectors:
+            write(item.text, vector)
+    return 0

@@ -1,0 +1,141 @@
+"""Texts to predict from, one by one: lines, the rows of a table (TSV, CSV, JSON lines), or the files of a folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from kinformer.data.files import folder_files, reading
+from kinformer.data.tables import Columns, lines_of, read_table
+from kinformer.runtime.errors import KinformerError
+
+Format = Literal["lines", "tsv", "csv", "jsonl"]
+STDIN = "-"
+
+
+class TextItem(NamedTuple):
+    """A text, the ``place`` that it stands in, for messages, and the ``label`` that its table names."""
+
+    place: str
+    text: str
+    label: str | None = None
+
+
+Check = Callable[[TextItem], object]
+"""What raises a :class:`KinformerError` for a text that is none for a task."""
+
+
+class Inputs(NamedTuple):
+    """``items``, read one by one as they are taken; ``total`` of them, None where they come from a stream."""
+
+    items: Iterator[Any]
+    total: int | None
+
+
+def read_texts(
+    source: str | Path | Sequence[str],
+    columns: Columns,
+    format: Format | None = None,
+    most: int | None = None,
+    check: Check | None = None,
+) -> Inputs:
+    """Return the texts of ``source``: a file, a folder (each of its files is a text), "-" for standard input, or a list
+    of texts; only the first ``most`` of them.
+
+    format: how the rows of a file are written; by its ending if None, and lines where the ending is another.
+    check: what raises where a text is none for the task; by default where it is empty.
+
+    A file is read twice: everything that is wrong with it is found before anything is computed.
+
+    Errors: ``KinformerError`` for a source that is missing or empty, a text that is empty or not UTF-8, and a row that
+    lacks a column, each with its file and line.
+    """
+    check = check or refuse_empty
+    if not isinstance(source, str | Path):
+        texts = [TextItem(f"text {number}", text) for number, text in enumerate(source, start=1)]
+        return _counted(lambda: iter(texts), "the list of texts", most, check)
+    if str(source) == STDIN:
+        rows = _rows(sys.stdin.buffer, "standard input", columns, format or "lines")
+        return Inputs(_some(_checked(rows, check), "standard input", most), None)
+    path = Path(source).expanduser()
+    with reading(path):
+        exists, folder = path.exists(), path.is_dir()
+    if not exists:
+        raise KinformerError(f"{path} does not exist; give a file, a folder, - for standard input, or a list of texts.")
+    if folder:
+        files = [file.path for file in folder_files(path)]
+        return _counted(lambda: map(_file, files), str(path), most, check)
+    kind = format or _format_of(path)
+    return _counted(lambda: _opened(path, columns, kind), str(path), most, check)
+
+
+def refuse_empty(item: TextItem) -> None:
+    """Raise where a text is empty."""
+    if not item.text.strip():
+        raise KinformerError(f"{item.place}: has no text; complete or remove it.")
+
+
+def _counted(read: Callable[[], Iterator[TextItem]], place: str, most: int | None, check: Check) -> Inputs:
+    """The items of ``read()``, which is called twice: to check all of them, and to give them."""
+    count = sum(1 for _ in _some(_checked(read(), check), place, most))
+    return Inputs(_some(read(), place, most), count)
+
+
+def _checked(items: Iterable[TextItem], check: Check) -> Iterator[TextItem]:
+    for item in items:
+        if not isinstance(item.text, str):
+            raise KinformerError(f"{item.place}: is {type(item.text).__name__}, not text; give texts.")
+        check(item)
+        yield item
+
+
+def _some(items: Iterable[TextItem], place: str, most: int | None) -> Iterator[TextItem]:
+    """The first ``most`` items; one at least."""
+    number = 0
+    for number, item in enumerate(islice(items, most), start=1):  # noqa: B007 (the count is looked at behind the loop)
+        yield item
+    if not number:
+        raise KinformerError(f"{place}: is empty; give one item at least.")
+
+
+def _format_of(path: Path) -> Format:
+    formats: dict[str, Format] = {".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl"}
+    return formats.get(path.suffix.lower(), "lines")
+
+
+def _opened(path: Path, columns: Columns, kind: Format) -> Iterator[TextItem]:
+    with reading(path), path.open("rb") as file:
+        yield from _rows(file, str(path), columns, kind)
+
+
+def _rows(stream: Any, place: str, columns: Columns, kind: Format) -> Iterator[TextItem]:
+    if kind == "lines":
+        if columns.text is not None or columns.label is not None:
+            raise KinformerError(
+                f"`text_field` or `label_field`: {place} holds lines without fields; give a .tsv, .csv or .jsonl file, "
+                "or say by `format` that it is one."
+            )
+        for number, line in enumerate(lines_of(stream), start=1):
+            where = f"{place}, line {number}"
+            yield TextItem(where, _decoded(line, where))
+        return
+    for row in read_table(stream, place, kind, columns):
+        where = f"{place}, line {row.number}"
+        yield TextItem(where, _decoded(row.text, where), row.label)
+
+
+def _file(path: str) -> TextItem:
+    with reading(path):
+        return TextItem(path, _decoded(Path(path).read_bytes(), path).strip())
+
+
+def _decoded(text: bytes, place: str) -> str:
+    try:
+        return text.decode("utf-8-sig" if place.endswith("line 1") else "utf-8")
+    except UnicodeDecodeError as error:
+        raise KinformerError(
+            f"{place}: is not UTF-8 (byte {text[error.start]:#04x}); convert it first, as with iconv."
+        ) from None

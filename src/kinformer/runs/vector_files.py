@@ -1,0 +1,62 @@
+"""Files of vectors: .npz, which NumPy reads, or JSON lines of texts and vectors; written vector by vector."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from kinformer.data.files import atomic_write
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.tables import require_folder_of
+
+WriteVector = Callable[[str, np.ndarray], None]
+
+
+def check_vectors(path: str | Path) -> None:
+    """Refuse a file of another ending than .npz and .jsonl, or one that cannot be written."""
+    if Path(path).suffix.lower() not in (".npz", ".jsonl"):
+        raise KinformerError(f"`out` {path}: ends in neither .npz nor .jsonl; name it so.")
+    require_folder_of("out", path)
+
+
+@contextmanager
+def writing_vectors(path: str | Path) -> Iterator[WriteVector]:
+    """Give a function that writes a text's vector, float32 [dim], to ``path``. One vector is in memory at a time.
+
+    An .npz, whose array ``vectors`` is [texts, dim], appears when all are written; JSON lines are there as they come.
+    """
+    path = Path(path).expanduser()
+    if path.suffix.lower() == ".jsonl":
+        with path.open("w", encoding="utf-8") as lines:
+
+            def write_line(text: str, vector: np.ndarray) -> None:
+                print(json.dumps({"text": text, "vector": vector.tolist()}, ensure_ascii=False), file=lines, flush=True)
+
+            yield write_line
+        return
+    with tempfile.TemporaryFile(dir=path.parent) as bare:
+        dim = 0
+
+        def write_bytes(text: str, vector: np.ndarray) -> None:
+            nonlocal dim
+            dim = len(vector)
+            bare.write(vector.astype("<f4").tobytes())
+
+        yield write_bytes
+        count = bare.tell() // (4 * max(1, dim))
+        bare.seek(0)
+        header = {"descr": "<f4", "fortran_order": False, "shape": (count, dim)}
+        with (
+            atomic_write(path) as file,
+            zipfile.ZipFile(file, "w") as archive,
+            archive.open("vectors.npy", "w", force_zip64=True) as array,
+        ):
+            np.lib.format.write_array_header_1_0(array, header)
+            shutil.copyfileobj(bare, array, 1 << 20)

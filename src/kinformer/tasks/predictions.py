@@ -1,0 +1,42 @@
+"""What predicting gives: of every item a row of values for tables and JSON, and a line for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from kinformer.runtime.errors import require
+from kinformer.runtime.fields import Checked
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictionSettings(Checked):
+    """How runs of any task predict."""
+
+    top_k: int = 1
+    """Give the N most probable classes of an item, or candidates of a mask, each with its probability."""
+    text_field: str | None = None
+    """The column or field with the text, where it is not called text or sentence."""
+    label_field: str | None = None
+    """The column or field with a label to show beside the prediction, where it is not called label."""
+    format: Literal["lines", "tsv", "csv", "jsonl"] | None = None
+    """How the rows of the input are written. If not given, by the file's ending, and lines on standard input."""
+    batch_size: int = 32
+    """Items that are computed at a time; bounds the memory, does not change the result."""
+    max_items: int | None = None
+    """Predict the first N items only."""
+    quiet: bool = False
+    """Tell nothing but the result: no progress, no notes."""
+
+    def __post_init__(self) -> None:
+        for name in ("top_k", "batch_size", "max_items"):
+            require(name, getattr(self, name), 1)
+        super().__post_init__()
+
+
+class Predicted(NamedTuple):
+    """A prediction: its ``row`` for tables and JSON, and one ``line`` for people."""
+
+    row: Mapping[str, Any]
+    line: str

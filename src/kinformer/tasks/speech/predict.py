@@ -1,0 +1,54 @@
+"""The transcripts of sound files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kinformer.data.files import reading
+from kinformer.data.items import STDIN
+from kinformer.data.sound import join_symbols
+from kinformer.data.wav import ENDINGS, read_sound, sound_info
+from kinformer.generation.ctc import greedy, prefix_beam
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.progress import progressing
+from kinformer.tasks.predictions import Predicted, PredictionSettings
+from kinformer.tasks.runs import LoadedRun
+from kinformer.tasks.speech.generate import Listener, writing_of
+
+
+def predict(subject: LoadedRun, source: Any, settings: PredictionSettings, prefixes: int) -> Iterator[Predicted]:
+    """What is said in the files of ``source`` (a WAV or FLAC file, a folder of them, or a list of paths), in order; the
+    heads of all files are looked at before the first is computed."""
+    symbols, unit, rate = writing_of(subject.run)
+    files = _files(source)[: settings.max_items]
+    for file in files:
+        sound_info(file)
+    with progressing(settings.quiet, "predicting") as progress:
+        for number, file in enumerate(files, start=1):
+            samples, came = read_sound(file)
+            with torch.inference_mode():
+                logits = Listener(subject.model, came, rate).feed(samples, last=True)
+            heard = greedy(logits) if prefixes == 1 else prefix_beam(logits, prefixes)
+            transcript = join_symbols([symbols[symbol - 1] for symbol in heard], unit)
+            row = {"audio": str(file), "text": transcript, "sound_seconds": len(samples) / came}
+            yield Predicted(row, f"{file}\t{transcript}")
+            if progress is not None:
+                progress(number, len(files))
+
+
+def _files(source: Any) -> list[Path]:
+    if source == STDIN:
+        raise KinformerError("-: sound files are not read from standard input; give a folder, or a WAV or FLAC file.")
+    if not isinstance(source, str | Path):
+        return [Path(file) for file in source]
+    path = Path(source).expanduser()
+    with reading(path):
+        inside = sorted(path.rglob("*")) if path.is_dir() else [path]
+    files = [file for file in inside if file == path or (file.suffix.lower() in ENDINGS and file.is_file())]
+    if not files:
+        raise KinformerError(f"{path}: holds no sound; give a folder of WAV or FLAC files, or one of them.")
+    return files
