@@ -65,6 +65,7 @@ def create(options: TrainOptions, device: str, begun: float, quiet: bool = True)
         if isinstance(tokenizer, FileTokenizer):
             tokenizer.save(folder / TOKENIZER)
         init = {} if base is None else {"init": str(base.folder.resolve())}
+        column = {"text_field": options.text_field} if task.data.columns and options.text_field else {}
         run = Run(
             folder=folder,
             member=options.member,
@@ -72,7 +73,7 @@ def create(options: TrainOptions, device: str, begun: float, quiet: bool = True)
             config=plan.config,
             task=task,
             options=plan.options,
-            data={"spec": spec, "holdout": options.holdout, "identity": plan.data.identity} | retrieval | init,
+            data={"spec": spec, "holdout": options.holdout, "identity": plan.data.identity} | column | retrieval | init,
             training=vars(plan.settings),
             vocabulary=None if tokenizer is None else TOKENIZER if isinstance(tokenizer, FileTokenizer) else BYTES,
         )

@@ -35,7 +35,7 @@ def embeddings(folder: str | Path, source: Any, options: EmbedOptions) -> Iterat
     if run.tokenizer is None or run.config.protocol not in (WholeModel, CausalModel):
         kind = "translates over a source" if run.config.protocol is SourceModel else "reads no text"
         raise KinformerError(f"{run.folder}: its model {kind}; give a run of next-token, mlm or classify.")
-    model = STORES.attach(run, run.model(options.set).to(options.prepare(0)))
+    model = STORES.attach(run, run.model(options.set).to(options.prepare(options.seed)))
     embedder = Embedder(run, model, options.pooling)
     columns = Columns(options.text_field)
     inputs = read_texts(source, columns, options.format, options.max_items, refuse_empty)

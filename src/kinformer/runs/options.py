@@ -102,10 +102,11 @@ class TrainOptions(Settings, Machine):
     """The run folder: new, or with `resume` an existing one."""
     data: str | None = None
     """What to learn from: a file or folder of text or bytes, - for standard input, or stdlib, Python's standard
-    library (the default of tasks of text). For classify: a folder per class, or lines in .tsv or .jsonl. For
+    library (the default of tasks of text). For classify: a folder per class, or a .csv, .tsv or .jsonl. For
     image: a folder of pictures, IDX files, .npz, or digits."""
     text_field: str | None = None
-    """The field with the text, where the data are JSON lines. The texts are written into the run folder."""
+    """The field with the text, where the data are JSON lines; the texts are written into the run folder. For classify:
+    the column with the text."""
     task: str | None = None
     """What to train for; if not given, next-token for causal members and mlm for encoders."""
     recipe: str | None = None

@@ -61,13 +61,17 @@ class Planner:
 def planner_for(options: TrainOptions, task: Task, spec: str, base: Run | None = None) -> Planner:
     """The planner of ``task`` on the data that ``spec`` names, with the tokenizer that ``options`` ask for."""
     tokenizer = _tokenizer_for(options, task, Source(spec, options.holdout, None), base)
-    data = task.open(Source(spec, options.holdout, tokenizer), training_options(task, options.task_options))
+    data = task.open(
+        Source(spec, options.holdout, tokenizer, options.text_field), training_options(task, options.task_options)
+    )
     return Planner(task, data, tokenizer, base)
 
 
 def data_of(run: Run) -> Data:
     """Open the data that a run was trained on."""
-    return run.task.open(Source(run.data["spec"], run.data.get("holdout"), run.tokenizer), run.options)
+    return run.task.open(
+        Source(run.data["spec"], run.data.get("holdout"), run.tokenizer, run.data.get("text_field")), run.options
+    )
 
 
 def plan_of(run: Run, settings: Settings) -> TrainingPlan:
@@ -115,7 +119,11 @@ def check_source(options: TrainOptions, task: Task) -> None:
     """Refuse data and tokenizers that do not go with the task."""
     # Bytes are no tokenizer, and what every task without one reads.
     refuse_options(task.data.refused, replace(options, tokenizer=None) if options.tokenizer == BYTES else options)
-    if options.text_field is not None and (task.data.default is None or options.data in (None, STDLIB, "-")):
+    if (
+        options.text_field is not None
+        and not task.data.columns
+        and (task.data.default is None or options.data in (None, STDLIB, "-"))
+    ):
         raise KinformerError(
             f"`text_field` {options.text_field}: is for tasks of text and JSON lines; give its path with `data`."
         )
@@ -134,7 +142,7 @@ def named_data(options: TrainOptions, task: Task, folder: Path) -> str:
     if options.data == "-":
         folder.mkdir(parents=True, exist_ok=True)
         return str(spool(sys.stdin.buffer, folder.resolve()))
-    if options.text_field is not None:
+    if options.text_field is not None and not task.data.columns:
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(folder.resolve() / FIELD) as file:
             write_field(Path(options.data).expanduser(), options.text_field, file)

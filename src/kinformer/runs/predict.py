@@ -33,7 +33,7 @@ def predictions(folder: str | Path, source: Any, options: PredictOptions) -> Ite
     task_options = prediction_options(run.task, options.task_options, str(run.folder))
     _check_read(run.task, options)
     settings = PredictionSettings(**{item.name: getattr(options, item.name) for item in fields(PredictionSettings)})
-    model = STORES.attach(run, run.model(options.set).to(options.prepare(0)))
+    model = STORES.attach(run, run.model(options.set).to(options.prepare(options.seed)))
     yield from run.task.predict(LoadedRun(run, model), source, settings, task_options)
 
 

@@ -17,6 +17,8 @@ class PredictOptions(PredictionSettings, Machine):
 
     set: Mapping[str, Any] = field(default_factory=dict)
     """A change that leaves the weights as they are, as in `set` layers.*.mixer.position.scaling=yarn."""
+    seed: int = 0
+    """Decides everything random, such as the hashes of a member that has some."""
     task_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the task's own, by name."""
 
@@ -31,6 +33,8 @@ class EmbedOptions(Machine):
 
     set: Mapping[str, Any] = field(default_factory=dict)
     """A change that leaves the weights as they are, as in `set` layers.*.mixer.position.scaling=yarn."""
+    seed: int = 0
+    """Decides everything random, such as the hashes of a member that has some."""
     pooling: Literal["mean", "first", "last"] = "mean"
     """What the vector of a text is: the mean over its tokens, or the vector of the first or of the last one."""
     text_field: str | None = None

@@ -38,7 +38,8 @@ class DataNeeds:
     """The data that a task learns from.
 
     ``default`` is what it learns from where none is named; None means that some must be, and ``missing`` then says in
-    one sentence what to give. A tokenizer makes ids of it where ``tokenized``. In ``running_text`` a row may be any
+    one sentence what to give. A tokenizer makes ids of it where ``tokenized``. With ``columns`` the task itself reads
+    the column of its tables that `text_field` names. In ``running_text`` a row may be any
     part, so that ``minutes`` alone decide sizes and recipe. ``refused`` are general options of training that mean
     nothing to the task, each with the reason and the remedy.
     """
@@ -46,6 +47,7 @@ class DataNeeds:
     default: str | None = None
     missing: str = "the task needs data; give `data` PATH."
     tokenized: bool = False
+    columns: bool = False
     running_text: bool = False
     refused: Mapping[str, str] = field(default_factory=dict)
 

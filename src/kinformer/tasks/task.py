@@ -40,11 +40,13 @@ class NoOptions:
 
 
 class Source(NamedTuple):
-    """Where data comes from: ``spec`` names it, ``holdout`` is the share held out, ``tokenizer`` makes ids of text."""
+    """Where data comes from: ``spec`` names it, ``holdout`` is the share held out, ``tokenizer`` makes ids of text,
+    ``text_field`` names the column of text for a task with ``data.columns``."""
 
     spec: str
     holdout: float | None
     tokenizer: Tokenizer | None
+    text_field: str | None = None
 
 
 class Data(Protocol):

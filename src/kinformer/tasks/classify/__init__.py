@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kinformer.core.model import WholeModel
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
@@ -31,19 +32,28 @@ def _classification(model: Any) -> Any:
     return Classification()
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClassifyOptions:
+    """Of classification."""
+
+    label_field: str | None = None
+    """The column or field with the class, in a table whose columns are not called label and text."""
+
+
 class Classify(Task):
     """Accuracy beside the most frequent class, class by class."""
 
     name = "classify"
     title = "classification"
     description = (
-        "Learns to tell the classes of examples: a folder with a folder per class, or a file of lines, .tsv or .jsonl. "
+        "Learns to tell the classes of examples: a folder with a folder per class, or a table, .csv, .tsv or .jsonl. "
         "Measured by accuracy, with that of always predicting the most frequent class as the baseline."
     )
     models = Models(protocols=(WholeModel,), inputs=("tokens",))
     data = DataNeeds(
-        missing="the task needs labelled examples; give `data` FOLDER, FILE.tsv or FILE.jsonl.",
+        missing="the task needs labelled examples; give `data` FOLDER, FILE.csv, FILE.tsv or FILE.jsonl.",
         tokenized=True,
+        columns=True,
         refused={"train_tokenizer": "is for text without labels, not for classify; give `tokenizer`."},
     )
     evaluation = EvaluationNeeds(
@@ -54,6 +64,7 @@ class Classify(Task):
     metrics = (ACCURACY, BITS_PER_LABEL)
     objectives = {"classification": _classification}
     special_apart = False
+    Options: ClassVar[type] = ClassifyOptions
 
     def fits(self, config: Any) -> bool:
         return super().fits(config) and config.head.kind == HEAD
@@ -61,7 +72,14 @@ class Classify(Task):
     def open(self, source: Source, options: Any, cache: Path | None = None) -> Labelled:
         from kinformer.data import open_labelled
 
-        return open_labelled(source.spec, cache=cache, tokenizer=source.tokenizer, holdout=source.holdout)
+        return open_labelled(
+            source.spec,
+            cache=cache,
+            tokenizer=source.tokenizer,
+            holdout=source.holdout,
+            text_field=source.text_field,
+            label_field=options.label_field,
+        )
 
     def vocab_size(self, data: Labelled) -> int:
         return data.vocab_size + SPECIAL_TOKENS

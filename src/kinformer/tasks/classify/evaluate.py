@@ -94,7 +94,8 @@ def _examples(
 ) -> tuple[Labelled, bool, Examples]:
     """The data, whether it is the run's own, and the part to measure on, with the run's numbers of classes."""
     run = subject.run
-    source = Source(task.spec_to_measure(subject, evaluation_settings.data), run.data.get("holdout"), run.tokenizer)
+    spec = task.spec_to_measure(subject, evaluation_settings.data)
+    source = Source(spec, run.data.get("holdout"), run.tokenizer, run.data.get("text_field"))
     examples = task.open(source, run.options)
     same = note_other_data(run, examples, evaluation_settings.data is not None)
     part = examples.splits[choose(evaluation_settings.split, examples.splits, "`split`")]

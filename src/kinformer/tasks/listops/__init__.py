@@ -56,7 +56,7 @@ class ListOps(Classify):
     data = DataNeeds(
         default=NAME,
         refused=dict.fromkeys(
-            ("data", "holdout", "tokenizer", "train_tokenizer"),
+            ("data", "holdout", "tokenizer", "train_tokenizer", "text_field"),
             "ListOps brings its own data and symbols; leave it out.",
         ),
     )
