@@ -63,11 +63,11 @@ class Embedder:
         self.cut = 0
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of a text."""
+        """Return the ids of a text, int64 [tokens]."""
         return self.tokenizer.encode(text)
 
     def __call__(self, batch: Sequence[tuple[TextItem, np.ndarray]]) -> list[tuple[TextItem, np.ndarray]]:
-        """The vectors of texts with their ids."""
+        """Return the vectors of texts that come with their ids."""
         room = self.length - self.ends.size
         texts = [ids[:room] for _, ids in batch]
         self.cut += sum(len(ids) > room for _, ids in batch)

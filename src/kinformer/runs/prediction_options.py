@@ -13,7 +13,7 @@ from kinformer.tasks.predictions import PredictionSettings
 
 @dataclass(frozen=True, kw_only=True)
 class PredictOptions(PredictionSettings, Machine):
-    """Predict with a trained run."""
+    """The options of predicting with a trained run."""
 
     set: Mapping[str, Any] = field(default_factory=dict)
     """A change that leaves the weights as they are, as in `set` layers.*.mixer.position.scaling=yarn."""
@@ -29,7 +29,7 @@ class PredictOptions(PredictionSettings, Machine):
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedOptions(Machine):
-    """Make vectors of texts with a trained run."""
+    """The options of making vectors of texts with a trained run."""
 
     set: Mapping[str, Any] = field(default_factory=dict)
     """A change that leaves the weights as they are, as in `set` layers.*.mixer.position.scaling=yarn."""
