@@ -67,7 +67,7 @@ class Entrant:
 
 
 def entrants(specs: Sequence[str], changes: Mapping[str, Any]) -> list[Entrant]:
-    """Those that ``specs`` name, as ``gpt``, ``linear-transformer:3,gpt:1`` or ``wide=gpt``.
+    """Return the entrants that ``specs`` name, as ``gpt``, ``linear-transformer:3,gpt:1`` or ``wide=gpt``.
 
     ``changes``: ``path -> value`` for all, ``NAME:path -> value`` for one.
     """

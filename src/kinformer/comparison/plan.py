@@ -168,7 +168,7 @@ def guarded(contestant: Contestant, stage: str) -> Iterator[None]:
 
 
 def still_in(contestants: Sequence[Contestant]) -> list[Contestant]:
-    """Those that nothing went wrong with so far."""
+    """The entrants that nothing went wrong with so far."""
     return [item for item in contestants if item.error is None]
 
 

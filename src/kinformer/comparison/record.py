@@ -106,7 +106,7 @@ class Comparison(Config):
 
     @property
     def finished(self) -> list[EntrantRecord]:
-        """Those that have a figure, the best first."""
+        """The entrants that have a figure, the best first."""
         done = [entrant for entrant in self.entrants if entrant.runs]
         return sorted(done, key=lambda item: mean_of(item) * (1 if self.lower_is_better else -1))
 

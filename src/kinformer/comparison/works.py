@@ -103,7 +103,7 @@ WORKS: dict[str, Begin] = dict(zip(options.WORKS, (forward, step, prefill, decod
 
 
 def works_of(config: Any) -> dict[str, Begin]:
-    """Those of a model of ``config``."""
+    """Return the works of a model of ``config``."""
     return {name: work for name, work in WORKS.items() if name in ("forward", "step") or generates(config)}
 
 

@@ -50,8 +50,8 @@ class Policy(Protocol):
 
 
 class Rollouts(NamedTuple):
-    """Of every episode [episodes]: its return, how many steps it had, and the best return that it allowed (NaN where
-    nobody knows)."""
+    """The results of episodes, all [episodes]: ``returns``, ``lengths`` in steps, and ``optimal``, the best return that
+    each allowed (NaN where nobody knows)."""
 
     returns: np.ndarray
     lengths: np.ndarray
@@ -90,7 +90,7 @@ class ActionSampler:
     seed: int
 
     def __call__(self, predicted: Tensor, episodes: np.ndarray, step: int) -> np.ndarray:
-        """Actions within their space."""
+        """Draw actions [rows, ...] within their space."""
         return within(self.drawn(predicted, episodes, step), self.actions)
 
     def drawn(self, predicted: Tensor, episodes: np.ndarray, step: int) -> np.ndarray:
@@ -152,7 +152,7 @@ class Agent:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the carried state."""
+        """The bytes of the carried state."""
         return 0 if self.state is None else states.nbytes(self.state)
 
     def _absorbed(self, chunk: np.ndarray) -> Tensor:

@@ -9,7 +9,7 @@ from kinformer.runtime.errors import KinformerError, require
 
 @dataclass(frozen=True, kw_only=True)
 class Acting:
-    """How an agent acts."""
+    """Options of acting in an environment."""
 
     env: str | None = None
     """The environment to act in; the run's own if not given."""
@@ -33,7 +33,7 @@ class Acting:
 
 @dataclass(frozen=True, kw_only=True)
 class Episodes(Acting):
-    """How many episodes are acted."""
+    """Options of acting in a number of episodes."""
 
     episodes: int = 100
     """How many episodes are acted; of trajectories for every return that is asked for."""
@@ -45,7 +45,7 @@ class Episodes(Acting):
 
 @dataclass(frozen=True, kw_only=True)
 class Rendering(Acting):
-    """How one episode is shown."""
+    """Options of showing one episode."""
 
     render: str | None = None
     """Draw the episode as a GIF of this name."""

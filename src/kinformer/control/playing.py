@@ -28,7 +28,7 @@ class Episode(NamedTuple):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """As JSON."""
+        """The episode as data that JSON can hold."""
         steps = len(self.rewards)
         return {
             "return": sum(self.rewards), "steps": steps, "rewards": self.rewards,

@@ -26,7 +26,7 @@ def normal_log_density(predicted: Tensor, actions: Tensor) -> Tensor:
 
 
 def entropy(predicted: Tensor, space: Discrete | Box) -> Tensor:
-    """[...] nats."""
+    """Return the policy's entropy in nats, [...]."""
     if isinstance(space, Discrete):
         return torch.special.entr(predicted.softmax(-1)).sum(-1)
     return (predicted.chunk(2, dim=-1)[1] + log(2 * pi * e) / 2).sum(-1)

@@ -48,7 +48,7 @@ class Trajectories:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Of every episode [episodes]."""
+        """The number of steps of every episode, [episodes]."""
         return np.diff(self.starts)
 
     @property
@@ -66,7 +66,7 @@ class Trajectories:
 
     @cached_property
     def returns_to_go(self) -> np.ndarray:
-        """[steps] float64."""
+        """The sum of the rewards from each step to its episode's end, [steps] float64."""
         to_go = np.empty_like(self.rewards)
         for first, end in zip(self.starts, self.starts[1:], strict=False):
             to_go[first:end] = self.rewards[first:end][::-1].cumsum()[::-1]
@@ -74,7 +74,7 @@ class Trajectories:
 
     @property
     def returns(self) -> np.ndarray:
-        """Of every episode [episodes]."""
+        """The return of every episode, [episodes]."""
         return self.returns_to_go[self.starts[:-1]]
 
     @cached_property
@@ -92,7 +92,7 @@ class Trajectories:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of all arrays."""
+        """Return a hash of all arrays, their shapes and types."""
         digest = sha256()
         for item in (self.observations, self.actions, self.rewards, self.starts):
             digest.update(f"{item.dtype} {item.shape} ".encode())
@@ -101,7 +101,7 @@ class Trajectories:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """For JSON."""
+        """What identifies the trajectories, as data that JSON can hold."""
         facts = {"name": self.name, "version": self.version, "fingerprint": self.fingerprint}
         return facts | {"episodes": self.episodes, "steps": len(self.rewards)}
 
@@ -191,7 +191,8 @@ def _actions(actions: np.ndarray, place: str) -> np.ndarray:
 
 
 def open_trajectories(spec: str, holdout: float | None = None) -> Trajectories:
-    """Of a .npz file, a folder of such files, or ``minari:NAME``."""
+    """Read the trajectories of a .npz file, a folder of such files, or ``minari:NAME``; KinformerError if there is
+    none."""
     from kinformer.control.trajectory_files import read_folder, read_minari, read_npz
 
     if spec.startswith("minari:"):

@@ -90,7 +90,7 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Those of the best validation, the deciding one first; empty for a run that was never validated."""
+        """The metrics of the best validation, the deciding one first; empty for a run that was never validated."""
         best = best_of(self.folder)
         return {} if best is None else best[0]
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 class _Callable(ModuleType):
     def __call__(self) -> list:
-        """The records of all tasks."""
+        """Return the records of all tasks, in the order of the table."""
         from kinformer.tasks.table import tasks
 
         return tasks()

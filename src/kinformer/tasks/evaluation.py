@@ -65,7 +65,7 @@ class Evaluation:
 
     @property
     def figures(self) -> Mapping[str, float]:
-        """The same as ``metrics``."""
+        """An alias of ``metrics``: the values by name."""
         return self.metrics
 
 
@@ -79,7 +79,7 @@ class EvaluationReport:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """For JSON."""
+        """The report as data that JSON can hold: one run's facts, or those of all under ``runs``."""
         if self.facts_of_task is not None:
             return self.facts_of_task
         facts = [evaluation.facts for evaluation in self.evaluations]
@@ -87,7 +87,8 @@ class EvaluationReport:
 
     @property
     def text(self) -> list[str | TextTable]:
-        """For people."""
+        """The report as lines and tables to print: the evaluations' one after the other, then what concerns all of
+        them."""
         return [*(block for evaluation in self.evaluations for block in evaluation.text), *self.together]
 
 

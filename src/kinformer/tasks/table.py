@@ -115,7 +115,7 @@ def refuse_options(refused: Mapping[str, str], options: Any) -> None:
 
 
 def what_tasks_there_are() -> str:
-    """All tasks, for a message."""
+    """Return a list of all tasks for an error message."""
     return f"the tasks are {', '.join(ALL)}."
 
 

@@ -106,7 +106,7 @@ class Task:
 
     @property
     def figures(self) -> tuple[Metric, ...]:
-        """The same as ``metrics``."""
+        """An alias of ``metrics``: those that the task measures."""
         return self.metrics
 
     def takes(self, config: ModelConfig) -> bool:

@@ -16,7 +16,7 @@ OPTIMAL = "optimal"
 
 @dataclass(frozen=True, kw_only=True)
 class TrajectoryOptions:
-    """Of trajectories."""
+    """Options of training on trajectories."""
 
     env: str | None = None
     """One of gymnasium's environments (extra rl) or of the library's own, such as t-maze. For trajectories that which
@@ -54,7 +54,7 @@ class TrajectoryActing(Acting):
 
 @dataclass(frozen=True, kw_only=True)
 class TrajectoryEvaluationOptions(Episodes, TrajectoryActing):
-    """Of trajectories."""
+    """Options of evaluating models of trajectories."""
 
     cloning_steps: int = 2000
     """Steps of training for the policy that clones the behaviour in the data and stands beside; 0 leaves it out."""
@@ -68,7 +68,7 @@ class TrajectoryEvaluationOptions(Episodes, TrajectoryActing):
 
 @dataclass(frozen=True, kw_only=True)
 class TrajectoryGenerationOptions(Rendering, TrajectoryActing):
-    """Of trajectories: one episode is played, and told step by step."""
+    """Options of playing one episode, step by step, with a model of trajectories."""
 
 
 def targets_of(text: str) -> tuple[float | None, ...]:

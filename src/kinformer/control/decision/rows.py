@@ -47,7 +47,8 @@ class StepsBatch(NamedTuple):
 def rows_of(
     trajectories: Trajectories, action_dim: int, episodes: np.ndarray, first: np.ndarray, steps: int
 ) -> StepsBatch:
-    """Of ``episodes`` [rows] the ``steps`` steps from step ``first`` [rows] of each on, or as many as there are."""
+    """Return a batch of ``steps`` steps of the ``episodes`` [rows] from step ``first`` [rows] of each on, or of as many
+    as there are."""
     offset = first[:, None] + np.arange(steps)
     real = offset < trajectories.lengths[episodes][:, None]
     index = np.where(real, trajectories.starts[episodes][:, None] + offset, 0)
@@ -140,8 +141,8 @@ def _weights(trajectories: Trajectories, episodes: np.ndarray, power: float) -> 
 
 
 class ActionLoss:
-    """Of actions, each predicted at the position of its state: cross-entropy of discrete ones, the mean squared error
-    of continuous ones, or the negative logarithm of their density."""
+    """The loss of actions, each predicted at the position of its state: cross-entropy of discrete ones, the mean
+    squared error of continuous ones, or the negative logarithm of their density."""
 
     reads_hidden = True
 
@@ -163,7 +164,8 @@ class ActionLoss:
 
 
 def predictions(model: Any, batch: StepsBatch, state: Any = None) -> tuple[Tensor, Tensor, Any]:
-    """Of every real step what ``model`` says [steps, ...] in float32, and the action; the state after."""
+    """Return the outputs of ``model`` for every real step [steps, ...] in float32, the actions [steps, ...], and the
+    state after."""
     inputs, state = model.head_inputs(batch.values, state, valid=None if bool(batch.real.all()) else batch.valid)
     at_states = states.map_tensors(lambda item: item[:, 1::PER_STEP][batch.real][None], inputs)
     return model.logits(at_states)[0].float(), batch.actions[batch.real], state

@@ -106,11 +106,11 @@ class Environment:
             raise KinformerError(f"{self.name}: knows the actions 0 to {space.n - 1}, but is given {actions.tolist()}.")
 
     def _begin(self, row: int, seed: int) -> None:
-        """A new episode of one row."""
+        """Begin a new episode in one row."""
         raise NotImplementedError
 
     def _observe(self) -> np.ndarray:
-        """[rows, features] float32."""
+        """Return the observations of all rows, [rows, features] float32."""
         raise NotImplementedError
 
     def _act(self, actions: np.ndarray, running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

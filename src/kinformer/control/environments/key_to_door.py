@@ -23,7 +23,7 @@ MOVES = np.array([[-1, 0], [1, 0], [0, -1], [0, 1]])
 
 
 class KeyToDoor(Environment):
-    """The optimum is 1."""
+    """Three rooms: pick up the key, cross the second, and open the door. The optimum is 1."""
 
     name = "key-to-door"
     observation_dim = ROOMS + 3
@@ -42,7 +42,7 @@ class KeyToDoor(Environment):
 
     @property
     def room(self) -> np.ndarray:
-        """Of every row, 0 to 2."""
+        """The room that every row is in, 0 to 2, [rows]."""
         return np.minimum(self.steps // ROOM_STEPS, ROOMS - 1)
 
     def _begin(self, row: int, seed: int) -> None:

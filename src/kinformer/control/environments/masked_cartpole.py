@@ -35,7 +35,7 @@ def moved(states: np.ndarray, actions: np.ndarray) -> np.ndarray:
 
 
 class MaskedCartPole(Environment):
-    """The optimum is 500."""
+    """A pole on a cart, seen without velocities. The optimum is 500."""
 
     name = "masked-cartpole"
     observation_dim = 2

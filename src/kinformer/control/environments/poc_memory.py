@@ -21,7 +21,7 @@ SHOWN, PARTS = 2, 5
 
 
 class PocMemory(Environment):
-    """The optimum is 1."""
+    """A line with two goals, shown in the first two steps alone. The optimum is 1."""
 
     name = "poc-memory"
     observation_dim = 3

@@ -12,7 +12,7 @@ DEFAULT_ENV = "t-maze"
 
 @dataclass(frozen=True, kw_only=True)
 class ControlOptions:
-    """Of control."""
+    """Options of training to control."""
 
     env: str | None = None
     """The environment to act in."""
@@ -47,9 +47,9 @@ class ControlOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ControlEvaluationOptions(Episodes):
-    """Of control."""
+    """Options of evaluating control."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ControlGenerationOptions(Rendering):
-    """Of control: one episode is played, and told step by step."""
+    """Options of playing one episode of control, step by step."""

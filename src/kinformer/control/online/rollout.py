@@ -49,7 +49,7 @@ class Rollout(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Positions."""
+        """The number of positions in the rollout."""
         return self.begun.numel()
 
 
@@ -83,7 +83,7 @@ class Actor:
 
     @property
     def steps(self) -> int:
-        """Of the environment, in all rows together."""
+        """The number of steps of the environment so far, in all rows together."""
         return self.acted * len(self.rows)
 
     def rollout(self, model: Any) -> Rollout:

@@ -235,7 +235,7 @@ def _with_globals(pattern: Pattern, name: str) -> str:
 
 
 def _of_layer(placed_parts: list[Placed], options: DrawOptions) -> list[Placed]:
-    """Those of the layer that was asked for."""
+    """Return the parts of the layer that was asked for; all parts if none was."""
     if options.layer is None:
         return placed_parts
     layer = options.layer - 1

@@ -30,7 +30,7 @@ NAME = "algorithm"
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmOptions:
-    """Of algorithms."""
+    """Options of training on algorithms."""
 
     algorithm: Literal["copy", "reverse", "addition", "parity"] = "copy"
     """What is computed: 407=407, 407=704, 407+950=592 (the lowest digit first), or of bits 0110=0."""
@@ -54,7 +54,7 @@ class AlgorithmOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmEvaluationOptions:
-    """Of algorithms."""
+    """Options of evaluating algorithms."""
 
     at_digits: str | None = None
     """Measure problems of these numbers of digits, as in 10,20,40, instead of up to four times training's longest."""

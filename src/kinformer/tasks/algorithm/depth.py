@@ -40,17 +40,18 @@ class ByDifficulty:
 
     @property
     def mean(self) -> float:
-        """Over all tokens, those of problems too."""
+        """Return the mean depth of all tokens noted, those of problems included."""
         return float(self.all[1] / self.all[0])
 
     @property
     def facts(self) -> dict[str, list[dict[str, Any]]]:
-        """For JSON: by what, a row for each group that has tokens."""
+        """The counts as data that JSON can hold: by each difficulty, a row for every group that has tokens."""
         return {f"by_{name}": rows_of(name, counts, self.depths.metric.name) for name, counts in self.counts.items()}
 
 
 def rows_of(name: str, counts: Tensor, depth: str) -> list[dict[str, Any]]:
-    """Of ``counts`` [3, groups] (tokens, right ones, depths summed): how many, how often right, how deep."""
+    """Return a row for every group of ``counts`` [3, groups] (tokens, right ones, sums of depths) that has tokens:
+    their number, their accuracy and their mean ``depth``."""
     return [
         {name: number, "tokens": int(tokens), "accuracy": right / tokens, depth: total / tokens}
         for number, (tokens, right, total) in enumerate(counts.T.tolist())

@@ -117,7 +117,8 @@ def _lengths(model: Any, data: AlgorithmData, at_digits: Sequence[int] | None) -
 def _measured(
     model: Any, data: AlgorithmData, split: str, digits: int, rows: int, evaluation_settings: EvaluationSettings
 ) -> dict[str, Any]:
-    """Of problems with so many digits: answers' tokens and how many are right, problems and how many are solved."""
+    """Measure problems of so many digits: the answers' tokens and how many are right, problems and how many are
+    solved."""
     tokens, right, nats, done, size = 0, 0, 0.0, 0, max(1, evaluation_settings.chunk // data.width(digits))
     counts = torch.zeros(len(SYMBOLS), dtype=torch.int64)
     with torch.inference_mode(), noting_depths(model) as depths:

@@ -37,7 +37,7 @@ class AlgorithmModule(MadeRows):
 
 
 class AlgorithmLoss(AnswersLoss):
-    """Of all tokens of the answers; how many problems are solved is counted too."""
+    """The mean cross-entropy of all tokens of the answers; its metrics also count the problems that are solved."""
 
     def counted(self, batch: ScoredBatch, rows: Tensor, right: Tensor) -> dict[str, Tensor]:
         problems = len(batch.tokens)

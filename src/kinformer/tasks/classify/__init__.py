@@ -34,7 +34,7 @@ def _classification(model: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifyOptions:
-    """Of classification."""
+    """Options of training on classification."""
 
     label_field: str | None = None
     """The column or field with the class, in a table whose columns are not called label and text."""

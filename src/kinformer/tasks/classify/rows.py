@@ -30,13 +30,13 @@ class LabelledBatch(NamedTuple):
 
     @classmethod
     def of(cls, rows: Rows) -> LabelledBatch:
-        """Rows as a batch."""
+        """Make a batch of padded rows and their labels."""
         valid = None if rows.valid is None else torch.from_numpy(rows.valid)
         return cls(torch.from_numpy(rows.tokens), valid, torch.from_numpy(rows.labels))
 
     @property
     def size(self) -> int:
-        """How many tokens are read."""
+        """The number of tokens that are read, padding included."""
         return self.tokens.numel()
 
 

@@ -33,8 +33,9 @@ WIDER, BOTTLENECK = 16 / 3, 256
 
 
 def view_nats(student: Tensor, teacher: Tensor, centre: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Of logits ``student`` [views, rows, classes], whose first views are those of ``teacher`` [global views, rows,
-    classes]: the cross-entropy of each row over all pairs of unlike views [rows], and the teacher's entropy [rows]."""
+    """Return the cross-entropy of each row over all pairs of unlike views, [rows], and the teacher's entropy, [rows],
+    in nats. Logits are ``student`` [views, rows, classes], whose first views are those of ``teacher`` [global views,
+    rows, classes]."""
     targets = ((teacher - centre) / temperature).softmax(-1)
     log_probs = (student / STUDENT_TEMPERATURE).log_softmax(-1)
     pairs = -torch.einsum("trk,srk->tsr", targets, log_probs)
@@ -116,7 +117,8 @@ class SelfDistillation(OnlineLearner):
                 teacher.get_parameter(name).lerp_(weight, share)
 
     def _views(self, values: Tensor) -> list[Tensor]:
-        """In training by PyTorch's own generator, which the trainer seeds for each step; else always the same."""
+        """Draw views of ``values``: in training by PyTorch's generator, which the trainer seeds for each step; else
+        always the same."""
         options = self.options
         generator = None if self.training else torch.Generator().manual_seed(0)
         if self.teacher.input.lower:

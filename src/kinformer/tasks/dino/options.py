@@ -9,7 +9,7 @@ from kinformer.runtime.errors import KinformerError, require, require_above
 
 @dataclass(frozen=True, kw_only=True)
 class DinoOptions:
-    """Of self-distillation."""
+    """Options of training by self-distillation."""
 
     resize: int | None = None
     """Scale pictures of a folder until their shorter side has N pixels, and take the middle square."""
@@ -43,7 +43,7 @@ class DinoOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DinoEvaluationOptions:
-    """Of self-distillation."""
+    """Options of evaluating self-distillation."""
 
     nearest: int = 20
     """How many of the nearest training images say of which class an image is."""

@@ -50,7 +50,7 @@ class Pieces:
         return len(self.images) * self.grid[0] * self.grid[1]
 
     def take(self, index: np.ndarray) -> Tensor:
-        """Those of the numbers ``index``, uint8 [rows, channels, height, width]."""
+        """Return the pieces of the numbers ``index``, uint8 [rows, channels, height, width]."""
         item = self.grid[0] * self.grid[1]
         pieces = np.zeros((len(index), *self.size, self.images.shape[2]), np.uint8)
         for row, number in enumerate(index.tolist()):

@@ -96,7 +96,7 @@ def _recoloured(x: Tensor, generator: Generator | None) -> Tensor:
 
 
 def _blurred(x: Tensor, share: float, generator: Generator | None) -> Tensor:
-    """By a Gaussian of each image's own, in a ``share`` of them."""
+    """Blur a ``share`` of the images of ``x`` [rows, channels, height, width], each by a Gaussian of its own width."""
     scale = max(x.shape[2:]) / OF_SIDE
     deviation = scale * (SHARPEST + (SOFTEST - SHARPEST) * torch.rand(len(x), generator=generator))
     reach = min(int(3 * SOFTEST * scale) + 1, min(x.shape[2:]) - 1)

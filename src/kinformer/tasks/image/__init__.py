@@ -29,7 +29,7 @@ ABSOLUTE = ("learned", "sinusoidal")
 
 @dataclass(frozen=True, kw_only=True)
 class ImageOptions:
-    """Of images."""
+    """Options of training on images."""
 
     resize: int | None = None
     """Scale pictures of a folder until their shorter side has N pixels, and take the middle square."""
@@ -40,7 +40,7 @@ class ImageOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageEvaluationOptions:
-    """Of images."""
+    """Options of evaluating models of images."""
 
     images: int | None = None
     """Measure on the first N images only."""
@@ -53,7 +53,7 @@ class ImageEvaluationOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageGenerationOptions:
-    """Of images."""
+    """Options of generating images."""
 
     out: str | None = None
     """The PNG to write, a grid of `samples` images (samples.png in the run folder)."""

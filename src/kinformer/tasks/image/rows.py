@@ -48,7 +48,7 @@ class Sequences:
         return torch.from_numpy((cells if self.input.joint else cells[..., 0]).astype(np.int64))
 
     def images(self, values: Tensor) -> np.ndarray:
-        """The inverse of :meth:`of`."""
+        """Return ``values`` [images, time(, channels)] as pixels uint8, the inverse of :meth:`of`."""
         shape = (len(values), self.input.height, self.input.width, self.input.channels)
         return values.cpu().numpy().astype(np.uint8)[:, self._places].reshape(shape)
 

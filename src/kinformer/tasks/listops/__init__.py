@@ -23,7 +23,7 @@ NAME = "listops"
 
 @dataclass(frozen=True, kw_only=True)
 class ListOpsOptions:
-    """Of ListOps."""
+    """Options of training on ListOps."""
 
     examples: int = 96_000
     """Lists to train on."""

@@ -40,7 +40,8 @@ class MaskedSentences(NamedTuple):
 
 
 class MaskedLanguageCpc:
-    """For an encoder whose global input has a token for every sentence of ``length`` tokens.
+    """Masked language modelling with contrastive predictive coding, for an encoder whose global input has a token for
+    every sentence of ``length`` tokens.
 
     A tenth of the sentences is masked, one at least; such are whole and hold none of the tokens ``ends``. In eval mode
     the choice is always the same. Further metrics: ``cpc_nats``, ``cpc_predicted``, ``cpc_correct``, and
@@ -54,7 +55,8 @@ class MaskedLanguageCpc:
 
     @classmethod
     def of(cls, model: nn.Module) -> MaskedLanguageCpc:
-        """For ``model``, whose length of sentences and mask token it takes over."""
+        """Make the objective for ``model``, from which it takes the length of sentences and the mask token;
+        KinformerError if the model lacks one of them."""
         length = getattr(getattr(model, "global_input", None), "length", None)
         if length is None or (mask := mask_token_of(model.config)) is None:
             raise KinformerError(

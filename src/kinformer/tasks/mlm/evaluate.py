@@ -27,8 +27,9 @@ from kinformer.training.metric import ACCURACY, bits_per_masked
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedMeasurement:
-    """Of ``masked`` tokens of ``windows``: bits each, the share found, and bits by frequency (``unigram_bits``) and by
-    frequency after the true token before it (``bigram_bits``), as counted in the training data."""
+    """Metrics of ``masked`` tokens in ``windows`` windows: bits per token, the share predicted right, and bits by
+    frequency (``unigram_bits``) and by frequency after the true token before it (``bigram_bits``), as counted in the
+    training data."""
 
     bits: float
     accuracy: float

@@ -94,5 +94,5 @@ def silenced(model: Any) -> Iterator[None]:
 
 
 def _nats(model: Any, batch: MaskedBatch, **inputs: Tensor) -> dict[str, Tensor]:
-    """Metrics of masked tokens."""
+    """Return the sums of masked language modelling over ``batch``: nats, tokens and how many are right."""
     return masked_tokens(model, model.hidden(batch.tokens, valid=batch.valid, **inputs).long_input, batch)[1]

@@ -33,7 +33,7 @@ class MaskedBatch(NamedTuple):
 
     @classmethod
     def of(cls, rows: Rows) -> MaskedBatch:
-        """Rows as a batch."""
+        """Make a batch of rows of tokens and their masks."""
         assert rows.positions is not None
         valid = None if rows.valid is None else torch.from_numpy(rows.valid)
         tokens, labels, positions = (torch.from_numpy(field) for field in (rows.tokens, rows.labels, rows.positions))
@@ -41,7 +41,7 @@ class MaskedBatch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many tokens are read."""
+        """The number of tokens that are read."""
         return self.tokens.numel()
 
 

@@ -33,7 +33,8 @@ class DeepSupervision(nn.Module):
 
     @classmethod
     def of(cls, model: nn.Module) -> DeepSupervision:
-        """For the sizes of ``model``, which must show its layers' outputs by ``hidden(tokens, state, taps=...)``."""
+        """Make the objective for the sizes of ``model``, which must show its layers' outputs by ``hidden(tokens, state,
+        taps=...)``; KinformerError if it does not."""
         if not (hasattr(model, "hidden") and units_of(model)):
             raise KinformerError(
                 f"the objective 'deep-supervision' reads the layers of a model, but {type(model).__name__} shows none; "

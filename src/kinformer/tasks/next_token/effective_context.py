@@ -58,7 +58,8 @@ def evaluate_recl(
 
 
 def contexts_of(runs: Sequence[TrainedRun], lengths: Sequence[Length]) -> list[int]:
-    """As asked for, or eight equal steps up to twice the (first run's) training length."""
+    """Return the contexts to measure, in tokens: ``lengths``, or eight equal steps up to twice the (first run's)
+    training length."""
     first = runs[0]
     if lengths:
         return sorted({length.tokens(first) for length in lengths})

@@ -30,9 +30,9 @@ NGRAM_CONTEXT = 4
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one run: ``first`` as it was trained, ``rest`` at further lengths, ``skipped`` those beyond its positions,
-    ``usage`` of its memories, ``steps`` per token and ``exits`` in the first (``whole``: the same with all layers),
-    ``subject`` without its model."""
+    """The measurements of one run: ``first`` as it was trained, ``rest`` at further lengths, ``skipped`` those beyond
+    its positions, ``usage`` of its memories, ``steps`` per token and ``exits`` in the first (``whole``: the same with
+    all layers), ``subject`` without its model."""
 
     subject: LoadedRun
     data: HeldOut
@@ -48,7 +48,7 @@ class Measured:
 
     @property
     def all(self) -> list[Measurement]:
-        """The first and the rest."""
+        """Return the first measurement and those at further lengths."""
         return [self.first, *self.rest]
 
 

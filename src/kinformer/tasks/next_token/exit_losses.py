@@ -22,7 +22,7 @@ WEIGHTS = {
 
 
 class ExitLosses:
-    """As the model's stack says:
+    """The loss of models with early exits, of the kind that the model's stack names:
 
     aligned    loss = sum of w_n L_n over the exits n / sum of w_n, L_n the cross-entropy of exit n for all tokens
     mixed      loss = mean of L over ``stack.samples`` runs, in each of which tokens leave by exits drawn evenly
@@ -36,7 +36,7 @@ class ExitLosses:
 
     @classmethod
     def of(cls, model: nn.Module) -> ExitLosses:
-        """For ``model``, whose stack must have exits."""
+        """Make the objective for ``model``; KinformerError if its stack has no exits."""
         if not (units_of(model) and getattr(model, "stack").exits):  # noqa: B009
             raise KinformerError(
                 "the objective 'exits' needs a model whose tokens may leave early, which those of this one may not; "

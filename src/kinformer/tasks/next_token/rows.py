@@ -148,7 +148,8 @@ def next_token_nats(logits: Tensor, targets: Tensor, valid: Tensor | None) -> tu
 
 
 def hidden_nats(model: Any, inputs: Any, targets: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As :func:`next_token_nats`, of the head's ``inputs``; of hidden states without all logits at once."""
+    """Return what :func:`next_token_nats` does, from the head's ``inputs``; for hidden states without computing all
+    logits at once."""
     if not isinstance(inputs, Tensor):
         return next_token_nats(model.logits(inputs), targets, valid)
     count: Tensor | int = max(1, targets.numel())

@@ -30,7 +30,7 @@ NAME = "recall"
 
 @dataclass(frozen=True, kw_only=True)
 class RecallOptions:
-    """Of recall."""
+    """Options of training on recall."""
 
     pairs: str = "4,8,16"
     """How many keys and values a row of `length` tokens has: one of these numbers, drawn for every row."""
@@ -61,7 +61,7 @@ class RecallOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RecallEvaluationOptions:
-    """Of recall."""
+    """Options of evaluating recall."""
 
     at_pairs: str | None = None
     """Measure rows of these numbers of pairs instead of the trained ones, as in 4,8,16,32."""

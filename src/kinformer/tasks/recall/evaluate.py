@@ -62,7 +62,7 @@ def evaluate(
 def _measured(
     model: Any, data: Recall, split: str, pairs: int, length: int, rows: int, evaluation_settings: EvaluationSettings
 ) -> dict[str, Any]:
-    """Of rows with so many pairs: queries, how many are right, and nats in all."""
+    """Measure rows of so many pairs: the queries, how many are right, and the sum of their nats."""
     data.check(length, (pairs,))
     if model.max_length is not None and length > model.max_length:
         raise KinformerError(

@@ -20,7 +20,7 @@ def accuracy_of(pairs: int) -> Metric:
 
 
 class RecallData(MadeRows):
-    """Rows of training's length."""
+    """Rows of training's length, and their accuracy by the number of pairs."""
 
     data: Recall
 
@@ -46,7 +46,8 @@ class RecallData(MadeRows):
 
 
 class RecallLoss(AnswersLoss):
-    """Of the values that are asked for; how many are right is counted for each of ``pairs``."""
+    """The mean cross-entropy of the values that are asked for; its metrics count the right ones for each of
+    ``pairs``."""
 
     def __init__(self, pairs: Sequence[int]) -> None:
         self.pairs = tuple(pairs)

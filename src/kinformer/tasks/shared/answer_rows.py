@@ -43,7 +43,8 @@ class ScoredBatch(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """Of every asked token ``logits`` [tokens, symbols] in float32, the label and its row; the ``state`` after."""
+    """A model's answers: ``logits`` [tokens, symbols] in float32, ``labels`` and ``rows`` of every asked token, and the
+    ``state`` after the batch."""
 
     logits: Tensor
     labels: Tensor
@@ -77,7 +78,7 @@ class MadeRows(DataModule):
 
     @property
     def width(self) -> int:
-        """How many tokens a row has."""
+        """The number of tokens in a row."""
         raise NotImplementedError
 
     def made(self, split: str, part: int, seed: int) -> tuple[np.ndarray, ...]:

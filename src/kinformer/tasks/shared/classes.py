@@ -35,8 +35,8 @@ def numbers_of(run: TrainedRun, name: str, classes: Sequence[str]) -> np.ndarray
 
 
 def by_class(classes: Sequence[str], measured: Any, things: str) -> tuple[list[dict[str, Any]], TextTable]:
-    """Of every class how many ``things`` there are, how often it was predicted and how often rightly, as JSON and as a
-    table."""
+    """Return, as JSON and as a table, how many ``things`` of every class there are, how often it was predicted and how
+    often rightly."""
     columns = (measured.examples, measured.predicted, measured.correct)
     counts = [
         {"class": name, things: there, "predicted": predicted, "correct": correct}

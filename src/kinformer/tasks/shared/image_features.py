@@ -28,7 +28,7 @@ class CachedFeatures:
 
 
 def keep_features(input: Any, changed: bool) -> CachedFeatures | None:
-    """Of an ``input`` of tiles whose encoder is frozen; None where it learns, or where images are ``changed`` in every
-    step, and of other inputs."""
+    """Return a cache for an ``input`` of tiles whose encoder is frozen; None where it learns, where images are
+    ``changed`` in every step, and for other inputs."""
     frozen = bool(input.lower) and not any(parameter.requires_grad for parameter in input.lower[-1].parameters())
     return CachedFeatures(input) if frozen and not changed else None

@@ -11,7 +11,7 @@ from kinformer.runtime.fields import Checked
 
 @dataclass(frozen=True, kw_only=True)
 class NextTokenOptions:
-    """Of models of the next token."""
+    """Options of training models of the next token."""
 
     segments: bool = False
     """Train on consecutive segments of `length` tokens: the state is carried from one to the next, gradients not."""
@@ -19,7 +19,7 @@ class NextTokenOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class NextTokenEvaluationOptions(Checked):
-    """Of models of the next token."""
+    """Options of evaluating models of the next token."""
 
     context: str | None = None
     """Measure in windows of N tokens, or with the state carried from end to end (N or "carried"). If not given, as it
@@ -64,7 +64,7 @@ class NextTokenEvaluationOptions(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class MlmOptions:
-    """Of masked language modelling."""
+    """Options of masked language modelling."""
 
     mask_share: float = 0.15
     """The share of all tokens that is predicted."""
@@ -86,7 +86,7 @@ def whole_numbers(flag: str, text: str, of: str, example: str) -> tuple[int, ...
 
 @dataclass(frozen=True, kw_only=True)
 class MaskPredictionOptions:
-    """Of masked language modelling."""
+    """Options of predicting masked tokens."""
 
     mask: str = "[MASK]"
     """What stands for a masked token in the texts."""

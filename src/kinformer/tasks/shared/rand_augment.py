@@ -70,7 +70,7 @@ def _colour(x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
 
 
 def _posterise(x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    """8 bits down to 4."""
+    """Reduce the 8 bits of each value to as few as 4."""
     levels = 2.0 ** (8 - (4 * _wide(strength)).round())
     return (x * 255 / 256 * levels).floor() / levels * 256 / 255
 

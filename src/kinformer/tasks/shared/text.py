@@ -89,7 +89,7 @@ class HeldOut:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """For JSON."""
+        """What identifies the text, as data that JSON can hold: the corpus, its split, and whether it is the run's."""
         return identity_of_part(self.corpus, self.split.name, self.same)
 
 

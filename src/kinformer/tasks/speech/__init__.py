@@ -31,7 +31,7 @@ NAME, INPUT, HEAD = "speech", "frames", "ctc"
 
 @dataclass(frozen=True, kw_only=True)
 class SpeechOptions:
-    """Of speech."""
+    """Options of training on speech."""
 
     units: Literal["characters", "labels"] | None = None
     """What transcripts are made of: characters, or labels with spaces between them (words, digits, phonemes). If not
@@ -70,7 +70,7 @@ class SpeechOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeechEvaluationOptions:
-    """Of speech."""
+    """Options of evaluating speech recognition."""
 
     prefixes: int = 1
     """Search the most probable transcript among so many prefixes; 1 follows the most probable path (greedy)."""
@@ -81,7 +81,7 @@ class SpeechEvaluationOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeechGenerationOptions:
-    """Of speech."""
+    """Options of transcribing sound."""
 
     audio: str | None = None
     """The sound to write down: a WAV or FLAC file, or - for WAV on standard input, which causal models write down while

@@ -103,7 +103,7 @@ def _heard(
 
 
 def _most_frequent(data: Sound, references: list[list[str]]) -> Errors:
-    """Of always writing the transcript that training has most often."""
+    """Count the errors of always writing the most frequent transcript of training."""
     train = data.splits["train"]
     counts = Counter(train.transcript(number) for number in range(len(train.lengths)))
     always = split_symbols(counts.most_common(1)[0][0], data.unit)

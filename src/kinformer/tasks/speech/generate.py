@@ -41,7 +41,7 @@ class Transcribed:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """For JSON."""
+        """The transcript as data that JSON can hold."""
         return {
             "run": self.run, "audio": self.audio, "text": self.transcript, "sound_seconds": self.heard,
             "seconds": self.seconds, "state_bytes": self.state_bytes,
@@ -49,7 +49,7 @@ class Transcribed:
 
     @property
     def text(self) -> str:
-        """What it cost, for people."""
+        """What the transcript cost, as a line to print."""
         speed = f", {self.heard / self.seconds:.1f} times as fast as spoken" if self.seconds else ""
         return f"{self.heard:.2f} s of sound in {self.seconds:.3f} s{speed}; state {self.state_bytes} bytes"
 
@@ -93,7 +93,7 @@ class Listener:
         return frames.unfold(0, width, stride).mT if new else frames[:0]
 
     def _features(self, last: bool) -> Tensor:
-        """Those of whole frames; at the end at least one of any sound."""
+        """Return the features of all complete frames [frames, mels]; at the end (``last``) of one frame at least."""
         if len(self.samples) < self.bank.size and (self.started or not last):
             return torch.zeros(0, self.input.mels)
         self.started = True

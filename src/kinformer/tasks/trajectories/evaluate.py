@@ -86,7 +86,7 @@ def _refuse_acting(
 
 
 def _held_out(model: Any, data: TrajectoryData, split: str, chunk: int) -> dict[Metric, float]:
-    """Of the actions of a split, in rows of whole episodes or as long as the model's positions."""
+    """Measure the actions of a split, in rows of whole episodes or as long as the model's positions."""
     trajectories, loss = data.trajectories, ActionLoss()
     most = int(trajectories.lengths.max()) if model.max_length is None else max(1, model.max_length // PER_STEP)
     sums: dict[str, float] = {}
@@ -125,7 +125,8 @@ def _acted(
     seed: int,
     quiet: bool,
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """For every return that is asked for what came of it, and the same of cloned behaviour."""
+    """Act in ``env``; return a row of results for every return that is asked for, and one of cloned behaviour, if
+    any."""
     environment = make(env)
     check_environment(environment, data.trajectories.state_dim, data.trajectories.discrete, f"{subject.run.folder}")
     environment.close()
@@ -156,7 +157,7 @@ def facts_correlation(rows: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    """From 0; the mean of their ranks for what is alike."""
+    """Return ranks from 0 of ``values`` [n]; equal values share the mean of their ranks."""
     return ((values[:, None] > values).sum(1) + (values[:, None] >= values).sum(1) - 1) / 2
 
 

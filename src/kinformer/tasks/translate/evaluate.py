@@ -38,7 +38,8 @@ class Scores(NamedTuple):
 
 
 def scores(translations: Sequence[str], references: Sequence[str]) -> Scores:
-    """Of one reference a line; the package sacrebleu computes them (Post 2018), as it does by default."""
+    """Compute BLEU and chrF with one reference a line by the package sacrebleu (Post 2018) and its defaults;
+    KinformerError if it is not installed."""
     try:
         from sacrebleu.metrics import BLEU as Bleu  # noqa: N811
         from sacrebleu.metrics import CHRF as Chrf  # noqa: N811
@@ -103,7 +104,7 @@ def evaluate(
 
 
 def bits_per_byte(subject: LoadedRun, data: Parallel, pairs: Pairs, tokens: int) -> float:
-    """Of the references, each predicted from its source; some ``tokens`` at a time."""
+    """Return the bits per byte of the references, each predicted from its source, about ``tokens`` tokens at a time."""
     model, loss, nats, count = subject.model, TranslationLoss(0.0), 0.0, 0
     encoded, ends, device = EncodedPairs(pairs, data.tokenizer), ends_of(subject.run.config), device_of(subject.model)
     batches = TokenBatches(encoded.widths, tokens, 0)

@@ -69,7 +69,7 @@ class Translator:
         return hypotheses.best
 
     def text(self, hypothesis: Hypothesis) -> str:
-        """What it says, in one line."""
+        """Return the hypothesis as text, in one line."""
         tokens = [token for token in hypothesis.tokens if token < self.tokenizer.vocab_size]
         return " ".join(self.tokenizer.decode(tokens).splitlines())
 

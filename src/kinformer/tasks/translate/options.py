@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TranslateOptions:
-    """Of translation."""
+    """Options of training on translation."""
 
     source: str | None = None
     """The language to translate from: the ending of its files, or the name of its column (English if it is there)."""
@@ -36,7 +36,7 @@ class TranslateOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class BeamOptions:
-    """Of translation."""
+    """Options of searching for translations with a beam."""
 
     beam: int = 4
     """How many translations of a sentence are followed; 1 always takes the most probable token."""
@@ -50,7 +50,7 @@ class BeamOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding(BeamOptions):
-    """Of translation."""
+    """Options of translating a text."""
 
     sentences: int = 32
     """How many are translated at a time."""
@@ -62,7 +62,7 @@ class Decoding(BeamOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TranslateEvaluationOptions(Decoding):
-    """Of translation."""
+    """Options of evaluating translation."""
 
     first: int | None = None
     """Measure the first so many pairs only."""

@@ -60,7 +60,7 @@ class EncodedPairs:
         return 1 + np.max([np.diff(starts) for _, starts in self.sides], axis=0)
 
     def batch(self, indices: np.ndarray, ends: BosEos) -> PairBatch:
-        """Some pairs, one or more."""
+        """Make a padded batch of the pairs ``indices`` [rows], one or more."""
         assert ends.bos is not None and ends.eos is not None
         source, target = ([ids[starts[i] : starts[i + 1]] for i in indices] for ids, starts in self.sides)
         sources, source_valid = padded([[*ids, ends.eos] for ids in source])

@@ -86,7 +86,8 @@ class Vision(Task):
         return fitted(config, data)
 
     def length(self, data: ImageData, config: Any) -> int:
-        """Of an image of the data, which may differ from the size that positions were learned for."""
+        """The number of positions of an image of the data, whose size may differ from that for which positions were
+        learned."""
         from kinformer.tasks.vision.fit import length_of
 
         return length_of(config, data.shape)

@@ -66,7 +66,8 @@ def measure_images(
 
 
 def calibration_error(sure: np.ndarray, right: np.ndarray) -> float:
-    """Of probabilities [n] from 0 to 1 and whether each prediction was right."""
+    """Return the expected calibration error of probabilities ``sure`` [n] from 0 to 1; ``right`` [n] says which
+    predictions were."""
     place = np.minimum((sure * BINS).astype(int), BINS - 1)
     gaps = np.bincount(place, sure, BINS) - np.bincount(place, right, BINS)
     return float(np.abs(gaps).sum() / len(sure))

@@ -29,7 +29,7 @@ class ImageClassification:
         return loss, counted(logits.detach(), batch), None
 
     def loss(self, logits: Tensor, batch: ImageBatch, smoothing: float) -> Tensor:
-        """Of logits [rows, classes]."""
+        """Return the mean loss of ``logits`` [rows, classes], a scalar."""
         first = _of(logits, batch.labels, smoothing)
         if batch.others is None or batch.shares is None:
             labelled = (batch.labels != IGNORED).sum()

@@ -14,7 +14,7 @@ NOTHING = "none"
 
 @dataclass(frozen=True, kw_only=True)
 class VisionOptions:
-    """Of image classification."""
+    """Options of training on image classification."""
 
     resize: int | None = None
     """Scale pictures of a folder until their shorter side has N pixels, and take the middle square."""
@@ -65,13 +65,13 @@ class VisionOptions:
 
     @property
     def augmentations(self) -> tuple[str, ...]:
-        """The names in ``augment``."""
+        """Return the names in ``augment``."""
         return () if self.augment == NOTHING else tuple(self.augment.split(","))
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionEvaluationOptions:
-    """Of image classification."""
+    """Options of evaluating image classification."""
 
     images: int | None = None
     """Measure on the first N images only."""
@@ -82,7 +82,7 @@ class VisionEvaluationOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionGenerationOptions:
-    """Of image classification."""
+    """Options of classifying images."""
 
     image: str | None = None
     """The image to classify: a PNG or JPEG of any size, a folder of them, or data as `data` takes it, whose first
