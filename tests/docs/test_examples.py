@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 
+import kinformer
 from tests.docs.written import ROOT
 
 TEXT = b"It was a dark and stormy night; the rain fell in torrents.\n" * 100
@@ -37,3 +38,12 @@ def test_lightning_module(tmp_path, monkeypatch):
     pytest.importorskip("lightning")
     monkeypatch.chdir(tmp_path)
     assert learns(example("lightning_module").train(TEXT, steps=18).losses)
+
+
+def test_the_nearest_texts_are_the_same_ones(text_file, tmp_path):
+    pytest.importorskip("faiss")
+    kinformer.train("gpt", recipe="tiny", data=text_file, out=tmp_path / "run", steps=2, length=32, quiet=True)
+    nearest = example("nearest_texts").nearest
+    texts = ["wind", "river sings", "under the tree"]
+    (first, text), *rest = nearest(tmp_path / "run", texts, "river sings")
+    assert text == "river sings" and first == pytest.approx(1, abs=1e-5) and len(rest) == 2
