@@ -23,12 +23,12 @@ GROUND = {"core", "runtime"}
 PARTS = {"projections", "positions", "scores", "patterns", "features", "decays"}
 MODELS = PARTS | {"kernels", "mixers", "inputs", "stacks", "blocks", "heads", "models"}
 LEARNING = {"data", "control", "training", "generation", "evaluation"}
-BELOW_TASKS = GROUND | MODELS | LEARNING | {"estimation", "figures", "interop"}
-BELOW_RUNS = BELOW_TASKS | {"family", "tasks", "datastore"}
+BELOW_TASKS = GROUND | MODELS | LEARNING | {"estimation", "figures"}
+BELOW_RUNS = BELOW_TASKS | {"family", "interop", "tasks", "datastore"}
 MAY_IMPORT = {
     "runtime": set(),
     "core": {"runtime"},
-    **dict.fromkeys(("kernels", "data", "inputs", "stacks", "blocks", "interop", *PARTS), GROUND),
+    **dict.fromkeys(("kernels", "data", "inputs", "stacks", "blocks", *PARTS), GROUND),
     "heads": GROUND | {"inputs"},
     "mixers": GROUND | PARTS | {"kernels"},
     "models": GROUND | {"blocks", "stacks"},
@@ -42,6 +42,7 @@ MAY_IMPORT = {
     "datastore": BELOW_TASKS | {"tasks"},
     "family": BELOW_TASKS,
     "nn": GROUND | MODELS | {"family"},
+    "interop": GROUND | {"nn"},
     "runs": BELOW_RUNS,
     "testing": GROUND | {"runs", "tasks", "training"},
     "calibration": BELOW_RUNS | {"runs"},

@@ -80,15 +80,27 @@ def layer(
     """Return one layer of a member as a module; see :func:`kinformer.layer`."""
     if not isinstance(dim, int) or isinstance(dim, bool) or dim < 1:
         raise KinformerError(f"dim is {dim!r}, but must be a whole number of 1 or more, the width of the layer.")
+    config = layer_config(name, block=block, recipe=recipe, set=set, **settings)
+    with torch.device(device) if device is not None else torch.device(torch.get_default_device()):
+        inner = config.build(dim)
+    return wrap(inner if dtype is None else inner.to(dtype), dim)
+
+
+def layer_config(
+    name: str | Config,
+    *,
+    block: bool = False,
+    recipe: str = "small",
+    set: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Any:
+    """Return the config that :func:`layer` builds; see :func:`kinformer.layer`."""
     config = _layer_config(name, recipe)
     if not block:
         config = _mixer_config(config)
     elif isinstance(config, MixerConfig | EncoderMixerConfig):
         raise KinformerError(f"block: {describe(config)} is a mixer without a layer around it; leave `block` out.")
-    config = _changed(config, _paths(config, settings) | dict(set or {}))
-    with torch.device(device) if device is not None else torch.device(torch.get_default_device()):
-        inner = config.build(dim)
-    return wrap(inner if dtype is None else inner.to(dtype), dim)
+    return _changed(config, _paths(config, settings) | dict(set or {}))
 
 
 def stack(

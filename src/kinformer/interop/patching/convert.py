@@ -1,0 +1,223 @@
+"""A pretrained model converted to other mixers in two phases, as in LoLCATs (Zhang et al. 2024, arXiv 2410.10254).
+
+    transfer      each new mixer learns to give what the attention of its layer gives for the same hidden states, which
+                  are those of the unchanged model; all else is frozen, and all layers learn at once
+    fine-tuning   the mixers stand in the model, and the model learns to predict the next token
+
+The paper trains feature maps in the first phase and low-rank updates of the projections in the second; here a mixer
+learns whole in the first, and what ``Phase.trains`` says in the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.config import Config
+from kinformer.interop.patching.models import attention_name, layers_of
+from kinformer.interop.patching.module import PatchedAttention, PatchedLayer
+from kinformer.interop.patching.patch import Layers, build_replacements, install
+from kinformer.runtime.errors import KinformerError
+
+Batch = Tensor | Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of :func:`convert`: ``steps`` of AdamW, whose rate falls from ``lr`` to 0 as a cosine.
+
+    ``trains``: the whole model, or its new mixers alone; the transfer always trains these.
+    """
+
+    steps: int
+    lr: float
+    trains: Literal["model", "mixers"] = "model"
+
+    def __post_init__(self) -> None:
+        if self.steps < 0 or not self.lr > 0:
+            raise KinformerError(f"steps = {self.steps} must be 0 or more, and lr = {self.lr} above 0.")
+        if self.trains not in ("model", "mixers"):
+            raise KinformerError(f"trains is {self.trains!r}, but must be 'model' or 'mixers'.")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What :func:`convert` did: ``model``, its ``layers`` and its losses in nats per token on the evaluation batches.
+
+    ``losses`` has "before", "patched" (the new mixers untrained), "transferred" and "fine_tuned". ``errors`` are the
+    mean squared errors of the mixers' outputs relative to the outputs' variance, in the first and last tenth of the
+    transfer, one number for each layer.
+    """
+
+    model: Any
+    layers: tuple[PatchedLayer, ...]
+    losses: dict[str, float]
+    errors: dict[str, tuple[float, ...]]
+
+
+def convert(
+    hf_model: Any,
+    mixer: str | Config,
+    batches: Iterable[Batch],
+    *,
+    evaluation: Iterable[Batch],
+    layers: Layers = None,
+    transfer: Phase = Phase(400, 1e-3),  # noqa: B008
+    fine_tuning: Phase = Phase(400, 1e-4),  # noqa: B008
+    **settings: Any,
+) -> Conversion:
+    """Replace the attention of ``layers`` as :func:`patch` does, train the model for it, and return the losses.
+
+    batches: tokens [batch, time] int64, or mappings with ``input_ids`` and perhaps ``attention_mask``; an iterator, or
+        a list that is gone through again and again.
+    evaluation: the held-out batches that the losses are of.
+    transfer, fine_tuning: the phases, of which either may have 0 steps.
+    settings: as of ``patch``.
+
+    Errors: those of ``patch``; batches that end too soon.
+    """
+    stream, held_out = _endless(batches), [_inputs(batch, hf_model) for batch in evaluation]
+    if not held_out:
+        raise KinformerError("evaluation has no batch; give one at least, of tokens that `batches` does not hold.")
+    replacements = build_replacements(hf_model, mixer, layers, **settings)
+    losses = {"before": evaluate(hf_model, held_out)}
+    attentions = install(hf_model, replacements)
+    losses["patched"] = evaluate(hf_model, held_out)
+    install(hf_model, attentions)
+    errors = match(hf_model, replacements, stream, transfer)
+    install(hf_model, replacements)
+    losses["transferred"] = evaluate(hf_model, held_out)
+    fine_tune(hf_model, stream, fine_tuning)
+    losses["fine_tuned"] = evaluate(hf_model, held_out)
+    return Conversion(hf_model, tuple(item.record for item in replacements.values()), losses, errors)
+
+
+def match(
+    hf_model: Any, replacements: Mapping[int, PatchedAttention], stream: Iterator[Batch], phase: Phase
+) -> dict[str, tuple[float, ...]]:
+    """Train ``replacements`` to give what the attention of their layers in ``hf_model`` gives; return the errors."""
+    parameters = [parameter for item in replacements.values() for parameter in item.parameters()]
+    training, history = hf_model.training, []
+    hf_model.eval()
+    for optimiser in _steps(parameters, phase):
+        batch = _inputs(next(stream), hf_model)
+        mask = batch.get("attention_mask")
+        padding = None if mask is None else mask == 0
+        errors = [
+            _error(replacements[index].train(), x, y, padding)
+            for index, (x, y) in _seen(hf_model, replacements, batch).items()
+        ]
+        torch.stack(errors).sum().backward()
+        history.append(torch.stack(errors).detach())
+        optimiser.step()
+    hf_model.train(training)
+    for item in replacements.values():
+        item.train(training)
+    part = max(len(history) // 10, 1)
+    ends = {"first": history[:part], "last": history[-part:]} if history else {}
+    return {name: tuple(torch.stack(items).mean(0).tolist()) for name, items in ends.items()}
+
+
+def fine_tune(hf_model: Any, stream: Iterator[Batch], phase: Phase) -> None:
+    """Train the patched ``hf_model``, or its new mixers alone, to predict the next token."""
+    name, training = attention_name(hf_model), hf_model.training
+    mixers = [getattr(layer, name) for layer in layers_of(hf_model)]
+    trained = nn.ModuleList(item for item in mixers if isinstance(item, PatchedAttention))
+    parameters = (hf_model if phase.trains == "model" else trained).parameters()
+    hf_model.train()
+    for optimiser in _steps(list(parameters), phase):
+        batch = _inputs(next(stream), hf_model)
+        _loss(hf_model, batch).backward()
+        optimiser.step()
+        hf_model.zero_grad()
+    hf_model.train(training)
+
+
+@torch.no_grad()
+def evaluate(hf_model: Any, batches: list[dict[str, Tensor]]) -> float:
+    """Return the mean loss of ``batches`` in nats per token."""
+    training = hf_model.training
+    hf_model.eval()
+    loss = sum(float(_loss(hf_model, batch)) for batch in batches) / len(batches)
+    hf_model.train(training)
+    return loss
+
+
+def _loss(hf_model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Return the cross entropy of the next token, of which padding is none."""
+    labels, mask = batch["input_ids"], batch.get("attention_mask")
+    if mask is not None:
+        real = mask != 0
+        real[:, 1:] &= real[:, :-1].clone()  # what padding predicts is no loss either
+        labels = labels.masked_fill(~real, -100)
+    return hf_model(**batch, labels=labels, use_cache=False).loss  # type: ignore[no-any-return]
+
+
+def _steps(parameters: list[nn.Parameter], phase: Phase) -> Iterator[torch.optim.Optimizer]:
+    """Yield the optimiser for every step of ``phase``, with gradients at 0; clip them by the norm 1 before it steps."""
+    optimiser = torch.optim.AdamW(parameters, lr=phase.lr, weight_decay=0.0)
+
+    def clip(*_: Any) -> None:
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+
+    optimiser.register_step_pre_hook(clip)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(phase.steps, 1))
+    for _ in range(phase.steps):
+        optimiser.zero_grad()
+        yield optimiser
+        schedule.step()
+
+
+@torch.no_grad()
+def _seen(
+    hf_model: Any, replacements: Mapping[int, PatchedAttention], batch: dict[str, Tensor]
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Return what the attention of the layers of ``replacements`` reads and gives for ``batch``."""
+    pairs: dict[int, tuple[Tensor, Tensor]] = {}
+    layers, name = layers_of(hf_model), attention_name(hf_model)
+
+    def record(index: int) -> Any:
+        def hook(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+            pairs[index] = (arguments[0] if arguments else options["hidden_states"], output[0])
+
+        return getattr(layers[index], name).register_forward_hook(hook, with_kwargs=True)
+
+    handles = [record(index) for index in replacements]
+    try:
+        hf_model(**batch, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return pairs
+
+
+def _error(mixer: PatchedAttention, x: Tensor, y: Tensor, padding: Tensor | None) -> Tensor:
+    """Return the mean squared error of the mixer's output for ``x`` relative to the variance of ``y``."""
+    output = mixer.layer(x, key_padding_mask=padding)
+    if padding is not None:
+        output, y = output[~padding], y[~padding]
+    return (output - y).float().square().mean() / y.float().var()
+
+
+def _inputs(batch: Batch, hf_model: Any) -> dict[str, Tensor]:
+    """Return ``batch`` as the arguments of the model, on its device."""
+    inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
+    return {name: inputs[name].to(hf_model.device) for name in ("input_ids", "attention_mask") if name in inputs}
+
+
+def _endless(batches: Iterable[Batch]) -> Iterator[Any]:
+    """Yield ``batches``, again and again if they can be gone through again."""
+    again = not isinstance(batches, Iterator)
+    while True:
+        count = 0
+        for batch in batches:
+            count += 1
+            yield batch
+        if not again or not count:
+            raise KinformerError(
+                "batches ended before the steps of both phases; give a list, or an iterator without an end."
+            )

@@ -1,0 +1,68 @@
+"""Tiny models of transformers with random weights."""
+
+import torch
+from torch.testing import assert_close
+
+VOCABULARY = 61
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
+ROPE = {"rope_type": "default", "rope_theta": 500.0}
+KINDS: dict[str, tuple[str, dict]] = {
+    "gpt2": (
+        "GPT2",
+        {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "scale_attn_by_inverse_layer_idx": True},
+    ),
+    "llama": ("Llama", {"rope_parameters": ROPE}),
+    "llama, linear scaling": ("Llama", {"rope_parameters": ROPE | {"rope_type": "linear", "factor": 2.0}}),
+    "llama, yarn": (
+        "Llama",
+        {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+    ),
+    "llama, biases": ("Llama", {"attention_bias": True}),
+    "mistral": ("Mistral", {"sliding_window": 5}),
+    "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "gpt_neox": ("GPTNeoX", {}),
+}
+MAIN = ("gpt2", "llama")
+
+
+def new_model(kind="gpt2", **changes):
+    """A random model in eval mode; biases and norms are random as well."""
+    import transformers
+
+    prefix, settings = KINDS[kind]
+    sizes = SIZES if prefix not in ("GPT2", "GPTNeoX") else {k: v for k, v in SIZES.items() if "key_value" not in k}
+    if prefix == "GPT2":
+        sizes = {name: value for name, value in sizes.items() if name != "intermediate_size"}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{prefix}Config")(**sizes | settings | changes)
+    model = getattr(transformers, f"{prefix}{'LMHeadModel' if prefix == 'GPT2' else 'ForCausalLM'}")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def tokens(time=20, rows=2, seed=3):
+    return torch.randint(1, VOCABULARY, (rows, time), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits(model, ids, **options):
+    return model(ids, **options).logits
+
+
+def assert_equal(left, right, limit=1e-5):
+    assert_close(left, right, atol=limit * float(right.detach().abs().max()), rtol=0)
