@@ -103,7 +103,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]
         self.unpadded = max(self.unpadded - count, 0)
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Forget all tokens, as if the cache were new."""
         self.state, self.length, self.unpadded, self._recorded = None, 0, 0, None
         self.is_initialized = False
 
@@ -112,7 +112,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]
         self._select(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Take the rows ``indices``."""
+        """Take the rows ``indices``, in that order."""
         self._select(indices)
 
     def _select(self, rows: Tensor) -> None:
@@ -152,11 +152,11 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]
             self.state = map_tensors(lambda leaf: leaf.to(self.device, non_blocking=True), self.state)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Refuse keys and values."""
+        """Refuse keys and values, which a state does not hold."""
         self.update(key_states, value_states)
 
     def update(self, key_states: Tensor, value_states: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """Refuse keys and values."""
+        """Refuse keys and values, which a state does not hold."""
         raise KinformerError(
             "this cache was filled by a patched model and holds states, not keys and values; use it with that model."
         )
