@@ -207,3 +207,12 @@ def test_choices_are_listed_in_order_and_without_pythons_none(cli, option):
     assert (code, out) == (2, "") and err.startswith(f"kinformer: train: --{option}: 'foo' is not one of ")
     names = re.search("one of (.*); see", err)[1].split(", ")
     assert names == sorted(names) and "None" not in names and len(names) > 1
+
+
+@pytest.mark.parametrize(("text", "number"), [("1e9", 10**9), ("1.5e3", 1500), ("100k", 100_000), ("2M", 2_000_000)])
+def test_whole_numbers_have_short_forms(text, number):
+    from kinformer.cli.form import _count
+
+    assert _count(text) == number
+    with pytest.raises(ValueError, match="such as 16, 100k, 2M or 1e9"):
+        _count("1.5e0")

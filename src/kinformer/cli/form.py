@@ -199,15 +199,15 @@ def _noted(entry: tuple[str, Any, Any], also: list[str]) -> tuple[str, Any, Any]
 
 
 def _count(text: str) -> int:
-    """A whole number; k and M are thousands and millions."""
-    if match := re.fullmatch(r"(\d+(?:\.\d+)?)([kM])", text):
-        number = float(match[1]) * {"k": 1e3, "M": 1e6}[match[2]]
+    """A whole number; k and M are thousands and millions, and 1e9 is written as a float is."""
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)(k|M|e\d{1,2})", text):
+        number = float(match[1] + {"k": "e3", "M": "e6"}.get(match[2], match[2]))
         if number.is_integer():
             return int(number)
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"{text!r} is no whole number, such as 16, 100k or 2M") from None
+        raise ValueError(f"{text!r} is no whole number, such as 16, 100k, 2M or 1e9") from None
 
 
 def _number(text: str) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kinformer.runs.options import Machine
-from kinformer.runtime.errors import require
+from kinformer.runtime.errors import require, require_seed
 from kinformer.tasks.predictions import PredictionSettings
 
 
@@ -23,6 +23,7 @@ class PredictOptions(PredictionSettings, Machine):
     """Options of the task's own, by name."""
 
     def __post_init__(self) -> None:
+        require_seed(self.seed)
         PredictionSettings.__post_init__(self)
         Machine.__post_init__(self)
 
@@ -51,4 +52,5 @@ class EmbedOptions(Machine):
     def __post_init__(self) -> None:
         for name in ("batch_size", "max_items"):
             require(name, getattr(self, name), 1)
+        require_seed(self.seed)
         super().__post_init__()
