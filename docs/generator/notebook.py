@@ -1,4 +1,4 @@
-"""The notebook as a page: its cells and their outputs as they were when it was last run."""
+"""The notebooks as pages: their cells and outputs as they were when they were last run."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from generator.text import literal, page, write
 
 
 def generate(docs: Path) -> None:
-    """Write ``tour.md`` and its pictures beside ``tour.ipynb``."""
-    cells = json.loads((docs / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
-    note = "This page is the notebook `docs/tour.ipynb` of the repository."
-    blocks = [block for number, cell in enumerate(cells) for block in _cell(docs, number, cell)]
-    write(docs / "tour.md", page(blocks[0], note, *blocks[1:]))
+    """Write a page and its pictures beside every notebook in ``docs``."""
+    for notebook in sorted(docs.glob("*.ipynb")):
+        cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+        note = f"This page is the notebook `docs/{notebook.name}` of the repository."
+        blocks = [block for number, cell in enumerate(cells) for block in _cell(notebook, number, cell)]
+        write(notebook.with_suffix(".md"), page(blocks[0], note, *blocks[1:]))
 
 
-def _cell(docs: Path, number: int, cell: dict[str, Any]) -> Iterator[str]:
+def _cell(notebook: Path, number: int, cell: dict[str, Any]) -> Iterator[str]:
     source = "".join(cell["source"])
     if cell["cell_type"] == "markdown":
         yield source
@@ -28,9 +29,10 @@ def _cell(docs: Path, number: int, cell: dict[str, Any]) -> Iterator[str]:
     for index, output in enumerate(cell["outputs"]):
         data = output.get("data", {})
         if "image/png" in data:
-            name = f"tour_{number}_{index}.png"
-            (docs / "assets" / "small").mkdir(parents=True, exist_ok=True)
-            (docs / "assets" / "small" / name).write_bytes(base64.b64decode(data["image/png"]))
+            name = f"{notebook.stem}_{number}_{index}.png"
+            folder = notebook.parent / "assets" / "small"
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(base64.b64decode(data["image/png"]))
             yield f"![](assets/small/{name})"
         elif text := "".join(output.get("text", data.get("text/plain", ()))):
             yield literal(text, "text")

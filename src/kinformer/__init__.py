@@ -134,7 +134,8 @@ def layer(
     name: a member or mixer (see :func:`layers`), or a config of parts, such as ``kinformer.nn.SoftmaxAttention(...)``.
     dim: the width.
     block: the member's whole layer, with norms, residuals and feed-forward, instead of its mixer alone.
-    recipe: the recipe of the member from which settings come that are not given.
+    recipe: the recipe of the member from which settings come that are not given. Where its number of heads does not
+        divide dim, the next smaller one that does is taken.
     settings: those of the mixer by name, such as ``num_heads`` and ``window``; with ``block`` also the layer's. A part
         may be a name (``position="rope"``), a mapping (``pattern={"kind": "local", "window": 64}``) or a config.
     set: settings inside parts by their paths, such as ``{"pattern.window": 64}``.

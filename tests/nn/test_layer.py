@@ -276,6 +276,13 @@ def test_a_stack_is_a_layer(stack):
     assert len(state) == (3 if kind == "universal" else 2)
 
 
+def test_the_number_of_heads_fits_the_width():
+    assert kinformer.layer("swin", 64).inner.config.num_heads == 4  # the recipe has 5
+    assert kinformer.layer("swin", 64, block=True).inner.mixer.config.num_heads == 4
+    with pytest.raises(KinformerError, match="num_heads = 5 does not divide dim = 64"):
+        kinformer.layer("swin", 64, num_heads=5)
+
+
 def test_records_list_what_a_layer_takes():
     records = {record.name: record for record in kinformer.layers()}
     assert set(MEMBERS) <= set(records)

@@ -80,7 +80,7 @@ def layer(
     """Return one layer of a member as a module; see :func:`kinformer.layer`."""
     if not isinstance(dim, int) or isinstance(dim, bool) or dim < 1:
         raise KinformerError(f"dim is {dim!r}, but must be a whole number of 1 or more, the width of the layer.")
-    config = layer_config(name, block=block, recipe=recipe, set=set, **settings)
+    config = layer_config(name, dim, block=block, recipe=recipe, set=set, **settings)
     with torch.device(device) if device is not None else torch.device(torch.get_default_device()):
         inner = config.build(dim)
     return wrap(inner if dtype is None else inner.to(dtype), dim)
@@ -88,19 +88,21 @@ def layer(
 
 def layer_config(
     name: str | Config,
+    dim: int | None = None,
     *,
     block: bool = False,
     recipe: str = "small",
     set: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Any:
-    """Return the config that :func:`layer` builds; see :func:`kinformer.layer`."""
+    """Return the config that :func:`layer` builds; without ``dim`` the recipe's number of heads stays."""
     config = _layer_config(name, recipe)
     if not block:
         config = _mixer_config(config)
     elif isinstance(config, MixerConfig | EncoderMixerConfig):
         raise KinformerError(f"block: {describe(config)} is a mixer without a layer around it; leave `block` out.")
-    return _changed(config, _paths(config, settings) | dict(set or {}))
+    heads = {} if dim is None else _heads(config, dim)
+    return _changed(config, heads | _paths(config, settings) | dict(set or {}))
 
 
 def stack(
@@ -214,6 +216,16 @@ def _paths(config: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
         if name not in outer and name not in deeper:
             raise KinformerError(f"{name!r} is no setting of {describe(config)}; {nearest(name, [*outer, *deeper])}")
     return {name if name in outer else f"{config.main_field}.{name}": value for name, value in settings.items()}
+
+
+def _heads(config: Any, dim: int) -> dict[str, int]:
+    """Return the change of the recipe's number of heads where it does not divide ``dim``: the next smaller that does."""
+    mixer = _mixer_config(config)
+    heads = getattr(mixer, "num_heads", None)
+    if heads is None or getattr(mixer, "head_dim", None) is not None or dim % heads == 0:
+        return {}
+    path = "num_heads" if mixer is config else f"{config.main_field}.num_heads"
+    return {path: next(number for number in range(heads, 0, -1) if dim % number == 0)}
 
 
 def _changed(config: Any, changes: Mapping[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The notebook runs from its first cell to its last, and what it is kept with is what it prints."""
+"""The notebooks run from their first cell to their last, and what they are kept with is what they print."""
 
 import pytest
 
@@ -12,9 +12,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the kernel
 def run():
     """The notebook as it is kept and as it was run now."""
     import nbformat
-    from run_tour import NOTEBOOK, run
+    from run_notebooks import TOUR, run
 
-    return nbformat.read(NOTEBOOK, as_version=4), run(NOTEBOOK)
+    return nbformat.read(TOUR, as_version=4), run(TOUR)
 
 
 def kinds(notebook):
@@ -41,11 +41,23 @@ def test_runs(run):
     assert max(float(line.split()[-1]) for line in differences.splitlines()) < 1e-12
 
 
+def test_swapping_attention():
+    import nbformat
+    from run_notebooks import SWAP, run
+
+    kept, now = nbformat.read(SWAP, as_version=4), run(SWAP)
+    assert kinds(now) == kinds(kept)
+    for word in ("parameters", " bytes"):
+        assert [text for text in texts(now) if word in text] == [text for text in texts(kept) if word in text]
+    (losses,) = [text for text in texts(now) if "->" in text]
+    assert all(float(line.split()[-1]) < 0.6 * float(line.split()[-3]) for line in losses.splitlines())
+
+
 def test_is_a_page(run, tmp_path):
     from generator.notebook import generate
-    from run_tour import NOTEBOOK
+    from run_notebooks import TOUR
 
-    (tmp_path / "tour.ipynb").write_bytes(NOTEBOOK.read_bytes())
+    (tmp_path / "tour.ipynb").write_bytes(TOUR.read_bytes())
     generate(tmp_path)
     page = (tmp_path / "tour.md").read_text(encoding="utf-8")
     assert page.startswith("# A tour") and "FLOPs a token" in page

@@ -1,13 +1,14 @@
-"""Run ``tour.ipynb`` and keep what its cells print and draw: ``python docs/run_tour.py``."""
+"""Run the notebooks and keep what their cells print and draw: ``python docs/run_notebooks.py [NAME ...]``."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
 
-NOTEBOOK = Path(__file__).with_name("tour.ipynb")
+TOUR, SWAP = (Path(__file__).with_name(f"{name}.ipynb") for name in ("tour", "swap"))
 
 
 def run(path: Path) -> nbformat.NotebookNode:
@@ -20,4 +21,6 @@ def run(path: Path) -> nbformat.NotebookNode:
 
 
 if __name__ == "__main__":
-    nbformat.write(run(NOTEBOOK), NOTEBOOK)
+    for path in (TOUR, SWAP):
+        if path.stem in sys.argv[1:] or not sys.argv[1:]:
+            nbformat.write(run(path), path)
