@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kinformer.kernels.impls import LinearImpl, names_of
+from kinformer.runtime.compiling import constant
 from kinformer.runtime.errors import KinformerError
 
 IMPLS = names_of(LinearImpl)
@@ -29,10 +30,16 @@ def choose_impl(name: str, impl: LinearImpl) -> str:
     return "chunked" if impl == "auto" else impl
 
 
+@constant
+def has_triton() -> bool:
+    """Return whether Triton is installed; graphs take it as a constant, as PyTorch 2.11 cannot trace the search."""
+    return find_spec("triton") is not None
+
+
 def check_triton(name: str, features: int, head_dim: int, by_channel: bool) -> None:
     """Refuse what the Triton kernels cannot do for heads of so many features and values, on behalf of ``name``."""
     use = f"{name}: impl='triton'"
-    if find_spec("triton") is None:
+    if not has_triton():
         raise KinformerError(f"{use} needs Triton; pip install 'kinformer[triton]' brings it, or use 'chunked'.")
     if max(features, head_dim) > WIDEST:
         raise KinformerError(
