@@ -11,13 +11,23 @@ define install
 @{ $(PIP) torch && $(PIP) -e "$(1)"; } > $(VENV)/install.log 2>&1 || { cat $(VENV)/install.log; exit 1; }
 endef
 
-.PHONY: demo test docs lint clean
+.PHONY: demo test test-oldest test-newest docs lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+# The suite with the oldest, and with the newest, version of everything that pyproject allows.
+test-oldest test-newest: test-%: $(VENV)-%/.installed
+	OMP_NUM_THREADS=1 $(VENV)-$*/bin/python -m pytest -n 2 --dist worksteal
+
+$(VENV)-%/.installed: pyproject.toml tests/oldest.py
+	$(PYTHON) -m venv $(VENV)-$*
+	{ test $* = newest || $(PYTHON) tests/oldest.py; } > $(VENV)-$*/constraints.txt
+	$(VENV)-$*/bin/python -m pip install -q -c $(VENV)-$*/constraints.txt torch -e ".[test]"
+	touch $@
 
 docs: $(VENV)/.installed-docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -b html -W --keep-going -q docs build/docs
@@ -44,4 +54,4 @@ $(VENV)/.installed-docs: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	touch $(VENV)/.installed $@
 
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest build dist

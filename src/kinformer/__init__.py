@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kinformer.commands import bench, calibrate, compare, draw, estimate, import_checkpoint, index, preserving, show
-from kinformer.core import config
+from kinformer.core import kind_table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,7 +55,7 @@ def _kinds() -> Kinds:
     return kinds()
 
 
-config.find_kinds = _kinds
+kind_table.find = _kinds
 __version__ = "0.2.0"
 __all__ = [
     "bench",

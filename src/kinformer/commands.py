@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kinformer.calibration.calibrate import Calibrated
     from kinformer.calibration.search import SearchResult
     from kinformer.comparison.bench import Bench

@@ -13,9 +13,10 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
+from kinformer.core import kind_table
 from kinformer.core.plain_values import parse_plain, plain
 from kinformer.runtime.errors import KinformerError, nearest
 from kinformer.runtime.fields import require_ranges
@@ -24,17 +25,13 @@ from kinformer.runtime.plugins import KINFORMER, PARTS, package_of, require_pack
 Kinds = Mapping[str, Mapping[str, type["Config"]]]
 
 
-find_kinds: Callable[[], Kinds] = dict
-"""Gives the table of kinds for parts that are named in Python; the package puts it here, as core knows no kind."""
-
-
 class _Named(type):
     """A field whose part may be written as its config, its kind or a mapping, as in ``--set``."""
 
     def __call__(cls, *arguments: Any, **values: Any) -> Any:
         for name, value in values.items():
             if _names_part(value) and _takes_part(kind := field_types(typing.cast(Any, cls)).get(name)):
-                values[name] = _parse(kind, value, find_kinds(), f"{name} of {describe(typing.cast(Any, cls))}")
+                values[name] = _parse(kind, value, kind_table.find(), f"{name} of {describe(typing.cast(Any, cls))}")
         return super().__call__(*arguments, **values)
 
 

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.config import Config, describe, find_kinds, from_dict
+from kinformer.core import kind_table
+from kinformer.core.config import Config, describe, from_dict
 from kinformer.core.parts import PatternConfig, Position, PositionConfig, Relative, Score, ScoreConfig, check_score
 from kinformer.core.pattern import Pattern
 from kinformer.kernels import attention as softmax
@@ -98,7 +99,7 @@ def _config(kind: type[C], part: Any) -> C:
             f"{kind.slot}: {part!r} is of the type {type(part).__name__}; give a name, a mapping with its kind, or a "
             f"config, such as one of kinformer.nn."
         )
-    return from_dict(kind, data, find_kinds(), kind.slot)
+    return from_dict(kind, data, kind_table.find(), kind.slot)
 
 
 def _pattern(pattern: Any) -> Pattern | None:

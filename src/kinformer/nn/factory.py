@@ -219,7 +219,7 @@ def _paths(config: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _heads(config: Any, dim: int) -> dict[str, int]:
-    """Return the change of the recipe's number of heads where it does not divide ``dim``: the next smaller that does."""
+    """Return a change of the recipe's number of heads to the next smaller that divides ``dim``, where it does not."""
     mixer = _mixer_config(config)
     heads = getattr(mixer, "num_heads", None)
     if heads is None or getattr(mixer, "head_dim", None) is not None or dim % heads == 0:

@@ -1,0 +1,106 @@
+"""The package as others install it: its lowest versions, and its wheel in an environment of its own."""
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from tests import oldest
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_requirement_names_its_lowest_version():
+    lines = oldest.constraints()
+    assert len(lines) == len({line.partition("==")[0] for line in lines})
+    assert {"torch==2.11", "tyro==1.0.5"} <= set(lines)
+    assert len(lines) == len({oldest.oldest(requirement)[0] for requirement in oldest.requirements()})
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The Python of an environment with the wheel, and with the packages of this one that the core needs."""
+    pytest.importorskip("hatchling")
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, ROOT]
+    subprocess.run(build, check=True, capture_output=True, timeout=120)
+    (wheel,) = folder.glob("*.whl")
+    venv.create(folder / "environment", with_pip=False)
+    python = folder / "environment" / "bin" / "python"
+    (site,) = (folder / "environment" / "lib").glob("python*/site-packages")
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile", "--target", site, wheel]
+    subprocess.run(install, check=True, capture_output=True, timeout=120)
+    import torch
+
+    (site / "packages.pth").write_text(str(Path(torch.__file__).parents[1]), encoding="utf-8")  # after its own
+    return python, folder
+
+
+def run(installed, *words):
+    """What a command prints in the folder beside the environment, out of reach of the checkout."""
+    python, folder = installed
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [python, *words], cwd=folder, env=alone, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_wheel_has_all_that_it_needs(installed):
+    python, folder = installed
+    place = run(installed, "-c", "import kinformer; print(kinformer.__file__)").strip()
+    assert place.startswith(str(folder))
+    package = Path(place).parent
+    here = ROOT / "src" / "kinformer"
+    missing = {
+        path.relative_to(here)
+        for path in here.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts and not (package / path.relative_to(here)).is_file()
+    }
+    assert not missing
+    assert "gated-deltanet" in run(installed, "-m", "kinformer", "list")
+    code = "import torch, kinformer; print(tuple(kinformer.layer('local', 32)(torch.zeros(1, 5, 32)).shape))"
+    assert run(installed, "-c", code) == "(1, 5, 32)\n"
+
+
+def test_a_users_script_passes_strict_types(installed, tmp_path):
+    pytest.importorskip("mypy")
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import torch
+from torch import Tensor, nn
+
+import kinformer
+from kinformer.nn import CausalLayer, LocalPattern, RotaryPositions, SoftmaxAttention, attention, states
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        layer = kinformer.layer(SoftmaxAttention(num_heads=8, pattern=LocalPattern(window=64)), dim)
+        assert isinstance(layer, CausalLayer)
+        self.mixer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, state = self.mixer(x, return_state=True)
+        return y + self.mixer(x[:1], states.select_rows(state, torch.tensor([0])))
+
+
+q = torch.randn(1, 2, 8, 16)
+z: Tensor = attention(q, q, q, pattern=LocalPattern(window=4), position=RotaryPositions())
+names: list[str] = [record.name for record in kinformer.layers()]
+model = kinformer.build("gpt", recipe="tiny")
+figures: dict[str, float] = dict(kinformer.evaluate("run").figures)
+""",
+        encoding="utf-8",
+    )
+    python, _ = installed
+    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(python), str(script)]
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout
