@@ -16,8 +16,7 @@ from kinformer.estimation.estimate import estimate
 from kinformer.estimation.parts import outputs
 from kinformer.estimation.peak import peak
 from kinformer.family.build import configure
-from kinformer.kernels.bucketed import chunked
-from kinformer.kernels.bucketed.scratch import COMPILED
+from kinformer.kernels.bucketed import COMPILED, chunked
 from kinformer.runs.objective_cost import objective_cost
 from kinformer.runtime.workspace import scratch_bytes
 from kinformer.tasks.next_token.deep_supervision import DeepSupervision

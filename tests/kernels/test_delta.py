@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kinformer.kernels.delta import delta_rule
-from kinformer.kernels.delta.inverse import unit_lower_inverse
+from kinformer.kernels.delta.chunked import unit_lower_inverse
 from kinformer.kernels.linear import blocks as blocks_module
 from kinformer.kernels.linear import choose_impl
 from kinformer.runtime.errors import KinformerError

@@ -7,22 +7,32 @@ depends on the past alone, which is not so in the paper, where chunks are cut fr
 
 Over rounds r, P_i is the union of the P_i^r, and every key of it counts once: the paper divides by N_ij, the number of
 rounds in which i sees j (equation 6), here a key counts in the first of them, which is the same sum.
+
+PyTorch's counter of FLOPs and the estimator of memory cannot see inside the operator; here they learn what a call
+costs. Only the data say how full buckets are. FLOPs count the pairs that the tiles compute when all are equally full;
+memory takes them to be as full as chance makes them, the last tile of each half empty. Both hold on the meta device.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import Any
 
-from kinformer.kernels.bucketed import flops, scratch
-from kinformer.kernels.bucketed.chunked import attend
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from kinformer.core.contract import state_dtype
+from kinformer.kernels.bucketed.chunked import SPARE, BucketedCall, attend
+from kinformer.kernels.bucketed.layout import PAIRS, gathered, rows_per_tile
 from kinformer.kernels.bucketed.membership import Membership, counted, members, needed
-from kinformer.kernels.bucketed.one_query import attend_one
 from kinformer.kernels.bucketed.reference import dense
 from kinformer.kernels.impls import BucketedImpl, names_of
 from kinformer.kernels.softmax.request import Attended
+from kinformer.runtime.autocast import no_autocast
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.workspace import scratch
 
-__all__ = ["IMPLS", "Membership", "bucketed_attention", "counted", "flops", "members", "needed", "scratch"]
+__all__ = ["IMPLS", "Membership", "bucketed_attention", "counted", "members", "needed"]
 
 IMPLS = names_of(BucketedImpl)
 
@@ -72,3 +82,91 @@ def _validate(q: Tensor, k: Tensor, v: Tensor, membership: Membership) -> None:
             f"bucketed_attention: runs {tuple(runs.shape)} and ranks {tuple(ranks.shape)} do not fit keys of "
             f"{tuple(slots)}; pass [batch, heads, rounds, slots]."
         )
+
+
+def attend_one(q: Tensor, k: Tensor, v: Tensor, membership: Membership, scale: float, itself: bool) -> Attended:
+    """Attend from one query per row and head to the keys that it sees, gathered; otherwise as
+    ``bucketed_attention``."""
+    runs, ranks, size = membership.runs, membership.ranks, membership.size
+    last_run, rank, slots = runs[..., -1:], ranks[..., -1:], runs.shape[3]
+    seen = ((runs == last_run) & (last_run >= 0) & (ranks // size >= rank // size - 1)).any(2)
+    if not itself:
+        seen = seen & (torch.arange(slots, device=q.device) < slots - 1)
+    # A round shows two chunks at most, so the keys seen in any round fit into so many slots.
+    most = 2 * size * runs.shape[2]
+    if most < slots:
+        seen, index = seen.to(torch.uint8).topk(most, dim=2)
+        seen = seen > 0
+        k, v = (gathered(x, index) for x in (k, v))
+    wide = state_dtype(q.dtype)
+    blind = ~seen.any(-1, keepdim=True)
+    with no_autocast(q.device):
+        scores = (k.to(wide) @ q.to(wide).mT * scale).squeeze(-1)
+    scores = scores.masked_fill(~seen, -torch.inf).masked_fill(blind, 0)
+    weights = scores.softmax(-1).masked_fill(blind, 0).unsqueeze(2)
+    lse = scores.logsumexp(-1, keepdim=True).masked_fill(blind, -torch.inf)
+    return Attended((weights @ v.to(wide)).to(v.dtype), lse)
+
+
+def computed_pairs(call: BucketedCall) -> int:
+    """Return how many pairs of queries and slots, over all heads and rounds, the tiles of one call compute."""
+    batch, heads, rounds, slots = call.runs.shape
+    rows, past = rows_per_tile(call.size), slots - call.q.shape[2]
+    per_chunk = call.size // rows
+    full, more = divmod(slots, call.buckets)
+    pairs = 0
+    for length, runs in ((full, call.buckets - more), (full + 1, more)):
+        tiles = range(past // call.buckets // rows, -(-length // rows))
+        pairs += runs * sum(depth - max(0, depth // per_chunk - 1) * per_chunk + 1 for depth in tiles)
+    return batch * heads * rounds * pairs * rows**2
+
+
+@register_flop_formula(torch.ops.kinformer.bucketed_attention, get_raw=True)
+def forward_flops(*arguments: Any, **_: Any) -> int:
+    """Return the floating-point operations of a forward call with the operator's arguments: two products a pair."""
+    call = BucketedCall(*arguments)
+    return 2 * computed_pairs(call) * (call.q.shape[-1] + call.v.shape[-1])
+
+
+@register_flop_formula(torch.ops.kinformer.bucketed_attention_backward, get_raw=True)
+def backward_flops(*arguments: Any, **_: Any) -> int:
+    """Return the floating-point operations of a backward call with the operator's arguments: five products a pair."""
+    call = BucketedCall(*arguments[4:])
+    return 2 * computed_pairs(call) * (3 * call.q.shape[-1] + 2 * call.v.shape[-1])
+
+
+NUMBERS, NUMBERS_OF_LINES = 8, 4
+"""Arrays of int64 that a layout makes of every slot, and of every line."""
+COMPILED = 28 * 650_000
+"""oneDNN keeps what it compiled: products of blocks of each size, beyond those that all attention has."""
+
+
+def _bytes(call: BucketedCall, of_lines: int, of_tokens: int, blocks: int) -> int:
+    """Return the bytes of a call: ``of_lines`` and ``of_tokens`` numbers gathered for each line and token, in float32
+    at least, scores of ``blocks``, and indices."""
+    batch, heads, rounds, slots = call.runs.shape
+    rows, size = rows_per_tile(call.size), state_dtype(call.q.dtype).itemsize
+    runs = min(call.buckets, slots)
+    lines = batch * heads * max(runs * rows, slots + runs * rows // 2)
+    tokens = batch * heads * slots
+    blocks += rounds > 1  # which keys an earlier round saw
+    numbers = 8 * (NUMBERS * tokens + NUMBERS_OF_LINES * lines)
+    return round(SPARE * size * (of_lines * lines + blocks * PAIRS)) + size * of_tokens * tokens + numbers + COMPILED
+
+
+@scratch(torch.ops.kinformer.bucketed_attention)
+def forward_bytes(*arguments: Any) -> int:
+    """Return the bytes of a forward call: q, k, v and outputs by line; outputs
+    of a round and of all rounds by token."""
+    call = BucketedCall(*arguments)
+    width, out = call.q.shape[-1], call.v.shape[-1]
+    return _bytes(call, 2 * width + 2 * out, 2 * out, blocks=1)
+
+
+@scratch(torch.ops.kinformer.bucketed_attention_backward)
+def backward_bytes(*arguments: Any) -> int:
+    """Return the bytes of a backward call: q, k, v, their gradients and the
+    output's by line; the gradients' sums by token."""
+    call = BucketedCall(*arguments[4:])
+    width, out = call.q.shape[-1], call.v.shape[-1]
+    return _bytes(call, 4 * width + 3 * out, 2 * width + out + max(width, out), blocks=2)

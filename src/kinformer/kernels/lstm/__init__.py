@@ -6,14 +6,17 @@ c_t = sigmoid(f) c_(t-1) + sigmoid(i) tanh(g),   h_t = sigmoid(o) tanh(c_t)
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.functional import linear
 
 from kinformer.kernels.impls import LstmImpl, names_of
-from kinformer.kernels.lstm import native, reference, shapes
+from kinformer.kernels.lstm import reference
+from kinformer.runtime.compiling import uncompiled
 from kinformer.runtime.errors import KinformerError
 
 IMPLS = names_of(LstmImpl)
@@ -52,9 +55,103 @@ def lstm(
     if impl == "reference":
         return reference.recurrence(x, h, c, weights, valid, reset)
     if x.is_meta or isinstance(x, FakeTensor):
-        return shapes.stand_in(x, h, weights)
+        return _stand_in(x, h, weights)
     if valid is None and reset is None:
-        return native.whole(x, h, c, weights)
+        return _native_whole(x, h, c, weights)
     if valid is None:
         valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-    return native.ragged(x, h, c, weights, valid, torch.zeros_like(valid) if reset is None else reset & valid)
+    return _native_ragged(x, h, c, weights, valid, torch.zeros_like(valid) if reset is None else reset & valid)
+
+
+_NUMBERS = 31
+"""Kept per token and two units."""
+_WIDER = 7
+"""Kept per token and feature by which x is wider than h."""
+_PAGES = 7 * 4096 // 2
+"""Bytes that whole pages add on average."""
+
+
+def _stand_in(x: Tensor, h: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return outputs of the right shapes where tensors have no numbers: all h_t [batch, time, width], h and c.
+
+    The cost is that of the real call, which PyTorch hands to libraries whose products no counter sees:
+    2 * 4 width (dim + width) FLOPs a token forward, twice that backward, and what is kept for the backward. That is the
+    memory of oneDNN as measured (torch 2.13): 15.5 numbers per token and unit, 7 per token and feature of x beyond the
+    units, in some regions of whole pages.
+    """
+    w, u, w_bias, u_bias = weights
+    before = h[:, None] + x[..., :1]
+    y = _Work.apply(linear(x, w, w_bias), linear(before, u, u_bias), max(0, w.shape[1] - u.shape[1]))
+    return y, y[:, -1], y[:, -1]
+
+
+class _Work(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, left: Tensor, right: Tensor, wider: int) -> Tensor:
+        batch, time, gates = left.shape
+        y = left.new_empty(batch, time, gates // 4)
+        bytes_needed = batch * time * (gates // 4 * _NUMBERS // 2 + _WIDER * wider) + _PAGES // left.itemsize
+        ctx.save_for_backward(y, left.new_empty(bytes_needed))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        batch, time, width = gradients[0].shape
+        left, right = (gradients[0].new_empty(batch, time, 4 * width) for _ in range(2))
+        return left, right, None
+
+
+@uncompiled("PyTorch's own LSTM is one operation")
+def _native_whole(x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Run rows that are one sequence of full length each, going on from h and c."""
+    y, after, memory = torch._VF.lstm(  # type: ignore[attr-defined]
+        x,
+        (h[None].contiguous(), c[None].contiguous()),
+        list(weights),
+        True,
+        1,
+        0.0,
+        torch.is_grad_enabled(),
+        False,
+        True,
+    )
+    return y, after[0], memory[0]
+
+
+@uncompiled("PyTorch's own LSTM is one operation")
+def _native_ragged(
+    x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor], valid: Tensor, reset: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run sequences that begin at the tokens marked by ``reset`` (valid ones), and where a row goes on from h and c.
+
+    A sequence begins from zeros, whatever came before it, so all sequences of a chunk are independent. They run side by
+    side, packed by their lengths without padding.
+    """
+    batch, time, _ = x.shape
+    tokens = valid.flatten().nonzero()[:, 0]
+    if not len(tokens):
+        return x.new_zeros(batch, time, h.shape[1]), h, c
+    begins = reset.clone()
+    begins[:, 0] |= valid[:, 0]
+    begins = begins.flatten()[tokens]
+    run = begins.cumsum(0) - 1
+    starts = begins.nonzero()[:, 0]
+    offset = torch.arange(len(tokens), device=x.device) - starts[run]
+    # ``PackedSequence`` wants the longest sequence first: step t then holds the first steps[t] sequences.
+    longest_first = torch.bincount(run).argsort(descending=True, stable=True)
+    rank = longest_first.argsort()
+    order = (offset * len(starts) + rank[run]).argsort()
+    first = tokens[starts[longest_first]]
+    rows, new = first // time, reset.flatten()[first][:, None]
+    start = [torch.where(new, tensor.new_zeros(()), tensor[rows])[None] for tensor in (h, c)]
+    steps = torch.bincount(offset).cpu()
+    packed = x.flatten(0, 1)[tokens[order]]
+    y, *after = torch._VF.lstm(  # type: ignore[attr-defined]
+        packed, steps, start, list(weights), True, 1, 0.0, torch.is_grad_enabled(), False
+    )
+    outputs = y.new_zeros(batch * time, y.shape[1]).index_copy(0, tokens[order], y).view(batch, time, -1)
+    last = (tokens // time)[1:] != (tokens // time)[:-1]
+    last = torch.cat([last, last.new_ones(1)]).nonzero()[:, 0]
+    row = tokens[last] // time
+    ends = (tensor.index_copy(0, row, before[0, rank[run[last]]]) for tensor, before in zip((h, c), after, strict=True))
+    return outputs, *ends  # type: ignore[return-value]
