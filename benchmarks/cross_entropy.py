@@ -17,7 +17,7 @@ import torch
 
 from common import Contestant, arguments, gate_equal, in_process, interleave, memory, of_width, prepare, save, show
 from kinformer.family.build import configure
-from kinformer.runtime.memory import keep_memory
+from kinformer.runtime.process import keep_memory
 from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch
 from kinformer.training import cross_entropy
 from kinformer.training.objective import ObjectiveModule

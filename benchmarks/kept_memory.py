@@ -19,8 +19,7 @@ import torch
 
 from common import arguments, gate_equal, in_process, memory, of_width, prepare, save, show
 from kinformer.family.build import configure
-from kinformer.runtime.memory import keep_memory
-from kinformer.runtime.process import use_fast_products
+from kinformer.runtime.process import keep_memory, use_fast_products
 from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch
 from kinformer.training.objective import ObjectiveModule
 from kinformer.training.optimiser import Optimiser

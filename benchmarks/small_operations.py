@@ -17,7 +17,7 @@ from torch.optim import Muon
 
 from common import Contestant, arguments, gate_equal, interleave, prepare, save, show
 from kinformer.runtime.dropout import Dropout
-from kinformer.runtime.memory import keep_memory
+from kinformer.runtime.process import keep_memory
 from kinformer.training.muon import StackedMuon
 
 LAYERS, TOKENS, P = 4, 1024, 0.1

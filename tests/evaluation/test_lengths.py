@@ -5,8 +5,7 @@ from math import log
 import pytest
 import torch
 
-from kinformer.evaluation.bits import measure
-from kinformer.evaluation.by_position import ByPosition
+from kinformer.evaluation.bits import ByPosition, measure
 from kinformer.evaluation.windows import Windows
 
 from .conftest import tiny

@@ -9,7 +9,7 @@ import torch
 
 import kinformer
 from kinformer.interop import read_checkpoint
-from kinformer.patterns import random_tables
+from kinformer.patterns.big_bird import general_plan, random_table
 from kinformer.runs.run import open_run
 from kinformer.runtime.errors import KinformerError
 
@@ -133,7 +133,7 @@ LONG = {"block_size": 64, "num_random_blocks": 3, "max_position_embeddings": 409
 def test_a_block_that_is_listed_twice_counts_once_and_nothing_else_differs(tmp_path):
     """At 1,024 tokens, 16 blocks, the authors draw the last block too, which all see anyway."""
     found, apart = differing(peer_of(tmp_path / "peer", **LONG), tmp_path / "run", 1024)
-    lists = listed(16, random_tables.table(16, 64, 3, seed=0, heads=2))
+    lists = listed(16, random_table(16, 64, 3, seed=0, heads=2))
     twice = {row for drawn in lists for row, blocks in enumerate(drawn, 2) if len(set(blocks)) < len(blocks)}
     assert found == twice and 0 < len(twice) < 12
     assert apart[0] < 1e-9 and apart[-1] < 1e-9
@@ -146,10 +146,7 @@ def test_at_3072_tokens_nothing_differs(tmp_path):
 
 def test_at_2048_tokens_transformers_has_another_table_than_the_authors(tmp_path):
     found, _ = differing(peer_of(tmp_path / "peer", **LONG), tmp_path / "run", 2048)
-    paper, general = (
-        listed(32, table)
-        for table in (random_tables.table(32, 64, 3, 0, 2), random_tables.general_plan(64, 3, 0, 2)[:, :32])
-    )
+    paper, general = (listed(32, table) for table in (random_table(32, 64, 3, 0, 2), general_plan(64, 3, 0, 2)[:, :32]))
     unlike = {
         row
         for one, other in zip(paper, general, strict=True)

@@ -11,8 +11,7 @@ from kinformer.datastore.attached import KeyedDecoder
 from kinformer.datastore.retrieving import RetrievingDecoder, RetrievingState
 from kinformer.generation.packed import pack
 from kinformer.generation.session import Session, generate
-from kinformer.tasks.next_token.retrieved import RetrievedNextToken
-from kinformer.tasks.next_token.rows import NextTokenLoss, RetrievedBatch, TokenBatch
+from kinformer.tasks.next_token.rows import NextTokenLoss, RetrievedBatch, RetrievedNextToken, TokenBatch
 from kinformer.testing import MODEL_CHECKS, ModelSubject
 
 VOCAB, ENTRIES = 23, 40

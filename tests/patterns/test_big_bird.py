@@ -14,8 +14,7 @@ from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.block_sparse import explain
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.patterns import random_tables
-from kinformer.patterns.big_bird import BigBird, FirstAndLast, NearAndDrawn
+from kinformer.patterns.big_bird import BigBird, FirstAndLast, NearAndDrawn, general_plan, paper_plan, random_table
 from kinformer.patterns.blockwise import Blockwise
 from kinformer.patterns.causal import Causal
 from kinformer.patterns.combined import Intersection
@@ -36,9 +35,9 @@ def golden():
 
 
 def test_tables_are_those_of_the_authors(golden):
-    assert (random_tables.paper_plan(BLOCKS, 7, 2, 7, 2)[:, 1:-1] == golden["rand_attn"]).all()
-    assert (random_tables.table(16, 64, 3, 0, 2)[:, 1:-1] == golden["table_1024"]).all()
-    assert (random_tables.table(20, 64, 3, 1, 2)[:, 1:-1] == golden["table_1280"]).all()
+    assert (paper_plan(BLOCKS, 7, 2, 7, 2)[:, 1:-1] == golden["rand_attn"]).all()
+    assert (random_table(16, 64, 3, 0, 2)[:, 1:-1] == golden["table_1024"]).all()
+    assert (random_table(20, 64, 3, 1, 2)[:, 1:-1] == golden["table_1280"]).all()
 
 
 @pytest.fixture
@@ -63,13 +62,13 @@ def test_tables_are_those_of_transformers(length):
     else:
         plan = theirs._get_rand_attn_plan(length, 64, 3)
         drawn = np.stack(theirs._bigbird_block_rand_mask_with_head(length, length, 64, 64, 3, *plan))
-    assert (random_tables.table(length // 64, 64, 3, 5, 3)[:, 1:-1] == drawn).all()
+    assert (random_table(length // 64, 64, 3, 5, 3)[:, 1:-1] == drawn).all()
 
 
 def test_a_table_goes_on_as_it_began():
-    long = random_tables.table(512, 64, 3, 0, 4)
-    assert (long[:, :77] == random_tables.table(77, 64, 3, 0, 4)).all()
-    assert random_tables.general_plan(512, 3, 0, 4) is random_tables.general_plan(512, 3, 0, 4)
+    long = random_table(512, 64, 3, 0, 4)
+    assert (long[:, :77] == random_table(77, 64, 3, 0, 4)).all()
+    assert general_plan(512, 3, 0, 4) is general_plan(512, 3, 0, 4)
     rows = np.arange(1, 511)[:, None]
     for drawn in long[:, 1:511]:
         assert (np.diff(np.sort(drawn, -1)) > 0).all() and drawn.min() == 1 and drawn.max() == 9
@@ -78,7 +77,7 @@ def test_a_table_goes_on_as_it_began():
 
 def test_rows_with_too_few_to_draw_from_draw_fewer():
     """Blocks of 256 tokens: only 1, 2 and 3 lie within the first 1024."""
-    table = random_tables.table(16, 256, 3, 0, 1)[0]
+    table = random_table(16, 256, 3, 0, 1)[0]
     assert table[1].tolist() == [3, -1, -1] and table[2].tolist() == [-1, -1, -1]
     pattern = NearAndDrawn(256, 16, tuple(map(tuple, table.tolist())))
     assert [int(one[1]) for one in pattern.choices(torch.arange(3))] == [0, 1, 2, 3, -1, -1]

@@ -11,7 +11,7 @@ from kinformer.data.algorithms import ALGORITHMS, END, SYMBOLS, AlgorithmData, c
 from kinformer.evaluation.depths import noting_depths
 from kinformer.evaluation.early_exit import noting_exits
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.algorithm.depth import ByDifficulty
+from kinformer.tasks.algorithm.evaluate import ByDifficulty
 from kinformer.tasks.algorithm.rows import AlgorithmLoss, solved
 from kinformer.tasks.shared.answer_rows import ScoredBatch, answers
 from tests.members import CAUSAL

@@ -11,9 +11,8 @@ from kinformer.mixers.separable_convolution import SeparableConvolution
 from kinformer.runs.run import open_run
 from kinformer.runs.teacher import teacher_of
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.vision.loss import Distillation, ImageClassification
 from kinformer.tasks.vision.options import VisionOptions
-from kinformer.tasks.vision.rows import ImageBatch
+from kinformer.tasks.vision.rows import Distillation, ImageBatch, ImageClassification
 
 SMALL = {"recipe": "tiny", "batch_size": 16, "threads": 1, "device": "cpu", "quiet": True}
 pytestmark = pytest.mark.usefixtures("cache")

@@ -10,7 +10,7 @@ from kinformer.data import BosEos, open_corpus
 from kinformer.data.masked_text import MaskedText
 from kinformer.data.masking import Masking, ordinary
 from kinformer.tasks.mlm import TASK
-from kinformer.tasks.mlm.global_input import has_global_input, measure_global_input, silenced
+from kinformer.tasks.mlm.evaluate import has_global_input, measure_global_input, silenced
 from kinformer.tasks.mlm.rows import MaskedBatch
 
 LENGTH, ROWS = 34, 5

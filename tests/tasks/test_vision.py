@@ -19,9 +19,8 @@ from kinformer.runtime.files import load_tensors
 from kinformer.tasks.vision import TASK
 from kinformer.tasks.vision.evaluate import calibration_error
 from kinformer.tasks.vision.fit import fitted, moments
-from kinformer.tasks.vision.loss import ImageClassification
 from kinformer.tasks.vision.options import AUGMENTATIONS, VisionOptions
-from kinformer.tasks.vision.rows import ImageBatch, ImageRows, chosen
+from kinformer.tasks.vision.rows import ImageBatch, ImageClassification, ImageRows, chosen
 from kinformer.training.settings import Settings
 
 SMALL = {"recipe": "tiny", "batch_size": 16, "threads": 1, "device": "cpu", "quiet": True}

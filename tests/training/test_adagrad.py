@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.training.adagrad import ClippedAdagrad
-from kinformer.training.optimiser import Optimiser
+from kinformer.training.optimiser import ClippedAdagrad, Optimiser
 from kinformer.training.settings import Settings
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "adagrad_clip.npz"

@@ -5,8 +5,7 @@ import shutil
 
 import pytest
 
-from kinformer.training.events import EventFile
-from kinformer.training.logging import EVENTS, METRICS, Log
+from kinformer.training.logging import EVENTS, METRICS, EventFile, Log
 
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 

@@ -23,7 +23,7 @@ print(int((small != 0).sum()), int((torch.full((1 << 20,), -100.0).exp() != 0).s
 """
 FAULTS = """
 import resource, torch
-from kinformer.runtime.memory import keep_memory
+from kinformer.runtime.process import keep_memory
 keep_memory()
 for step in range(13):
     if step == 3:

@@ -8,10 +8,11 @@ different tokenizers compare.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite, log
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,6 @@ from kinformer.core.contract import CausalMixer
 from kinformer.core.model import CausalModel
 from kinformer.core.state import map_tensors
 from kinformer.data import EvaluationStream, Split
-from kinformer.evaluation.by_position import Bin, ByPosition
 from kinformer.evaluation.contexts import contexts
 from kinformer.evaluation.windows import Windows
 from kinformer.runtime.errors import KinformerError, require_finite
@@ -132,4 +132,43 @@ def _check(model: CausalModel, split: Split, windows: Windows | None, chunk: int
         raise KinformerError(
             f"a context of {needed} tokens is beyond this model's positions, which end at max_length = "
             f"{model.max_length}; choose a smaller context."
+        )
+
+
+class Bin(NamedTuple):
+    """The predictions that had ``first`` to ``last`` tokens of their window before them."""
+
+    first: int
+    last: int
+    tokens: int
+    bits_per_byte: float
+
+
+class ByPosition:
+    """The sums of negative log-likelihoods by how many tokens of its window a prediction had before it, in bins that
+    double: 1, 2, 3-4, 5-8, 9-16, ..."""
+
+    def __init__(self) -> None:
+        self._nats: dict[int, float] = defaultdict(float)
+        self._tokens: dict[int, int] = defaultdict(int)
+
+    def add(self, nats: Tensor, counted: Tensor) -> None:
+        """Add ``nats`` [rows, size], whose column j had j + 1 tokens before it;
+        ``counted`` is bool of the same shape."""
+        by_column = nats.where(counted, 0.0).sum(dim=0).cpu()
+        tokens = counted.sum(dim=0).cpu()
+        first, power = 0, 0
+        while first < len(by_column):
+            last = min(1 << power, len(by_column))
+            self._nats[power] += float(by_column[first:last].sum())
+            self._tokens[power] += int(tokens[first:last].sum())
+            first, power = last, power + 1
+
+    def bins(self, tokens_per_byte: float = 1.0) -> tuple[Bin, ...]:
+        """Return the bins that hold a prediction, in order; bits per byte take
+        every token for the mean number of bytes."""
+        return tuple(
+            Bin((1 << power >> 1) + 1, 1 << power, count, self._nats[power] / log(2) / count * tokens_per_byte)
+            for power, count in sorted(self._tokens.items())
+            if count
         )

@@ -8,11 +8,11 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kinformer.core.parts import PatternConfig
 from kinformer.core.pattern import ALL, NONE, SOME, Boxes, Cover, Pattern
-from kinformer.patterns import random_tables
 from kinformer.patterns.full import Full
 from kinformer.patterns.per_head import per_head
 from kinformer.patterns.query_blocks import ChosenBlocks, Numbers
@@ -91,10 +91,10 @@ class BigBird(Unsized):
         heads = range(self.heads) if self.head is None else (self.head,)
         if not self.random:
             return self._of(blocks, np.empty((blocks, 0), np.int32))
-        tables = random_tables.table(blocks, self.block, self.random, self.seed, self.heads)
+        tables = random_table(blocks, self.block, self.random, self.seed, self.heads)
         return per_head([self._of(blocks, tables[head]) for head in heads])
 
-    def _of(self, blocks: int, table: random_tables.Table) -> Pattern:
+    def _of(self, blocks: int, table: Table) -> Pattern:
         near = NearAndDrawn(self.block, blocks, tuple(map(tuple, table.tolist())))
         return near | FirstAndLast(self.block, blocks) if self.edges else near
 
@@ -166,3 +166,68 @@ class FirstAndLast(Pattern):
             reached &= (high >= 0) & (low < end)
             inside &= (low >= 0) & (high < end)
         return np.where(every & inside, ALL, np.where(some & reached, SOME, NONE)).astype(np.int8)
+
+
+Table = NDArray[np.int32]
+
+PAPER_LENGTHS = (1024, 2048, 3072, 4096)
+"""Lengths in tokens with a plan of their own, that of the paper's experiments: it draws for the longest of them, and
+from the blocks of the shortest."""
+
+
+def random_table(blocks: int, block: int, random: int, seed: int, heads: int) -> Table:
+    """Return the random blocks that queries see in a sequence of ``blocks`` blocks of ``block`` tokens, as the authors'
+    code draws them; ``seed`` is a layer's number.
+
+    The table is [heads, blocks, random] int32: the key blocks of every query block, -1 where there are too few to draw
+    from. Draws are NumPy's (Mersenne Twister), so that a seed gives what it gives in the authors' code. The first and
+    the last row are those of blocks that see everything, and mean nothing.
+    """
+    if blocks * block in PAPER_LENGTHS:
+        shortest, longest = PAPER_LENGTHS[0], PAPER_LENGTHS[-1]
+        last = shortest // block - 1 if shortest > 2 * block else longest // block - 1
+        return paper_plan(longest // block, last, random, seed, heads)[:, :blocks]
+    rows = max(64, 1 << (blocks - 1).bit_length())  # a longer text's table begins with that of a shorter one
+    return general_plan(rows, random, seed, heads)[:, :blocks]
+
+
+@lru_cache(maxsize=64)
+def paper_plan(blocks: int, last: int, random: int, seed: int, heads: int) -> Table:
+    """Return the plan whose row i draws from the blocks 1 .. ``last`` but for i - 1, i and i + 1, one head after the
+    other.
+
+    As in the authors' code the last two rows but one leave nothing out.
+    """
+    state = np.random.RandomState(seed)
+    drawn = np.full((heads, blocks, random), -1, np.int32)
+    end = min(last, blocks - 2) + 1
+    for head in range(heads):
+        for row in range(1, blocks - 1):
+            if row >= max(3, blocks - 3):
+                pool = np.arange(1, end)
+            else:
+                pool = np.concatenate([np.arange(1, min(row - 1, end)), np.arange(row + 2, end)])
+            result = state.permutation(pool)[:random]
+            drawn[head, row, : len(result)] = result
+    drawn.flags.writeable = False
+    return drawn
+
+
+@lru_cache(maxsize=64)
+def general_plan(blocks: int, random: int, seed: int, heads: int) -> Table:
+    """Return the plan whose row i draws from the blocks 1 .. 2 * random + 3 but for i - 1, i and i + 1, head by head in
+    every row.
+
+    Nor does row 1 draw block 2 * random + 3, nor row 2 * random + 3 block 1.
+    """
+    width = 2 * random + 5
+    state = np.random.RandomState(seed)
+    orders = np.array([[state.permutation(width) for _ in range(heads)] for _ in range(1, blocks)])
+    rows = np.arange(1, blocks)[:, None, None]
+    barred = (abs(orders - rows) <= 1) | (orders == 0) | (orders == width - 1)
+    barred |= ((rows == 1) & (orders == width - 2)) | ((rows == width - 2) & (orders == 1))
+    first = np.argsort(barred, axis=-1, kind="stable")[..., :random]
+    drawn = np.full((heads, blocks, random), -1, np.int32)
+    drawn[:, 1:] = np.take_along_axis(orders, first, axis=-1).swapaxes(0, 1)
+    drawn.flags.writeable = False
+    return drawn

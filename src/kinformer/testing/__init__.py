@@ -19,7 +19,6 @@ always; those beyond the first and forward mode (``torch.func``'s ``grad``, ``vj
 
 from kinformer.testing.encoder_subject import EncoderMixerSubject, EncoderModelSubject, ImageModelSubject
 from kinformer.testing.errors import ContractError
-from kinformer.testing.roundtrip import verify_config
 from kinformer.testing.subject import LayerSubject, MixerSubject, ModelSubject, SourceModelSubject, Subject
 from kinformer.testing.task_subject import TaskSubject
 from kinformer.testing.verify import (
@@ -32,6 +31,7 @@ from kinformer.testing.verify import (
     Check,
     Report,
     examine,
+    verify_config,
     verify_encoder,
     verify_layer,
     verify_mixer,

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+from safetensors.torch import load, save
 from torch import nn
 
+from kinformer.core.config import Config, Kinds, from_dict, to_dict
 from kinformer.core.contract import CausalMixer
 from kinformer.core.encoder import EncoderMixer
 from kinformer.runtime.errors import KinformerError, choose
 from kinformer.testing import declared, encoders, laws, numerics, ownership, tasks
 from kinformer.testing.encoder_subject import EncoderMixerSubject
 from kinformer.testing.errors import ContractError
-from kinformer.testing.subject import LayerSubject, MixerSubject, ModelSubject
+from kinformer.testing.subject import LayerSubject, MixerSubject, ModelSubject, Subject
 from kinformer.testing.task_subject import TaskSubject
 
 if TYPE_CHECKING:
@@ -251,3 +255,32 @@ def _reasons(skip: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
         if not reason.strip():
             raise KinformerError(f"skip: {name!r} has no reason; say in a few words why the property is lacking.")
     return dict(skip)
+
+
+def verify_config(
+    config: Config, kinds: Kinds, *, dim: int = 16, subject: Callable[[Any], Subject] | None = None
+) -> None:
+    """Check that ``config`` survives JSON, and the weights of its module survive safetensors into a fresh build,
+    exactly.
+
+    ``subject`` says how to build and run a config; by default it is that of a mixer, ``config.build(dim)``.
+    Raises :class:`ContractError` with the check ``"config"`` or ``"weights"``.
+    """
+    text = json.dumps(to_dict(config))
+    restored = from_dict(type(config), json.loads(text), kinds)
+    if restored != config:
+        raise ContractError("config", f"{text} is read back as {restored!r} instead of {config!r}.")
+
+    describe = subject or (lambda item: MixerSubject(lambda: item.build(dim), dim=dim))
+    here, there = describe(config), describe(restored)
+    written = here.build()
+    fresh = there.make().double().eval()
+    weights = {name: tensor.detach().clone().contiguous() for name, tensor in written.state_dict().items()}
+    fresh.load_state_dict(load(save(weights)))
+    inputs = here.inputs(here.batch, here.time, seed=81)
+    with torch.no_grad():
+        want, _ = here.run(written, inputs, here.start(written, here.batch))
+        got, _ = there.run(fresh, inputs, there.start(fresh, here.batch))
+    if not torch.equal(got, want):
+        gap = float((got - want).abs().max())
+        raise ContractError("weights", f"outputs of a fresh build with the same weights differ by {gap:.3g}, not by 0.")

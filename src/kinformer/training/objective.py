@@ -9,8 +9,10 @@ one that uses the model's hidden states says so by ``reads_hidden = True``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from kinformer.core import state as states
@@ -18,7 +20,6 @@ from kinformer.core.learning import AuxLoss, Regularized, gather_aux_losses
 from kinformer.core.model import modules_of
 from kinformer.runtime.errors import KinformerError
 from kinformer.training.batch import device_of
-from kinformer.training.precision import autocast
 
 ObjectiveOutput = tuple[Tensor, dict[str, Tensor], Any]
 """Loss, metrics and the model's state after the batch, None of a model that has none."""
@@ -46,6 +47,13 @@ class Objective(Protocol):
     """The protocol of objectives, called once per forward pass."""
 
     def __call__(self, model: nn.Module, batch: Any, state: Any, progress: float) -> ObjectiveOutput: ...
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager:
+    """Return the context of a forward pass in ``precision``: "fp32" or "bf16-mixed"."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16)
 
 
 class ObjectiveModule(nn.Module):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +11,7 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer, SparseAdam
 
 from kinformer.core.stack import units_of
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.sharding import gathered, like, whole
-from kinformer.training.adagrad import ClippedAdagrad
+from kinformer.runtime.sharding import gathered, is_sharded, like, whole
 from kinformer.training.muon import StackedMuon
 from kinformer.training.settings import Settings
 
@@ -152,3 +152,44 @@ def gather(named: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]
 def finite(tensors: Mapping[str, Tensor]) -> bool:
     """Return whether no tensor holds NaN or infinity."""
     return all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values() if tensor.is_floating_point())
+
+
+ADAGRAD_EPS = 1e-10
+
+
+class ClippedAdagrad(Optimizer):
+    """Adagrad (Duchi et al. 2011) whose steps are clipped parameter by parameter, as adaptive spans were trained with;
+    with g the gradient of one parameter tensor (Sukhbaatar et al. 2019, the authors' code):
+
+        sum <- sum + g^2,    w <- w - lr * min(1, clip / |g|) * g / (sqrt(sum) + eps)
+
+    The sum has the gradient as it came; only the step is made shorter. ``clip`` 0 lets any pass. Weight decay is
+    decoupled, w <- w - lr * weight_decay * w.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float, clip: float = 0.0, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "clip": clip, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Make one update from the present gradients."""
+        assert closure is None, "the loss is not computed again"
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._move(parameter, parameter.grad, group)
+
+    def _move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["sum"] = torch.zeros_like(parameter)
+        # The gradient enters the sum as it came: only the step is clipped.
+        state["sum"].addcmul_(gradient, gradient)
+        update = gradient / state["sum"].sqrt().add_(ADAGRAD_EPS)
+        if group["clip"]:
+            norm = gathered(torch.linalg.vector_norm(gradient))
+            factor = torch.where(norm > group["clip"], group["clip"] / (norm + ADAGRAD_EPS), torch.ones_like(norm))
+            update.mul_(float(factor) if is_sharded(update) else factor)
+        if group["weight_decay"]:
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(update, alpha=-group["lr"])

@@ -8,16 +8,16 @@ from math import isfinite, log
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kinformer.core import state as states
 from kinformer.core.model import device_of
-from kinformer.data.algorithms import END, SPLITS, SYMBOLS, AlgorithmData
+from kinformer.data.algorithms import END, SPLITS, SYMBOLS, AlgorithmData, carried
 from kinformer.evaluation.adaptive_computation import PONDER_STEPS
-from kinformer.evaluation.depths import noting_depths
+from kinformer.evaluation.depths import Depths, noting_depths
 from kinformer.evaluation.early_exit import LAYERS_PER_TOKEN
 from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.runtime.progress import note
-from kinformer.tasks.algorithm.depth import CARRY, PLACE, ByDifficulty
 from kinformer.tasks.algorithm.rows import solved
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, by_group, evaluated, total
 from kinformer.tasks.next_token.generate import MOST_NEW, Generated, Sample
@@ -175,3 +175,54 @@ def problem_in(prompt: str | bytes) -> str:
             f"the prompt {text!r} is no problem: it must hold digits, + and at last =, as in 407= or 407+950=."
         )
     return text
+
+
+PLACE, CARRY = "place", "carry"
+
+
+class ByDifficulty:
+    """Answers' tokens of problems of one ``algorithm`` and so many ``digits``, counted by their difficulty; ``depths``
+    are of the call that read the batch that is noted.
+
+    A model that lets tokens halt or leave early thinks longer about some tokens than about others. Difficulty is their
+    place in the answer, and in an addition how far the carry that arrives there has come.
+    """
+
+    def __init__(self, algorithm: str, digits: int, depths: Depths) -> None:
+        self.digits, self.depths = digits, depths
+        names = (PLACE, CARRY) if algorithm == "addition" else (PLACE,)
+        self.counts = {name: torch.zeros(3, digits + 2, dtype=torch.float64) for name in names}
+        self.all = torch.zeros(2, dtype=torch.float64)
+
+    def note(self, batch: ScoredBatch, right: Tensor) -> None:
+        """``right`` [tokens] bool: which of the batch's answers' tokens are, in order."""
+        scored, depth = batch.scored.cpu(), self.depths.last.cpu().double()
+        place = (scored.cumsum(1) - 1)[scored]
+        self.all += torch.stack([(depth > 0).sum(), depth.sum()])
+        groups = {PLACE: place}
+        if CARRY in self.counts:
+            rows = scored.nonzero()[:, 0]
+            groups[CARRY] = torch.from_numpy(carried(batch.tokens.cpu().numpy(), self.digits))[rows, place]
+        for name, group in groups.items():
+            for row, weights in enumerate((torch.ones_like(depth[scored]), right.cpu().double(), depth[scored])):
+                self.counts[name][row] += group.bincount(weights, minlength=self.digits + 2)
+
+    @property
+    def mean(self) -> float:
+        """Return the mean depth of all tokens noted, those of problems included."""
+        return float(self.all[1] / self.all[0])
+
+    @property
+    def facts(self) -> dict[str, list[dict[str, Any]]]:
+        """The counts as data that JSON can hold: by each difficulty, a row for every group that has tokens."""
+        return {f"by_{name}": rows_of(name, counts, self.depths.metric.name) for name, counts in self.counts.items()}
+
+
+def rows_of(name: str, counts: Tensor, depth: str) -> list[dict[str, Any]]:
+    """Return a row for every group of ``counts`` [3, groups] (tokens, right ones, sums of depths) that has tokens:
+    their number, their accuracy and their mean ``depth``."""
+    return [
+        {name: number, "tokens": int(tokens), "accuracy": right / tokens, depth: total / tokens}
+        for number, (tokens, right, total) in enumerate(counts.T.tolist())
+        if tokens
+    ]

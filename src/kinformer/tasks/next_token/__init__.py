@@ -85,8 +85,7 @@ class NextToken(Task):
         return NextTokens(plan.data, plan.settings, plan.options.segments)
 
     def objective(self, name: str | None, model: nn.Module, data: DataModule | None = None) -> Objective:
-        from kinformer.tasks.next_token.retrieved import RetrievedNextToken
-        from kinformer.tasks.next_token.rows import RetrievedTokens
+        from kinformer.tasks.next_token.rows import RetrievedNextToken, RetrievedTokens
 
         if isinstance(data, RetrievedTokens) and self.choose_objective(name) == "next-token":
             return RetrievedNextToken()

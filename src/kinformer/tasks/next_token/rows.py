@@ -189,3 +189,16 @@ def _with_rows(batch: TokenBatch, table: np.ndarray, starts: np.ndarray, rank: i
         rows_of_table = table[start : start + time]
         row[: len(rows_of_table)] = rows_of_table
     return RetrievedBatch(*batch, torch.from_numpy(rows))
+
+
+class RetrievedNextToken:
+    """Cross-entropy of each next token where the head is given what followed the neighbours of every token (SPALM,
+    Yogatama et al. 2021)."""
+
+    reads_hidden = True
+
+    def __call__(self, model: Any, batch: RetrievedBatch, state: Any, progress: float) -> ObjectiveOutput:
+        hidden_states, state, _ = model.hidden(batch.tokens[:, :-1], state, valid=batch.valid, reset=batch.reset)
+        logits = model.head(hidden_states, model.input, neighbours=batch.neighbours)
+        loss, nats = next_token_nats(logits, batch.tokens[:, 1:], batch.valid)
+        return loss, {"nats": nats, "predicted": predicted(batch)}, state

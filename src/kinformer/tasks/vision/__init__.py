@@ -36,7 +36,7 @@ OF_IMAGES = EvaluationNeeds(
 
 
 def _classification(model: Any) -> Any:
-    from kinformer.tasks.vision.loss import ImageClassification
+    from kinformer.tasks.vision.rows import ImageClassification
 
     return ImageClassification()
 
@@ -104,7 +104,7 @@ class Vision(Task):
 
     def objective(self, name: str | None, model: Any, data: Any = None) -> Objective:
         from kinformer.tasks.shared.image_features import keep_features
-        from kinformer.tasks.vision.loss import Distillation, ImageClassification
+        from kinformer.tasks.vision.rows import Distillation, ImageClassification
 
         self.choose_objective(name)
         options = getattr(data, "options", self.Options())
