@@ -245,6 +245,40 @@ def is_fragment(docstring: str) -> bool:
     return len(docstring) < SHORTEST_DOCSTRING or FRAGMENT.match(docstring) is not None
 
 
+COUNTS = {"len", "sum", "int"}
+"""Functions whose results, printed with a noun, are numbers of things."""
+PLURAL_NOUN = re.compile(r" (?!(?:is|has|was|does|as|its|of|times)\b)[a-z]+[^s\W]s\b(?![/-])")
+
+
+def counted(tree: ast.AST) -> Iterator[ast.JoinedStr]:
+    """F-strings that write a number of things and a plural after it, also where the number is 1."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            for number, text in zip(node.values, node.values[1:]):
+                if (
+                    isinstance(number, ast.FormattedValue)
+                    and isinstance(number.value, ast.Call)
+                    and isinstance(number.value.func, ast.Name)
+                    and number.value.func.id in COUNTS
+                    and isinstance(text, ast.Constant)
+                    and PLURAL_NOUN.match(text.value)
+                ):
+                    yield node
+
+
+def test_counts_with_a_plural_are_seen():
+    seen = ["{len(a)} steps", "{sum(a):,} tokens of it", "{int(n)} rows"]
+    unseen = ["{plural(len(a), 'step')}", "{len(a)} is", "{len(a)} steps/s", "{name} steps", "{len(a)} of them"]
+    for text in seen + unseen:
+        assert bool(list(counted(ast.parse(f'f"{text}"')))) == (text in seen), text
+
+
+@each_module
+def test_a_count_and_its_noun_are_written_by_plural(path):
+    found = [ast.unparse(node) for node in counted(tree_of(path))]
+    assert not found, f"write runtime.words.plural(count, noun): {found}"
+
+
 @pytest.mark.parametrize(
     "docstring", ["By length.", "Of the rows that go through a chunk at one position.", "As JSON."]
 )

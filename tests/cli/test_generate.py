@@ -32,7 +32,7 @@ def test_the_text_is_that_of_the_library(cli, linear_run, load):
     assert code == 0
     assert out == ByteTokenizer().decode(tokens)
     assert "8 prompt tokens in" in err and "40 new tokens" in err and "tokens/s" in err
-    assert "state 4.3 KiB (4360 bytes)" in err and err.endswith("seed 3\n")
+    assert "state 4.3 KiB (4,360 bytes)" in err and err.endswith("seed 3\n")
 
 
 def test_the_prompt_may_come_from_a_file_or_standard_input(cli, gpt_run, tmp_path, monkeypatch):

@@ -388,7 +388,7 @@ def test_a_size_scales_and_crops_the_middle(read, tmp_path):
 def test_other_files_are_left_out_and_told(read, tmp_path):
     in_folder(tmp_path / "pets")
     (tmp_path / "pets" / "about.txt").write_text("pets")
-    assert read(tmp_path / "pets").notes == ("1 files that are no PNG or JPEG, left out, about.txt among them",)
+    assert read(tmp_path / "pets").notes == ("1 file left out, which must be PNG or JPEG, about.txt among them",)
 
 
 def test_folders_that_say_too_little(read, tmp_path):

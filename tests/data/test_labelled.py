@@ -141,7 +141,7 @@ def files(folder: Path, **contents: str) -> str:
         ({"test__good__1": "a"}, "", "holds no train split"),
         ({"good__1": "a", "bad__1": "b"}, "", "too few examples"),
         ({"a_xml": "x,y"}, "a.xml", "is no labelled data"),
-        ({"a_tsv": "good\tfine\nbad"}, "a.tsv", "line 2: has 1 columns"),
+        ({"a_tsv": "good\tfine\nbad"}, "a.tsv", "line 2: has 1 column where"),
         ({"a_tsv": "good\tfine\nbad\t"}, "a.tsv", "line 2: its text is empty"),
         ({"a_tsv": "good\tfine\n\tpoor"}, "a.tsv", "line 2: its label is empty"),
         ({"a_jsonl": '{"text": "a", "label": "b"}\n{'}, "a.jsonl", "line 2: is not JSON"),

@@ -51,5 +51,7 @@ def test_fillers_of_zero():
 def test_what_cannot_be_made():
     with pytest.raises(KinformerError, match=r"length 31: 8 pairs and as many queries take 32 tokens"):
         DATA.rows("train", 0, 1, 31)
-    with pytest.raises(KinformerError, match=r"20 pairs need as many keys, but 40 symbols have 19; give symbols 42"):
+    with pytest.raises(
+        KinformerError, match=r"20 pairs must have a key each, but 40 symbols make 19 keys; give symbols 42"
+    ):
         DATA.rows("train", 0, 1, 80, pairs=(20,))

@@ -112,7 +112,7 @@ def test_ends_of_lines_and_a_mark_at_the_beginning(tmp_path):
         ({"test__en": ["a"], "test__de": ["b"], "val__en": ["a"], "val__de": ["b"]}, "nothing to train on"),
         ({"train__en": ["a"], "train__de": ["b"]}, "too few pairs \\(1\\)"),
         ({"train__en": [""], "train__de": ["b"]}, "holds no pair of lines"),
-        ({"x__tsv": ["a\tb", "c"]}, "x.tsv, line 2: has 1 columns where 2 are expected"),
+        ({"x__tsv": ["a\tb", "c"]}, "x.tsv, line 2: has 1 column where 2 are expected"),
         ({"x__jsonl": ['{"source": "a"}']}, "x.jsonl, line 1: lacks the text of source and target"),
         ({"x__jsonl": ['{"source": "a", "target": "b"}', "x"]}, "x.jsonl, line 2: is not JSON"),
         ({}, "holds no regular file"),

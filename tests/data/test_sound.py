@@ -108,13 +108,13 @@ def changed(data, **fields):
 
 LIES = {
     "rate 0": (lambda data: changed(data, rate=0), "has 0 samples a second, but 1 to"),
-    "rate": (lambda data: changed(data, rate=4_000_000_000), "has 4000000000 samples a second"),
+    "rate": (lambda data: changed(data, rate=4_000_000_000), "has 4,000,000,000 samples a second"),
     "4 GB": (
         lambda data: changed(data, size=0xFFFFFFF0),
-        "says that it holds 4294967280 bytes of samples, but holds 1600",
+        "says that it holds 4,294,967,280 bytes of samples, but holds 1,600",
     ),
-    "cut": (lambda data: data[:1000], "says that it holds 1600 bytes of samples, but holds 956"),
-    "one byte": (lambda data: data[:-1], "but holds 1599"),
+    "cut": (lambda data: data[:1000], "says that it holds 1,600 bytes of samples, but holds 956"),
+    "one byte": (lambda data: data[:-1], "but holds 1,599"),
     "no data": (lambda data: data[:36], "is no sound|holds 0 samples"),
     "no channels": (lambda data: changed(data, channels=0), "is no sound"),
     "wide": (lambda data: changed(data, bits=64), "is no sound"),
@@ -217,7 +217,7 @@ def test_a_table_of_transcripts(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("lines", "told"),
     [
-        (["a.wav"], "line 1: has 1 columns where file, transcript"),
+        (["a.wav"], "line 1: has 1 column where file, transcript"),
         (["a.wav\t"], "line 1: its transcript is empty"),
         (["z.wav\thello"], "line 1: there is no file"),
         (["a.wav\thello\tann\tnowhere"], "line 1: its split 'nowhere' is unknown"),
@@ -226,7 +226,7 @@ def test_a_table_of_transcripts(tmp_path, caplog):
             "has the symbol 'x', which no train",
         ),
         (["a.wav\tab"], r"too few clips \(1\)"),
-        ([""], "line 1: has 1 columns"),
+        ([""], "line 1: has 1 column where"),
     ],
 )
 def test_mistakes_in_a_table(tmp_path, lines, told):

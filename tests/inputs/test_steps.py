@@ -53,7 +53,7 @@ def test_states_are_normalised_by_the_config_alone():
     [
         ({"state_dim": 0}, "state_dim must be 1 or more"),
         ({"return_scale": 0.0}, "return_scale must be above 0"),
-        ({"state_mean": (1.0,)}, "state_mean has 1 numbers, but a state has 3 features"),
+        ({"state_mean": (1.0,)}, "state_mean has 1 number, but a state has 3 features"),
         ({"state_std": (1.0, 0.0, 1.0)}, "state_std must be above 0, but holds 0"),
         ({"timesteps": 1 << 25}, "timesteps must be at most"),
     ],

@@ -215,7 +215,7 @@ def test_wider_windows_and_no_bias(name, tmp_path):
     [
         ({"use_absolute_embeddings": True}, "use_absolute_embeddings is True"),
         ({"depths": 4}, "depths is 4, but must be a list"),
-        ({"num_heads": [2]}, "are of 2 and 1 stages"),
+        ({"num_heads": [2]}, "depths are of 2 stages, but num_heads of 1"),
         ({"layer_norm_eps": 1e-3}, "only 1e-05 can be imported"),
         ({"pretrained_window_sizes": [7, 7]}, "biases of one window only"),
     ],

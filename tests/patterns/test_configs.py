@@ -37,7 +37,7 @@ REFUSED = {
     "block must be 1 token": (Blocks.Config, {"block": 0}),
     "back must be 0 blocks": (Blocks.Config, {"back": -1}),
     "does not fit into a segment of 8": (Summaries.Config, {"segment": 8, "summary": 3, "skip": 2}),
-    "3 slices of 3 summary tokens do not fit into a segment of 8": (
+    "3 slices of 3 summary tokens cannot fit into a segment of 8": (
         Fixed,
         {"segment": 8, "summary": 3, "slices": 3, "num_heads": 3},
     ),

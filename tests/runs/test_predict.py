@@ -99,7 +99,7 @@ def test_masks_are_filled_in(cli, masks_run):
 @pytest.mark.parametrize(
     ("name", "contents", "flags", "sentence"),
     [
-        ("a.csv", b"text,label\nfine,good\npoor\n", (), "a.csv, line 3: has 1 columns"),
+        ("a.csv", b"text,label\nfine,good\npoor\n", (), "a.csv, line 3: has 1 column where"),
         ("a.csv", b"a,b,c\n1,2,3\n", (), "line 1: has 3 columns where a text"),
         ("a.csv", b"a,b\n1,2\n", ("--text-field", "c"), "names no column 'c'"),
         ("a.csv", b'text\n"fine', (), "is no row of CSV"),

@@ -193,7 +193,7 @@ def test_frozen_parameters_that_begin_at_random_are_told(tmp_path, one, capsys):
         [((), True), (("--init", str(one.folder)), False), (("--task", "dino"), False)]
     ):
         assert main(["train", "hipt", *flags, *more, "--out", str(tmp_path / str(number))]) == 0
-        assert ("parameters are frozen, and begin at random" in capsys.readouterr().err) == told
+        assert ("frozen at random values: " in capsys.readouterr().err) == told
 
 
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path, one):
@@ -245,7 +245,7 @@ def test_images_without_labels(tmp_path, capsys):
 def test_what_does_not_go_together(tmp_path):
     for member, options, told in (
         ("hipt", {"level": 3}, "level 3: this model has 2 levels"),
-        ("vit", {"level": 2}, "level 2: this model has one level"),
+        ("vit", {"level": 2}, "level 2: this model has 1 level"),
         ("deit", {}, '"head": "distilled".: views are compared by one vector'),
         ("vit", {"set": {"head.pooling": "gated"}}, "views are compared by one vector"),
         ("vit", {"prototypes": 1}, "prototypes"),

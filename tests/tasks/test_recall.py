@@ -91,7 +91,7 @@ def test_every_causal_member_can(member):
     [
         ({"pairs": "8,x"}, "pairs 8,x: are no numbers of pairs; write as in 4,8,16"),
         ({"pairs": "7"}, "length 24: 7 pairs and as many queries take 28 tokens"),
-        ({"symbols": 12}, "6 pairs need as many keys, but 12 symbols have 5"),
+        ({"symbols": 12}, "6 pairs must have a key each, but 12 symbols make 5 keys"),
         ({"symbols": 2}, "symbols"),
         ({"data": "x"}, "data x: recall makes its own rows"),
         ({"set": {"input.vocab_size": 20}}, 'input.vocab_size": 20'),

@@ -20,6 +20,7 @@ from kinformer.core.parts import FeedForwardConfig, ReadsPadding
 from kinformer.runtime.compiling import uncompiled
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import has_data
+from kinformer.runtime.words import plural
 
 _GATHERED = 1 << 22
 """Numbers that a backward gathers at a time."""
@@ -49,8 +50,8 @@ class ProductKeys(ReadsPadding, nn.Module):
                     raise KinformerError(f"{name} must be 1 or more, but is {getattr(self, name)}.")
             if self.topk > self.num_keys**2:
                 raise KinformerError(
-                    f"topk = {self.topk} is more than the {self.num_keys**2} values that num_keys = {self.num_keys} "
-                    "make; give fewer, or more keys."
+                    f"topk = {self.topk} is more than the {plural(self.num_keys**2, 'value')} that num_keys = "
+                    f"{self.num_keys} make; give fewer, or more keys."
                 )
             if self.key_dim % 2:
                 raise KinformerError(f"key_dim = {self.key_dim} is odd, but has two halves; give an even number.")

@@ -25,6 +25,7 @@ from kinformer.runs.spool import spooled
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.lock import locked
 from kinformer.runtime.progress import ProgressCallback, progressing
+from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import EvaluationSettings, TextTable
 from kinformer.tasks.shared.text import HeldOut, held_out
 
@@ -73,7 +74,10 @@ class Calibrated:
         """The thresholds that were tested, and what the chosen one is worth."""
         options, best = self.options, self.chosen
         rows = [(f"{step.threshold:.4f}", f"{step.risk:.4f}", f"{step.p:.3g}") for step in self.tested]
-        what = f"a loss of at most {options.risk:g} with confidence {options.confidence:g} ({options.prompts} samples)"
+        what = (
+            f"a loss of at most {options.risk:g} with confidence {options.confidence:g} "
+            f"({plural(options.prompts, 'sample')})"
+        )
         if best is None or self.exits is None:
             result = f"{self.run.folder}: no threshold has {what}; all tokens go through all layers"
         elif not self.saves:
@@ -147,8 +151,9 @@ class Samples:
         length = options.prompt_tokens + options.new_tokens
         if len(split) < length + options.prompts:
             raise KinformerError(
-                f"split {split.name!r} of {split.corpus} holds {len(split)} tokens, too few for {options.prompts} "
-                f"samples of {length}; give more data, or fewer by `prompts`, `prompt_tokens` or `new_tokens`."
+                f"split {split.name!r} of {split.corpus} holds {plural(len(split), 'token')}, too few for "
+                f"{options.prompts} samples of {length}; give more data, or fewer by `prompts`, `prompt_tokens` or "
+                "`new_tokens`."
             )
         draw = np.random.default_rng(options.seed)
         starts = np.sort(draw.choice(len(split) - length, options.prompts, replace=False))

@@ -11,6 +11,7 @@ import tyro
 from kinformer.cli.options import Changes, CommonOptions, options_as
 from kinformer.cli.output import print_blocks, print_json
 from kinformer.comparison.options import BenchOptions
+from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import TextTable
 from kinformer.training.metric import size
 
@@ -48,7 +49,7 @@ def _text(timed: Bench) -> Iterator[str | TextTable]:
     facts, floor = timed.facts, timed.floor
     yield (
         f"recipe {facts['recipe']}, {facts['batch']} {'row' if facts['batch'] == 1 else 'rows'}, medians of "
-        f"{facts['rounds']} rounds in turns; {described(timed.machine)}\n"
+        f"{plural(facts['rounds'], 'round')} in turns; {described(timed.machine)}\n"
         f"floor measured here: {floor.flops / 1e9:,.0f} GFLOP/s in float32 products, "
         f"{floor.narrow_flops / 1e9:,.0f} in bfloat16, {floor.bandwidth / 1e9:,.1f} GB/s read, "
         f"{1e6 * floor.operator:.2f} microseconds an operator"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kinformer.cli.options import Changes, CommonOptions, Member, options_as
 from kinformer.cli.output import print_json, print_table
 from kinformer.estimation.options import EstimateOptions
+from kinformer.runtime.words import plural
 from kinformer.training.metric import flops, size
 
 if TYPE_CHECKING:
@@ -37,15 +38,15 @@ def run(options: Options) -> int:
 
 
 def _show(options: Options, result: MemberEstimate) -> None:
-    rows = f"{result.batch_size} row{'s' if result.batch_size > 1 else ''} of {result.length} tokens"
+    rows = f"{plural(result.batch_size, 'row')} of {plural(result.length, 'token')}"
     print(f"{options.member} ({options.recipe}), {rows}, {options.precision}, {options.optimizer}\n")
     _print_parts(result)
     print(_memory(result))
     if rules := result.rules_of_thumb:
         print(
-            f"rules of thumb: {rules.parameters:,} parameters (V E + 12 L E^2), {flops(rules.flops_step)} a step "
-            f"(6 a parameter and token),\n{size(rules.activation_bytes)} activations (B T L (14 E + T N) numbers; "
-            f"T N are scores, which tiled attention never stores), {size(rules.train_bytes)} in training"
+            f"rules of thumb: {plural(rules.parameters, 'parameter')} (V E + 12 L E^2), {flops(rules.flops_step)} a "
+            f"step (6 a parameter and token),\n{size(rules.activation_bytes)} activations (B T L (14 E + T N) "
+            f"numbers; T N are scores, which tiled attention never stores), {size(rules.train_bytes)} in training"
         )
 
 

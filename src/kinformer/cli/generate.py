@@ -11,6 +11,7 @@ from kinformer.cli.options import Changes, Hidden, Printing, RunFolder, options_
 from kinformer.cli.output import print_json
 from kinformer.runs.options import GenerateOptions
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 from kinformer.training.metric import size
 
 TASK_OPTIONS = "GenerationOptions"
@@ -112,8 +113,9 @@ def _print(options: Options, result: Any, echo: str) -> None:
     if options.quiet:
         return
     print(
-        f"{result.prompt_tokens} prompt tokens in {result.prompt_seconds:.3f} s; {result.new_tokens} new tokens, "
-        f"{speed:.1f} tokens/s; state {size(state)} ({state} bytes); seed {result.seed}",
+        f"{plural(result.prompt_tokens, 'prompt token')} in {result.prompt_seconds:.3f} s; "
+        f"{plural(result.new_tokens, 'new token')}, {speed:.1f} tokens/s; state {size(state)} "
+        f"({plural(state, 'byte')}); seed {result.seed}",
         file=sys.stderr,
     )
     if result.exits is not None:

@@ -10,6 +10,7 @@ import tyro
 
 from kinformer.cli.options import CommonOptions
 from kinformer.cli.output import print_json
+from kinformer.runtime.words import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,5 +39,5 @@ def run(options: Options) -> int:
     if options.json:
         print_json(done.facts)
     else:
-        print(f"{run.folder}: {run.member} ({run.recipe}), {done.parameters:,} parameters")
+        print(f"{run.folder}: {run.member} ({run.recipe}), {plural(done.parameters, 'parameter')}")
     return 0

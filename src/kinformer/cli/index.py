@@ -10,6 +10,7 @@ import tyro
 from kinformer.cli.options import CommonOptions, RunFolder, options_as
 from kinformer.cli.output import print_json
 from kinformer.runs.options import IndexOptions
+from kinformer.runtime.words import plural
 from kinformer.training.metric import size
 
 
@@ -36,7 +37,10 @@ def run(options: Options) -> int:
         print_json(done.facts)
         return 0
     speed = f" in {done.seconds:.0f} s, {new / done.seconds:,.0f} a second" if new else ""
-    print(f"{store.folder}: {new:,} new entries{speed}; {store.entries:,} in all, {size(done.bytes)}")
+    print(f"{store.folder}: {plural(new, 'new entry')}{speed}; {store.entries:,} in all, {size(done.bytes)}")
     if done.lists is not None:
-        print(f"sorted into {done.lists:,} lists, in which train, evaluate and generate search unless told otherwise")
+        print(
+            f"sorted into {plural(done.lists, 'list')}, in which train, evaluate and generate search unless told "
+            "otherwise"
+        )
     return 0

@@ -13,6 +13,7 @@ from kinformer.cli.output import print_json, print_table
 from kinformer.cli.parsing import overrides
 from kinformer.family.table import FAMILY, member
 from kinformer.runtime.errors import require
+from kinformer.runtime.words import plural
 from kinformer.training.metric import size
 
 MOST_PICTURES = 8
@@ -66,7 +67,7 @@ def _print(page: dict[str, Any], config: dict[str, Any]) -> None:
     print_table(("part", "parameters"), [(part, f"{n:,}") for part, n in page["parameters"]["parts"].items()], (1,))
     _print_state(page)
     for picture in page["patterns"][:MOST_PICTURES]:
-        scale = "" if picture["tokens_per_cell"] == 1 else f", {picture['tokens_per_cell']} tokens to a cell"
+        scale = "" if picture["tokens_per_cell"] == 1 else f", {plural(picture['tokens_per_cell'], 'token')} to a cell"
         print(f"\npattern {picture['pattern']} (queries down, keys across{scale})")
         print("\n".join(f"  {row}" for row in picture["rows"]))
     if (more := len(page["patterns"]) - MOST_PICTURES) > 0:

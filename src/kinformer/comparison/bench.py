@@ -23,6 +23,7 @@ from kinformer.family.build import configure, model_config, storable
 from kinformer.family.table import member
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.progress import note
+from kinformer.runtime.words import plural
 
 PLAIN = "gpt"
 MEMBERS = ("linear-transformer", "fast-weights", "local")
@@ -141,7 +142,9 @@ def _timed(
         if work not in measures:
             continue
         if not works.room_for(model, work, length, options.rounds):
-            note(f"{name}: its positions end at {model.max_length}, so {work} of {length} tokens is left out.")
+            note(
+                f"{name}: its positions end at {model.max_length}, so {work} of {plural(length, 'token')} is left out."
+            )
             continue
         ready[name] = measures[work](model, options.batch_size, length)
     seconds_by_name = in_turns(ready, options.rounds, device)

@@ -11,6 +11,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from kinformer.figures.style import figure
+from kinformer.runtime.words import plural
 
 SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 INK, QUIET, FAINT, NOTHING = "#010101", "#020202", "#030303", "#ffffff"
@@ -47,7 +48,8 @@ class Chart:
     def description(self) -> str:
         """Describe the chart in words for readers who cannot see it."""
         return (
-            f"{self.title}: {self.y} against {self.x}, {len(self.series)} curves; the numbers are in the table below."
+            f"{self.title}: {self.y} against {self.x}, {plural(len(self.series), 'curve')}; the numbers are in the "
+            "table below."
         )
 
 

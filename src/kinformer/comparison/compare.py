@@ -122,7 +122,7 @@ def _tell(contestants: Sequence[Contestant], options: CompareOptions, steps: dic
         trials = options.sweep * sweep_steps(options, count)
         total = seconds * (count * options.seeds + trials)
         note(
-            f"{contestant.name}: {contestant.parameters:,} parameters, {options.seeds} x "
+            f"{contestant.name}: {plural(contestant.parameters, 'parameter')}, {options.seeds} x "
             f"{plural(count, 'step')} and {trials} of the sweep, about {total / 60:.1f} minutes"
         )
 

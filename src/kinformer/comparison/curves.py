@@ -10,6 +10,7 @@ from typing import Any
 from kinformer.comparison import measures, words
 from kinformer.comparison.charts import Chart, Series
 from kinformer.comparison.record import Comparison, EntrantRecord, Point, mean_of
+from kinformer.runtime.words import plural
 from kinformer.training.metric import size
 
 
@@ -72,7 +73,7 @@ def _costs(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
         (
             "state",
             "State",
-            f"bytes of state after {length:,} tokens",
+            f"bytes of state after {plural(length, 'token')}",
             lambda entrant: measures.state_at(entrant, length),
             size,
         ),
@@ -107,13 +108,15 @@ def _contexts(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
     metric, positions, lengths = comparison.deciding, [], []
     for entrant in comparison.finished:
         rows = [row for row in entrant.runs[0].contexts if row.get("context")]
-        points = [(row["context"], row["value"], f"{row['context']:,} tokens, {words.shown(metric, row['value'])}")
-                  for row in sorted(rows, key=lambda row: row["context"])]  # fmt: skip
+        points = [
+            (row["context"], row["value"], f"{plural(row['context'], 'token')}, {words.shown(metric, row['value'])}")
+            for row in sorted(rows, key=lambda row: row["context"])
+        ]
         if len(points) > 1:
             lengths.append(Series(entrant.name, index[entrant.name], points))
         longest = max((row for row in rows if row["positions"]), key=lambda row: row["context"], default=None)
         if longest is not None:
-            inside = [(last, value, f"{first:,} to {last:,} tokens before, {words.shown(metric, value)}")
+            inside = [(last, value, f"{first:,} to {plural(last, 'token')} before, {words.shown(metric, value)}")
                       for first, last, value in map(_bin, longest["positions"])]  # fmt: skip
             positions.append(Series(entrant.name, index[entrant.name], inside))
     note = "First seed; tokens that a prediction had before it in its window, of the longest context measured."
@@ -142,19 +145,19 @@ def _lengths(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
 def _times(kind: str, entrant: EntrantRecord) -> Iterator[tuple[float, float, str]]:
     if entrant.lengths:
         for length, seconds in sorted(words.seconds_of(entrant, kind).items()):
-            yield length, 1000 * seconds, f"{length:,} tokens, {1000 * seconds:,.1f} ms"
+            yield length, 1000 * seconds, f"{plural(length, 'token')}, {1000 * seconds:,.1f} ms"
 
 
 def _memory(entrant: EntrantRecord) -> Iterator[tuple[float, float, str]]:
     for row in entrant.memory["lengths"] if entrant.memory else ():
         if row["bytes"] > 0:
-            yield row["length"], row["bytes"] / 2**20, f"{row['length']:,} tokens, {size(row['bytes'])}"
+            yield row["length"], row["bytes"] / 2**20, f"{plural(row['length'], 'token')}, {size(row['bytes'])}"
 
 
 def _states(entrant: EntrantRecord) -> Iterator[tuple[float, float, str]]:
     for length, count in sorted((int(length), count) for length, count in (entrant.state_bytes or {}).items()):
         if count:
-            yield length, count / 1024, f"{length:,} tokens, {size(count)}"
+            yield length, count / 1024, f"{plural(length, 'token')}, {size(count)}"
 
 
 def _sweep(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:

@@ -21,6 +21,7 @@ from kinformer.figures.text_picture import pictures
 from kinformer.runs.minutes import resized
 from kinformer.runtime.errors import KinformerError, nearest
 from kinformer.runtime.fields import require_kind
+from kinformer.runtime.words import plural
 
 TOLERANCE = 0.05
 STATE_LENGTHS = (128, 256, 1024, 4096, 16384, 65536)
@@ -141,7 +142,7 @@ def sized(config: ModelConfig, changes: Mapping[str, Any], budget: int, name: st
     if best[0] > TOLERANCE:
         parameters = _count(config, {**best[1], **changes})
         raise KinformerError(
-            f"{name}: no width gives {budget:,} parameters within {TOLERANCE:.0%}"
+            f"{name}: no width gives {plural(budget, 'parameter')} within {TOLERANCE:.0%}"
             + (f" (the nearest has {parameters:,})" if parameters else "")
             + "; give another `parameters`, or `set` NAME:dim=... less."
         )

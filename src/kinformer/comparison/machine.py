@@ -14,6 +14,7 @@ import torch
 from kinformer import __version__
 from kinformer.comparison.timing import timed
 from kinformer.runtime.processor import processor
+from kinformer.runtime.words import plural
 
 SIZES, ROWS, TRIES, CALLS = (512, 1024, 2048), 8192, 5, 10_000
 
@@ -35,8 +36,8 @@ def machine(device: str) -> dict[str, Any]:
 
 def described(facts: dict[str, Any]) -> str:
     """Return a machine's facts as one phrase."""
-    threads = facts.get("threads")
-    return f"{facts.get('processor') or facts.get('architecture')}, {facts.get('device')}, {threads} threads"
+    threads = plural(facts["threads"], "thread") if facts.get("threads") else "threads unknown"
+    return f"{facts.get('processor') or facts.get('architecture')}, {facts.get('device')}, {threads}"
 
 
 def _processor() -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kinformer.comparison.record import Comparison, EntrantRecord
+from kinformer.runtime.words import plural
 from kinformer.training.metric import size
 
 
@@ -35,11 +36,11 @@ def costs(comparison: Comparison) -> list[Measure]:
         Measure("training s", training_seconds, rate, True),
         Measure("peak memory", peak_bytes, size, True, "Least memory in training"),
         Measure(
-            f"state at {length:,} tokens",
+            f"state at {plural(length, 'token')}",
             lambda entrant: state_at(entrant, length),
             size,
             True,
-            f"Smallest state after {length:,} tokens",
+            f"Smallest state after {plural(length, 'token')}",
         ),
         _generation(1, "one text"),
         _generation(16, "16 texts"),

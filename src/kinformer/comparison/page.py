@@ -15,6 +15,7 @@ from kinformer.comparison.record import Comparison, EntrantRecord
 from kinformer.comparison.report import columns, conditions, ordered, title
 from kinformer.comparison.statistics import welch
 from kinformer.figures.text_picture import SEEN
+from kinformer.runtime.words import plural
 
 ASSETS = Path(__file__).parent / "assets"
 SIGNS = {True: ("holds", "✓", "holds"), False: ("fails", "✗", "fails"), None: ("open", "?", "not judged")}
@@ -153,7 +154,9 @@ def _picture(rows: Sequence[str]) -> str:
     cells = [(x, y) for y, row in enumerate(rows) for x, cell in enumerate(row.split()) if cell == SEEN]
     size = len(rows)
     path = "".join(f"M{x} {y}h.92v.92h-.92z" for x, y in cells)
-    description = escape(f"attention pattern: {len(cells)} of {size * size} cells seen, queries down, keys across")
+    description = escape(
+        f"attention pattern: {len(cells)} of {plural(size * size, 'cell')} seen, queries down, keys across"
+    )
     drawn = f'<path d="{path}" style="fill: var(--s0)"/>'
     return f'<svg viewBox="0 0 {size} {size}" role="img" aria-label="{description}">{drawn}</svg>'
 

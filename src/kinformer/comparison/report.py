@@ -10,6 +10,7 @@ from kinformer.comparison import measures, words
 from kinformer.comparison.machine import described
 from kinformer.comparison.measures import Measure
 from kinformer.comparison.record import Comparison, EntrantRecord, mean_of
+from kinformer.runtime.words import plural
 from kinformer.training.metric import SHARE
 
 
@@ -76,21 +77,27 @@ def _line(text: str) -> str:
 def title(comparison: Comparison) -> str:
     """Return the report's heading: how many members, the task and the data."""
     data = comparison.data.get("name", "") if isinstance(comparison.data, dict) else ""
-    return f"{len(comparison.entrants)} members on {comparison.task}{f', {data}' if data else ''}"
+    return f"{plural(len(comparison.entrants), 'member')} on {comparison.task}{f', {data}' if data else ''}"
 
 
 def conditions(comparison: Comparison) -> str:
     """Budget, data, machine and versions in one paragraph."""
     budget, data = comparison.budget, comparison.data if isinstance(comparison.data, dict) else {}
     steps = budget.get("steps") or []
-    made = f"{steps[0]:,}" if len(steps) == 1 else f"{min(steps):,} to {max(steps):,}" if steps else "no"
+    made = (
+        plural(steps[0], "step")
+        if len(steps) == 1
+        else f"{min(steps):,} to {max(steps):,} steps"
+        if steps
+        else "no step"
+    )
     where: Any = next((entrant.machine for entrant in comparison.entrants if entrant.machine), {})
     most = data.get("max_bytes")
+    first = f", its first {plural(most, 'byte')}" if most else ""
     return (
-        f"{budget['parameters']:,} parameters within 5 %, {made} steps of {budget['tokens_step']:,} tokens, "
-        f"{budget['seeds']} {'seed' if budget['seeds'] == 1 else 'seeds'}; the same data in the same order, the same "
-        f"recipe, the learning rate of each by a sweep. Data: {data.get('name', '?')} {data.get('version', '')}, "
-        f"{data.get('split', '')} split{f', its first {most:,} bytes' if most else ''}. "
-        f"kinformer {comparison.kinformer}, torch {(where.get('versions') or {}).get('torch')}, Python "
+        f"{plural(budget['parameters'], 'parameter')} within 5 %, {made} of {plural(budget['tokens_step'], 'token')}, "
+        f"{plural(budget['seeds'], 'seed')}; the same data in the same order, the same recipe, the learning rate of "
+        f"each by a sweep. Data: {data.get('name', '?')} {data.get('version', '')}, {data.get('split', '')} "
+        f"split{first}. kinformer {comparison.kinformer}, torch {(where.get('versions') or {}).get('torch')}, Python "
         f"{where.get('python')}, on {described(where)}; {comparison.created}."
     )

@@ -16,6 +16,7 @@ from kinformer.comparison.options import CompareOptions
 from kinformer.comparison.plan import Contestant, guarded, planned, still_in
 from kinformer.comparison.timing import Peak, in_fresh_process, in_turns
 from kinformer.runs.options import TrainOptions
+from kinformer.runtime.words import plural
 from kinformer.training.distributed import Group
 from kinformer.training.loop import Trainer
 
@@ -112,7 +113,7 @@ def _measured(
         work_by_name: dict[str, works.Work] = {}
         for contestant in chosen:
             if contestant.name in models and works.room_for(models[contestant.name], kind, length, options.rounds):
-                with guarded(contestant, f"{kind} of {length} tokens"):
+                with guarded(contestant, f"{kind} of {plural(length, 'token')}"):
                     work_by_name[contestant.name] = works.WORKS[kind](models[contestant.name], batch, length)
         for name, seconds in in_turns(work_by_name, options.rounds, str(device)).items():
             share = works.DECODED if kind == "decode" else 1

@@ -11,6 +11,7 @@ from kinformer.comparison.measures import costs
 from kinformer.comparison.record import Comparison, EntrantRecord, mean_of
 from kinformer.comparison.statistics import holm, welch
 from kinformer.runtime.errors import spelled
+from kinformer.runtime.words import plural
 from kinformer.training.metric import SHARE, Metric
 
 SIGNIFICANT = 0.05
@@ -76,7 +77,11 @@ def summary(comparison: Comparison) -> list[str]:
 def _quality(comparison: Comparison) -> Iterator[str]:
     metric, best = comparison.deciding, comparison.finished[0]
     off = spread(best)
-    of = f"mean of {len(best.values)} seeds, standard deviation {shown(metric, off)}" if off is not None else "one seed"
+    of = (
+        f"mean of {plural(len(best.values), 'seed')}, standard deviation {shown(metric, off)}"
+        if off is not None
+        else "one seed"
+    )
     unit = metric.unit if metric.unit != SHARE else metric.name.replace("_", " ")
     yield f"{best.name} has the best {unit}: {shown(metric, mean_of(best))} ({of})."
     apart = differences(comparison)
@@ -181,8 +186,8 @@ def crossover(name: str, base: str, what: str, ours: Mapping[int, float], theirs
     faster = ratios[-1] <= 0
     factor = exp(abs(ratios[-1]))
     return (
-        f"In {what}, {name} is {'faster' if faster else 'slower'} than {base} at every length measured, "
-        f"{factor:.2f} times at {lengths[-1]:,} tokens."
+        f"In {what}, {name} is {'faster' if faster else 'slower'} than {base} at every length measured, {factor:.2f} "
+        f"times at {plural(lengths[-1], 'token')}."
     )
 
 

@@ -25,6 +25,7 @@ from kinformer.generation.steps import LONG, Steps
 from kinformer.runtime.errors import KinformerError, require_finite
 from kinformer.runtime.matmul import few_rows
 from kinformer.runtime.progress import ProgressCallback
+from kinformer.runtime.words import plural
 
 WAVE = 64
 """Episodes side by side."""
@@ -217,7 +218,7 @@ def returns_to_get(environment: Environment, target: float | None) -> np.ndarray
 
 def remembering(context: int | None) -> str:
     """How an agent remembers, in words."""
-    return "state carried" if context is None else f"the last {context} steps read again at each"
+    return "state carried" if context is None else f"the last {plural(context, 'step')} read again at each"
 
 
 def _scattered(actions: np.ndarray, rows: np.ndarray, environment: Environment) -> np.ndarray:

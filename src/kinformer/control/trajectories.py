@@ -20,6 +20,7 @@ import numpy as np
 
 from kinformer.data.permutation import permute
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 VERSION = "1"
 SHARES = {"validation": 0.05, "test": 0.05}
@@ -133,15 +134,16 @@ def trajectories(arrays: Mapping[str, np.ndarray], name: str, place: str, holdou
     observations, actions, rewards, starts = (arrays[key] for key in ("observations", "actions", "rewards", "starts"))
     if not len(observations) == len(actions) == len(rewards) == starts[-1]:
         raise KinformerError(
-            f"{place}: has {len(observations)} observations, {len(actions)} actions and {len(rewards)} rewards for "
-            f"{starts[-1]} steps; there must be one of each for every step (an episode may have an observation more)."
+            f"{place}: has {plural(len(observations), 'observation')}, {plural(len(actions), 'action')} and "
+            f"{plural(len(rewards), 'reward')} for {plural(starts[-1], 'step')}; there must be one of each for every "
+            "step (an episode may have an observation more)."
         )
     if (np.diff(starts) < 1).any():
         raise KinformerError(f"{place}: an episode ends before it begins; its ends must rise from episode to episode.")
     if len(starts) - 1 < FEWEST_EPISODES:
         raise KinformerError(
-            f"{place}: holds {len(starts) - 1} episodes, but {FEWEST_EPISODES} or more are needed to train on some and "
-            "to hold others out."
+            f"{place}: holds {plural(len(starts) - 1, 'episode')}, but {FEWEST_EPISODES} or more are needed to train "
+            "on some and to hold others out."
         )
     if holdout is not None and not 0 < holdout < 1:
         raise KinformerError(f"`holdout` {holdout:g}: must lie between 0 and 1; 0.1 holds out a tenth of the episodes.")

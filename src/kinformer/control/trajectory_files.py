@@ -10,6 +10,7 @@ import numpy as np
 
 from kinformer.runtime.archives import read_arrays
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 Arrays = dict[str, np.ndarray]
 NAMES = {
@@ -85,7 +86,10 @@ def _ends(arrays: Arrays, steps: int, place: str) -> np.ndarray:
         )
     for mark in marks:
         if len(mark) != steps:
-            raise KinformerError(f"{place}: has {len(mark)} marks of ends for {steps} steps; give one for every step.")
+            raise KinformerError(
+                f"{place}: has {plural(len(mark), 'mark')} of ends for {plural(steps, 'step')}; give one for every "
+                "step."
+            )
     over = np.any([mark.reshape(steps).astype(bool) for mark in marks], axis=0)
     over[-1] = True
     return np.flatnonzero(over) + 1

@@ -18,6 +18,7 @@ from kinformer.core.config import Config
 from kinformer.core.contract import require_input
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import checks_calls
+from kinformer.runtime.words import plural
 
 NEEDS_PATCHES = (
     "is for the patches of images and nothing else; use the input patches with class_token = false, and a head that "
@@ -116,8 +117,8 @@ def within(x: Tensor, valid: Tensor | None, end: int, kind: str) -> tuple[Tensor
     if valid is None or bool(valid[:, end:].any()):
         longest = x.shape[1] if valid is None else int(valid.sum(1).max())
         raise KinformerError(
-            f"a text of {longest} tokens is longer than max_length = {end} of the mixer {kind}, which has no weights "
-            "for more; give shorter texts, or `set` layers.*.mixer.max_length."
+            f"a text of {plural(longest, 'token')} is longer than max_length = {end} of the mixer {kind}, which has "
+            "no weights for more; give shorter texts, or `set` layers.*.mixer.max_length."
         )
     return x[:, :end], valid[:, :end]
 

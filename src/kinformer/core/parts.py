@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from kinformer.core.config import Config, describe
 from kinformer.core.pattern import Pattern
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 
 class Relative(NamedTuple):
@@ -140,8 +141,8 @@ def check_heads(config: PatternConfig, pattern: Pattern, num_heads: int) -> None
     """Refuse a ``pattern``, built from ``config``, that is for another number of heads than a mixer has."""
     if pattern.num_heads not in (None, num_heads):
         raise KinformerError(
-            f"the pattern {config.kind!r} is for {pattern.num_heads} heads, but the mixer has {num_heads}; give it one "
-            "pattern per head, or set num_heads."
+            f"the pattern {config.kind!r} is for {plural(pattern.num_heads, 'head')}, but the mixer has {num_heads}; "
+            "give it one pattern per head, or set num_heads."
         )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from kinformer.data.buckets import IGNORED
 from kinformer.runtime.errors import KinformerError, choose
+from kinformer.runtime.words import plural
 
 VERSION = "1"
 SPLITS = ("train", "validation", "test")
@@ -109,8 +110,8 @@ class AlgorithmData:
         """Refuse rows of a ``length`` that the longest problem does not fit in."""
         if self.width() > length:
             raise KinformerError(
-                f"`length` {length}: problems of {self.most} digits take {self.width()} tokens with their answers; "
-                "give a longer length, or fewer `digits`."
+                f"`length` {length}: problems of {plural(self.most, 'digit')} take {plural(self.width(), 'token')} "
+                "with their answers; give a longer length, or fewer `digits`."
             )
 
     def rows(self, split: str, part: int, count: int, seed: int = 0, digits: int | None = None) -> AlgorithmRows:

@@ -19,6 +19,7 @@ from pathlib import Path
 from kinformer.data.files import SourceFile, folder_files, reading, single_file
 from kinformer.data.wav import ENDINGS, sound_info
 from kinformer.runtime.errors import KinformerError, nearest
+from kinformer.runtime.words import plural
 
 SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "dev": "validation", "test": "test"}
 TABLE = "transcripts.tsv"
@@ -89,8 +90,8 @@ def _listed(table: Path) -> list[Clip]:
             continue
         if not 2 <= len(cells) <= len(columns):
             raise KinformerError(
-                f"{table}, line {number}: has {len(cells)} columns where file, transcript and, if known, speaker and "
-                "split are expected, with tabs between; mend it."
+                f"{table}, line {number}: has {plural(len(cells), 'column')} where file, transcript and, if known, "
+                "speaker and split are expected, with tabs between; mend it."
             )
         row = dict(zip(columns, cells, strict=False))
         clips.append(_clip(table, number, row))

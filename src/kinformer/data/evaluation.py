@@ -10,6 +10,7 @@ import numpy as np
 
 from kinformer.data.split import Split
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 
 class Segment(NamedTuple):
@@ -34,7 +35,7 @@ class EvaluationStream:
     """
 
     def __init__(self, split: Split, length: int, streams: int = 1, *, reset_documents: bool = False) -> None:
-        split.require(streams + 1, f"measuring in {streams} stream{'s' if streams > 1 else ''}")
+        split.require(streams + 1, f"measuring in {plural(streams, 'stream')}")
         if length < 1 or streams < 1:
             raise KinformerError(f"length is {length} and streams is {streams} but both must be at least 1.")
         self.split, self.length, self.reset_documents = split, length, reset_documents

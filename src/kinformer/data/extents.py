@@ -11,6 +11,7 @@ import numpy as np
 
 from kinformer.data.files import reading
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 _MOST_OPEN = 64
 
@@ -103,8 +104,8 @@ class Extents:
                 missing -= len(part)
         if missing:
             raise KinformerError(
-                f"{path} ended {missing} bytes early at byte {offset + size - missing}, it was cut while in use; "
-                "leave data files alone while they are read and start again."
+                f"{path} ended {plural(missing, 'byte')} early at byte {offset + size - missing}, it was cut while in "
+                "use; leave data files alone while they are read and start again."
             )
         return parts[0] if len(parts) == 1 else b"".join(parts)
 

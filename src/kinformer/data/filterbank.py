@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 FRAME, HOP = 0.025, 0.010
 FLOOR = 1e-6
@@ -59,7 +60,7 @@ def mel_filters(rate: int, points: int, mels: int) -> Tensor:
     filters = torch.minimum((hertz - low) / (middle - low), (high - hertz) / (high - middle)).clamp_min(0)
     if not bool((filters > 0).any(0).all()):
         raise KinformerError(
-            f"`set` input.mels={mels}: some filter holds no frequency at {rate} samples a second; give fewer."
+            f"`set` input.mels={mels}: some filter holds no frequency at {plural(rate, 'sample')} a second; give fewer."
         )
     return filters.float()
 

@@ -10,6 +10,7 @@ from kinformer.data.files import SourceFile, reading
 from kinformer.runtime.errors import KinformerError, nearest
 from kinformer.runtime.parsing import parse_json, parse_json_line
 from kinformer.runtime.progress import note_once
+from kinformer.runtime.words import plural
 
 _HEAD = 1 << 16
 _COLUMN = "write its column of text into a text file first, as with pandas or pyarrow"
@@ -75,8 +76,8 @@ def check_folder(folder: Path, files: Sequence[SourceFile]) -> None:
     if 2 * sum(file.size for file in result) > sum(file.size for file in files):
         raise KinformerError(f"{folder}: {first.name} is {what}; {remedy}.")
     note_once(
-        f"note: {folder}: {len(result)} of {len(files)} files are packed or no text ({first.name} is {what}) and are "
-        "learnt byte by byte; remove them, or write their text into text files."
+        f"note: {folder}: {len(result)} of {plural(len(files), 'file')} are packed or no text ({first.name} is "
+        f"{what}) and are learnt byte by byte; remove them, or write their text into text files."
     )
 
 

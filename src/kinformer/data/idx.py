@@ -20,6 +20,7 @@ from kinformer.data.files import reading
 from kinformer.data.image_source import ImageSet, Part, array_part
 from kinformer.runtime.archives import GZIP, check_ratio
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 _BYTES = 8
 """The type of unsigned bytes."""
@@ -100,7 +101,7 @@ def _image_set(paths: dict[str, Path]) -> ImageSet:
     (shape,) = shapes
     height, width, *channels = shape
     if channels not in ([], [1], [3]):
-        raise KinformerError(f"{paths['train']}: has images of {channels[0]} channels; 1 and 3 are known.")
+        raise KinformerError(f"{paths['train']}: has images of {plural(channels[0], 'channel')}; 1 and 3 are known.")
     return ImageSet(parts, (height, width, channels[0] if channels else 1))
 
 
@@ -111,7 +112,9 @@ def _part(path: Path) -> Part:
         return array_part(images, None)
     numbers = read_idx(labels, (1,))
     if len(numbers) != len(images):
-        raise KinformerError(f"{labels}: has {len(numbers)} labels for the {len(images)} images of {path.name}.")
+        raise KinformerError(
+            f"{labels}: has {plural(len(numbers), 'label')} for the {plural(len(images), 'image')} of {path.name}."
+        )
     return array_part(images, numbers)
 
 

@@ -207,7 +207,7 @@ def _check_sizes(folder: Path, files: Sequence[SourceFile], heads: Sequence[Head
         index = next(index for index, head in enumerate(heads) if (head.width, head.height) != usual)
         odd = f"{heads[index].width} x {heads[index].height}"
         raise KinformerError(
-            f"{folder}: {files[index].name} has {odd} pixels, {sizes[usual]} of {len(files)} pictures have "
+            f"{folder}: {files[index].name} has {odd} pixels, {sizes[usual]} of {plural(len(files), 'picture')} have "
             f"{usual[0]} x {usual[1]}; give pictures of one size, or a size that all are scaled to."
         )
 
@@ -225,5 +225,5 @@ def _notes(heads: Sequence[Head], others: Sequence[str]) -> list[str]:
     }
     notes = [f"{plural(count, 'picture')} {what}" for what, count in counted.items() if count]
     if others:
-        notes.append(f"{len(others)} files that are no PNG or JPEG, left out, {others[0]} among them")
+        notes.append(f"{plural(len(others), 'file')} left out, which must be PNG or JPEG, {others[0]} among them")
     return notes

@@ -19,6 +19,7 @@ import numpy as np
 
 from kinformer.data.buckets import IGNORED
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 VERSION = "1"
 SPLITS = ("train", "validation", "test")
@@ -61,13 +62,13 @@ class Recall:
         most = max(self.pairs if pairs is None else pairs)
         if most > self.symbols // 2 - 1:
             raise KinformerError(
-                f"{most} pairs need as many keys, but {self.symbols} symbols have {self.symbols // 2 - 1}; give "
-                f"`symbols` {2 * most + 2} or more, or fewer pairs."
+                f"{plural(most, 'pair')} must have a key each, but {plural(self.symbols, 'symbol')} make "
+                f"{plural(self.symbols // 2 - 1, 'key')}; give `symbols` {2 * most + 2} or more, or fewer pairs."
             )
         if 4 * most > length:
             raise KinformerError(
-                f"`length` {length}: {most} pairs and as many queries take {4 * most} tokens; give a longer length, or "
-                "fewer pairs."
+                f"`length` {length}: {plural(most, 'pair')} and as many queries take {plural(4 * most, 'token')}; "
+                "give a longer length, or fewer pairs."
             )
 
     def rows(

@@ -14,6 +14,7 @@ import numpy as np
 
 from kinformer.data.split import Split
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 _BLOCK = 1 << 22
 _MOST = 7
@@ -59,8 +60,10 @@ class NgramModel:
 
     def __init__(self, split: Split, context: int = 5) -> None:
         if not 0 <= context <= _MOST:
-            raise KinformerError(f"context is {context} but an n-gram model of bytes takes from 0 to {_MOST} bytes.")
-        split.text.require(context + 1, f"an n-gram model with {context} bytes of context")
+            raise KinformerError(
+                f"context is {context} but an n-gram model of bytes takes from 0 to {plural(_MOST, 'byte')}."
+            )
+        split.text.require(context + 1, f"an n-gram model with {plural(context, 'byte')} of context")
         self.context = context
         grams, counts = _count(split.text, context + 1)
         self._orders = [_Order.of(grams, counts)]

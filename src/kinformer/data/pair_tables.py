@@ -8,6 +8,7 @@ from typing import Any
 
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.parsing import parse_json_line
+from kinformer.runtime.words import plural
 
 TABLES = (".tsv", ".jsonl")
 Row = tuple[str, str]
@@ -30,8 +31,8 @@ def _columns(path: Path, lines: Sequence[str], names: Names) -> tuple[Names, lis
         cells = line.split("\t")
         if len(cells) != 2:
             raise KinformerError(
-                f"{path}, line {number}: has {len(cells)} columns where 2 are expected, a source and its target; mend "
-                "it."
+                f"{path}, line {number}: has {plural(len(cells), 'column')} where 2 are expected, a source and its "
+                "target; mend it."
             )
         rows.append((cells[0], cells[1]))
     first = [cell.strip().lower() for cell in rows[0]]

@@ -26,6 +26,7 @@ from kinformer.data.tokenizer import ByteTokenizer, Tokenizer
 from kinformer.runtime.archives import read_unpacked
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.progress import note_once
+from kinformer.runtime.words import plural
 
 NUMBER_WORDS = "number-words"
 HELD_OUT = 0.05
@@ -212,8 +213,8 @@ def _aligned(source: tuple[SourceFile, list[bytes]], target: tuple[SourceFile, l
     counts = [len(lines) for _, lines in (source, target)]
     if counts[0] != counts[1]:
         raise KinformerError(
-            f"{source[0].path} has {counts[0]:,} lines but {target[0].path} has {counts[1]:,}; line by line they must "
-            "be translations of each other."
+            f"{source[0].path} has {plural(counts[0], 'line')} but {target[0].path} has {counts[1]:,}; line by line "
+            "they must be translations of each other."
         )
     return _without_empty(source[1], target[1], source[0].path)
 
@@ -223,7 +224,7 @@ def _without_empty(source: Sequence[bytes], target: Sequence[bytes], place: str)
     if not full:
         raise KinformerError(f"{place}: holds no pair of lines; give data with text on both sides.")
     if left := len(source) - len(full):
-        note_once(f"note: {place}: {left} of {len(source):,} pairs have an empty side and are left out.")
+        note_once(f"note: {place}: {left} of {plural(len(source), 'pair')} have an empty side and are left out.")
     return Pairs(source, target).taken(full)
 
 

@@ -8,6 +8,7 @@ import zlib
 from pathlib import Path
 
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
@@ -40,7 +41,9 @@ def require_rows(path: Path) -> None:
             file.seek(end)
         held += len(unpacking.flush())
     if held < expected:
-        raise KinformerError(f"{path}: holds {held} of the {expected} bytes of its rows; replace or remove it.")
+        raise KinformerError(
+            f"{path}: holds {held} of the {plural(expected, 'byte')} of its rows; replace or remove it."
+        )
 
 
 def _bytes(width: int, height: int, depth: int, colour: int, _method: int, _filter: int, interlaced: int) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 from kinformer.data.permutation import mix, permute
 from kinformer.data.split import Split
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 _PHASE, _ORDER = 1, 2
 
@@ -73,7 +74,7 @@ class SegmentStreams:
     """
 
     def __init__(self, split: Split, batch_size: int, length: int, seed: int) -> None:
-        split.require(batch_size * length + 1, f"a batch of {batch_size} streams with segments of {length}")
+        split.require(batch_size * length + 1, f"a batch of {plural(batch_size, 'stream')} with segments of {length}")
         self.split, self.batch_size, self.length, self.seed = split, batch_size, length, seed
         self.stream_length = (len(split) - 1) // batch_size
         self.segments, self._phases = _grid(self.stream_length + 1, length)
@@ -110,7 +111,8 @@ def _phase(seed: int, epoch: np.ndarray, phases: int) -> np.ndarray:
 def _share(rows: np.ndarray, rank: int, world: int) -> np.ndarray:
     if len(rows) % world:
         raise KinformerError(
-            f"a batch of {len(rows)} rows cannot be shared by {world} processes alike; give a multiple of {world}."
+            f"a batch of {plural(len(rows), 'row')} cannot be shared by {plural(world, 'process')} alike; give a "
+            f"multiple of {world}."
         )
     size = len(rows) // world
     return rows[rank * size : (rank + 1) * size]

@@ -23,6 +23,7 @@ from kinformer.data.resample import resample
 from kinformer.data.wav import read_sound
 from kinformer.runtime.errors import KinformerError, require
 from kinformer.runtime.progress import note
+from kinformer.runtime.words import plural
 
 CHARACTERS, LABELS = "characters", "labels"
 ROUNDS = 40
@@ -184,7 +185,7 @@ def _tell_resampled(name: str, rates: Sequence[int], rate: int) -> None:
     if others:
         count = sum(clip_rate != rate for clip_rate in rates)
         have = ", ".join(f"{other:,}" for other in others)
-        clips = f"{count:,} of {len(rates):,} clips have {have} samples a second"
+        clips = f"{count:,} of {plural(len(rates), 'clip')} have {have} samples a second"
         note(f"note: {name}: {clips} and are resampled to {rate:,}.")
 
 
@@ -201,7 +202,8 @@ def _check_symbols(clips: Sequence[Clip], unit: str, trained: Sequence[str]) -> 
             if symbol not in symbols:
                 raise KinformerError(
                     f"{clip.path}: its transcript {clip.transcript!r} has the symbol {symbol!r}, which no training "
-                    f"transcript has ({len(trained)} symbols: {' '.join(trained)[:60]}); mend it or leave the clip out."
+                    f"transcript has ({plural(len(trained), 'symbol')}: {' '.join(trained)[:60]}); mend it or leave "
+                    "the clip out."
                 )
 
 

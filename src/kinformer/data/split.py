@@ -8,6 +8,7 @@ import numpy as np
 
 from kinformer.data.extents import Extents
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +112,6 @@ class Split:
         """Raise a :class:`KinformerError` unless the split holds ``tokens`` tokens, which ``purpose`` needs."""
         if len(self) < tokens:
             raise KinformerError(
-                f"split {self.name!r} of {self.corpus} holds {len(self)} tokens but {purpose} needs {tokens}; "
-                "give more data or a smaller `length`."
+                f"split {self.name!r} of {self.corpus} holds {plural(len(self), 'token')} but {purpose} needs "
+                f"{tokens}; give more data or a smaller `length`."
             )

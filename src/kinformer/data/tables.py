@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from kinformer.runtime.errors import KinformerError, marked, nearest
 from kinformer.runtime.parsing import parse_json_line
+from kinformer.runtime.words import plural
 
 TEXT_NAMES, LABEL_NAMES = ("text", "sentence"), ("label",)
 TableFormat = Literal["tsv", "csv", "jsonl"]
@@ -92,10 +93,8 @@ def _cells(rows: Iterable[tuple[int, list[bytes]]], place: str, columns: Columns
             if order.named:
                 continue
         if len(cells) != order.cells:
-            expected = f"{order.cells} are expected"
-            raise KinformerError(
-                f"{place}, line {number}: has {len(cells)} columns where {expected}{_meaning(order)}; mend it."
-            )
+            wanted = f"{order.cells} are expected{_meaning(order)}"
+            raise KinformerError(f"{place}, line {number}: has {plural(len(cells), 'column')} where {wanted}; mend it.")
         label = None if order.label is None else cells[order.label].decode("utf-8", "backslashreplace")
         yield _row(place, number, cells[order.text], label, columns)
 
@@ -125,8 +124,8 @@ def _order(cells: Sequence[bytes], place: str, columns: Columns) -> _Order:
         return _Order(0, None, 1, named=False)
     wanted = "2 are expected, a label and a text" if columns.labelled else "a text, or a label and a text, are expected"
     raise KinformerError(
-        f"{place}: has {len(cells)} columns where {wanted}; mend it, or name the columns in the first line and say "
-        "which is which with `text_field` and `label_field`."
+        f"{place}: has {plural(len(cells), 'column')} where {wanted}; mend it, or name the columns in the first line "
+        "and say which is which with `text_field` and `label_field`."
     )
 
 

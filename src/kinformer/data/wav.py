@@ -17,6 +17,7 @@ from kinformer.data.formats import content_of
 from kinformer.runtime.archives import check_ratio
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import reading, require_file
+from kinformer.runtime.words import plural
 
 ENDINGS = (".wav", ".flac", ".ogg", ".mp3")
 MOST_RATE = 1_000_000
@@ -51,7 +52,8 @@ def sound_info(path: str | Path) -> SoundInfo:
         raise KinformerError(f"{path}: holds 0 samples; remove it or record it again.")
     if not 1 <= info.rate <= MOST_RATE:
         raise KinformerError(
-            f"{path}: has {info.rate} samples a second, but 1 to {MOST_RATE} are expected; record or convert it again."
+            f"{path}: has {plural(info.rate, 'sample')} a second, but 1 to {MOST_RATE} are expected; record or "
+            "convert it again."
         )
     return info
 
@@ -68,7 +70,9 @@ def read_sound(path: str | Path) -> tuple[np.ndarray, int]:
             sound, _ = _by_soundfile(path, error, "read", dtype="float32", always_2d=True)
             samples = sound.mean(1)
     if len(samples) < _LEAST_SHARE * info.samples:
-        raise KinformerError(f"{path}: holds {len(samples)} samples of the {info.samples} it says; record it again.")
+        raise KinformerError(
+            f"{path}: holds {plural(len(samples), 'sample')} of the {info.samples} it says; record it again."
+        )
     if not np.isfinite(samples).all():
         bad = int(np.flatnonzero(~np.isfinite(samples))[0])
         raise KinformerError(f"{path}: sample {bad} is {samples[bad]}, but all must be finite; record it again.")
@@ -77,7 +81,7 @@ def read_sound(path: str | Path) -> tuple[np.ndarray, int]:
 
 def _info(file: wave.Wave_read) -> SoundInfo:
     if not 1 <= file.getsampwidth() <= 4:
-        raise wave.Error(f"samples of {file.getsampwidth()} bytes")
+        raise wave.Error(f"samples of {plural(file.getsampwidth(), 'byte')}")
     return SoundInfo(file.getframerate(), file.getnframes(), file.getnchannels())
 
 
@@ -92,8 +96,8 @@ def _require_length(path: Path) -> None:
             name, length = struct.unpack("<4sI", head)
             if name == b"data" and length > (held := size - file.tell()):
                 raise KinformerError(
-                    f"{path}: says that it holds {length} bytes of samples, but holds {held}; it was cut off, or "
-                    "written to a pipe: record or convert it again, as by ffmpeg -i."
+                    f"{path}: says that it holds {plural(length, 'byte')} of samples, but holds {held:,}; it was cut "
+                    "off, or written to a pipe: record or convert it again, as by ffmpeg -i."
                 )
             file.seek(length + length % 2, 1)
 
@@ -114,8 +118,8 @@ class WavStream:
         self._file, self.rate = file, self._wave.getframerate()
         if not 1 <= self.rate <= MOST_RATE or not 1 <= self._wave.getsampwidth() <= 4:
             raise KinformerError(
-                f"{place}: is no WAV of PCM samples (of {self._wave.getsampwidth()} bytes, {self.rate} a second); "
-                "convert it, as by ffmpeg -i SOUND -f wav -."
+                f"{place}: is no WAV of PCM samples (of {plural(self._wave.getsampwidth(), 'byte')}, {self.rate} a "
+                "second); convert it, as by ffmpeg -i SOUND -f wav -."
             )
         self._step = self._wave.getsampwidth() * self._wave.getnchannels()
 

@@ -27,6 +27,7 @@ from kinformer.evaluation.mixing import WEIGHTS, Grid, Setting, Sweep, Watched, 
 from kinformer.evaluation.windows import Windows
 from kinformer.runtime.errors import KinformerError, marked
 from kinformer.runtime.progress import note, progressing
+from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import EvaluationReport, TextTable, evaluated
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.text import HeldOut, check_positions, held_out, main_windows
@@ -216,21 +217,24 @@ def _blocks(job: _Job, held: HeldOut, reported: Split, done: list[StoreMeasureme
     whole, setting = done[-1], done[-1].setting
     blocks: list[str | TextTable] = [
         f"{job.run.folder} ({job.run.member}) on {held.corpus.name} {held.corpus.version}, {reported.name} split",
-        f"datastore {job.store.folder}: {job.store.entries:,} entries of {job.store.dim} numbers",
+        f"datastore {job.store.folder}: {plural(job.store.entries, 'entry')} of {plural(job.store.dim, 'number')}",
     ]
     if whole.tuned_on is not None:
         same = "first half of the " if whole.tuned_on.name == reported.name else ""
         rest = ", the figures are of its second half" if same else ""
-        blocks.append(f"tuned on the {same}{whole.tuned_on.name} split ({whole.tuned_on.bytes:,} bytes){rest}")
+        blocks.append(f"tuned on the {same}{whole.tuned_on.name} split ({plural(whole.tuned_on.bytes, 'byte')}){rest}")
     way = "exact search"
     if whole.recall is not None:
-        way = f"{job.options.probes} probes, recall@{setting.neighbours} {whole.recall:.3f} of {whole.recalled} queries"
+        way = (
+            f"{plural(job.options.probes, 'probe')}, recall@{setting.neighbours} {whole.recall:.3f} of "
+            f"{plural(whole.recalled, 'query')}"
+        )
     blocks += [
         f"{whole.bits:.4f} bits per byte with weight {setting.weight:g}, temperature {setting.temperature:g}, "
-        f"{setting.neighbours} neighbours; {whole.at(0.0):.4f} with weight 0, which is the model alone",
-        f"{reported.bytes:,} bytes, {whole.sweep.tokens:,} predictions, {way}, "
-        f"{whole.bytes_read / whole.sweep.tokens:,.0f} bytes read per query, "
-        f"{reported.bytes / whole.seconds:,.0f} bytes/s\n",
+        f"{plural(setting.neighbours, 'neighbour')}; {whole.at(0.0):.4f} with weight 0, which is the model alone",
+        f"{plural(reported.bytes, 'byte')}, {plural(whole.sweep.tokens, 'prediction')}, {way}, "
+        f"{whole.bytes_read / whole.sweep.tokens:,.0f} bytes read per query, {reported.bytes / whole.seconds:,.0f} "
+        "bytes/s\n",
     ]
     rows = [(f"{weight:g}", f"{whole.at(weight):.4f}") for weight in whole.sweep.grid.weights]
     blocks.append(TextTable(("weight", "bits per byte"), rows, (0, 1)))

@@ -40,6 +40,7 @@ from kinformer.runtime.files import (
     write_atomic,
     write_json,
 )
+from kinformer.runtime.words import plural
 
 SCHEMA = 2
 PROBES = 8
@@ -99,7 +100,8 @@ def build(
     count = count or (result.count if result else isqrt(store.entries))
     if count > store.entries:
         raise KinformerError(
-            f"{count} lists are asked for, but {store.folder} holds {store.entries} entries; ask fewer."
+            f"{plural(count, 'list')} cannot be made: {store.folder} holds {plural(store.entries, 'entry')}; give "
+            "fewer."
         )
     if result is not None and result.count == count and result.stamp == _stamp(store, result.entries):
         trained = _index(folder / TRAINED)
@@ -179,8 +181,8 @@ class ListSearch:
         lists = _read(store.folder)
         if (lists.entries, lists.stamp) != (store.entries, _stamp(store, store.entries)):
             raise KinformerError(
-                f"{store.folder}: its lists are those of {lists.entries:,} entries, but it holds {store.entries:,}; "
-                "bring them up to date with kinformer index --approximate."
+                f"{store.folder}: its lists are those of {plural(lists.entries, 'entry')}, but it holds "
+                f"{store.entries:,}; bring them up to date with kinformer index --approximate."
             )
         if not 1 <= probes <= lists.count:
             raise KinformerError(f"probes is {probes} but must be 1 to {lists.count}, the lists of {store.folder}.")

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import read_json, require_signature, signed
+from kinformer.runtime.words import plural
 
 SCHEMA = 1
 RECORD, KEYS, TOKENS = "store.json", "keys.bin", "tokens.bin"
@@ -105,7 +106,7 @@ def require_origin(folder: Path, stored: KeySpace, wanted: KeySpace) -> None:
     reasons = {
         "weights": "its keys were made by a model with other weights",
         "representation": f"its keys are the model's {stored.representation!r}, not its {wanted.representation!r}",
-        "dim": f"its keys have {stored.dim} numbers, not {wanted.dim}",
+        "dim": f"its keys have {plural(stored.dim, 'number')}, not {wanted.dim}",
         "vocab_size": f"its tokens are of a vocabulary of {stored.vocab_size}, not {wanted.vocab_size}",
         "tokenizer": "its tokens are those of another tokenizer",
     }
@@ -165,7 +166,7 @@ class Datastore:
     def _check_finished(self) -> None:
         unfinished = [part for part in self.record.parts if part.written < part.total]
         if unfinished or not self.entries:
-            part = f"{unfinished[0].written:,} of {unfinished[0].total:,} entries" if unfinished else "no entry"
+            part = f"{unfinished[0].written:,} of {plural(unfinished[0].total, 'entry')}" if unfinished else "no entry"
             raise KinformerError(
                 f"{self.folder}: is not finished (it holds {part} of a text); give the same kinformer index command "
                 "again to go on."
@@ -176,7 +177,8 @@ class Datastore:
         size = path.stat().st_size if path.is_file() else 0
         if size < needed:
             raise KinformerError(
-                f"{path}: is truncated ({size:,} of {needed:,} bytes); restore it from a copy, or rebuild the store."
+                f"{path}: is truncated ({size:,} of {plural(needed, 'byte')}); restore it from a copy, or rebuild the "
+                "store."
             )
         return np.memmap(path, dtype, "r", shape=shape)
 

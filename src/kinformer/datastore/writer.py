@@ -32,6 +32,7 @@ from kinformer.datastore.store import (
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import load_tensors, remove_partials, require_utf8, save_tensors, write_json
 from kinformer.runtime.lock import locked
+from kinformer.runtime.words import plural
 
 
 class Writer:
@@ -80,7 +81,8 @@ class Writer:
         result = os.fstat(file.fileno()).st_size
         if result < size:
             raise KinformerError(
-                f"{file.name}: is truncated ({result:,} of {size:,} bytes); restore it from a copy, or rebuild it."
+                f"{file.name}: is truncated ({result:,} of {plural(size, 'byte')}); restore it from a copy, or "
+                "rebuild it."
             )
         os.ftruncate(file.fileno(), size)
 

@@ -24,6 +24,7 @@ from kinformer.data import EvaluationStream, Split
 from kinformer.evaluation.contexts import contexts
 from kinformer.evaluation.windows import Windows
 from kinformer.runtime.errors import KinformerError, require_finite
+from kinformer.runtime.words import plural
 
 CHUNK = 2048
 _LOGITS_AT_ONCE = 1 << 24
@@ -85,7 +86,7 @@ def measure(
             if windows is not None:
                 by_position.add(losses, counted)
             nats, done = nats + float(losses.where(counted, 0.0).sum()), done + int(counted.sum())
-            require_finite(isfinite(nats), f" within the first {done} tokens of split {split.name!r}")
+            require_finite(isfinite(nats), f" within the first {plural(done, 'token')} of split {split.name!r}")
             if progress is not None:
                 progress(done, stream.predictions)
     assert done == stream.predictions
@@ -130,7 +131,7 @@ def _check(model: CausalModel, split: Split, windows: Windows | None, chunk: int
     needed = len(split) - 1 if windows is None else min(windows.context, len(split) - 1)
     if model.max_length is not None and needed > model.max_length:
         raise KinformerError(
-            f"a context of {needed} tokens is beyond this model's positions, which end at max_length = "
+            f"a context of {plural(needed, 'token')} is beyond this model's positions, which end at max_length = "
             f"{model.max_length}; choose a smaller context."
         )
 

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from kinformer.core import state as states
 from kinformer.core.model import CausalModel, device_of
 from kinformer.core.stack import Stack
+from kinformer.runtime.words import plural
 from kinformer.stacks.exit_rules import AtExit, ExitRule
 from kinformer.training.metric import Metric
 
@@ -58,7 +59,7 @@ class Exited:
     @property
     def text(self) -> str:
         """Return the values as one line of text."""
-        parts = [f"{self.layers_per_token:.2f} of {self.layers[-1]} layers per token"]
+        parts = [f"{self.layers_per_token:.2f} of {plural(self.layers[-1], 'layer')} per token"]
         if self.flops_saved is not None:
             parts.append(f"{self.flops_saved:.0%} of the FLOPs saved")
         if self.speedup is not None:

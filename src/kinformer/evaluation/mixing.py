@@ -20,6 +20,7 @@ from kinformer.evaluation.bits import Progress
 from kinformer.evaluation.contexts import contexts
 from kinformer.evaluation.windows import Windows
 from kinformer.runtime.errors import require_finite
+from kinformer.runtime.words import plural
 
 WEIGHTS = (0.0, 0.01, 0.02, 0.05, *(round(0.05 * step, 2) for step in range(2, 20)))
 TEMPERATURES = tuple(float(1 << power) for power in range(11))
@@ -111,7 +112,9 @@ def sweep(
                 neighbours = searcher.search(keys, max(grid.neighbours))
                 nats += _scores(model_scores, neighbours, wanted, grid).cpu()
             done += int(counted.sum())
-            require_finite(bool(nats.isfinite().all()), f" within the first {done} tokens of split {split.name!r}")
+            require_finite(
+                bool(nats.isfinite().all()), f" within the first {plural(done, 'token')} of split {split.name!r}"
+            )
             if progress is not None:
                 progress(done, stream.predictions)
     return Sweep(grid, nats.numpy(), done, stream)

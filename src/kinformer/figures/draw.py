@@ -23,6 +23,7 @@ from kinformer.figures.panels import (
     PatternPanel,
 )
 from kinformer.figures.style import BLUE, INK, PAPER, QUIET, SKY, bare, figure, save, spread
+from kinformer.runtime.words import plural
 
 COLUMNS = 4
 SIZE, GAP, MARGIN, TOP, HEAD, LINE, FOOT, SHIFT, LABELS, LEGEND = (
@@ -121,8 +122,8 @@ def _pattern(axes: Any, panel: PatternPanel) -> None:
     axes.set_ylabel("queries", labelpad=-9)
     if panel.tokens_per_cell > 1:
         axes.annotate(
-            f"1 cell = {panel.tokens_per_cell} tokens", (1, 0), (0, -5), "axes fraction", textcoords="offset points",
-            ha="right", va="top", fontsize=7.5, color=QUIET,
+            f"1 cell = {plural(panel.tokens_per_cell, 'token')}", (1, 0), (0, -5), "axes fraction",
+            textcoords="offset points", ha="right", va="top", fontsize=7.5, color=QUIET,
         )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from kinformer.core.pattern import Pattern
+from kinformer.runtime.words import plural
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ def in_text(pattern: Pattern, config: Any) -> Pattern:
 def global_token_words(text: FullSequence) -> str:
     """Return a sequence's global tokens in words."""
     count, global_input = text.global_tokens, text.global_input
-    words = [f"{count} global token{'s' if count > 1 else ''}"] if count else []
+    words = [plural(count, "global token")] if count else []
     if global_input is not None:
         extra = getattr(global_input, "count", None)
-        words.append(f"global input of {extra} tokens" if extra else "global input of sentences")
+        words.append(f"global input of {plural(extra, 'token')}" if extra else "global input of sentences")
     return ", ".join(words)

@@ -9,6 +9,7 @@ from typing import Any
 
 from kinformer.evaluation.early_exit import Exited
 from kinformer.figures.style import INK, PAPER, QUIET, figure, save
+from kinformer.runtime.words import plural
 
 COLUMNS = 84
 CELL, LINE, MARGIN, TOP, FOOT = 0.092, 0.19, 0.3, 0.5, 0.55
@@ -99,4 +100,4 @@ def _colours(count: int) -> list[Any]:
 
 
 def _short(exited: Exited) -> str:
-    return f"{exited.layers_per_token:.2f} of {exited.layers[-1]} layers per token"
+    return f"{exited.layers_per_token:.2f} of {plural(exited.layers[-1], 'layer')} per token"

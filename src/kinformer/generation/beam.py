@@ -19,6 +19,7 @@ from kinformer.core import state as states
 from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import KinformerError, require_finite
 from kinformer.runtime.matmul import few_rows
+from kinformer.runtime.words import plural
 
 
 class Hypothesis(NamedTuple):
@@ -71,7 +72,9 @@ def beam_search(model: CausalModel, state: Any, search: Search, most: Sequence[i
     Errors: ``KinformerError`` for predictions that are not finite.
     """
     if not 1 <= search.beam < model.vocab_size:
-        raise KinformerError(f"a beam of {search.beam} must be 1 or more, and fewer than the {model.vocab_size} ids.")
+        raise KinformerError(
+            f"a beam of {search.beam} must be 1 or more, and fewer than the {plural(model.vocab_size, 'id')}."
+        )
     device = next(states.tensors(state)).device
     with few_rows(device):
         return _searched(model, state, search, most, device)

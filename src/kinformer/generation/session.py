@@ -19,6 +19,7 @@ from kinformer.generation.stops import StopTokens
 from kinformer.runtime.errors import KinformerError, require
 from kinformer.runtime.fields import require_kind
 from kinformer.runtime.matmul import FEW, few_rows
+from kinformer.runtime.words import plural
 
 _MOST_RESERVED = 4096
 _CHECKED_EVERY = 256
@@ -100,8 +101,8 @@ class Session:
         needed = max(map(sum, zip(self._lengths, counts or [0] * self.batch, strict=True))) + draws - 1
         if limit is not None and needed > limit:
             raise KinformerError(
-                f"{needed} tokens are to be absorbed, but this model's positions end at max_length = {limit}; "
-                "shorten the prompt, ask for fewer new tokens, or take a member whose positions do not end."
+                f"{plural(needed, 'token')} are to be absorbed, but this model's positions end at max_length = "
+                f"{limit}; shorten the prompt, ask for fewer new tokens, or take a member whose positions do not end."
             )
 
     def feed(self, tokens: Tensor, valid: Tensor | None = None) -> None:
@@ -208,8 +209,8 @@ class Session:
     def _require_finite(self) -> None:
         if self._logits is not None and not bool(self._logits.isfinite().all()):
             raise KinformerError(
-                f"the model's predictions after {self.length} tokens are not finite numbers; "
-                "its weights are damaged or diverged, or need a wider type (fp32)."
+                f"the model's predictions after {plural(self.length, 'token')} are not finite numbers; its weights "
+                "are damaged or diverged, or need a wider type (fp32)."
             )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from kinformer.core.input import Input
 from kinformer.core.model_config import HeadConfig
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 LOWEST_LOG_STD, HIGHEST_LOG_STD = -5.0, 2.0
 
@@ -59,7 +60,7 @@ class ContinuousActions(nn.Module):
                 raise KinformerError(f"action_dim must be 1 or more, but is {self.action_dim}.")
             if {len(self.low), len(self.high)} not in ({0}, {self.action_dim}):
                 raise KinformerError(
-                    f"low and high have {len(self.low)} and {len(self.high)} numbers, but an action has "
+                    f"low and high have {len(self.low)} and {plural(len(self.high), 'number')}, but an action has "
                     f"{self.action_dim}; give one for each, or none for -1 to 1."
                 )
             if any(low >= high for low, high in zip(self.low, self.high, strict=True)):

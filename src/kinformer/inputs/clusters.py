@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 
 class Tables(NamedTuple):
@@ -36,7 +37,8 @@ class Clusters:
     def __post_init__(self) -> None:
         if self.cutoffs and self.cutoffs[-1] >= self.vocab_size:
             raise KinformerError(
-                f"cutoffs end at {self.cutoffs[-1]}, but there are {self.vocab_size} tokens; give cutoffs below that."
+                f"cutoffs end at {self.cutoffs[-1]}, but there are {plural(self.vocab_size, 'token')}; give cutoffs "
+                "below that."
             )
         if min(self.widths) < 1:
             raise KinformerError(

@@ -21,6 +21,7 @@ from torch.nn import functional
 from kinformer.core.config import check_unused
 from kinformer.core.input import Input, InputConfig
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 Resize = Literal["bilinear", "bicubic"]
 Activation = Literal["none", "gelu", "relu"]
@@ -63,7 +64,7 @@ class Patches(Input):
             for name, values in (("mean", self.mean), ("std", self.std)):
                 if values and len(values) != self.channels:
                     raise KinformerError(
-                        f"{name} must be one number for each of {self.channels} channels, but is {values}."
+                        f"{name} must be one number for each of {plural(self.channels, 'channel')}, but is {values}."
                     )
             if any(value <= 0 for value in self.std):
                 raise KinformerError(f"std must be above 0, but is {self.std}.")
@@ -102,8 +103,8 @@ class Patches(Input):
         channels = self.config.channels
         if values.dim() != 4 or values.shape[1] != channels or 0 in values.shape[2:]:
             raise KinformerError(
-                f"images must be [batch, channels, height, width] with {channels} channels, but have the shape "
-                f"{tuple(values.shape)}."
+                f"images must be [batch, channels, height, width] with {plural(channels, 'channel')}, but have the "
+                f"shape {tuple(values.shape)}."
             )
         if values.dtype != torch.uint8 and not values.is_floating_point():
             raise KinformerError(f"images must be uint8, or floats from 0 to 1, but are {values.dtype}.")
@@ -135,7 +136,8 @@ class Patches(Input):
         count, patch = time - self.config.before, self.config.patch
         if count < 1:
             raise KinformerError(
-                f"a length of {time} leaves no patch beside the {self.config.before} tokens before them; give more."
+                f"a length of {time} leaves no patch beside the {plural(self.config.before, 'token')} before them; "
+                "give more."
             )
         rows = next(index for index in range(isqrt(count), 0, -1) if count % index == 0)
         if count == prod(self.config.grid):

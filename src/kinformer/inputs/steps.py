@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from kinformer.core.input import Input, InputConfig
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 RETURN, STATE, ACTION = range(3)
 """The kinds of values."""
@@ -70,8 +71,8 @@ class Steps(Input):
             for name in ("state_mean", "state_std"):
                 if len(getattr(self, name)) not in (0, self.state_dim):
                     raise KinformerError(
-                        f"{name} has {len(getattr(self, name))} numbers, but a state has {self.state_dim} features; "
-                        "give one for each, or none."
+                        f"{name} has {plural(len(getattr(self, name)), 'number')}, but a state has "
+                        f"{plural(self.state_dim, 'feature')}; give one for each, or none."
                     )
             if not all(deviation > 0 for deviation in self.state_std):
                 raise KinformerError(f"state_std must be above 0, but holds {min(self.state_std):g}.")
@@ -93,7 +94,7 @@ class Steps(Input):
         if values.dim() != 3 or values.shape[1] < 1 or values.shape[2] != self.width or not values.is_floating_point():
             raise KinformerError(
                 f"steps must be floats [batch, time, {self.width}] with time >= 1 (kind, timestep and up to "
-                f"{self.width - FIRST} values), but are {values.dtype} {list(values.shape)}."
+                f"{plural(self.width - FIRST, 'value')}), but are {values.dtype} {list(values.shape)}."
             )
 
     def forward(self, values: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kinformer.interop.settings import whole
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import read_json
+from kinformer.runtime.words import plural
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,6 +94,6 @@ def _normalisation(path: Path, channels: int) -> dict[str, Any]:
     for name in ("mean", "std"):
         values = config.get(f"image_{name}")
         if not isinstance(values, list) or not all(isinstance(value, (int, float)) for value in values):
-            raise KinformerError(f"{path}: image_{name} is {values!r}, but must be {channels} numbers.")
+            raise KinformerError(f"{path}: image_{name} is {values!r}, but must be {plural(channels, 'number')}.")
         settings[name] = [float(value) for value in values]
     return settings

@@ -14,6 +14,7 @@ from kinformer.interop import images
 from kinformer.interop.encoder import ACTIVATIONS
 from kinformer.interop.settings import choice, number, require, whole
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,7 +70,7 @@ def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
         raise KinformerError(f"{place}: pretrained_window_sizes are not 0; biases of one window only can be imported.")
     depths, heads = (_whole_numbers(full, place, name) for name in ("depths", "num_heads"))
     if len(depths) != len(heads):
-        raise KinformerError(f"{place}: depths and num_heads are of {len(depths)} and {len(heads)} stages.")
+        raise KinformerError(f"{place}: depths are of {plural(len(depths), 'stage')}, but num_heads of {len(heads)}.")
     dim, window = whole(full, place, "embed_dim"), whole(full, place, "window_size")
     norm = {"kind": "layer_norm", "eps": number(full, place, "layer_norm_eps")}
     if norm["eps"] != DEFAULTS["layer_norm_eps"]:

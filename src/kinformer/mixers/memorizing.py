@@ -43,6 +43,7 @@ from kinformer.positions.none import NoPosition
 from kinformer.runtime.compiling import uncompiled
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import host_ints
+from kinformer.runtime.words import plural
 
 _BLOCKS = 16
 """How many times the memory is copied while it fills: it is evicted from the window in so many blocks."""
@@ -114,8 +115,9 @@ class Memorizing(CausalMixer):
                 raise KinformerError(f"probes = {self.probes} is more than lists = {self.lists}; look at fewer lists.")
             if self.topk % (self.probes + 1) or self.segment % (self.topk // (self.probes + 1)):
                 raise KinformerError(
-                    f"topk = {self.topk} is shared by {self.probes} probes and what is in no list yet, so it must be a "
-                    f"multiple of {self.probes + 1} and each share a divisor of segment = {self.segment}; choose so."
+                    f"topk = {self.topk} is shared by {plural(self.probes, 'probe')} and what is in no list yet, so "
+                    f"it must be a multiple of {self.probes + 1} and each share a divisor of segment = "
+                    f"{self.segment}; choose so."
                 )
 
         def build(self, dim: int) -> Memorizing:

@@ -19,6 +19,7 @@ from kinformer.core.stack import BeforeUse
 from kinformer.models.base import CommonConfig, CommonModel
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import arguments_trusted, has_data
+from kinformer.runtime.words import plural
 
 
 class DecoderState(NamedTuple):
@@ -196,15 +197,17 @@ class Decoder(CommonModel):
             return self.initial_state(batch, device=values.device)
         if not isinstance(state, DecoderState) or len(state.layers) != len(self.stack.order):
             what = (
-                f"{len(state.layers)} layers" if isinstance(state, DecoderState) else f"the type {type(state).__name__}"
+                plural(len(state.layers), "layer")
+                if isinstance(state, DecoderState)
+                else f"the type {type(state).__name__}"
             )
             raise KinformerError(
-                f"the state is one of {what}, but this model's have {len(self.stack.order)} layers; give what this "
-                "model returned, or None to begin new sequences."
+                f"the state is one of {what}, but this model's have {plural(len(self.stack.order), 'layer')}; give "
+                "what this model returned, or None to begin new sequences."
             )
         if state.seen.shape[0] != batch:
             raise KinformerError(
-                f"the state has {state.seen.shape[0]} rows, but {batch} are given; kinformer.core.state has "
+                f"the state has {plural(state.seen.shape[0], 'row')}, but {batch} are given; kinformer.core.state has "
                 "select_rows, repeat_rows and join_rows."
             )
         if torch.compiler.is_compiling():

@@ -18,6 +18,7 @@ from kinformer.patterns.per_head import per_head
 from kinformer.patterns.query_blocks import ChosenBlocks, Numbers
 from kinformer.patterns.unsized import Unsized
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class NearAndDrawn(ChosenBlocks):
     def sized(self, length: int) -> Pattern:
         if length > self.blocks * self.block:
             raise KinformerError(
-                f"a text of {length} tokens does not fit the pattern 'big_bird', which ends at "
+                f"a text of {plural(length, 'token')} does not fit the pattern 'big_bird', which ends at "
                 f"{self.blocks * self.block}; raise its length, or set it to none."
             )
         return self

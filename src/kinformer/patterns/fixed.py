@@ -13,6 +13,7 @@ from kinformer.patterns.causal import Causal
 from kinformer.patterns.per_head import per_head
 from kinformer.patterns.summaries import Summaries
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +36,8 @@ class Fixed(PatternConfig):
     def __post_init__(self) -> None:
         if self.summary < 1 or self.slices < 1 or self.summary * self.slices > self.segment:
             raise KinformerError(
-                f"{self.slices} slices of {self.summary} summary tokens do not fit into a segment of {self.segment}; "
-                "each must be 1 or more, and their product at most segment."
+                f"{plural(self.slices, 'slice')} of {plural(self.summary, 'summary token')} cannot fit into a segment "
+                f"of {self.segment}; each must be 1 or more, and their product at most segment."
             )
         if self.slices == 1:
             check_unused(self, "with slices = 1, where all heads see the same", "num_heads")
@@ -46,7 +47,8 @@ class Fixed(PatternConfig):
             )
         if self.num_heads is not None and (self.num_heads < 1 or self.num_heads % self.slices):
             raise KinformerError(
-                f"num_heads = {self.num_heads} cannot be shared evenly by {self.slices} slices; choose a multiple."
+                f"num_heads = {self.num_heads} cannot be shared evenly by {plural(self.slices, 'slice')}; choose a "
+                "multiple."
             )
 
     def build(self) -> Pattern:

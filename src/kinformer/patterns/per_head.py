@@ -11,6 +11,7 @@ from torch import Tensor
 from kinformer.core.parts import PatternConfig
 from kinformer.core.pattern import Boxes, Cover, Pattern
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class PerHead(Pattern):
         for pattern in self.patterns:
             if pattern.num_heads not in (None, len(self.patterns)):
                 raise KinformerError(
-                    f"a pattern for {pattern.num_heads} heads stands among those of {len(self.patterns)} heads; "
-                    "give every head a pattern for one head."
+                    f"a pattern for {plural(pattern.num_heads, 'head')} stands among those of "
+                    f"{plural(len(self.patterns), 'head')}; give every head a pattern for one head."
                 )
 
     @property

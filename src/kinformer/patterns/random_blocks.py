@@ -10,6 +10,7 @@ from kinformer.core.pattern import Pattern
 from kinformer.patterns.per_head import per_head
 from kinformer.patterns.query_blocks import ChosenBlocks, Numbers
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 _LOW = 0xFFFFFFFF
 
@@ -48,7 +49,8 @@ class RandomBlocks(ChosenBlocks):
                 raise KinformerError(f"num_heads must be 1 or more, or none, but is {self.num_heads}.")
             if self.total is not None and self.total <= self.count:
                 raise KinformerError(
-                    f"total = {self.total} blocks have no {self.count} others to draw; make total larger than count."
+                    f"total = {self.total} leaves a block fewer than {plural(self.count, 'other')} to draw; make "
+                    "total larger than count."
                 )
 
         def build(self) -> Pattern:

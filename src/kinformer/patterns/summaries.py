@@ -10,6 +10,7 @@ from torch import Tensor
 from kinformer.core.parts import PatternConfig
 from kinformer.core.pattern import ALL, NONE, SOME, Boxes, Cover, Ints, Pattern
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class Summaries(Pattern):
         def __post_init__(self) -> None:
             if self.summary < 1 or self.skip < 0 or (self.skip + 1) * self.summary > self.segment:
                 raise KinformerError(
-                    f"a slice of {self.summary} keys after {self.skip} others, from the end, does not fit into a "
-                    f"segment of {self.segment}; choose a smaller summary or skip."
+                    f"a slice of {plural(self.summary, 'key')} after {self.skip} others, from the end, does not fit "
+                    f"into a segment of {self.segment}; choose a smaller summary or skip."
                 )
 
         def build(self) -> Summaries:

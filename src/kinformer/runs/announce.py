@@ -9,6 +9,7 @@ import torch
 
 from kinformer.runs.run import Run
 from kinformer.runtime.errors import spelled
+from kinformer.runtime.words import plural
 from kinformer.training.distributed import Group
 from kinformer.training.result import Result
 from kinformer.training.settings import WARM_UP_STEPS, Settings
@@ -20,13 +21,13 @@ def announcement(run: Run, settings: Settings, parameters: int, group: Group, fr
     """Member, recipe, parameters and task; the data with its size, the device, the precision and tokens a step; and a
     note where ``frozen`` parameters beside others that learn begin at random."""
     rows, length = settings.batch_size, settings.length
-    work = f"{rows} x {length} = {rows * length:,} tokens a step"
+    work = f"{rows} x {length} = {plural(rows * length, 'token')} a step"
     note = spelled(
-        f"\nkinformer: note: {frozen:,} parameters are frozen, and begin at random: `init` RUN takes those of a run in "
-        "which they learnt, as by `task` dino; `set` input.frozen=false lets them learn"
+        f"\nkinformer: note: {plural(frozen, 'parameter')} frozen at random values: `init` RUN takes "
+        "those of a run in which they learnt, as by `task` dino; `set` input.frozen=false lets them learn"
     )
     return (
-        f"kinformer: {run.member} ({run.recipe}), {parameters:,} parameters, task {run.task.name}\n"
+        f"kinformer: {run.member} ({run.recipe}), {plural(parameters, 'parameter')}, task {run.task.name}\n"
         f"kinformer: data {_data(run.data)}; {_device(group)}, {settings.precision}, {work}"
         f"{note if 0 < frozen < parameters and not run.data.get('init') else ''}"
     )
@@ -34,7 +35,7 @@ def announcement(run: Run, settings: Settings, parameters: int, group: Group, fr
 
 def warning(result: Result, settings: Settings) -> str | None:
     """One sentence where a run that was not interrupted made fewer steps than a warm-up; None where it made more."""
-    steps, made = result.steps, _counted(result.steps, "step")
+    steps, made = result.steps, plural(result.steps, "step")
     if result.signal:
         return None
     if settings.minutes is not None and steps < WARM_UP_STEPS:
@@ -57,7 +58,7 @@ def _data(data: Mapping[str, Any]) -> str:
     if train := identity.get("bytes", {}).get("train"):
         return f"{name}, {_bytes(train)} to train on"
     if train := identity.get("examples", {}).get("train"):
-        return f"{name}, {train:,} examples to train on"
+        return f"{name}, {plural(train, 'example')} to train on"
     return name
 
 
@@ -65,13 +66,9 @@ def _bytes(count: int) -> str:
     for least, unit in _UNITS:
         if count >= least:
             return f"{count / least:.3g} {unit}"
-    return f"{count} bytes"
+    return plural(count, "byte")
 
 
 def _device(group: Group) -> str:
-    threads = f" ({_counted(torch.get_num_threads(), 'thread')})" if group.device.type == "cpu" else ""
+    threads = f" ({plural(torch.get_num_threads(), 'thread')})" if group.device.type == "cpu" else ""
     return f"{group.device}{threads}" if group.world == 1 else f"{group.world} x {group.device.type}{threads}"
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"

@@ -18,6 +18,7 @@ from kinformer.runs.spool import spooled
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.lock import locked
 from kinformer.runtime.progress import note, progressing
+from kinformer.runtime.words import plural
 
 if TYPE_CHECKING:
     from kinformer.datastore.attached import KeyedDecoder
@@ -91,7 +92,7 @@ def _write(run: Run, keys: KeyedDecoder, text: IndexedText, options: IndexOption
                     if progress is not None:
                         progress(done, text.entries)
         except KeyboardInterrupt:
-            note(f"kept {writer.record.parts[-1].written:,} entries; give the same command again to go on.")
+            note(f"kept {plural(writer.record.parts[-1].written, 'entry')}; give the same command again to go on.")
             raise
     return done - before
 

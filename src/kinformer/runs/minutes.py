@@ -26,6 +26,7 @@ from kinformer.family.table import member
 from kinformer.runs.choosing import Choosing, flags_between, measured_update
 from kinformer.runs.options import TrainOptions
 from kinformer.runtime.errors import KinformerError, spelled
+from kinformer.runtime.words import plural
 from kinformer.tasks.task import Task
 from kinformer.training.loop import PROBE_SHARE
 
@@ -91,8 +92,8 @@ class Choice:
         """Two lines: what the time is worth here, and the flags that choose the same."""
         speed = self.steps * self.tokens / max(self.seconds, 1e-9)
         return (
-            f"kinformer: in {self.options.minutes:g} minutes {self.steps:,} steps can be made ({speed:,.0f} tokens/s), "
-            f"{self.passes:.2g} times the data; chosen for that:\n"
+            f"kinformer: in {self.options.minutes:g} minutes {plural(self.steps, 'step')} can be made ({speed:,.0f} "
+            f"tokens/s), {self.passes:.2g} times the data; chosen for that:\n"
             f"kinformer: {spelled(' '.join(self.flags))}"
         )
 

@@ -24,6 +24,7 @@ from kinformer.family.table import member
 from kinformer.runs.options import TrainOptions
 from kinformer.runs.run import BYTES, TOKENIZER, Run, open_run
 from kinformer.runtime.errors import KinformerError, marked
+from kinformer.runtime.words import plural
 from kinformer.tasks.table import refuse_options, training_options
 from kinformer.tasks.task import Data, Source, Task, TrainingPlan
 from kinformer.training.settings import DEFAULT_STEPS, Settings
@@ -195,7 +196,9 @@ def _settings(options: TrainOptions, task: Task, length: int | None) -> Settings
         settings, **{name: value for name, value in task.settings.items() if getattr(options, name) is None}
     )
     if length is not None and options.length not in (None, length):
-        raise KinformerError(f"`length` {options.length}: rows of this data have {length} positions; leave it out.")
+        raise KinformerError(
+            f"`length` {options.length}: rows of this data have {plural(length, 'position')}; leave it out."
+        )
     settings = settings if length is None else replace(settings, length=length)
     if settings.steps is None and settings.minutes is None:
         settings = replace(settings, steps=DEFAULT_STEPS)

@@ -27,6 +27,7 @@ from kinformer.runs.run import Run, open_run
 from kinformer.runtime.errors import KinformerError, require, spelled
 from kinformer.runtime.files import load_tensors, load_weights
 from kinformer.runtime.progress import tolerant
+from kinformer.runtime.words import plural
 from kinformer.training import distributed
 from kinformer.training.best import WEIGHTS
 from kinformer.training.checkpoint import Checkpoints
@@ -164,7 +165,9 @@ def _join_and_work(job: Job) -> Summary:
 def _under_torchrun(options: TrainOptions, quiet: bool, begun: float) -> Summary:
     world = int(os.environ["WORLD_SIZE"])
     if options.devices not in (1, world):
-        raise KinformerError(f"`devices` {options.devices}: torchrun started {world} processes; leave `devices` out.")
+        raise KinformerError(
+            f"`devices` {options.devices}: torchrun started {plural(world, 'process')}; leave `devices` out."
+        )
     with ExitStack() as held, distributed.join(_device_type(options.device), options.strategy) as group:
         _set_threads(options.threads, world, group.device.type)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import reading, require_file
+from kinformer.runtime.words import plural
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -31,8 +32,8 @@ def check_ratio(path: Path | str, unpacked: int, packed: int) -> None:
     """Refuse data compressed far more than data can be: it is made to fill the memory. Sizes are in bytes."""
     if unpacked > _SUSPECT and unpacked > _LIKELY_RATIO * packed:
         raise KinformerError(
-            f"{path}: would unpack to {unpacked} bytes or more, {unpacked // max(packed, 1)} times its size, which no "
-            "honest data does; fetch it from a source that you trust."
+            f"{path}: would unpack to {plural(unpacked, 'byte')} or more, {unpacked // max(packed, 1)} times its "
+            "size, which no honest data does; fetch it from a source that you trust."
         )
 
 

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from kinformer.core.contract import state_dtype
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 from kinformer.stacks.exit_rules import AllExits, AtExit, ExitRule, ExitRuleConfig
 
 
@@ -38,8 +39,8 @@ class ThresholdConfig(ExitRuleConfig):
         """Return the threshold of every exit but the last."""
         if len(self.thresholds) not in (0, 1, exits - 1):
             raise KinformerError(
-                f"rule.thresholds has {len(self.thresholds)} numbers, but the stack has {exits - 1} exits before the "
-                "last; give one for all, or one for each."
+                f"rule.thresholds has {plural(len(self.thresholds), 'number')}, but the stack has "
+                f"{plural(exits - 1, 'exit')} before the last; give one for all, or one for each."
             )
         return self.thresholds * (exits - 1) if len(self.thresholds) == 1 else self.thresholds
 

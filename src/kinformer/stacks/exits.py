@@ -25,6 +25,7 @@ from kinformer.core.contract import Chunk
 from kinformer.core.stack import BeforeUse, ReadExit, Stack, StackConfig
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import has_data
+from kinformer.runtime.words import plural
 from kinformer.stacks.exit_rules import AtExit, ExitRule, ExitRuleConfig
 
 
@@ -70,7 +71,8 @@ class Exits(Stack):
             after = tuple(range(1, layers + 1)) if self.after is None else self.after
             if not all(1 <= layer <= layers for layer in after):
                 raise KinformerError(
-                    f"stack.after is {list(after)}, but there are {layers} layers; name some of 1 to {layers}."
+                    f"stack.after is {list(after)}, but there are {plural(layers, 'layer')}; name some of 1 to "
+                    f"{layers}."
                 )
             exits = tuple(dict.fromkeys((*(layer - 1 for layer in after), layers - 1)))
             if len(exits) == 1 < layers:

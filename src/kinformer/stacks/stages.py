@@ -17,6 +17,7 @@ from kinformer.core.encoder import GridOnly, SequenceContext
 from kinformer.core.parts import Position
 from kinformer.core.stack import BeforeUse, Stack, StackConfig
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 
 class Stages(GridOnly, Stack):
@@ -46,8 +47,8 @@ class Stages(GridOnly, Stack):
         def widths(self, dim: int, layers: int) -> tuple[int, ...]:
             if sum(self.depths) != layers:
                 raise KinformerError(
-                    f"stack.depths is {list(self.depths)}, {sum(self.depths)} layers together, but the model has "
-                    f"{layers}; give both alike, as in `set` layers=4 `set` stack.depths=[2,2]."
+                    f"stack.depths is {list(self.depths)}, {plural(sum(self.depths), 'layer')} together, but the "
+                    f"model has {layers}; give both alike, as in `set` layers=4 `set` stack.depths=[2,2]."
                 )
             return tuple(dim << self.stage_of(layer) for layer in range(layers))
 

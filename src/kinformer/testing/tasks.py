@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import EvaluationSettings
 from kinformer.tasks.task import Task
 from kinformer.testing.errors import require
@@ -119,11 +120,13 @@ def predict(subject: TaskSubject) -> None:
     require(bool(rows), "nothing was predicted")
     require(json.loads(json.dumps(rows)) == rows, "a prediction is no plain data")
     first = subject.predicted(max_items=1)
-    require(len(first) == 1, f"max_items 1 gives {len(first)} predictions")
+    require(len(first) == 1, f"max_items 1 gives {plural(len(first), 'prediction')}")
     _alike("the first item alone", first[0], rows[0])
     if "batch_size" in subject.task.prediction.reads:
         alone = subject.predicted(batch_size=1)
-        require(len(alone) == len(rows), f"one at a time gives {len(alone)} predictions, all at once {len(rows)}")
+        require(
+            len(alone) == len(rows), f"one at a time gives {plural(len(alone), 'prediction')}, all at once {len(rows)}"
+        )
         for number, (one, many) in enumerate(zip(alone, rows, strict=True)):
             _alike(f"item {number}, one at a time", one, many)
 

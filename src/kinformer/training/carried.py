@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kinformer.core import state as states
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 from kinformer.training.distributed import Group
 
 
@@ -61,7 +62,7 @@ def rebuilt(template: Any, leaves: list[Tensor]) -> Any:
     """Return a state of ``leaves`` in the order of ``core.state.tensors``, structured as the ``template``."""
     if len(leaves) != len(list(states.tensors(template))):
         raise KinformerError(
-            f"the checkpoint's carried state has {len(leaves)} tensors but this model's has "
+            f"the checkpoint's carried state has {plural(len(leaves), 'tensor')} but this model's has "
             f"{len(list(states.tensors(template)))}; resume with the model that wrote it."
         )
     source: Iterator[Tensor] = iter(leaves)

@@ -7,6 +7,7 @@ from typing import Literal
 
 from kinformer.runtime.errors import KinformerError, marked, require, require_above, require_seed, require_share
 from kinformer.runtime.fields import Checked, require_types
+from kinformer.runtime.words import plural
 
 DEFAULT_STEPS = 1000
 PARTS_OF_A_RUN = 10
@@ -65,8 +66,8 @@ class Settings(Checked):
     checkpoint_minutes: float = 10.0
     """A checkpoint is also written when the last one is so old; 0 for never."""
     average: int = 0
-    """Checkpoints whose weights are averaged at the end. The average is kept if it is better (0, none; for translation
-    5)."""
+    """Checkpoints whose weights are averaged at the end: the last one, and those before it that were due by
+    `checkpoint_every`. The average is kept if it is better (0, none; for translation 5)."""
     ema: float = 0.0
     """Keep a moving average of the weights instead of the weights themselves. It looks back over about this share of
     the steps so far; 0 turns it off."""
@@ -98,8 +99,8 @@ class Settings(Checked):
         """Return the rows of each accumulated part of each of ``world`` processes."""
         if self.batch_size % (world * self.accumulate):
             raise KinformerError(
-                f"`batch_size` {self.batch_size} cannot be shared by {world} process{'es' if world > 1 else ''} "
-                f"x {self.accumulate} accumulated parts; give a multiple of {world * self.accumulate}."
+                f"`batch_size` {self.batch_size} cannot be shared by {plural(world, 'process')} x "
+                f"{plural(self.accumulate, 'accumulated part')}; give a multiple of {world * self.accumulate}."
             )
         return self.batch_size // (world * self.accumulate)
 

@@ -11,6 +11,7 @@ from kinformer.control.acting import ActionSampler, Agent
 from kinformer.control.decision.options import PER_STEP
 from kinformer.control.environments.environment import Discrete
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 
 class TrajectoryAgent(Agent):
@@ -21,7 +22,7 @@ class TrajectoryAgent(Agent):
         self.context, self.width = context, model.input.width
         if model.max_length is not None and self.window is not None and self.window > model.max_length:
             raise KinformerError(
-                f"`context_steps` {context}: takes {self.window} positions, but this model's end at "
+                f"`context_steps` {context}: takes {plural(self.window, 'position')}, but this model's end at "
                 f"{model.max_length}; give fewer steps."
             )
 
@@ -51,8 +52,8 @@ class TrajectoryAgent(Agent):
         limit, used = self.model.max_length, PER_STEP * self.timestep + 2
         if limit is not None and used > limit:
             raise KinformerError(
-                f"an episode takes more than {self.timestep} steps, but this model's positions end at {limit}, "
-                f"{PER_STEP} a step; give `context_steps` {limit // PER_STEP}."
+                f"an episode takes more than {plural(self.timestep, 'step')}, but this model's positions end at "
+                f"{limit}, {PER_STEP} a step; give `context_steps` {limit // PER_STEP}."
             )
 
     def _position(self, kind: int, timestep: int, values: np.ndarray) -> np.ndarray:

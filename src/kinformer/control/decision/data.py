@@ -13,6 +13,7 @@ from kinformer.control.environments.table import make
 from kinformer.control.random_walks import MADE, random_walks
 from kinformer.control.trajectories import Trajectories, open_trajectories
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 OUTSIDE = 1e-4
 """How far beyond its box an action may lie, by rounding."""
@@ -75,8 +76,8 @@ def check_environment(environment: Environment, state_dim: int, discrete: bool, 
     """Refuse an environment of other observations or another kind of actions than ``place`` has."""
     if environment.observation_dim != state_dim:
         raise KinformerError(
-            f"`env` {environment.name}: has observations of {environment.observation_dim} numbers, but those of "
-            f"{place} have {state_dim}; give the environment that the data is of."
+            f"`env` {environment.name}: has observations of {plural(environment.observation_dim, 'number')}, but "
+            f"those of {place} have {state_dim}; give the environment that the data is of."
         )
     if isinstance(environment.actions, Discrete) != discrete:
         kinds = ("continuous", "discrete")
@@ -98,8 +99,8 @@ def check_actions(trajectories: Trajectories, environment: Environment, place: s
         return
     if trajectories.action_dim != space.dim:
         raise KinformerError(
-            f"{place}: actions have {trajectories.action_dim} numbers, but those of {environment.name} "
-            f"have {space.dim}."
+            f"{place}: actions have {plural(trajectories.action_dim, 'number')}, but those of {environment.name} have "
+            f"{space.dim}."
         )
     low, high = np.array(space.low) - OUTSIDE, np.array(space.high) + OUTSIDE
     outside = np.flatnonzero(((trajectories.actions < low) | (trajectories.actions > high)).any(1))

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 Stepped = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
 """Observations [rows, features] float32, rewards [rows] float64, terminated and truncated [rows] bool, and nothing."""
@@ -59,7 +60,7 @@ class Environment:
 
     def __init__(self, count: int = 1) -> None:
         if count < 1:
-            raise KinformerError(f"an environment has {count} rows, but must have 1 or more.")
+            raise KinformerError(f"an environment has {plural(count, 'row')}, but must have 1 or more.")
         self.count = count
         self.steps = np.zeros(count, np.int64)
         self.ended = np.ones(count, bool)
@@ -75,7 +76,9 @@ class Environment:
         which they count."""
         seeds = np.arange(seed, seed + self.count) if isinstance(seed, int) else np.asarray(seed)
         if len(seeds) != self.count:
-            raise KinformerError(f"{self.name}: {len(seeds)} seeds for {self.count} rows; give one for each.")
+            raise KinformerError(
+                f"{self.name}: {plural(len(seeds), 'seed')} for {plural(self.count, 'row')}; give one for each."
+            )
         rows = np.ones(self.count, bool) if options is None else np.asarray(options["reset_mask"], bool)
         self.steps[rows], self.ended[rows] = 0, False
         for row in np.flatnonzero(rows):
@@ -121,4 +124,4 @@ class Environment:
 def require_length(name: str, length: int) -> None:
     """Refuse an environment without a step between its beginning and its end."""
     if length < 1:
-        raise KinformerError(f"`env` {name}:{length}: is {length} steps long, but must be 1 or more.")
+        raise KinformerError(f"`env` {name}:{length}: is {plural(length, 'step')} long, but must be 1 or more.")

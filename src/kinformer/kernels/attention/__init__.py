@@ -23,6 +23,7 @@ from kinformer.kernels.softmax.request import Attended, Gathered, Projected, Sco
 from kinformer.runtime.autocast import autocast_together
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.matmul import by_onednn
+from kinformer.runtime.words import plural
 
 __all__ = [
     "IMPLS",
@@ -187,7 +188,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
     if k.shape[:3] != v.shape[:3]:
         raise KinformerError(f"{_PLACE}: {_shapes(q, k, v)}; expected k and v to differ in their last size at most.")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise KinformerError(f"{_PLACE}: {q.shape[1]} query heads over {k.shape[1]} kv heads; expected a multiple.")
+        raise KinformerError(
+            f"{_PLACE}: {plural(q.shape[1], 'query head')} over {plural(k.shape[1], 'kv head')}; expected a multiple."
+        )
     if not q.dtype == k.dtype == v.dtype:
         raise KinformerError(f"{_PLACE}: dtypes {q.dtype}, {k.dtype}, {v.dtype}; expected one, so cast k and v.")
     if scoring.form != "dot" and scoring.relative is not None and scoring.relative.keys is not None:

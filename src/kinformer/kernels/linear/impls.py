@@ -15,6 +15,7 @@ from torch import Tensor
 from kinformer.kernels.impls import LinearImpl, names_of
 from kinformer.runtime.compiling import constant
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 IMPLS = names_of(LinearImpl)
 WIDEST = 256
@@ -43,8 +44,8 @@ def check_triton(name: str, features: int, head_dim: int, by_channel: bool) -> N
         raise KinformerError(f"{use} needs Triton; pip install 'kinformer[triton]' brings it, or use 'chunked'.")
     if max(features, head_dim) > WIDEST:
         raise KinformerError(
-            f"{use} takes at most {WIDEST} features and values a head, but these have {features} and {head_dim}; use "
-            "more heads, or 'chunked'."
+            f"{use} takes at most {plural(WIDEST, 'feature')} and values a head, but these have {features} and "
+            f"{head_dim}; use more heads, or 'chunked'."
         )
     if by_channel:
         raise KinformerError(f"{use} knows one decay a head and token, but here each feature has one; use 'chunked'.")

@@ -21,6 +21,7 @@ from kinformer.runs.drawing.image import looked_at
 from kinformer.runs.drawing.options import DrawOptions
 from kinformer.runs.drawing.subject import find
 from kinformer.runtime.errors import KinformerError, spelled
+from kinformer.runtime.words import plural
 
 MOST_PANELS = 24
 
@@ -85,7 +86,10 @@ def _lines(panels: Sequence[Panel]) -> Iterator[str]:
         line = ", ".join(part.replace("\n", ", ") for part in (panel.place, panel.name) if part)
         if isinstance(panel, PatternPanel):
             share = panel.allowed_pairs / panel.length**2
-            line += f" ({panel.allowed_pairs:,} of {panel.length**2:,} pairs of {panel.length} tokens, {share:.1%})"
+            line += (
+                f" ({panel.allowed_pairs:,} of {plural(panel.length**2, 'pair')} of {plural(panel.length, 'token')}, "
+                f"{share:.1%})"
+            )
         yield line
 
 

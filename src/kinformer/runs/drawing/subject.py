@@ -34,6 +34,7 @@ from kinformer.runs.drawing.spans import span_panel
 from kinformer.runs.run import CONFIG, open_run
 from kinformer.runtime.errors import KinformerError, marked, nearest
 from kinformer.runtime.parsing import parse_json
+from kinformer.runtime.words import plural
 
 if TYPE_CHECKING:
     from torch import nn
@@ -149,11 +150,7 @@ def _part(options: DrawOptions, data: dict[str, Any]) -> Subject:
     slot, changes = _parts(options)[data["kind"]], options.set
     flat = {name: value for name, value in changes.items() if "." not in name}
     inner = {path: value for path, value in changes.items() if "." in path}
-    bases: dict[str, type[Config]] = {
-        "pattern": PatternConfig,
-        "position": PositionConfig,
-        "embedding": EmbeddingConfig,
-    }
+    bases = {"pattern": PatternConfig, "position": PositionConfig, "embedding": EmbeddingConfig}
     config = override(from_dict(bases[slot], data | flat, kinds(), f"the {slot} {data['kind']!r}"), inner, kinds())
     name = describe(config)
     title = name if len(name) <= TITLE else config.kind.replace("_", " ")
@@ -192,7 +189,7 @@ def _model(kind: str, title: str, config: ModelConfig, model: Any, options: Draw
     """Patterns and positions of a model's config; of a trained ``model`` its own positions."""
     depth = len(config.layers)
     if options.layer is not None and options.layer > depth:
-        raise KinformerError(f"`layer` {options.layer}: {title} has {depth} layers; give 1 to {depth}.")
+        raise KinformerError(f"`layer` {options.layer}: {title} has {plural(depth, 'layer')}; give 1 to {depth}.")
     subject = Subject(kind=kind, title=title, options=options)
     _add(subject, _Side(config, config.dim, model), "")
     if (encoder := getattr(config, "encoder", None)) is not None:
@@ -264,7 +261,8 @@ def _heads(placed: Placed, options: DrawOptions) -> list[tuple[Pattern, str, str
     count = groups[0][0].num_heads if not groups[0][2] else sum(len(heads) for _, _, heads in groups)
     if options.head is not None and groups[0][2]:
         if options.head > (count or 0):
-            raise KinformerError(f"`head` {options.head}: the pattern is for {count} heads; give 1 to {count}.")
+            heads = plural(count or 0, "head")
+            raise KinformerError(f"`head` {options.head}: the pattern is for {heads}; give 1 to {count}.")
         head = options.head - 1
         groups = [(pattern, name, (head,)) for pattern, name, heads in groups if head in heads]
     named = [(pattern, name, [_place(placed), numbered("head", heads)]) for pattern, name, heads in groups]

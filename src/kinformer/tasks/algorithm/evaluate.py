@@ -18,6 +18,7 @@ from kinformer.evaluation.depths import Depths, noting_depths
 from kinformer.evaluation.early_exit import LAYERS_PER_TOKEN
 from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.runtime.progress import note
+from kinformer.runtime.words import plural
 from kinformer.tasks.algorithm.rows import solved
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, by_group, evaluated, total
 from kinformer.tasks.next_token.generate import MOST_NEW, Generated, Sample
@@ -54,9 +55,9 @@ def evaluate(
     baselines = {"most_frequent_token": max(group["guessing"] for group in main)}
     ponder = "" if depth is None else f", {depth.text(metrics[depth])}"
     text = (
-        f"{subject.title} on {data.algorithm} of {data.least} to {data.most} digits, {split} split",
-        f"{metrics[SEQUENCE_ACCURACY]:.1%} of {problems:,} problems solved, {metrics[ACCURACY]:.1%} of their tokens "
-        f"right, {metrics[BITS_PER_LABEL]:.4f} bits per token{ponder}\n",
+        f"{subject.title} on {data.algorithm} of {data.least} to {plural(data.most, 'digit')}, {split} split",
+        f"{metrics[SEQUENCE_ACCURACY]:.1%} of {plural(problems, 'problem')} solved, {metrics[ACCURACY]:.1%} of their "
+        f"tokens right, {metrics[BITS_PER_LABEL]:.4f} bits per token{ponder}\n",
         _by_digits(groups, depth),
         *(() if depth is None else _by_difficulty(groups, depth)),
     )
@@ -90,7 +91,7 @@ def _by_difficulty(lengths_tested: list[dict[str, Any]], depth: Metric) -> Itera
             [row[name], row["tokens"], f"{row['accuracy']:.1%}", f"{row[depth.name]:.2f}"]
             for row in longest[f"by_{name}"]
         ]
-        yield f"\nAnswers of {longest['digits']} digits:"
+        yield f"\nAnswers of {plural(longest['digits'], 'digit')}:"
         yield TextTable((what, "tokens", "right", depth.unit), lines, range(4))
 
 
@@ -102,8 +103,8 @@ def _lengths(model: Any, data: AlgorithmData, at_digits: Sequence[int] | None) -
         for digits in at_digits:
             if limit is not None and data.width(digits) > limit:
                 raise KinformerError(
-                    f"`at_digits` {digits}: takes rows of {data.width(digits)} tokens, but this model's positions end "
-                    f"at {limit}; give fewer digits."
+                    f"`at_digits` {digits}: takes rows of {plural(data.width(digits), 'token')}, but this model's "
+                    f"positions end at {limit}; give fewer digits."
                 )
         return list(at_digits)
     wanted = sorted({data.least, (data.least + data.most) // 2, data.most, 2 * data.most, 4 * data.most})

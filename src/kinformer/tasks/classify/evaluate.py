@@ -15,6 +15,7 @@ from kinformer.core.model import device_of
 from kinformer.data import Buckets, Examples, Labelled
 from kinformer.runtime.errors import choose, require_finite
 from kinformer.runtime.progress import ProgressCallback, progressing
+from kinformer.runtime.words import plural
 from kinformer.tasks.classify.rows import LabelledBatch
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
 from kinformer.tasks.runs import LoadedRun
@@ -79,7 +80,7 @@ def evaluate(task: Any, subject: LoadedRun, evaluation_settings: EvaluationSetti
     counts, table = by_class(classes, measured, "examples")
     text = (
         heading(subject, result, evaluation_settings.split),
-        f"accuracy {measured.accuracy:.1%}, {measured.bits:.4f} bits per label: {len(examples):,} examples, "
+        f"accuracy {measured.accuracy:.1%}, {measured.bits:.4f} bits per label: {plural(len(examples), 'example')}, "
         f"{measured.guessing:.1%} are of the most frequent class\n",
         table,
     )

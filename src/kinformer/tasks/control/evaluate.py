@@ -18,6 +18,7 @@ from kinformer.control.options import Acting
 from kinformer.control.playing import check_picture, play
 from kinformer.data.permutation import mix
 from kinformer.runtime.progress import progressing
+from kinformer.runtime.words import plural
 from kinformer.tasks.control.fit import check_environment
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, evaluated
 from kinformer.tasks.runs import LoadedRun
@@ -67,7 +68,7 @@ def evaluate(
     speed, context = float(acted.lengths.sum()) / seconds, agent.window or "carried"
     headers = ("policy", "return", "95 %", "steps", *(["optimal"] if "optimal_share" in summary_ else []))
     text = (
-        f"{subject.title} in {env}: {RETURN.text(summary_['mean'])} of {task_options.episodes} episodes, "
+        f"{subject.title} in {env}: {RETURN.text(summary_['mean'])} of {plural(task_options.episodes, 'episode')}, "
         f"{remembering(agent.window)}, {speed:,.0f} steps/s\n",
         TextTable(
             headers, [[run.member, *cells(summary_)], ["random actions", *cells(chance)]], range(1, len(headers))
@@ -97,8 +98,8 @@ def play_episode(
         "state_bytes": agent.state_bytes, "context_steps": agent.window or "carried", "render": task_options.render,
     }  # fmt: skip
     text = (
-        f"return {facts['return']:g}, {facts['steps']} steps in {environment.name}, "
-        f"{facts['steps_per_second']:.1f} steps/s; state {agent.state_bytes:,} bytes; seed {options.seed}"
+        f"return {facts['return']:g}, {plural(facts['steps'], 'step')} in {environment.name}, "
+        f"{facts['steps_per_second']:.1f} steps/s; state {plural(agent.state_bytes, 'byte')}; seed {options.seed}"
     )
     return Made(facts, text if task_options.render is None else f"{text}; wrote {task_options.render}")
 

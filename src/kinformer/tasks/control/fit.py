@@ -7,6 +7,7 @@ from typing import Any
 from kinformer.control.environments.environment import Box, Discrete, Environment
 from kinformer.control.online.data import ControlData
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 from kinformer.tasks.task import TrainingPlan
 
 INPUT, HEAD = "observations", "policy_and_value"
@@ -49,13 +50,14 @@ def check_plan(plan: TrainingPlan, longest: int | None) -> None:
     sizes = config.input.observation_dim, getattr(policy, "actions", getattr(policy, "action_dim", 0))
     if sizes != (data.observation_dim, data.actions.dim):
         raise KinformerError(
-            f"`set`: the model has {sizes[0]} observations and {sizes[1]} actions, but {data.env} has "
-            f"{data.observation_dim} and {data.actions.dim}; leave it out."
+            f"`set`: the model has {plural(sizes[0], 'observation')} and {plural(sizes[1], 'action')}, but {data.env} "
+            f"has {data.observation_dim} and {data.actions.dim}; leave it out."
         )
     if longest is not None and longest <= data.most_steps:
         raise KinformerError(
-            f"`env` {data.env}: episodes have up to {data.most_steps} steps, but this model's positions end at "
-            f"{longest}; give `set` position.max_length={data.most_steps + 1}, or a member whose positions do not end."
+            f"`env` {data.env}: episodes have up to {plural(data.most_steps, 'step')}, but this model's positions end "
+            f"at {longest}; give `set` position.max_length={data.most_steps + 1}, or a member whose positions do not "
+            "end."
         )
 
 
@@ -71,6 +73,6 @@ def check_environment(environment: Environment, config: Any, place: str) -> None
     ):
         kind = "discrete" if discrete else "continuous"
         raise KinformerError(
-            f"`env` {environment.name}: has observations of {environment.observation_dim} numbers and {space.dim} "
-            f"{kind} actions, unlike the environment that {place} was trained in; give one like that."
+            f"`env` {environment.name}: has observations of {plural(environment.observation_dim, 'number')} and "
+            f"{space.dim} {kind} actions, unlike the environment that {place} was trained in; give one like that."
         )

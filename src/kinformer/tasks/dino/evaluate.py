@@ -15,6 +15,7 @@ from kinformer.core.model import device_of
 from kinformer.data import Images
 from kinformer.runtime.errors import require_finite
 from kinformer.runtime.progress import ProgressCallback, progressing
+from kinformer.runtime.words import plural
 from kinformer.tasks.dino.loss import level_of
 from kinformer.tasks.dino.options import DinoEvaluationOptions
 from kinformer.tasks.dino.rows import Pieces, level_config
@@ -73,8 +74,8 @@ def evaluate(
     guessing = float(test_labels.bincount().max()) / count
     text = (
         heading(subject, result, evaluation_settings.split),
-        f"accuracy {accuracy:.1%} by the {task_options.nearest} nearest training images, by vectors of level "
-        f"{level}: {count:,} images, {guessing:.1%} are of the most frequent class",
+        f"accuracy {accuracy:.1%} by the {task_options.nearest} nearest training images, by vectors of level {level}: "
+        f"{plural(count, 'image')}, {guessing:.1%} are of the most frequent class",
     )
     metrics, baselines = {ACCURACY: accuracy}, {"guessing": guessing}
     facts = baselines | {"nearest": task_options.nearest, "level": level, "measured_images": count}

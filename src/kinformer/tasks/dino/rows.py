@@ -13,6 +13,7 @@ from torch import Tensor
 from kinformer.data import ImageData, Images
 from kinformer.data.permutation import in_epochs
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 from kinformer.tasks.dino.options import DinoOptions
 from kinformer.tasks.shared.image_features import CachedFeatures
 from kinformer.training.data_module import DataModule
@@ -115,8 +116,8 @@ def level_config(config: Any, level: int) -> Any:
         level_options = inner
     result = result or [config]
     if level > len(result):
-        levels = "one level" if len(result) == 1 else f"{len(result)} levels"
         raise KinformerError(
-            f"`level` {level}: this model has {levels} that can learn without labels; give one of them."
+            f"`level` {level}: this model has {plural(len(result), 'level')} that can learn without labels; give one "
+            "of them."
         )
     return result[level - 1]

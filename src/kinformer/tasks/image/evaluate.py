@@ -13,6 +13,7 @@ from kinformer.data.image_floors import floors
 from kinformer.data.images import ImageData, read_images
 from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.runtime.progress import progressing
+from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, evaluated
 from kinformer.tasks.image.rows import Sequences, nats_of, shifted
 from kinformer.tasks.runs import LoadedRun, TrainedRun
@@ -64,7 +65,8 @@ def evaluate(subject: LoadedRun, evaluation_settings: EvaluationSettings, task_o
     ]
     text = (
         heading(subject, data, split.name),
-        f"{main.text(value)}; {scored} of {per_image} values of each of {len(pixels):,} images scored\n",
+        f"{main.text(value)}; {scored} of {plural(per_image, 'value')} of each of {plural(len(pixels), 'image')} "
+        "scored\n",
         TextTable(("model", "bits per dimension"), lines, (1,)),
     )
     identity, metrics = identity_of_part(data, split.name, same), {main: value}

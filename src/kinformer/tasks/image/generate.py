@@ -68,8 +68,8 @@ def draw(subject: LoadedRun, options: Any, task_options: Any) -> Drawn:
         "seconds": seconds, "images_per_second": count / seconds, "state_bytes": state_bytes, "seed": options.seed,
     }  # fmt: skip
     text = (
-        f"{plural(count, 'image')} in {seconds:.2f} s, {count / seconds:.3g} images/s; state {state_bytes:,} bytes; "
-        f"seed {options.seed}"
+        f"{plural(count, 'image')} in {seconds:.2f} s, {count / seconds:.3g} images/s; state "
+        f"{plural(state_bytes, 'byte')}; seed {options.seed}"
     )
     return Drawn(pixels, facts, text)
 
@@ -107,11 +107,14 @@ def _occluded(subject: LoadedRun, sequences: Sequences, task_options: Any) -> tu
     input: Any = subject.run.config.input
     rows = input.height // 2 if task_options.rows is None else task_options.rows
     if rows >= input.height:
-        raise KinformerError(f"`rows` {rows}: nothing is left to complete of {input.height} rows; keep fewer.")
+        raise KinformerError(
+            f"`rows` {rows}: nothing is left to complete of {plural(input.height, 'row')}; keep fewer."
+        )
     prefix = sequences.prefix(rows)
     if prefix is None:
         raise KinformerError(
-            f"`rows` {rows}: this model draws blocks of {input.raster.block_height} rows; keep a multiple of that."
+            f"`rows` {rows}: this model draws blocks of {plural(input.raster.block_height, 'row')}; keep a multiple "
+            "of that."
         )
     if Path(task_options.complete).suffix.lower() in SUFFIXES:
         whole = _picture(Path(task_options.complete).expanduser(), (input.height, input.width, input.channels))[None]

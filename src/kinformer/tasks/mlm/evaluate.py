@@ -19,6 +19,7 @@ from kinformer.data.bigrams import Bigrams
 from kinformer.data.masked_text import MaskedText
 from kinformer.runtime.errors import require_finite
 from kinformer.runtime.progress import ProgressCallback, progressing
+from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
 from kinformer.tasks.mlm.cpc import MaskedLanguageCpc
 from kinformer.tasks.mlm.rows import MaskedBatch, MaskedLanguage, masked_tokens, masking_of, unit_of
@@ -86,8 +87,8 @@ def evaluate(subject: LoadedRun, evaluation_settings: EvaluationSettings, quiet:
     metric = bits_per_masked(unit)
     text = [
         heading(subject, held.corpus, evaluation_settings.split),
-        f"{measured.bits:.4f} {metric.unit}, {measured.accuracy:.1%} found: {measured.masked:,} masked in "
-        f"windows of {length} tokens{words}",
+        f"{measured.bits:.4f} {metric.unit}, {measured.accuracy:.1%} found: {measured.masked:,} masked in windows of "
+        f"{plural(length, 'token')}{words}",
         f"{measured.unigram_bits:.4f} by their frequency in the training split",
         f"{measured.bigram_bits:.4f} by their frequency after the true {unit} before them",
     ]
@@ -112,8 +113,8 @@ def _global_input(
     lines = [f"{effect.zeroed:.4f} with the vectors of the global tokens zeroed, {effect.without:.4f} without these"]
     if training.get("objective") == "mlm-cpc":
         lines.append(
-            f"{effect.accuracy:.1%} of {effect.sentences:,} masked sentences identified by their global tokens "
-            f"(by chance: {effect.chance:.1%})"
+            f"{effect.accuracy:.1%} of {plural(effect.sentences, 'masked sentence')} identified by their global "
+            f"tokens (by chance: {effect.chance:.1%})"
         )
     return {"global_input": asdict(effect)}, lines
 

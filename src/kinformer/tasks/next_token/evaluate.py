@@ -168,17 +168,18 @@ def _lines(result: Measured) -> list[str]:
     data, first = result.data, result.first
     lines = [
         heading(result.subject, data.corpus, data.split.name),
-        f"{first.bits_per_byte:.4f} bits per byte: {first.bytes:,} bytes, {first.tokens:,} predictions, "
-        f"{_way(first)}, {first.bytes / result.seconds:,.0f} bytes/s",
+        f"{first.bits_per_byte:.4f} bits per byte: {plural(first.bytes, 'byte')}, "
+        f"{plural(first.tokens, 'prediction')}, {_way(first)}, {first.bytes / result.seconds:,.0f} bytes/s",
     ]
     if (lookup := result.subject.lookup) is not None:
         lines.append(
-            f"{lookup['neighbours']} neighbours of each token among the {lookup['entries']:,} entries of "
-            f"{lookup['datastore']}"
+            f"{plural(lookup['neighbours'], 'neighbour')} of each token among the "
+            f"{plural(lookup['entries'], 'entry')} of {lookup['datastore']}"
         )
     for usage in result.usage:
         lines.append(
-            f"{usage.used:.1%} of the {usage.values:,} values of {usage.part} used, KL {usage.kl:.3f} from even use"
+            f"{usage.used:.1%} of the {plural(usage.values, 'value')} of {usage.part} used, KL {usage.kl:.3f} from "
+            "even use"
         )
     if result.steps is not None:
         lines.append(PONDER_STEPS.text(result.steps))

@@ -13,6 +13,7 @@ from kinformer.core import state as states
 from kinformer.core.model import device_of
 from kinformer.data.mqar import SPLITS, Recall
 from kinformer.runtime.errors import KinformerError, choose, require_finite
+from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, by_group, evaluated, total
 from kinformer.tasks.next_token.generate import Generated, Sample
 from kinformer.tasks.recall.rows import accuracy_of
@@ -50,8 +51,8 @@ def evaluate(
     ]
     text = (
         f"{subject.title} on {data.name} {data.fingerprint}, {split} split",
-        f"{ACCURACY.text(metrics[ACCURACY])}, {metrics[BITS_PER_LABEL]:.4f} bits per value: {queries:,} queries, "
-        f"{guessing:.1%} by guessing a value of the row\n",
+        f"{ACCURACY.text(metrics[ACCURACY])}, {metrics[BITS_PER_LABEL]:.4f} bits per value: "
+        f"{plural(queries, 'query')}, {guessing:.1%} by guessing a value of the row\n",
         TextTable(("pairs", "length", "queries", "accuracy", "guessing"), lines, range(5)),
     )
     baselines, facts = {"guessing": guessing}, {"guessing": guessing, "by_pairs": groups}
@@ -66,8 +67,8 @@ def _measured(
     data.check(length, (pairs,))
     if model.max_length is not None and length > model.max_length:
         raise KinformerError(
-            f"`at_pairs` {pairs}: takes rows of {length} tokens, but this model's positions end at {model.max_length}; "
-            "give fewer pairs."
+            f"`at_pairs` {pairs}: takes rows of {plural(length, 'token')}, but this model's positions end at "
+            f"{model.max_length}; give fewer pairs."
         )
     queries, right, nats, size = 0, 0, 0.0, max(1, evaluation_settings.chunk // length)
     with torch.inference_mode():

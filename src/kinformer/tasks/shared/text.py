@@ -14,6 +14,7 @@ from kinformer.evaluation.bits import streamable
 from kinformer.evaluation.windows import Windows
 from kinformer.runtime.errors import KinformerError, choose
 from kinformer.runtime.progress import note
+from kinformer.runtime.words import plural
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,7 +48,7 @@ def check_ids(plan: TrainingPlan, ids: int, special_apart: bool) -> None:
     config = plan.config
     if vocab_size_of(config) < ids:
         raise KinformerError(
-            f"`set` input.vocab_size={vocab_size_of(config)}: the tokenizer has {ids} tokens, and the model "
+            f"`set` input.vocab_size={vocab_size_of(config)}: the tokenizer has {plural(ids, 'token')}, and the model "
             "needs as many; leave it out, or choose another tokenizer."
         )
     if isinstance(plan.tokenizer, FileTokenizer) and not special_apart:
@@ -56,8 +57,8 @@ def check_ids(plan: TrainingPlan, ids: int, special_apart: bool) -> None:
     for name, token in zip(names, (mask_token_of(config), *ends_of(config)), strict=True):
         if token is not None and token < ids:
             raise KinformerError(
-                f"{name} is {token}, but the data has {ids} ids of its own below that; begin with another run, or give "
-                f"`set` input.{name}={ids} or higher, below vocab_size."
+                f"{name} is {token}, but the data has {plural(ids, 'id')} of its own below that; begin with another "
+                f"run, or give `set` input.{name}={ids} or higher, below vocab_size."
             )
 
 
@@ -186,8 +187,8 @@ def check_positions(model: Any, windows: Windows | None) -> None:
     """Refuse windows beyond the model's positions."""
     if windows is not None and model.max_length is not None and windows.context > model.max_length:
         raise KinformerError(
-            f"a context of {windows.context} tokens is beyond this model's positions, which end at max_length = "
-            f"{model.max_length}; give `context` and `lengths` no larger."
+            f"a context of {plural(windows.context, 'token')} is beyond this model's positions, which end at "
+            f"max_length = {model.max_length}; give `context` and `lengths` no larger."
         )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kinformer.core.model import CausalModel, WholeModel
 from kinformer.runtime.errors import KinformerError, require
+from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.predictions import Predicted, PredictionSettings
 from kinformer.tasks.record import NOTHING_DRAWN, DataNeeds, EvaluationNeeds, Generation, Models, Prediction
@@ -157,8 +158,8 @@ class Speech(Task):
         classes = plan.config.head.classes
         if classes != 1 + len(plan.data.symbols):
             raise KinformerError(
-                f"`set` head.classes={classes}: the data has {len(plan.data.symbols)} symbols, and one class more is "
-                "the blank; leave it out."
+                f"`set` head.classes={classes}: the data has {plural(len(plan.data.symbols), 'symbol')}, and one "
+                "class more is the blank; leave it out."
             )
         Filterbank(plan.data.rate, plan.config.input.mels)
         for split in ("train", "validation"):

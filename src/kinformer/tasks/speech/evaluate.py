@@ -18,6 +18,7 @@ from kinformer.evaluation.transcripts import Errors, count_errors
 from kinformer.generation.ctc import greedy, prefix_beam
 from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.runtime.progress import ProgressCallback, progressing
+from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, evaluated
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.text import heading, identity_of_part, note_other_data, spec_of
@@ -50,14 +51,14 @@ def evaluate(
     text: list[str | TextTable] = [
         heading(subject, data, evaluation_settings.split),
         _metrics(data.unit, errors, metrics[BITS_PER_SYMBOL], prefixes),
-        f"{right:,} of {len(references):,} utterances without an error; writing nothing has an error rate of 100 %, "
-        f"always the most frequent transcript {baselines['most_frequent']:.1%}\n",
+        f"{right:,} of {plural(len(references), 'utterance')} without an error; writing nothing has an error rate of "
+        f"100 %, always the most frequent transcript {baselines['most_frequent']:.1%}\n",
         _worst(rows, references, heard_symbols),
     ]
     if data.unit == CHARACTERS:
         words = _words(references, heard_symbols)
         facts["word_error_rate"] = words.rate
-        text.insert(2, f"word error rate {words.rate:.2%} of {words.symbols:,} words\n")
+        text.insert(2, f"word error rate {words.rate:.2%} of {plural(words.symbols, 'word')}\n")
     identity = identity_of_part(data, evaluation_settings.split, same)
     return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task=task.name, since=begun)
 
@@ -115,7 +116,7 @@ def _words(references: list[list[str]], heard: list[list[str]]) -> Errors:
 
 
 def _metrics(unit: str, errors: Errors, bits: float, prefixes: int) -> str:
-    how = "greedy" if prefixes == 1 else f"{prefixes} prefixes"
+    how = "greedy" if prefixes == 1 else plural(prefixes, "prefix")
     kinds = f"{errors.substitutions} substituted, {errors.deletions} missing, {errors.insertions} too many"
     return (
         f"{unit.removesuffix('s')} error rate {errors.rate:.2%} ({how}; {kinds} of {errors.symbols:,}), "

@@ -21,6 +21,7 @@ from kinformer.data.sound import CHARACTERS
 from kinformer.data.wav import WavStream, read_sound
 from kinformer.generation.ctc import Greedy, prefix_beam
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 from kinformer.tasks.runs import LoadedRun, TrainedRun
 
 PIECE = 0.08
@@ -51,7 +52,7 @@ class Transcribed:
     def text(self) -> str:
         """What the transcript cost, as a line to print."""
         speed = f", {self.heard / self.seconds:.1f} times as fast as spoken" if self.seconds else ""
-        return f"{self.heard:.2f} s of sound in {self.seconds:.3f} s{speed}; state {self.state_bytes} bytes"
+        return f"{self.heard:.2f} s of sound in {self.seconds:.3f} s{speed}; state {plural(self.state_bytes, 'byte')}"
 
 
 class Listener:

@@ -25,6 +25,7 @@ from kinformer.evaluation.transcripts import count_errors
 from kinformer.generation.ctc import BLANK, greedy
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.progress import note
+from kinformer.runtime.words import plural
 from kinformer.tasks.task import TrainingPlan
 from kinformer.training.data_module import DataModule
 from kinformer.training.metric import BITS_PER_SYMBOL, ERROR_RATE
@@ -81,7 +82,9 @@ class Rows:
             if not left.any():
                 continue
             first = self.utterances.name(int(np.flatnonzero(left)[0]))
-            note_text = f"{self.data.name}: {int(left.sum()):,} of {len(left):,} utterances of the {split} split {why}"
+            note_text = (
+                f"{self.data.name}: {int(left.sum()):,} of {plural(len(left), 'utterance')} of the {split} split {why}"
+            )
             if not len(self.usable):
                 raise KinformerError(
                     f"{note_text} (as {first}), and none is left; give a larger `length` or other data."

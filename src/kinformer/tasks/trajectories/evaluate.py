@@ -23,6 +23,7 @@ from kinformer.core.model import device_of
 from kinformer.evaluation.bits import streamable
 from kinformer.runtime.errors import KinformerError, choose, marked, require_finite, spelled
 from kinformer.runtime.progress import progressing
+from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, evaluated
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.text import note_other_data
@@ -178,7 +179,7 @@ def _acting_text(
     headers = ("asked for", "return", "95 %", "steps", *(["optimal"] if optimal else []), "steps/s")
     context = rows[0]["context_steps"]
     how = remembering(None if context == "carried" else context)
-    text: list[str | TextTable] = [f"{episodes} episodes each in {env}, {how}\n"]
+    text: list[str | TextTable] = [f"{plural(episodes, 'episode')} each in {env}, {how}\n"]
     text.append(TextTable(headers, lines, range(1, len(headers))))
     if correlation is not None:
         text.append(f"\nrank correlation of returns and targets {correlation:.3f}")

@@ -10,6 +10,7 @@ from kinformer.control.decision.data import TrajectoryData, open_data
 from kinformer.control.decision.options import INPUT, PER_STEP
 from kinformer.control.environments.environment import Discrete
 from kinformer.runtime.errors import KinformerError, marked
+from kinformer.runtime.words import plural
 from kinformer.tasks.runs import TrainedRun
 from kinformer.tasks.shared.text import spec_of
 from kinformer.tasks.task import TrainingPlan
@@ -21,8 +22,9 @@ def data_of(run: TrainedRun, spec: str | None = None) -> TrajectoryData:
     local: Any = run.config.input
     if (data.trajectories.state_dim, data.actions.dim) != (local.state_dim, local.action_dim):
         raise KinformerError(
-            f"{data.name}: has states of {data.trajectories.state_dim} numbers and {data.actions.dim} actions, but "
-            f"{run.folder} was trained on {local.state_dim} and {local.action_dim}; give data of its environment."
+            f"{data.name}: has states of {plural(data.trajectories.state_dim, 'number')} and "
+            f"{plural(data.actions.dim, 'action')}, but {run.folder} was trained on {local.state_dim} and "
+            f"{local.action_dim}; give data of its environment."
         )
     return data
 
@@ -61,8 +63,8 @@ def check_plan(plan: TrainingPlan) -> None:
     """Refuse rows without a whole step, and a model whose input or head is not of the data's sizes."""
     if plan.settings.length < PER_STEP:
         raise KinformerError(
-            f"`length` {plan.settings.length}: a step of a trajectory is {PER_STEP} positions (return, state, action); "
-            f"give {PER_STEP} or more."
+            f"`length` {plan.settings.length}: a step of a trajectory is {plural(PER_STEP, 'position')} (return, "
+            f"state, action); give {PER_STEP} or more."
         )
     if not plan.data.made:
         for name in ("trajectories", "walk_seed"):

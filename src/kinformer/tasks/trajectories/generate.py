@@ -14,6 +14,7 @@ from kinformer.control.environments.table import make
 from kinformer.control.playing import check_picture
 from kinformer.control.playing import play as play_episode
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.made import Made
 from kinformer.tasks.trajectories.evaluate import agent_of
@@ -65,7 +66,7 @@ def _played(
         "state_bytes": agent.state_bytes, "context_steps": agent.context or "carried", "render": render,
     }  # fmt: skip
     text = (
-        f"return {facts['return']:g} of {target:g} asked for, {facts['steps']} steps in {environment.name}, "
-        f"{facts['steps_per_second']:.1f} steps/s; state {agent.state_bytes:,} bytes; seed {seed}"
+        f"return {facts['return']:g} of {target:g} asked for, {plural(facts['steps'], 'step')} in {environment.name}, "
+        f"{facts['steps_per_second']:.1f} steps/s; state {plural(agent.state_bytes, 'byte')}; seed {seed}"
     )
     return Made(facts, text if render is None else f"{text}; wrote {render}")

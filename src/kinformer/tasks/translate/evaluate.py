@@ -15,6 +15,7 @@ from kinformer.data.pairs import NUMBER_WORDS, Pairs, Parallel
 from kinformer.data.token_batches import TokenBatches
 from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.runtime.progress import progressing
+from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.text import ends_of, heading, identity_of_part, note_other_data, spec_of
@@ -94,8 +95,8 @@ def evaluate(
     )
     text = (
         heading(subject, data, evaluation_settings.split),
-        f"BLEU {scored.bleu:.2f}, chrF2 {scored.chrf:.2f} of {len(references):,} translations ({how}); the source as "
-        f"it is has BLEU {copied.bleu:.2f}, chrF2 {copied.chrf:.2f}",
+        f"BLEU {scored.bleu:.2f}, chrF2 {scored.chrf:.2f} of {plural(len(references), 'translation')} ({how}); the "
+        f"source as it is has BLEU {copied.bleu:.2f}, chrF2 {copied.chrf:.2f}",
         f"{bits:.4f} bits per byte of the references\n",
         *(line for example in examples for line in (*(f"{name:11}  {value}" for name, value in example.items()), "")),
         f"BLEU  {scored.bleu_signature}\nchrF2 {scored.chrf_signature}",

@@ -11,6 +11,7 @@ from kinformer.data.items import TextItem
 from kinformer.data.tokenizer import as_bytes
 from kinformer.generation.beam import Hypothesis, Search, beam_search
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 from kinformer.tasks.next_token.generate import Generated, Sample
 from kinformer.tasks.predictions import Predicted, PredictionSettings
 from kinformer.tasks.runs import LoadedRun
@@ -55,8 +56,8 @@ class Translator:
         for text, row in zip(texts, ids, strict=True):
             if longest is not None and len(row) > longest:
                 raise KinformerError(
-                    f"the line {text[:40].decode('utf-8', 'replace')!r}... has {len(row)} tokens, but the model reads "
-                    f"sources of {longest} at most; split it."
+                    f"the line {text[:40].decode('utf-8', 'replace')!r}... has {plural(len(row), 'token')}, but the "
+                    f"model reads sources of {longest} at most; split it."
                 )
         return ids
 

@@ -18,6 +18,7 @@ from kinformer.data.token_batches import TokenBatches
 from kinformer.data.tokenizer import Tokenizer
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.progress import note_once
+from kinformer.runtime.words import plural
 from kinformer.training.data_module import DataModule
 from kinformer.training.metric import ACCURACY, BITS_PER_BYTE
 from kinformer.training.objective import ObjectiveOutput
@@ -109,7 +110,8 @@ class TranslationPairs(DataModule):
             )
         if left := len(widths) - len(self.fitting):
             note_once(
-                f"note: {left:,} of {len(widths):,} pairs are longer than `length` {settings.length} and are left out."
+                f"note: {left:,} of {plural(len(widths), 'pair')} are longer than `length` {settings.length} and are "
+                "left out."
             )
         self.tokens = settings.batch_size * settings.length
         self._batches: dict[int, TokenBatches] = {}

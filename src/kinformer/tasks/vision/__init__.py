@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kinformer.core.model import WholeModel
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.predictions import Predicted, PredictionSettings
 from kinformer.tasks.record import NOTHING_DRAWN, DataNeeds, EvaluationNeeds, Generation, Models, Prediction
@@ -74,8 +75,9 @@ class Vision(Task):
 
         images = read_images(source.spec, cache=cache, holdout=source.holdout, size=options.resize)
         if len(images.classes) < 2:
+            classes = plural(1, "class") if images.classes else "no classes"
             raise KinformerError(
-                f"{source.spec}: has {len(images.classes) or 'no'} classes to tell apart; give images with labels of "
+                f"{source.spec}: has {classes} to tell apart; give images with labels of "
                 "two or more, such as a folder with a folder per class."
             )
         return images

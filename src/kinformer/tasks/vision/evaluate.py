@@ -15,6 +15,7 @@ from kinformer.core.model import device_of
 from kinformer.data import ImageData, Images, read_images
 from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.runtime.progress import ProgressCallback, progressing
+from kinformer.runtime.words import plural
 from kinformer.tasks.classify.evaluate import LabelMeasurement
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
 from kinformer.tasks.runs import LoadedRun
@@ -87,7 +88,8 @@ def evaluate(
     text = (
         heading(subject, result, evaluation_settings.split),
         f"accuracy {measured.accuracy:.1%}, {measured.bits:.4f} bits per label, calibration error "
-        f"{measured.calibration_error:.1%}: {count:,} images, {measured.guessing:.1%} are of the most frequent class\n",
+        f"{measured.calibration_error:.1%}: {plural(count, 'image')}, {measured.guessing:.1%} are of the most "
+        "frequent class\n",
         table,
     )
     metrics = {
@@ -121,7 +123,7 @@ def labelled_part(subject: LoadedRun, evaluation_settings: EvaluationSettings) -
     part = images.splits[choose(evaluation_settings.split, images.splits, "`split`")]
     if part.shape[2] != model.config.input.channels:
         raise KinformerError(
-            f"{images.name}: its images have {part.shape[2]} channels, but {run.folder} reads "
+            f"{images.name}: its images have {plural(part.shape[2], 'channel')}, but {run.folder} reads "
             f"{model.config.input.channels}; give others."
         )
     return images, same, part

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 if TYPE_CHECKING:
     from torch import nn
@@ -109,8 +110,8 @@ def check_images(plan: TrainingPlan, model: nn.Module) -> None:
     classes = getattr(config.head, "classes", None)
     if config.head.per_position or classes != len(data.classes):
         raise KinformerError(
-            f"`set` head={config.head.kind}: does not tell the {len(data.classes)} classes of {data.name}; leave it "
-            "out."
+            f"`set` head={config.head.kind}: does not tell the {plural(len(data.classes), 'class')} of {data.name}; "
+            "leave it out."
         )
 
 
@@ -119,6 +120,6 @@ def check_channels(plan: TrainingPlan) -> None:
     config, data = plan.config, plan.data
     if config.input.channels != data.shape[2]:
         raise KinformerError(
-            f"{data.name}: its images have {data.shape[2]} channel{'s' if data.shape[2] > 1 else ''}, but the model "
-            f"reads {config.input.channels}; give other images, or another model to begin with."
+            f"{data.name}: its images have {plural(data.shape[2], 'channel')}, but the model reads "
+            f"{config.input.channels}; give other images, or another model to begin with."
         )

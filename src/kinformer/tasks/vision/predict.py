@@ -136,8 +136,8 @@ def pictures(run: TrainedRun, spec: str, count: int) -> Iterator[Picture]:
     test = images.test
     if test.shape[2] != input.channels:
         raise KinformerError(
-            f"{images.name}: its images have {test.shape[2]} channels, but {run.folder} reads {input.channels}; give "
-            "others."
+            f"{images.name}: its images have {plural(test.shape[2], 'channel')}, but {run.folder} reads "
+            f"{input.channels}; give others."
         )
     for index in range(min(count, len(test))):
         label = None if test.labels is None else test.classes[int(test.labels[index])]
