@@ -39,16 +39,34 @@ class Checkpoint:
     numbers: Mapping[str, Any]
 
 
-class Checkpoints:
-    """The last ``keep`` checkpoints of a run, in ``folder``."""
+REGULAR = "regular"
+"""Among a checkpoint's numbers: whether it was due, and not made for a signal, by the clock or at the end alone. The
+mean at the end is of regular checkpoints, so that a run that was stopped and resumed has the mean of one that was not.
+"""
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder, self.keep = folder, keep
+
+class Checkpoints:
+    """The last ``keep`` checkpoints of a run, in ``folder``, and the last ``regular`` of those that were due."""
+
+    def __init__(self, folder: Path, keep: int, regular: int = 0) -> None:
+        self.folder, self.keep, self.regular = folder, keep, regular
 
     def steps(self) -> list[int]:
         """Return the steps that have a complete checkpoint, in order."""
         names = [path.name for path in self.folder.glob(f"{_PREFIX}*") if (path / PLAN).is_file()]
         return sorted(int(name.removeprefix(_PREFIX)) for name in names if name.removeprefix(_PREFIX).isdigit())
+
+    def regular_steps(self) -> list[int]:
+        """Return the last ``regular`` steps whose checkpoint was due, in order."""
+        result: list[int] = []
+        for step in reversed(self.steps() if self.regular else []):
+            with reading(self.path(step) / PLAN):
+                plan = read_json(self.path(step) / PLAN)
+                if plan["numbers"].get(REGULAR, True):
+                    result.insert(0, step)
+            if len(result) == self.regular:
+                break
+        return result
 
     def path(self, step: int) -> Path:
         """Return the folder of step ``step``."""
@@ -100,7 +118,8 @@ class Checkpoints:
     def tidy(self) -> None:
         """Remove checkpoints older than the ones to keep, and the remains of an interrupted write or removal."""
         self.clean()
-        for step in self.steps()[: -self.keep]:
+        older = self.steps()[: -self.keep]
+        for step in sorted(set(older) - set(self.regular_steps() if older else ())):
             self._remove(self.path(step))
 
     def clean(self) -> None:

@@ -19,10 +19,11 @@ from kinformer.core.stack import units_of
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import load_weights, reading
 from kinformer.runtime.lock import is_here
+from kinformer.runtime.words import plural
 from kinformer.training.averaging import MovingAverage, mean_weights, replaced
 from kinformer.training.best import WEIGHTS, Best
 from kinformer.training.carried import Carried
-from kinformer.training.checkpoint import Checkpoint, Checkpoints
+from kinformer.training.checkpoint import REGULAR, Checkpoint, Checkpoints
 from kinformer.training.data_module import DataModule
 from kinformer.training.distributed import Group
 from kinformer.training.interrupt import Interrupt
@@ -61,7 +62,7 @@ class Trainer:
         self.data, self.settings, self.folder, self.group = data, settings, folder, group
         self.silent = quiet or not group.first
         self.model = model.to(group.device).train()
-        self.checkpoints = Checkpoints(folder / "checkpoints", max(settings.keep, settings.average))
+        self.checkpoints = Checkpoints(folder / "checkpoints", settings.keep, settings.average)
         saved = self.checkpoints.load()
         carried = Carried(settings.accumulate)
         whole = ObjectiveModule(self.model, objective, settings.precision)
@@ -154,13 +155,14 @@ class Trainer:
             stopped, over, old = self._agree(interrupt, pace.end if pace else 0.0)
             last = over or self.step >= self.total
             validates = validate_every and (last or self.step % validate_every == 0)
-            saves = last or stopped or old or (checkpoint_every and self.step % checkpoint_every == 0)
+            due = bool(checkpoint_every) and self.step % checkpoint_every == 0
+            saves = last or stopped or old or due
             if validates or saves or self.step % self.settings.log_every == 0:
                 self._report(rate)
             validating = seconds_of(self._validate) if validates else 0.0
             if last:
                 self._finish(bool(validate_every))
-            saving = seconds_of(self._save) if saves else 0.0
+            saving = seconds_of(self._save, due) if saves else 0.0
             if validates or saves:
                 self.window.restart()
                 if pace:
@@ -171,9 +173,8 @@ class Trainer:
 
     def _rate(self) -> float:
         """Return the learning rate of the next update."""
-        settings = self.settings
-        schedule = Schedule(settings.lr, settings.min_lr_ratio, settings.warmup, self.total, settings.schedule)
-        return schedule(self.course.at(self.step))
+        settings, at = self.settings, self.course.at(self.step)
+        return Schedule(settings.lr, settings.min_lr_ratio, settings.warmup, self.total, settings.schedule)(at)
 
     def _look(self, pace: Pace) -> int:
         """Foresee again how many steps the minutes buy; return the step after which to do so the next time."""
@@ -227,10 +228,10 @@ class Trainer:
         that is killed here repeats its last steps and its end."""
         if self.step < self.total:  # the time is over
             self.course.turn(self.step, self.step)
-        earlier = self.checkpoints.steps()[-(self.settings.average - 1) :] if self.settings.average > 1 else []
+        earlier = self.checkpoints.regular_steps()[-(self.settings.average - 1) :] if self.settings.average > 1 else []
         if measures and earlier:
             with replaced(self.model, mean_weights(self.model, self.checkpoints, earlier)):
-                self._measure(f"mean of {len(earlier) + 1} checkpoints", "averaged")
+                self._measure(f"mean of {plural(len(earlier) + 1, 'checkpoint')}", "averaged")
 
     def _validate(self) -> None:
         with self.moving.applied():
@@ -249,7 +250,7 @@ class Trainer:
             weights = gather(self.model.state_dict().items(), self.group.first)
             self.group.on_first(lambda: self._write_best(weights))
 
-    def _save(self) -> None:
+    def _save(self, due: bool) -> None:
         holders: dict[str, Any] = {"model": self.model, "average": self.moving, "objective": self.extras}
         files = {name: gather(holder.state_dict().items(), self.group.first) for name, holder in holders.items()}
         files |= {"carried": self.update.carried.tensors(self.group), "rows": self.data.state_tensors()}
@@ -257,7 +258,7 @@ class Trainer:
         files["optimizer"] = gather(self.update.optimiser.tensors(), self.group.first)
         if self.window.seconds:
             self.step_seconds = self.window.seconds / (self.step - self.first_step)
-        numbers = vars(self.course) | {"seconds": self.seconds, "each_step": self.step_seconds}
+        numbers = vars(self.course) | {"seconds": self.seconds, "each_step": self.step_seconds, REGULAR: due}
         self.group.on_first(lambda: self._write(Checkpoint(self.step, files, numbers)))
         self.saved_at = time.monotonic()
 

@@ -39,10 +39,10 @@ def seconds_per_step(step: Callable[[int], object], limit: float, clock: Callabl
     return (later[-1] - later[0]) / (len(later) - 1)
 
 
-def seconds_of(work: Callable[[], object]) -> float:
-    """Return how many seconds ``work`` takes."""
+def seconds_of(work: Callable[..., object], *arguments: object) -> float:
+    """Return how many seconds ``work`` takes with ``arguments``."""
     begun = time.monotonic()
-    work()
+    work(*arguments)
     return time.monotonic() - begun
 
 
