@@ -135,7 +135,7 @@ def test_listops(cli, tmp_path):
     told = json.loads(told)
     assert code == 0 and told["examples"] == 8 and len(told["classes"]) == 10 and told["length"] == 100
     assert cli("train", "longformer", "--out", tmp_path / "run", "--resume", "--steps", "6")[0] == 0
-    for wrong in (["--examples", "65"], ["--example-tokens", "20-300"], ["--task", "mlm"]):
+    for wrong in (["--examples=65"], ["--example-tokens=20-300"], ["--task", "mlm"]):
         code, _, told = cli("train", "longformer", "--out", tmp_path / "run", "--resume", *wrong)
         assert code == 2 and "was begun otherwise" in told and " ".join(wrong) in told
 

@@ -102,7 +102,10 @@ def test_a_field_of_json_lines_is_trained_on(tmp_path):
         ({"text_field": "txt", "data": path}, "line 1: has no text in the field 'txt'; did you mean 'text'"),
         ({"text_field": "n", "data": path}, "has no text in the field 'n'"),
         ({"text_field": "text"}, "give its path with data"),
-        ({"text_field": "text", "data": path, "task": "classify"}, "text_field text: is for tasks of text"),
+        (
+            {"text_field": "text", "data": path, "task": "classify"},
+            "line 1: lacks a label; name its field with label_field",
+        ),
     ):
         with pytest.raises(KinformerError, match=told):
             kinformer.train("bert" if "task" in wrong else "gpt", out=tmp_path / "other", **wrong, **small)

@@ -145,18 +145,19 @@ def _objects(lines: Iterable[bytes], place: str, columns: Columns) -> Iterator[R
         text, label = _field(row, texts), _field(row, labels)
         has_label = isinstance(label, str | int) or (label is None and not columns.labelled)
         if not isinstance(text, str) or not has_label:
-            raise KinformerError(f"{place}, line {number}: {_lacks(row, columns)}")
+            raise KinformerError(f"{place}, line {number}: {_lacks(row, columns, isinstance(text, str))}")
         yield _row(place, number, text.encode(), None if label is None else str(label), columns)
 
 
-def _lacks(row: object, columns: Columns) -> str:
+def _lacks(row: object, columns: Columns, has_text: bool) -> str:
     if columns.text is None and columns.label is None:
         example = '{"text": "...", "label": "..."}' if columns.labelled else '{"text": "..."}'
         wanted = "text or label" if columns.labelled else "text"
         return f"lacks {wanted}; write {example}, or name the fields with `text_field` and `label_field`."
-    names = list(row) if isinstance(row, Mapping) else []
-    wanted = " or ".join(name for name in (columns.text, columns.label) if name is not None)
-    return f"lacks {wanted} (see `text_field` and `label_field`); {nearest(wanted, names)}"
+    what, name, option = ("label", columns.label, "label_field") if has_text else ("text", columns.text, "text_field")
+    if name is None:
+        return f"lacks a {what}; name its field with {marked(option)}."
+    return f"lacks {name} (see {marked(option)}); {nearest(name, list(row) if isinstance(row, Mapping) else [])}"
 
 
 def _field(row: object, names: Sequence[str]) -> object:
