@@ -187,6 +187,14 @@ def numeric_options():
                 yield pytest.param(options, name, types.pop(), id=f"{options.__module__}.{options.__name__}-{name}")
 
 
+@pytest.mark.parametrize("option", ["--data", "--out"])
+def test_an_empty_path_is_not_the_current_folder(option, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("a text " * 200)
+    assert command_line.main(["train", "gpt", "--out", "run", option, ""]) == 2
+    assert capsys.readouterr().err == f"kinformer: {option} is empty but must be a path; give one, or leave it out.\n"
+
+
 @pytest.mark.parametrize(("options", "name", "kind"), list(numeric_options()))
 def test_numbers_out_of_range_are_refused(options, name, kind):
     needed = {each.name: "x" for each in fields(options) if each.default is each.default_factory is MISSING}

@@ -47,9 +47,11 @@ class Checked:
     ``__post_init__`` that calls the next."""
 
     def __post_init__(self) -> None:
-        """Refuse a number that is not finite."""
+        """Refuse a number that is not finite, and an empty path, which would be the current folder."""
         for option in fields(self):
             value = getattr(self, option.name)
+            if value == "" and option.name in ("data", "out"):
+                raise KinformerError(f"{marked(option.name)} is empty but must be a path; give one, or leave it out.")
             if isinstance(value, float):
                 require_finite_number(option.name, value)
 
