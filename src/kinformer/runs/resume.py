@@ -81,7 +81,7 @@ def _check_unchanged(run: Run, options: TrainOptions) -> None:
     plain: Mapping[str, Any] = asdict(run.options)
     for name, value in options.task_options.items():
         if value != plain[name]:
-            raise _otherwise(run, f"{marked(name)} {value}")
+            raise _otherwise(run, f"{marked(name)}={value}")
     check_source(options, run.task)
     if options.recipe not in (None, "small", run.recipe):
         raise _otherwise(run, f"`recipe` {options.recipe}")
