@@ -141,6 +141,7 @@ def test_overrides(changes, read):
         ({"layers.0.pattern": {"kind": "local", "size": 3}}, "'size' is not a field of the pattern 'local'"),
         ({"layers.1.pattern.window": 0}, r"layers\.1\.pattern\.window: window is 0; give 1 or more\."),
         ({"layers": 0}, "0 is no length for this list"),
+        ({"layers": 100_000_000_000}, "100000000000 is no length for this list; give a whole number of 1 to 10,000"),
         ({"sizes": "3.5"}, "'3.5' is not a list"),
         ({"sizes": [1, "x"]}, r"sizes\.1: 'x' is not a whole number"),
     ],

@@ -23,6 +23,8 @@ from kinformer.runtime.fields import require_ranges
 from kinformer.runtime.plugins import KINFORMER, PARTS, package_of, require_package
 
 Kinds = Mapping[str, Mapping[str, type["Config"]]]
+LONGEST = 10_000
+"""The most items that a list of a config may be repeated to; more layers than any model has."""
 
 
 class _Named(type):
@@ -172,8 +174,8 @@ def _index(key: str, node: tuple[Any, ...], path: str) -> int:
 
 
 def _cycle(items: tuple[Any, ...], count: int, path: str) -> tuple[Any, ...]:
-    if count < 1 or not items:
-        raise KinformerError(f"{path}: {count} is no length for this list; give a whole number of 1 or more.")
+    if not 1 <= count <= LONGEST or not items:
+        raise KinformerError(f"{path}: {count} is no length for this list; give a whole number of 1 to {LONGEST:,}.")
     return tuple(items[i % len(items)] for i in range(count))
 
 
