@@ -170,7 +170,7 @@ def test_mistakes():
         environment = KeyToDoor(1)
         environment.reset()
         environment.step(np.array([4]))
-    with pytest.raises(KinformerError, match="2 seeds for 1 rows"):
+    with pytest.raises(KinformerError, match="2 seeds for 1 row;"):
         environment.reset(seed=[1, 2])
     with pytest.raises(KinformerError, match="must have 1 or more"):
         KeyToDoor(0)

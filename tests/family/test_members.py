@@ -348,7 +348,7 @@ def test_records_are_complete(member):
     record = MEMBERS[member]
     assert record.name == member
     for field in dataclasses.fields(record):
-        if field.name not in ("axes", "causal", "needs", "parity", "results", "cost", "task"):
+        if field.name not in ("axes", "causal", "needs", "parity", "results", "cost", "task", "layer"):
             assert getattr(record, field.name), field.name
     assert str(record.year) in record.paper
 
