@@ -104,7 +104,9 @@ def test_same_logits_without_prefix_and_with_the_masks_of_old_files(peer, folder
 
 
 def test_half_precision_weights_become_float32(peer, folder, tmp_path):
-    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}  # not the file's
+    tensors = {
+        name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()
+    }  # not the file's
     save_file({name: tensor.half() for name, tensor in tensors.items()}, folder / "model.safetensors")
     model = imported(folder, tmp_path / "run")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
