@@ -168,7 +168,9 @@ def import_seconds(statement: str, rounds: int) -> float:
 
 
 def main() -> None:
-    options = prepare(arguments(__doc__))
+    parser = arguments(__doc__)
+    parser.add_argument("--longest", type=int, default=LENGTHS[-1], help="leave out lengths beyond")
+    options = prepare(parser)
     options.rounds = options.rounds or (1 if options.quick else 7)
     result: dict[str, Any] = {"dim": DIM, "heads": HEADS, "head_dim": WIDTH, "window": WINDOW, "layers": {}}
     made: dict[str, dict[str, Layer]] = {}
@@ -182,7 +184,7 @@ def main() -> None:
             gate_causal(f"{what}, {name}", made[what][name], 640)
             facts[name] = {"lines": lines(build), "seconds": {}}
         result["layers"][what] = facts
-    for time in QUICK if options.quick else LENGTHS:
+    for time in QUICK if options.quick else [length for length in LENGTHS if length <= options.longest]:
         x = torch.randn(1, time, DIM, requires_grad=True)
         field = [
             (what, name, Contestant(f"{what}, {name}", stepping(layer, x)))
