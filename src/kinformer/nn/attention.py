@@ -91,15 +91,12 @@ def _placed(
 
 def _config(kind: type[C], part: Any) -> C:
     """Return a config of the slot of ``kind`` from one, from its data or from its name."""
-    if isinstance(part, kind):
-        return part
-    data = {"kind": part} if isinstance(part, str) else part
-    if not isinstance(data, Mapping):
+    if not isinstance(part, kind | str | Mapping):
         raise KinformerError(
             f"{kind.slot}: {part!r} is of the type {type(part).__name__}; give a name, a mapping with its kind, or a "
             f"config, such as one of kinformer.nn."
         )
-    return from_dict(kind, data, kind_table.find(), kind.slot)
+    return from_dict(kind, part, kind_table.find(), kind.slot)
 
 
 def _pattern(pattern: Any) -> Pattern | None:

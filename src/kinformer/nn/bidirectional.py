@@ -5,35 +5,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kinformer.core.contract import Alignment, left_align, require_input, select_valid
 from kinformer.core.encoder import EncoderMixer, SequenceContext, global_positions
 from kinformer.nn.packed import Packing, masked, padding_of, require_mask
+from kinformer.nn.plain import PlainLayer
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import checks_calls
 
 
-class BidirectionalLayer(nn.Module):
+class BidirectionalLayer(PlainLayer):
     """An encoder's mixer, layer or stack as a module x [batch, time, dim] -> y [batch, time, dim], without a state.
 
     Every token may see earlier and later ones.
     """
 
-    def __init__(self, inner: nn.Module, dim: int) -> None:
-        """Wrap ``inner``, an encoder's mixer or layer of width ``dim``."""
-        super().__init__()
-        self.inner, self.dim = inner, dim
-
-    @property
-    def mixers(self) -> tuple[EncoderMixer, ...]:
-        """Return the mixers inside, each once."""
-        return tuple(module for module in self.inner.modules() if isinstance(module, EncoderMixer))
-
-    @property
-    def max_length(self) -> int | None:
-        """Return how many tokens a sequence may have, None for any number."""
-        return min((mixer.max_length for mixer in self.mixers if mixer.max_length is not None), default=None)
+    mixer_class = EncoderMixer
 
     def forward(
         self,
@@ -96,10 +84,6 @@ class BidirectionalLayer(nn.Module):
             raise KinformerError(f"num_global is {num_global}, but must be from 0 to {x.shape[1] - 1}, less than time.")
         for mixer in self.mixers:
             mixer.check(global_mask is not None, num_global > 0)
-
-    def extra_repr(self) -> str:
-        """Return the width for ``print(layer)``."""
-        return f"dim={self.dim}"
 
 
 def _aligned(valid: Tensor, num_global: int) -> Alignment:

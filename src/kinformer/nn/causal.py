@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kinformer.core import state as states
 from kinformer.core.contract import (
@@ -24,11 +24,12 @@ from kinformer.core.contract import (
     select_valid,
 )
 from kinformer.nn.packed import Packing, masked, padding_of, require_mask
+from kinformer.nn.plain import PlainLayer
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import checks_calls
 
 
-class CausalLayer(nn.Module):
+class CausalLayer(PlainLayer):
     """A causal mixer, layer or stack as a module x [batch, time, dim] -> y [batch, time, dim].
 
         y = layer(x)                                           # a full sequence
@@ -39,20 +40,7 @@ class CausalLayer(nn.Module):
     ``NamedTuple`` of tensors, batch first; ``kinformer.nn.states`` moves, selects, repeats, measures and saves any.
     """
 
-    def __init__(self, inner: nn.Module, dim: int) -> None:
-        """Wrap ``inner``, a mixer or layer of width ``dim`` that keeps the contract."""
-        super().__init__()
-        self.inner, self.dim = inner, dim
-
-    @property
-    def mixers(self) -> tuple[CausalMixer, ...]:
-        """Return the mixers inside, each once."""
-        return tuple(module for module in self.inner.modules() if isinstance(module, CausalMixer))
-
-    @property
-    def max_length(self) -> int | None:
-        """Return how many tokens a sequence may have, None for any number."""
-        return min((mixer.max_length for mixer in self.mixers if mixer.max_length is not None), default=None)
+    mixer_class = CausalMixer
 
     @property
     def reads_context(self) -> bool:
@@ -193,7 +181,3 @@ class CausalLayer(nn.Module):
     def _form(self) -> Any:
         """Return the form of this layer's states; None with a context, whose length is part of it."""
         return None if self.reads_context else states.form(self.initial_state(1, device=torch.device("meta")))
-
-    def extra_repr(self) -> str:
-        """Return the width for ``print(layer)``."""
-        return f"dim={self.dim}"

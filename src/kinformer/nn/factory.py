@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 from torch import nn
 
 from kinformer.core.config import Config, describe, field_types, from_dict, override
-from kinformer.core.contract import CausalMixer, Chunk, MixerConfig
-from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext
+from kinformer.core.contract import Chunk, MixerConfig
+from kinformer.core.encoder import EncoderMixerConfig, SequenceContext
 from kinformer.core.stack import Stack, StackConfig
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
@@ -81,7 +82,7 @@ def layer(
     if not isinstance(dim, int) or isinstance(dim, bool) or dim < 1:
         raise KinformerError(f"dim is {dim!r}, but must be a whole number of 1 or more, the width of the layer.")
     config = layer_config(name, dim, block=block, recipe=recipe, set=set, **settings)
-    with torch.device(device) if device is not None else torch.device(torch.get_default_device()):
+    with nullcontext() if device is None else torch.device(device):
         inner = config.build(dim)
     return wrap(inner if dtype is None else inner.to(dtype), dim)
 
@@ -133,9 +134,7 @@ def stack(
             "layers: they are not all causal, or not all bidirectional; give layers of one sort, made by "
             "kinformer.layer."
         )
-    data = {"kind": stack} if isinstance(stack, str) else stack
-    config = stack if isinstance(stack, StackConfig) else from_dict(StackConfig, data, kinds(), "stack")
-    built = config.build_model([item.inner for item in plain], dim)
+    built = from_dict(StackConfig, stack, kinds(), "stack").build_model([item.inner for item in plain], dim)
     wrapper = _CausalStack if isinstance(plain[0], CausalLayer) else _BidirectionalStack
     return type(plain[0])(wrapper(built), dim)
 
@@ -176,11 +175,9 @@ def _as_it_is(x: torch.Tensor, use: int) -> torch.Tensor:
 
 def wrap(inner: nn.Module, dim: int) -> Layer:
     """Return the plain interface of a built mixer or layer."""
-    causal = any(isinstance(module, CausalMixer) for module in inner.modules())
-    if causal:
-        return CausalLayer(inner, dim)
-    if any(isinstance(module, EncoderMixer) for module in inner.modules()):
-        return BidirectionalLayer(inner, dim)
+    for layer in (CausalLayer(inner, dim), BidirectionalLayer(inner, dim)):
+        if layer.mixers:
+            return layer
     raise KinformerError(
         f"{type(inner).__name__} mixes no tokens, so there is no interface to give it; use the module that its "
         "config's build(dim) returns."

@@ -147,18 +147,10 @@ class Algorithm(Task):
     def predict(
         self, subject: LoadedRun, source: Any, settings: PredictionSettings, task_options: Any
     ) -> Iterator[Predicted]:
-        from types import SimpleNamespace
-
         from kinformer.tasks.algorithm.evaluate import answer, problem_in
         from kinformer.tasks.shared.answering import answers_to
 
-        options = SimpleNamespace(seed=0)
-        return answers_to(
-            source,
-            settings,
-            problem_in,
-            lambda text: answer(subject, text, options, None).samples[0].text,
-        )
+        return answers_to(source, settings, problem_in, subject, answer)
 
 
 TASK = Algorithm()

@@ -158,18 +158,10 @@ class RecallTask(Task):
     def predict(
         self, subject: LoadedRun, source: Any, settings: PredictionSettings, task_options: Any
     ) -> Iterator[Predicted]:
-        from types import SimpleNamespace
-
         from kinformer.tasks.recall.evaluate import answer, symbols_of
         from kinformer.tasks.shared.answering import answers_to
 
-        options = SimpleNamespace(seed=0)
-        return answers_to(
-            source,
-            settings,
-            lambda text: symbols_of(text, subject.model.vocab_size),
-            lambda text: answer(subject, text, options, None).samples[0].text,
-        )
+        return answers_to(source, settings, lambda text: symbols_of(text, subject.model.vocab_size), subject, answer)
 
 
 TASK = RecallTask()
