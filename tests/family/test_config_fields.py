@@ -158,6 +158,7 @@ BASES = {
         {"scaling": "yarn", "factor": 2.0, "original_length": 1000, "base": 100.0},
         {"scaling": "linear", "factor": 2.0},
         {"scaling": "ntk", "factor": 2.0},
+        {"scaling": "llama3", "factor": 2.0, "original_length": 20, "base": 100.0},
     ],
     ("input", "patches"): [{"positions": False}],
     ("input", "tiles"): [{"positions": False}],

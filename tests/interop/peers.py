@@ -29,6 +29,22 @@ KINDS: dict[str, tuple[str, dict]] = {
         "Llama",
         {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
     ),
+    "llama, yarn with a factor of DeepSeek": (
+        "Llama",
+        {
+            "rope_parameters": ROPE
+            | {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 16, "truncate": False}
+            | {"mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 4.0}
+        },
+    ),
+    "llama 3": (
+        "Llama",
+        {
+            "rope_parameters": ROPE
+            | {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 16}
+            | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        },
+    ),
     "llama, biases": ("Llama", {"attention_bias": True}),
     "mistral": ("Mistral", {"sliding_window": 5}),
     "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),

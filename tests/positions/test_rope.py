@@ -47,24 +47,56 @@ def test_rotations_are_those_of_others(golden, name, layout):
         assert (got - golden[f"{name}.{part}_{layout}"]).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("head_dim", [16, 64, 128])
-@pytest.mark.parametrize(("factor", "original"), [(2.0, 512), (16.0, 4096), (3.5, 1_000_000), (8.0, 40)])
-def test_yarn_is_that_of_transformers(head_dim, factor, original):
-    """The third length is so long that the ramp ends at its bound."""
+def transformers_rope(kind, head_dim, length, monkeypatch, **parameters):
+    """Frequencies [head_dim / 2] and attention factor of transformers, which computes in ``torch.float``."""
     modeling = pytest.importorskip("transformers.modeling_rope_utils")
     from transformers import LlamaConfig
 
-    parameters = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": factor}
-    theirs = LlamaConfig(
-        hidden_size=head_dim,
-        num_attention_heads=1,
-        head_dim=head_dim,
-        max_position_embeddings=original,
-        rope_parameters=parameters | {"original_max_position_embeddings": original},
+    sizes = {"hidden_size": head_dim, "num_attention_heads": 1, "max_position_embeddings": length}
+    config = LlamaConfig(**sizes, rope_parameters={"rope_type": kind, "rope_theta": 10000.0, **parameters})
+    monkeypatch.setattr(torch, "float", torch.float64)
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    return modeling.ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+
+
+LENGTH = "original_max_position_embeddings"
+FLAT = {"factor": 32.0, "low_freq_factor": 0.5, "high_freq_factor": 3.0}
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize(("factor", "original"), [(2.0, 512), (16.0, 4096), (3.5, 1_000_000), (8.0, 40)])
+def test_yarn_is_that_of_transformers(head_dim, factor, original, monkeypatch):
+    """The third length is so long that the ramp ends at its bound."""
+    want, magnitude = transformers_rope(
+        "yarn", head_dim, original, monkeypatch, factor=factor, **{LENGTH: original}, attention_factor=None
     )
-    want, magnitude = modeling.ROPE_INIT_FUNCTIONS["yarn"](theirs, torch.device("cpu"))
     rope = Rope.Config(scaling="yarn", factor=factor, original_length=original).build(head_dim)
-    assert torch.allclose(frequencies(rope.config, head_dim).float(), want, rtol=2e-6, atol=0)
+    assert torch.allclose(frequencies(rope.config, head_dim), want, rtol=1e-12, atol=0)
+    assert rope.magnitude == pytest.approx(magnitude)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ours", "theirs"),
+    [
+        ("linear", {"factor": 8.0}, {"factor": 8.0}),
+        ("yarn", {"factor": 8.0, "truncate": False}, {"factor": 8.0, "truncate": False}),
+        ("yarn", {"factor": 4.0, "attention_factor": 0.7}, {"factor": 4.0, "attention_factor": 0.7}),
+        (
+            "yarn",
+            {"factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0},
+            {"factor": 4.0, "beta_fast": 16, "beta_slow": 2},
+        ),
+        ("llama3", {"factor": 8.0}, {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
+        ("llama3", FLAT, FLAT),
+    ],
+)
+@pytest.mark.parametrize("head_dim", [8, 64])
+def test_scaled_frequencies_are_those_of_transformers(kind, ours, theirs, head_dim, monkeypatch):
+    length = {} if kind == "linear" else {"original_length": 1024}
+    theirs = theirs if kind == "linear" else theirs | {LENGTH: 1024}
+    want, magnitude = transformers_rope(kind, head_dim, 1024 * 8, monkeypatch, **theirs)
+    rope = Rope.Config(scaling=kind, **ours, **length).build(head_dim)
+    assert torch.allclose(frequencies(rope.config, head_dim), want, rtol=1e-12, atol=0)
     assert rope.magnitude == pytest.approx(magnitude)
 
 
@@ -140,6 +172,10 @@ def test_a_fraction_leaves_the_rest_alone():
         ({"scaling": "ntk", "factor": 2.0}, 2, "needs 4 or more features"),
         ({"scaling": "yarn", "factor": 2.0}, 8, "needs original_length, the length that the model was trained at"),
         ({"original_length": 0}, 8, "original_length must be 1 or more"),
+        ({"scaling": "llama3", "factor": 2.0}, 8, "'llama3' needs original_length"),
+        ({"low_freq_factor": 4.0}, 8, "low_freq_factor = 4 must lie between 0 and high_freq_factor = 4"),
+        ({"attention_factor": 0.0}, 8, "attention_factor must be above 0"),
+        ({"scaling": "linear", "factor": 2.0, "truncate": False}, 8, "truncate = False does nothing with scaling"),
         ({"beta_fast": 1.0}, 8, "beta_slow = 1 must lie between 0 and beta_fast = 1"),
     ],
 )

@@ -11,8 +11,11 @@ A model that was trained at ``original_length`` runs ``factor`` times as far wit
     linear   f_i / factor                                     (position interpolation, Chen et al. 2023)
     ntk      base * factor^(width / (width - 2)) as the base  (NTK-aware: slow pairs are stretched, fast ones are not)
     yarn     f_i where a pair turns ``beta_fast`` times or more within ``original_length``, f_i / factor where it turns
-             ``beta_slow`` times or less, a linear ramp over i between; cosine and sine times 0.1 ln(factor) + 1
+             ``beta_slow`` times or less, a linear ramp over i between, whose ends are rounded to whole pairs if
+             ``truncate``; cosine and sine times ``attention_factor``, 0.1 ln(factor) + 1 by default
              (Peng et al. 2023, section 3)
+    llama3   f_i where a pair turns more than ``high_freq_factor`` times within ``original_length``, f_i / factor where
+             it turns less than ``low_freq_factor`` times, a ramp linear in the turns between (Llama 3.1)
 
 They add no weights. Frequencies that follow the length of the sequence (dynamic NTK) would make keys that are
 remembered wrong, so there are none.
@@ -31,6 +34,10 @@ from kinformer.core.config import check_unused
 from kinformer.core.parts import Position, PositionConfig
 from kinformer.runtime.errors import KinformerError
 
+YARN = ("original_length", "beta_fast", "beta_slow", "attention_factor", "truncate")
+LLAMA3 = ("original_length", "low_freq_factor", "high_freq_factor")
+"""The settings that the scaling of that name reads beside its factor."""
+
 
 class Rope(Position):
     """Angles in float64, rotation in the activations' dtype."""
@@ -42,11 +49,15 @@ class Rope(Position):
         base: float = 10000.0
         layout: Literal["half", "interleaved"] = "half"
         fraction: float = 1.0
-        scaling: Literal["none", "linear", "ntk", "yarn"] = "none"
+        scaling: Literal["none", "linear", "ntk", "yarn", "llama3"] = "none"
         factor: float = 1.0
         original_length: int | None = None
         beta_fast: float = 32.0
         beta_slow: float = 1.0
+        attention_factor: float | None = None
+        truncate: bool = True
+        low_freq_factor: float = 1.0
+        high_freq_factor: float = 4.0
 
         def __post_init__(self) -> None:
             if not 0 < self.fraction <= 1:
@@ -59,6 +70,13 @@ class Rope(Position):
                 raise KinformerError(
                     f"beta_slow = {self.beta_slow:g} must lie between 0 and beta_fast = {self.beta_fast:g}."
                 )
+            if not 0 < self.low_freq_factor < self.high_freq_factor:
+                raise KinformerError(
+                    f"low_freq_factor = {self.low_freq_factor:g} must lie between 0 and high_freq_factor = "
+                    f"{self.high_freq_factor:g}."
+                )
+            if self.attention_factor is not None and not self.attention_factor > 0:
+                raise KinformerError(f"attention_factor must be above 0, but is {self.attention_factor:g}.")
 
         def build(self, dim: int) -> Rope:
             return Rope(self, dim)
@@ -68,6 +86,8 @@ class Rope(Position):
         self.config, self.width = config, int(config.fraction * dim)
         _check(config, dim, self.width)
         self.magnitude = 1 + 0.1 * math.log(config.factor) if config.scaling == "yarn" else 1.0
+        if config.attention_factor is not None:
+            self.magnitude = config.attention_factor
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         rate = frequencies(self.config, self.width, positions.device)
@@ -100,6 +120,11 @@ def frequencies(config: Rope.Config, width: int, device: torch.device | None = N
         low, high = _ramp(config, width)
         slow = ((index - low) / (high - low)).clamp(0, 1)
         return rate * (1 - slow) + rate / config.factor * slow
+    if config.scaling == "llama3":
+        assert config.original_length is not None
+        turns = config.original_length * rate / (2 * math.pi)
+        fast = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+        return rate / config.factor + (rate - rate / config.factor) * fast.clamp(0, 1)
     return rate
 
 
@@ -113,8 +138,10 @@ def _ramp(config: Rope.Config, width: int) -> tuple[float, float]:
         # original * base^(-2i / width) = 2 pi turns, solved for i
         return width * math.log(original / (2 * math.pi * turns)) / (2 * math.log(config.base))
 
-    low = max(math.floor(pair(config.beta_fast)), 0)
-    high = min(math.ceil(pair(config.beta_slow)), width - 1)
+    first, last = pair(config.beta_fast), pair(config.beta_slow)
+    if config.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    low, high = max(first, 0), min(last, width - 1)
     return low, max(high, low + 0.001)
 
 
@@ -126,11 +153,14 @@ def _check(config: Rope.Config, dim: int, width: int) -> None:
     if (config.scaling == "none") != (config.factor == 1):
         raise KinformerError(
             f"rope's scaling is {config.scaling!r} with factor = {config.factor:g}; set both, scaling (linear, ntk, "
-            "yarn) and a factor above 1, or neither."
+            "yarn, llama3) and a factor above 1, or neither."
         )
     if config.scaling == "ntk" and width < 4:
         raise KinformerError(f"rope's scaling 'ntk' needs 4 or more features that turn, but there are {width}.")
-    if config.scaling != "yarn":
-        check_unused(config, f"with scaling = {config.scaling!r}", "original_length", "beta_fast", "beta_slow")
-    elif config.original_length is None:
-        raise KinformerError("rope's scaling 'yarn' needs original_length, the length that the model was trained at.")
+    used = {"yarn": YARN, "llama3": LLAMA3}.get(config.scaling, ())
+    unused = sorted({*YARN, *LLAMA3} - {*used})
+    check_unused(config, f"with scaling = {config.scaling!r}", *unused)
+    if used and config.original_length is None:
+        raise KinformerError(
+            f"rope's scaling {config.scaling!r} needs original_length, the length that the model was trained at."
+        )
