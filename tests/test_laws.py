@@ -47,7 +47,8 @@ MAY_IMPORT = {
     "testing": GROUND | {"runs", "tasks", "training"},
     "calibration": BELOW_RUNS | {"runs"},
     "comparison": BELOW_RUNS | {"runs", "testing"},
-    "cli": BELOW_RUNS | {"runs", "calibration", "comparison", "testing"},
+    "serving": BELOW_RUNS | {"runs"},
+    "cli": BELOW_RUNS | {"runs", "calibration", "comparison", "serving", "testing"},
 }
 """Folder to the other folders of the package that it may import."""
 

@@ -198,20 +198,20 @@ def to(state: Any, device: torch.device | str | None = None, dtype: torch.dtype 
     return map_tensors(move, state)
 
 
-def renewed(state: Any) -> Any:
-    """Return the state as it outlives a change of the weights: without leaves ``derived`` by the old ones, and
-    without slots that no row has filled."""
+def renewed(state: Any, derived: bool = False) -> Any:
+    """Return the state as it outlives a change of the weights: without slots that no row has filled, and unless
+    ``derived`` (the weights are the same, a longer row has left) without leaves ``derived`` by the old ones."""
     if isinstance(state, (Tensor, ReservedState)):
         return state
-    slots, derived = (getattr(state, name, ()) for name in ("slots", "derived"))
+    slots, made = getattr(state, "slots", ()), () if derived else getattr(state, "derived", ())
     filled = int(state.seen.max()) if slots and hasattr(state, "seen") else None
     items = []
     for name, item in zip(getattr(state, "_fields", [""] * len(state)), state, strict=True):
         if name in slots:
-            retained = 0 if name in derived else item.shape[2] if filled is None else filled
+            retained = 0 if name in made else item.shape[2] if filled is None else filled
             items.append(item[:, :, max(0, item.shape[2] - retained) :].clone())
         else:
-            items.append(renewed(item))
+            items.append(renewed(item, derived))
     return _rebuild(state, items)
 
 

@@ -6,7 +6,7 @@ whose probability reaches ``top_p`` (Holtzman et al. 2020, "The Curious Case of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import TypedDict
@@ -103,14 +103,19 @@ class TokenSampler:
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Return tokens [batch] int64 for ``logits`` [batch, vocab]."""
-        if self.sampling.temperature == 0:
-            return logits.argmax(dim=-1)
-        probabilities, tokens = candidates(logits, self.sampling)
-        mass = probabilities.cumsum(dim=-1)
-        uniform = self._uniforms.next(logits.device)
-        # Inversion: the first token whose cumulated mass exceeds u times the whole.
-        chosen = torch.searchsorted(mass, uniform * mass[:, -1:], right=True).clamp_max_(mass.shape[1] - 1)
-        return (chosen if tokens is None else tokens.gather(1, chosen)).squeeze(1)
+        return draw(logits, self.sampling, lambda: self._uniforms.next(logits.device))
+
+
+def draw(logits: Tensor, sampling: Sampling, uniform: Callable[[], Tensor]) -> Tensor:
+    """Return tokens [batch] int64 for ``logits`` [batch, vocab] by the numbers from [0, 1) that ``uniform`` gives,
+    [batch, 1] float64; a greedy draw takes none."""
+    if sampling.temperature == 0:
+        return logits.argmax(dim=-1)
+    probabilities, tokens = candidates(logits, sampling)
+    mass = probabilities.cumsum(dim=-1)
+    # Inversion: the first token whose cumulated mass exceeds u times the whole.
+    chosen = torch.searchsorted(mass, uniform() * mass[:, -1:], right=True).clamp_max_(mass.shape[1] - 1)
+    return (chosen if tokens is None else tokens.gather(1, chosen)).squeeze(1)
 
 
 def _uniforms(seed: int | None, stream: int, block: int) -> np.ndarray:

@@ -51,14 +51,7 @@ class Session:
         for name, value in (("batch", batch), ("chunk", chunk)):
             if value < 1:
                 raise KinformerError(f"{name} is {value} but must be 1 or more.")
-        if not isinstance(model, nn.Module):
-            raise KinformerError(f"model is {model!r} but must be a model; kinformer.load gives that of a run.")
-        if not hasattr(model, "initial_state"):
-            raise KinformerError(
-                f"a model of type {type(model).__name__} reads whole texts and continues none; give a causal one."
-            )
-        if model.training:
-            raise KinformerError("the model is in training mode, with its random masks; call model.eval() first.")
+        require_continuing(model)
         self.model, self.chunk, self.room = model, chunk, min(room, _MOST_RESERVED)
         self._device = device_of(model)
         self._sampler = TokenSampler(sampling_of(sampling), range(batch))
@@ -97,13 +90,8 @@ class Session:
 
     def require(self, draws: int, counts: Sequence[int] = ()) -> None:
         """Raise unless the model's positions suffice for ``counts`` more tokens per row and then ``draws`` draws."""
-        limit = self.model.max_length
         needed = max(map(sum, zip(self._lengths, counts or [0] * self.batch, strict=True))) + draws - 1
-        if limit is not None and needed > limit:
-            raise KinformerError(
-                f"{plural(needed, 'token')} are to be absorbed, but this model's positions end at max_length = "
-                f"{limit}; shorten the prompt, ask for fewer new tokens, or take a member whose positions do not end."
-            )
+        require_positions(self.model, needed)
 
     def feed(self, tokens: Tensor, valid: Tensor | None = None) -> None:
         """Absorb ``tokens`` [batch, time] int64, of which only those marked in ``valid`` [batch, time] count."""
@@ -198,12 +186,7 @@ class Session:
             raise KinformerError(f"the prompt of row {empty[0]} is empty; give one token or more.")
         real = tokens if valid is None else tokens[valid]
         if real.numel():
-            low, high = int(real.min()), int(real.max())
-            if low < 0 or high >= self.model.vocab_size:
-                raise KinformerError(
-                    f"the prompt holds token {low if low < 0 else high}, but this model knows 0 to "
-                    f"{self.model.vocab_size - 1}; encode it with the tokenizer that the model was trained with."
-                )
+            require_ids(self.model, int(real.min()), int(real.max()))
         return counts
 
     def _require_finite(self) -> None:
@@ -212,6 +195,37 @@ class Session:
                 f"the model's predictions after {plural(self.length, 'token')} are not finite numbers; its weights "
                 "are damaged or diverged, or need a wider type (fp32)."
             )
+
+
+def require_continuing(model: Any) -> None:
+    """Raise unless ``model`` can continue texts: a causal model in eval mode."""
+    if not isinstance(model, nn.Module):
+        raise KinformerError(f"model is {model!r} but must be a model; kinformer.load gives that of a run.")
+    if not hasattr(model, "initial_state"):
+        raise KinformerError(
+            f"a model of type {type(model).__name__} reads whole texts and continues none; give a causal one."
+        )
+    if model.training:
+        raise KinformerError("the model is in training mode, with its random masks; call model.eval() first.")
+
+
+def require_positions(model: CausalModel, needed: int) -> None:
+    """Raise unless the positions of ``model`` suffice for ``needed`` tokens of a row."""
+    limit = model.max_length
+    if limit is not None and needed > limit:
+        raise KinformerError(
+            f"{plural(needed, 'token')} are to be absorbed, but this model's positions end at max_length = "
+            f"{limit}; shorten the prompt, ask for fewer new tokens, or take a member whose positions do not end."
+        )
+
+
+def require_ids(model: CausalModel, low: int, high: int) -> None:
+    """Raise unless ``model`` knows the tokens ``low`` and ``high``, the least and the greatest of a prompt."""
+    if low < 0 or high >= model.vocab_size:
+        raise KinformerError(
+            f"the prompt holds token {low if low < 0 else high}, but this model knows 0 to "
+            f"{model.vocab_size - 1}; encode it with the tokenizer that the model was trained with."
+        )
 
 
 @contextmanager

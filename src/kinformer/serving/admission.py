@@ -1,0 +1,83 @@
+"""How many rows may be continued at a time, and how large their state may become."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kinformer.runtime.errors import KinformerError, marked, require
+from kinformer.runtime.fields import Checked
+from kinformer.runtime.words import plural
+from kinformer.serving.request import Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits(Checked):
+    """The bounds of an engine.
+
+    max_streams: rows at a time, a request of n copies being n of them.
+    max_state_bytes: of the state that all rows may come to hold together; None for no bound.
+    max_waiting: requests that wait for their turn; further ones are refused.
+    chunk: tokens of prompts that are absorbed between two steps.
+    """
+
+    max_streams: int = 64
+    max_state_bytes: int | None = None
+    max_waiting: int = 64
+    chunk: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("max_streams", "max_state_bytes", "chunk"):
+            require(name, getattr(self, name), 1)
+        require("max_waiting", self.max_waiting, 0)
+        super().__post_init__()
+
+
+class BusyError(KinformerError):
+    """A refusal of a request that may be repeated later, as all rows are taken and enough requests wait."""
+
+
+class Admission:
+    """The account of the rows that are admitted; ``row_bytes(length)`` says what a row takes beside none that is longer
+    than ``length``."""
+
+    def __init__(self, limits: Limits, row_bytes: Callable[[int], int]) -> None:
+        self.limits, self._row_bytes = limits, row_bytes
+        self._lengths: Counter[int] = Counter()
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows that are admitted."""
+        return self._lengths.total()
+
+    def require_possible(self, request: Request) -> None:
+        """Raise where the request fits not even alone."""
+        limits, needed = self.limits, request.copies * self._row_bytes(request.length)
+        if request.copies > limits.max_streams:
+            raise KinformerError(
+                f"{plural(request.copies, 'continuation')} are requested at a time, but this server continues at most "
+                f"{limits.max_streams}; ask for fewer, or raise {marked('max_streams')}."
+            )
+        if limits.max_state_bytes is not None and needed > limits.max_state_bytes:
+            raise KinformerError(
+                f"{plural(request.copies, 'continuation')} of up to {plural(request.length, 'token')} need a state of "
+                f"up to {plural(needed, 'byte')}, but this server holds at most {limits.max_state_bytes}; ask for "
+                f"fewer tokens, or raise {marked('max_state_bytes')}."
+            )
+
+    def fits(self, request: Request) -> bool:
+        """Return whether the request fits beside those that are admitted."""
+        rows, limits = self.rows + request.copies, self.limits
+        if limits.max_state_bytes is None or rows > limits.max_streams:
+            return rows <= limits.max_streams
+        return rows * self._row_bytes(max([request.length, *self._lengths])) <= limits.max_state_bytes
+
+    def enter(self, request: Request) -> None:
+        """Admit all rows of the request."""
+        self._lengths[request.length] += request.copies
+
+    def leave(self, request: Request, rows: int = 1) -> None:
+        """Release some rows of the request."""
+        self._lengths[request.length] -= rows
+        self._lengths += Counter()  # forget lengths without rows
