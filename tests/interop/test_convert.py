@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import sys
 
 import pytest
 import torch
@@ -93,5 +94,61 @@ def test_too_few_batches_and_senseless_phases_are_one_sentence():
         convert(model, "gated-deltanet", batches(), evaluation=[])
     with pytest.raises(KinformerError, match="lr = 0 above 0"):
         Phase(3, 0)
-    with pytest.raises(KinformerError, match="trains is 'all'"):
+    with pytest.raises(KinformerError, match="trains is 'all'.*LoraConfig"):
         Phase(3, 1e-3, "all")
+
+
+@pytest.mark.parametrize("kind", MAIN)
+def test_low_rank_updates_win_back_loss_and_are_all_that_changes(kind):
+    pytest.importorskip("peft")
+    done = []
+    for steps in (0, 40):
+        torch.manual_seed(0)
+        options = {"evaluation": batches()[:3], "layers": [0, 1], "transfer": Phase(20, 1e-2)}
+        phase = Phase(steps, 1e-2, trains="lora")
+        done.append(
+            convert(copy.deepcopy(trained(kind)), "linear-transformer", batches(), fine_tuning=phase, **options)
+        )
+    transferred, tuned = done
+    losses = tuned.losses
+    assert losses["transferred"] == transferred.losses["fine_tuned"]
+    assert losses["fine_tuned"] < (losses["transferred"] + losses["before"]) / 2
+    old, new = (dict(item.model.named_parameters()) for item in done)
+    assert list(new) == list(old) and all(weight.requires_grad for weight in new.values())
+    changes = {name: new[name] - old[name] for name in new if not torch.equal(new[name], old[name])}
+    linear = [name for name in new if name.endswith(("inner.qkv.weight", "inner.out.weight"))]
+    assert set(changes) == set(linear) and len(linear) == 4
+    assert {int(torch.linalg.matrix_rank(change, rtol=1e-4)) for change in changes.values()} == {8}
+    assert tuned.trained["fine_tuning"] == sum(8 * sum(old[name].shape) for name in linear)
+
+
+def test_low_rank_updates_of_another_rank_and_place_are_a_config_of_peft():
+    peft = pytest.importorskip("peft")
+    model = trained("llama")
+    done = convert(
+        copy.deepcopy(model),
+        "softmax",
+        batches(),
+        evaluation=batches()[:1],
+        layers=[0],
+        transfer=Phase(0, 1e-3),
+        fine_tuning=Phase(5, 1e-2, trains=peft.LoraConfig(r=2, target_modules=["down_proj"])),
+    )
+    assert done.trained == {"transfer": 3 * 32 * 32, "fine_tuning": 3 * 2 * (32 + 48)}
+    changed = {
+        name
+        for name, weight in done.model.named_parameters()
+        if name in dict(model.named_parameters()) and not torch.equal(weight, model.get_parameter(name))
+    }
+    assert changed == {f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(3)}
+
+
+def test_low_rank_updates_that_cannot_be_are_refused_before_the_transfer(monkeypatch):
+    pytest.importorskip("peft")
+    model = copy.deepcopy(trained("llama"))
+    lora = {"evaluation": batches()[:1], "fine_tuning": Phase(1, 1e-3, trains="lora")}
+    with pytest.raises(KinformerError, match="no linear layers that low-rank updates could adapt"):
+        convert(model, "lstm", iter([]), **lora)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(KinformerError, match=r"LoRA needs peft .*pip install 'kinformer\[lora\]'"):
+        convert(copy.deepcopy(trained("llama")), "linear-transformer", iter([]), **lora)

@@ -35,8 +35,9 @@ class Grouped(Projection):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         batch, time, _ = x.shape
-        heads = self.qkv(x).view(batch, time, -1, self.head_dim).transpose(1, 2)
-        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        heads = self.qkv(x).view(batch, time, sum(sizes), self.head_dim).transpose(1, 2)
+        q, k, v = heads.split(sizes, dim=1)
         return q, k, v
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:

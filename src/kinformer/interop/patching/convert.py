@@ -4,15 +4,17 @@
                   are those of the unchanged model; all else is frozen, and all layers learn at once
     fine-tuning   the mixers stand in the model, and the model learns to predict the next token
 
-The paper trains feature maps in the first phase and low-rank updates of the projections in the second; here a mixer
-learns whole in the first, and what ``Phase.trains`` says in the second.
+The paper trains feature maps in the first phase and low-rank updates of the projections (LoRA, Hu et al. 2021) in the
+second; here a mixer learns whole in the first, and what ``Phase.trains`` says in the second. Low-rank updates are those
+of the library peft.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,25 +25,35 @@ from kinformer.interop.patching.module import PatchedAttention, PatchedLayer
 from kinformer.interop.patching.patch import Layers, build_replacements, install
 from kinformer.runtime.errors import KinformerError
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
 Batch = Tensor | Mapping[str, Tensor]
+TRAINS = ("model", "mixers", "lora")
+RANK, ALPHA = 8, 16
+"""Of the low-rank updates that "lora" trains, as in LoLCATs: W + (ALPHA / RANK) B A, with B of RANK columns."""
 
 
 @dataclass(frozen=True)
 class Phase:
     """One phase of :func:`convert`: ``steps`` of AdamW, whose rate falls from ``lr`` to 0 as a cosine.
 
-    ``trains``: the whole model, or its new mixers alone; the transfer always trains these.
+    ``trains``: the whole model, its new mixers alone, or with "lora" low-rank updates of the new mixers' linear layers
+    (rank 8, alpha 16), which are added to their weights at the end; a ``peft.LoraConfig`` says otherwise where the
+    updates are and of which rank. The transfer always trains the mixers.
     """
 
     steps: int
     lr: float
-    trains: Literal["model", "mixers"] = "model"
+    trains: Literal["model", "mixers", "lora"] | LoraConfig = "model"
 
     def __post_init__(self) -> None:
         if self.steps < 0 or not self.lr > 0:
             raise KinformerError(f"steps = {self.steps} must be 0 or more, and lr = {self.lr} above 0.")
-        if self.trains not in ("model", "mixers"):
-            raise KinformerError(f"trains is {self.trains!r}, but must be 'model' or 'mixers'.")
+        if self.trains not in TRAINS and not hasattr(self.trains, "peft_type"):
+            raise KinformerError(
+                f"trains is {self.trains!r}, but must be 'model', 'mixers', 'lora' or a peft.LoraConfig."
+            )
 
 
 @dataclass(frozen=True)
@@ -50,13 +62,15 @@ class Conversion:
 
     ``losses`` has "before", "patched" (the new mixers untrained), "transferred" and "fine_tuned". ``errors`` are the
     mean squared errors of the mixers' outputs relative to the outputs' variance, in the first and last tenth of the
-    transfer, one number for each layer.
+    transfer, one number for each layer. ``trained`` is the number of parameters that "transfer" and "fine_tuning"
+    trained.
     """
 
     model: Any
     layers: tuple[PatchedLayer, ...]
     losses: dict[str, float]
     errors: dict[str, tuple[float, ...]]
+    trained: dict[str, int]
 
 
 def convert(
@@ -78,7 +92,7 @@ def convert(
     transfer, fine_tuning: the phases, of which either may have 0 steps.
     settings: as of ``patch``.
 
-    Errors: those of ``patch``; batches that end too soon.
+    Errors: those of ``patch``; batches that end too soon; LoRA without peft, or of mixers without linear layers.
     """
     stream, held_out = _endless(batches), [_inputs(batch, hf_model) for batch in evaluation]
     if not held_out:
@@ -87,13 +101,16 @@ def convert(
     losses = {"before": evaluate(hf_model, held_out)}
     attentions = install(hf_model, replacements)
     losses["patched"] = evaluate(hf_model, held_out)
+    with _trained(hf_model, fine_tuning.trains):
+        pass  # an error now, not after the transfer
     install(hf_model, attentions)
     errors = match(hf_model, replacements, stream, transfer)
     install(hf_model, replacements)
     losses["transferred"] = evaluate(hf_model, held_out)
-    fine_tune(hf_model, stream, fine_tuning)
+    trained = {"transfer": sum(p.numel() for item in replacements.values() for p in item.parameters())}
+    trained["fine_tuning"] = fine_tune(hf_model, stream, fine_tuning)
     losses["fine_tuned"] = evaluate(hf_model, held_out)
-    return Conversion(hf_model, tuple(item.record for item in replacements.values()), losses, errors)
+    return Conversion(hf_model, tuple(item.record for item in replacements.values()), losses, errors, trained)
 
 
 def match(
@@ -122,19 +139,58 @@ def match(
     return {name: tuple(torch.stack(items).mean(0).tolist()) for name, items in ends.items()}
 
 
-def fine_tune(hf_model: Any, stream: Iterator[Batch], phase: Phase) -> None:
-    """Train the patched ``hf_model``, or its new mixers alone, to predict the next token."""
-    name, training = attention_name(hf_model), hf_model.training
-    mixers = [getattr(layer, name) for layer in layers_of(hf_model)]
-    trained = nn.ModuleList(item for item in mixers if isinstance(item, PatchedAttention))
-    parameters = (hf_model if phase.trains == "model" else trained).parameters()
-    hf_model.train()
-    for optimiser in _steps(list(parameters), phase):
-        batch = _inputs(next(stream), hf_model)
-        _loss(hf_model, batch).backward()
-        optimiser.step()
-        hf_model.zero_grad()
+def fine_tune(hf_model: Any, stream: Iterator[Batch], phase: Phase) -> int:
+    """Train the patched ``hf_model``, or what ``phase`` says of it, to predict the next token.
+
+    Return how many parameters were trained.
+    """
+    training = hf_model.training
+    with _trained(hf_model, phase.trains) as parameters:
+        hf_model.train()
+        for optimiser in _steps(parameters, phase):
+            batch = _inputs(next(stream), hf_model)
+            _loss(hf_model, batch).backward()
+            optimiser.step()
+            hf_model.zero_grad()
     hf_model.train(training)
+    return sum(parameter.numel() for parameter in parameters)
+
+
+@contextmanager
+def _trained(hf_model: Any, trains: Any) -> Iterator[list[nn.Parameter]]:
+    """Yield the parameters that a phase trains; low-rank updates stand in the model meanwhile and are merged then."""
+    name = attention_name(hf_model)
+    mixers = [getattr(layer, name) for layer in layers_of(hf_model)]
+    patched = nn.ModuleList(item for item in mixers if isinstance(item, PatchedAttention))
+    if trains in ("model", "mixers"):
+        yield list((hf_model if trains == "model" else patched).parameters())
+        return
+    peft = _peft()
+    if trains == "lora":
+        inside = {module for module in patched.modules() if isinstance(module, nn.Linear)}
+        names = [name for name, module in hf_model.named_modules() if module in inside]
+        if not names:
+            raise KinformerError(
+                "trains is 'lora', but the new mixers have no linear layers that low-rank updates could adapt; train "
+                "'mixers' or the 'model'."
+            )
+        trains = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=names)
+    required = [(parameter, parameter.requires_grad) for parameter in hf_model.parameters()]
+    adapted = peft.LoraModel(hf_model, trains, "default")
+    try:
+        yield [parameter for parameter in hf_model.parameters() if parameter.requires_grad]
+    finally:
+        adapted.merge_and_unload()
+        for parameter, value in required:
+            parameter.requires_grad_(value)
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise KinformerError(f"LoRA needs peft ({error}); get it with: pip install 'kinformer[lora]'.") from error
+    return peft
 
 
 @torch.no_grad()
