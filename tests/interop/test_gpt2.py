@@ -200,7 +200,7 @@ REFUSED = {
     "unscaled": ({"scale_attn_weights": False}, "scale_attn_weights is False"),
     "cross-attention": ({"add_cross_attention": True}, "add_cross_attention is True"),
     "another activation": ({"activation_function": "silu"}, "only gelu_new, gelu_pytorch_tanh, gelu, relu"),
-    "another model": ({"model_type": "llama"}, "'llama' cannot be imported; what can: gpt2"),
+    "another model": ({"model_type": "mamba"}, "'mamba' cannot be imported; what can: gpt2"),
     "quantised": ({"quantization_config": {"bits": 4}}, "quantised"),
     "pruned": ({"pruned_heads": {"0": [1]}}, "pruned"),
     "heads": ({"n_head": 3}, "num_heads = 3 does not divide dim = 16"),

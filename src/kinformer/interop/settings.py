@@ -38,3 +38,19 @@ def require(config: Mapping[str, Any], place: Path, values: Mapping[str, Any]) -
     for name, value in values.items():
         if config.get(name, value) != value:
             raise KinformerError(f"{place}: {name} is {config[name]!r}, but only {value!r} can be imported.")
+
+
+def positive(config: Mapping[str, Any], place: Path, name: str) -> float:
+    """Return a number above 0 that is finite."""
+    value = config.get(name)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e30:
+        raise KinformerError(f"{place}: {name} is {value!r}, but must be a number above 0.")
+    return float(value)
+
+
+def switch(config: Mapping[str, Any], place: Path, name: str) -> bool:
+    """Return a setting that is true or false."""
+    value = config.get(name)
+    if not isinstance(value, bool):
+        raise KinformerError(f"{place}: {name} is {value!r}, but must be true or false.")
+    return value

@@ -6,13 +6,13 @@ three; all pair feature i of a head with i + width / 2 where positions are rotar
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
+from kinformer.interop.rotary import rope
 from kinformer.runtime.errors import KinformerError
 
 PLACES = {
@@ -21,19 +21,6 @@ PLACES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), ("layers", "self_attn")),
 }
 """Model type to the names of its list of layers and of the attention in each."""
-
-SCALINGS: dict[str, dict[str, str]] = {
-    "linear": {},
-    "yarn": {
-        "original_length": "original_max_position_embeddings",
-        **{name: name for name in ("beta_fast", "beta_slow", "attention_factor", "truncate")},
-    },
-    "llama3": {
-        "original_length": "original_max_position_embeddings",
-        **{name: name for name in ("low_freq_factor", "high_freq_factor")},
-    },
-}
-"""The type of scaled rotary positions to what its settings are called here and in ``rope_parameters``."""
 
 
 @dataclass(frozen=True)
@@ -125,38 +112,10 @@ def _split(rows: Tensor, heads: int, by_head: bool) -> dict[str, Tensor]:
 
 def rope_of(config: Any) -> dict[str, Any] | None:
     """Return the rotary position of the model as the data of a config, None where positions are learned."""
-    settings = getattr(config, "rope_parameters", None)
-    if settings is None:
+    if getattr(config, "rope_parameters", None) is None:
         return None
-    kind = settings.get("rope_type", "default")
-    rope: dict[str, Any] = {"kind": "rope", "base": float(settings["rope_theta"])}
-    if config.model_type == "gpt_neox" and settings.get("partial_rotary_factor", 1.0) != 1:
-        rope["fraction"] = settings["partial_rotary_factor"]  # the others turn all features, whatever it says
-    if kind == "default":
-        return rope
-    if kind not in SCALINGS:
-        raise KinformerError(
-            f"the model's rotary positions are of the type {kind!r}, whose frequencies the position 'rope' has not"
-            f"{', as they follow the length of the text' if kind in ('dynamic', 'longrope') else ''}; what it has: "
-            f'default, {", ".join(SCALINGS)}; give a position, such as position={{"kind": "rope", "base": '
-            f'{rope["base"]:g}}} or position="none".'
-        )
-    names = {ours: theirs for ours, theirs in SCALINGS[kind].items() if settings.get(theirs) is not None}
-    scaling = {ours: settings[theirs] for ours, theirs in names.items()}
-    if "original_length" in SCALINGS[kind]:
-        scaling.setdefault("original_length", config.max_position_embeddings)
-    factor = settings.get("factor") or config.max_position_embeddings / scaling["original_length"]
-    if kind == "yarn" and scaling.get("attention_factor") is None:
-        scaling |= _attention_factor(settings, factor)
-    if factor == 1 and scaling.get("attention_factor", 1.0) == 1:
-        return rope
-    return rope | {"scaling": kind, "factor": float(factor)} | scaling
-
-
-def _attention_factor(settings: Mapping[str, Any], factor: float) -> dict[str, float]:
-    """Return what multiplies cosines and sines with YaRN where DeepSeek's ``mscale`` and ``mscale_all_dim`` say it."""
-    scales = [settings.get(name) for name in ("mscale", "mscale_all_dim")]
-    if not all(scales) or factor <= 1:
-        return {}
-    above, below = (0.1 * scale * math.log(factor) + 1 for scale in scales if scale)
-    return {"attention_factor": above / below}
+    try:
+        return rope(config.to_dict(), "the model", partial=config.model_type == "gpt_neox")
+    except KinformerError as error:
+        remedy = 'position={"kind": "rope", "base": 10000}'
+        raise KinformerError(f'{error} Give a position to use instead: {remedy} or position="none".') from None

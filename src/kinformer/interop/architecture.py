@@ -1,0 +1,65 @@
+"""A causal architecture of the library transformers: a map of its config and a map of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kinformer.interop.key_map import KeyMap
+from kinformer.interop.settings import require, whole
+from kinformer.runtime.errors import KinformerError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DEPTH = 10_000
+"""More layers than any model has; a config that names more is damaged."""
+
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """One ``model_type``: ``title`` in messages, and the ``member`` here.
+
+    ``defaults``: transformers' own, for what a config leaves out; ``required``: settings that ours would compute
+    otherwise if they had another value; ``names``: a setting to the name that it has in ``defaults``, where a config
+    calls it otherwise. ``model`` returns our model config, as data, of the full settings; ``keys`` maps tensors.
+    """
+
+    title: str
+    member: str
+    defaults: Mapping[str, Any]
+    model: Callable[[Settings, Path], dict[str, Any]]
+    keys: KeyMap | Callable[[Mapping[str, Any]], KeyMap]
+    required: Mapping[str, Any] = field(default_factory=dict)
+
+    def model_config(self, config: Mapping[str, Any], place: Path) -> dict[str, Any]:
+        """Return our model config, as data, of the ``config.json`` at ``place``."""
+        full = {**self.defaults, **config}
+        require(full, place, self.required)
+        for name in ("num_hidden_layers", "n_layer", "n_layers"):
+            if name in full:
+                whole(full, place, name, most=DEPTH)
+        return self.model(full, place)
+
+    def key_map(self, model: Mapping[str, Any]) -> KeyMap:
+        """Return the key map of a ``model`` config, as data."""
+        return self.keys if isinstance(self.keys, KeyMap) else self.keys(model)
+
+    def convert(self, tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
+        """Return the weights under our names; a tensor that such a language model does not have is an error."""
+        import torch
+
+        weights = self.key_map(model).read(tensors, model, folder, self.title)
+        if not model["head"]["tied"]:
+            return weights
+        output, table = weights.pop("head.output.weight", None), weights.get("input.embedding.weight")
+        if output is not None and table is not None and not torch.equal(output, table):
+            raise KinformerError(
+                f"{folder}: the output matrix differs from the embedding, but config.json ties them; set "
+                "tie_word_embeddings to false there if the two were trained separately."
+            )
+        return weights

@@ -1,0 +1,94 @@
+"""Rotary positions as configs of the library transformers name them: ``rope_parameters`` today, ``rope_theta`` and
+``rope_scaling`` in older files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kinformer.interop.settings import positive, switch, whole
+from kinformer.runtime.errors import KinformerError
+
+SCALINGS: dict[str, dict[str, str]] = {
+    "linear": {},
+    "yarn": {
+        "original_length": "original_max_position_embeddings",
+        **{name: name for name in ("beta_fast", "beta_slow", "attention_factor", "truncate")},
+    },
+    "llama3": {
+        "original_length": "original_max_position_embeddings",
+        **{name: name for name in ("low_freq_factor", "high_freq_factor")},
+    },
+}
+"""The type of scaled rotary positions to what its settings are called here and in ``rope_parameters``."""
+READERS: dict[str, Callable[[Mapping[str, Any], Path, str], float]] = {"original_length": whole, "truncate": switch}
+"""The settings that are no numbers above 0."""
+
+
+def rope(
+    full: Mapping[str, Any], place: Path | str, kind: str | None = None, base: float = 10000.0, partial: bool = False
+) -> dict[str, Any]:
+    """Return the config, as data, of the rotary positions of the config ``full``, which stands at ``place``.
+
+    ``kind``: the kind of layer, where they differ between kinds; ``base``: where a file has none; ``partial``: whether
+    the model heeds ``partial_rotary_factor``, which most do not.
+    """
+    place = Path(place)
+    settings = {"rope_theta": base, **full, **_parameters(full, place, kind)}
+    position: dict[str, Any] = {"kind": "rope", "base": positive(settings, place, "rope_theta")}
+    if partial and settings.get("partial_rotary_factor", 1.0) != 1:
+        position["fraction"] = positive(settings, place, "partial_rotary_factor")
+    scaling = settings.get("rope_type", settings.get("type", "default"))
+    if scaling in ("default", None):
+        return position
+    if not isinstance(scaling, str) or scaling not in SCALINGS:
+        raise KinformerError(
+            f"{place}: rotary positions are of the type {scaling!r}, whose frequencies the position 'rope' has not"
+            f"{', as they follow the length of the text' if scaling in ('dynamic', 'longrope') else ''}; what it has: "
+            f"default, {', '.join(SCALINGS)}."
+        )
+    return position | _scaled(settings, place, scaling)
+
+
+def _scaled(settings: Mapping[str, Any], place: Path, scaling: str) -> dict[str, Any]:
+    """Return the settings of positions that are scaled; none where a factor of 1 leaves them as they are."""
+    scaled = {
+        ours: READERS.get(ours, positive)(settings, place, theirs)
+        for ours, theirs in SCALINGS[scaling].items()
+        if settings.get(theirs) is not None
+    }
+    if "original_length" in SCALINGS[scaling] and "original_length" not in scaled:
+        scaled["original_length"] = whole(settings, place, "max_position_embeddings")
+    if settings.get("factor") is None and "original_length" in scaled:
+        factor = whole(settings, place, "max_position_embeddings") / scaled["original_length"]
+    else:
+        factor = positive(settings, place, "factor")
+    if scaling == "yarn" and "attention_factor" not in scaled:
+        scaled |= _attention_factor(settings, place, factor)
+    if factor == 1 and scaled.get("attention_factor", 1.0) == 1:
+        return {}
+    return {"scaling": scaling, "factor": factor} | scaled
+
+
+def _attention_factor(settings: Mapping[str, Any], place: Path, factor: float) -> dict[str, float]:
+    """Return what multiplies cosines and sines with YaRN where DeepSeek's ``mscale`` and ``mscale_all_dim`` say it."""
+    names = ("mscale", "mscale_all_dim")
+    if not all(settings.get(name) for name in names) or factor <= 1:
+        return {}
+    above, below = (0.1 * positive(settings, place, name) * math.log(factor) + 1 for name in names)
+    return {"attention_factor": above / below}
+
+
+def _parameters(full: Mapping[str, Any], place: Path, kind: str | None) -> Mapping[str, Any]:
+    """Return the table of rotary settings, that of ``kind`` where each has its own; empty where there is none."""
+    for name in ("rope_parameters", "rope_scaling"):
+        parameters = full.get(name)
+        if parameters is None:
+            continue
+        if not isinstance(parameters, Mapping):
+            raise KinformerError(f"{place}: {name} is no table of settings; restore the file from a copy.")
+        nested = parameters.get(kind) if kind is not None else None
+        return nested if isinstance(nested, Mapping) else parameters
+    return {}

@@ -1,0 +1,216 @@
+"""Import of decoders: the same numbers as transformers, and nothing run, skipped or guessed."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import kinformer
+from kinformer.cli.main import main
+from kinformer.runs.run import open_run
+from kinformer.runtime.errors import KinformerError
+from tests.interop.decoders import CHECKS, Pair, tokens
+
+IMPORTED = {
+    "llama": ("llama", {}),
+    "llama with biases and heads of their own width": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "head_dim": 16, "tie_word_embeddings": True},
+    ),
+    "llama with as many heads of keys": ("llama", {"num_key_value_heads": 4}),
+    **{
+        name: (name, {})
+        for name in ("llama 3", "llama, linear scaling", "llama, yarn", "llama, yarn with a factor of DeepSeek")
+    },
+    "mistral": ("mistral", {}),
+    "mistral without a window": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 without windows": ("qwen2", {"use_sliding_window": False}),
+    "qwen3": ("qwen3", {}),
+    "qwen3 with windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Pairs by their name in IMPORTED, each made once."""
+    made = {}
+
+    def pair(name):
+        if name not in made:
+            kind, changes = IMPORTED[name]
+            made[name] = Pair(kind, tmp_path_factory.mktemp("pair"), **changes)
+        return made[name]
+
+    return pair
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("name", IMPORTED)
+def test_equal(name, check, pairs):
+    CHECKS[check](pairs(name))
+
+
+@pytest.fixture
+def folder(pairs, tmp_path):
+    """A copy of a LLaMA's folder that a test may spoil."""
+    return shutil.copytree(pairs("llama").folder, tmp_path / "checkpoint")
+
+
+def edit(folder, **changes):
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in config.items() if value != "LEFT OUT"}))
+
+
+def respell(folder, change):
+    path = folder / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    save_file(change(tensors), path)
+
+
+def logits_of(folder, out):
+    kinformer.import_checkpoint(folder, out)
+    with torch.no_grad():
+        return kinformer.load(out)(tokens())[0]
+
+
+def test_settings_of_older_files(pairs, folder, tmp_path):
+    """``rope_theta`` beside the other settings, no ``head_dim``, and angles among the weights."""
+    edit(folder, rope_parameters="LEFT OUT", rope_theta=500.0, rope_scaling=None, head_dim="LEFT OUT")
+    inv_freq = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    respell(folder, lambda tensors: tensors | inv_freq)
+    assert torch.equal(logits_of(folder, tmp_path / "run"), pairs("llama").ours(tokens())[0])
+
+
+def test_settings_that_are_left_out_are_those_of_transformers(pairs, folder, tmp_path):
+    edit(folder, rms_norm_eps="LEFT OUT", hidden_act="LEFT OUT", attention_bias="LEFT OUT", mlp_bias="LEFT OUT")
+    assert torch.equal(logits_of(folder, tmp_path / "run"), pairs("llama").ours(tokens())[0])
+
+
+def test_several_files(pairs, tmp_path):
+    pairs("qwen3").theirs.save_pretrained(tmp_path / "shards", max_shard_size="16KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    assert torch.equal(logits_of(tmp_path / "shards", tmp_path / "run"), pairs("qwen3").ours(tokens())[0])
+
+
+def test_half_precision_becomes_float32(folder, tmp_path):
+    respell(folder, lambda tensors: {name: tensor.bfloat16() for name, tensor in tensors.items()})
+    kinformer.import_checkpoint(folder, tmp_path / "run")
+    assert {parameter.dtype for parameter in kinformer.load(tmp_path / "run").parameters()} == {torch.float32}
+
+
+def test_a_window_bounds_the_state(pairs):
+    model = pairs("mistral").ours
+    sizes = [kinformer.core.state.nbytes(model(tokens(time))[1]) for time in (6, 20)]
+    assert sizes[0] == sizes[1]
+
+
+REFUSED = {
+    "scaled positions": (
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 5e5, "factor": 8.0}},
+        "rotary positions are of the type 'longrope'",
+    ),
+    "scaled positions of older files": ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "'dynamic'"),
+    "positions that are no table": ({"rope_parameters": [1]}, "rope_parameters is no table"),
+    "scaled by nothing": ({"rope_parameters": {"rope_type": "linear"}}, "factor is None, but must be a number above 0"),
+    "no base": ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta is 0"),
+    "another activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu', but only silu"),
+    "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
+    "heads": ({"num_attention_heads": 8}, "is not what config.json says"),
+    "key heads": ({"num_key_value_heads": 1}, r"self_attn.q_proj.weight is \[32, 32\] and \[16, 32\] and \[16, 32\]"),
+    "key heads that divide nothing": ({"num_key_value_heads": 3}, "is not what config.json says"),
+    "width": ({"hidden_size": 64, "head_dim": 8}, "belongs to another model"),
+    "feed-forward": ({"intermediate_size": 2**31 - 1}, "is not what config.json says"),
+    "fewer layers": ({"num_hidden_layers": 2}, "holds 'model.layers.2.* which a LLaMA language model of 2 layers"),
+    "more layers": ({"num_hidden_layers": 4}, r"lacks stack.layers.3"),
+    "huge": ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+    "biases": ({"attention_bias": True}, "lacks stack.layers.0.mixer.out.bias"),
+    "tied": ({"tie_word_embeddings": True}, "the output matrix differs from the embedding"),
+    "remote code": ({"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "mine.Model"}}, "'mine' cannot be"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
+def test_config_is_refused(changes, message, folder, tmp_path):
+    edit(folder, **changes)
+    with pytest.raises(KinformerError, match=message) as refusal:
+        kinformer.import_checkpoint(folder, tmp_path / "run")
+    assert str(folder) in str(refusal.value)
+    assert not (tmp_path / "run").exists()
+
+
+def without(ending):
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if not name.endswith(ending)}
+
+
+SPOILED = {
+    "another head": (lambda tensors: tensors | {"score.weight": torch.ones(2, 32)}, "holds 'score.weight'"),
+    "no keys": (without("1.self_attn.k_proj.weight"), "lacks layers.1.self_attn.k_proj.weight"),
+    "no norm": (without("model.norm.weight"), "lacks norm.weight"),
+    "twice": (lambda tensors: tensors | {"norm.weight": torch.ones(32)}, "with 'model.' before it and without"),
+    "whole numbers": (
+        lambda tensors: {name: tensor.to(torch.int8) for name, tensor in tensors.items()},
+        "weights must be floating-point",
+    ),
+    "scalars": (lambda tensors: tensors | {"model.norm.weight": torch.tensor(1.0)}, "belongs to another model"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), SPOILED.values(), ids=SPOILED)
+def test_tensors_are_refused(change, message, folder, tmp_path):
+    respell(folder, change)
+    with pytest.raises(KinformerError, match=message):
+        kinformer.import_checkpoint(folder, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_code_of_a_folder_is_never_run(pairs, folder, tmp_path):
+    """A folder of a known kind is read as that kind, whatever code it brings."""
+    edit(folder, auto_map={"AutoModelForCausalLM": "modeling_mine.Mine"})
+    (folder / "modeling_mine.py").write_text(f"open({str(tmp_path / 'run-code')!r}, 'w')")
+    assert torch.equal(logits_of(folder, tmp_path / "run"), pairs("llama").ours(tokens())[0])
+    assert not (tmp_path / "run-code").exists()
+
+
+def byte_tokenizer(folder):
+    """Save a tokenizer of bytes, whose 256 ids are the bytes in the order of its alphabet."""
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=256, show_progress=False, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer
+
+
+def test_from_a_folder_to_text_and_figures(tmp_path, capsys):
+    """A model that transformers trained and saved is imported, generates what it would there, and is evaluated."""
+    pair = Pair("llama", tmp_path, vocab_size=256)
+    text = "def f(x):\n    return x\n" * 200
+    tokenizer = byte_tokenizer(pair.folder)
+    ids = torch.tensor([tokenizer.encode(text).ids[:256]])
+    optimizer = torch.optim.AdamW(pair.theirs.parameters(), lr=3e-3)
+    for _ in range(10):
+        pair.theirs(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    pair.theirs.save_pretrained(pair.folder)
+    out = str(tmp_path / "trained")
+    capsys.readouterr()
+    assert main(["import", str(pair.folder), "--out", out]) == 0
+    assert open_run(out).member == "rope" and capsys.readouterr().err == ""
+    assert main(["generate", out, "--prompt", "def", "--max-new-tokens", "5", "--temperature", "0"]) == 0
+    prompt = torch.tensor([tokenizer.encode("def").ids])
+    theirs = pair.theirs.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=5, do_sample=False, eos_token_id=None
+    )
+    assert tokenizer.decode(theirs[0, prompt.shape[1] :].tolist()) in capsys.readouterr().out
+    (tmp_path / "text.txt").write_text(text)
+    assert main(["evaluate", out, "--data", str(tmp_path / "text.txt"), "--context", "32", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bits_per_byte"] < 8
