@@ -9,6 +9,7 @@
     kinformer.evaluate("runs/linear").figures                # {"bits_per_byte": ...}
     kinformer.predict("runs/reviews", ["A fine film."])      # [{"text": ..., "classes": [...]}]
     vectors = kinformer.embed("runs/linear", ["A text."])    # [texts, dim]
+    kinformer.trace("runs/gpt", "A text.").attention[0].weights      # [heads, queries, keys] of the first layer
     model = kinformer.load("runs/linear")                    # a trained run's model, in eval mode
     new = kinformer.generate(model, prompt, max_new_tokens=100, temperature=0.8, seed=1)
     kinformer.estimate("gpt", length=1024, batch_size=8).train_bytes
@@ -24,7 +25,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kinformer.commands import bench, calibrate, compare, draw, estimate, import_checkpoint, index, preserving, show
+from kinformer.commands import (
+    bench,
+    calibrate,
+    compare,
+    draw,
+    embed,
+    estimate,
+    import_checkpoint,
+    index,
+    preserving,
+    show,
+    trace,
+)
 from kinformer.core import kind_table
 
 if TYPE_CHECKING:
@@ -77,6 +90,7 @@ __all__ = [
     "predict",
     "show",
     "tasks",
+    "trace",
     "train",
 ]
 
@@ -223,24 +237,6 @@ def predict(run: str | Path, inputs: str | Path | Sequence[Any], **options: Any)
     from kinformer.runs.functions import predict
 
     return predict(run, inputs, options)
-
-
-@preserving
-def embed(run: str | Path, texts: str | Path | Sequence[str], **options: Any) -> np.ndarray:
-    """Vectors of texts, float32 [texts, dim]: the last hidden states of a trained run, one vector for each text.
-
-    run: the folder of a run whose model reads text, an encoder or a causal one.
-    texts: a list of them; or the path of a file or folder, as for the command.
-    options: ``pooling`` ("mean" over a text's tokens, "first" or "last"), ``batch_size`` (32), ``max_items``,
-        ``text_field``, ``format``, ``set``, ``device``, ``threads``, ``quiet`` (True);
-        see ``runs.prediction_options.EmbedOptions``.
-
-    Texts longer than the training length count by their beginning. Errors: ``KinformerError`` for a run that reads no
-    text, and for a text that is empty or not UTF-8.
-    """
-    from kinformer.runs.functions import embed
-
-    return embed(run, texts, options)
 
 
 @preserving

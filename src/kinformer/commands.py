@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import numpy as np
+
     from kinformer.calibration.calibrate import Calibrated
     from kinformer.calibration.search import SearchResult
     from kinformer.comparison.bench import Bench
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from kinformer.runs.estimate import MemberEstimate
     from kinformer.runs.importing import ImportedRun
     from kinformer.runs.index import Indexed
+    from kinformer.runs.tracing.record import Trace
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -209,3 +212,52 @@ def import_checkpoint(folder: str | Path, out: str | Path, name: str = "imported
     from kinformer.runs.importing import import_checkpoint
 
     return import_checkpoint(folder, out, name)
+
+
+@preserving
+def embed(run: str | Path, texts: str | Path | Sequence[str], **options: Any) -> np.ndarray:
+    """Vectors of texts, float32 [texts, dim]: the last hidden states of a trained run, one vector for each text.
+
+    run: the folder of a run whose model reads text, an encoder or a causal one.
+    texts: a list of them; or the path of a file or folder, as for the command.
+    options: ``pooling`` ("mean" over a text's tokens, "first" or "last"), ``batch_size`` (32), ``max_items``,
+        ``text_field``, ``format``, ``set``, ``device``, ``threads``, ``quiet`` (True);
+        see ``runs.prediction_options.EmbedOptions``.
+
+    Texts longer than the training length count by their beginning. Errors: ``KinformerError`` for a run that reads no
+    text, and for a text that is empty or not UTF-8.
+    """
+    from kinformer.runs.functions import embed
+
+    return embed(run, texts, options)
+
+
+@preserving
+def trace(run: str | Path, text: str, **options: Any) -> Trace:
+    """Trace a trained run on a text: what attends to what, and what becomes of every token, as plain tensors.
+
+        traced = kinformer.trace("runs/book", "It was the best of times", layers=[1, 2])
+        traced.tokens                       # ("I", "t", " ", ...), as many as T
+        traced.hidden_states[0]             # [T, dim], after the first layer; one for every use of a layer
+        traced.attention[0].weights         # [heads, T, T], queries by keys, of the first layer that was chosen
+
+    ``attention`` has an entry for every mixer: ``place``, ``layer``, ``heads``, ``weights`` [heads, T, T], ``values``
+    [heads, T, width], ``outputs`` [heads, T, width], ``buckets`` [heads, rounds, T] (Reformer, Routing Transformer),
+    ``spans`` ([heads] or [heads, T]). ``exits`` [T] counts the layers that a token went through, ``steps`` [T] those
+    that it took until it halted; both None where all take all. See ``runs.tracing.record``.
+
+    Weights are those that the mixer's kernels used, not computed again by another way. Rows of softmax attention sum to
+    1. Kernel attention computes no probabilities: its weights are ``implied``, what each value adds to the output, of
+    any sign. Mechanisms without weights (LSTM, tensorized attention, a star) have None and a ``note`` that says why.
+
+    run: the folder of a run whose model reads text. Of one that translates, the trace is that of the target, and
+        ``source`` is the encoder's.
+    text: what to trace; ``[MASK]`` stands for a mask where the model has one.
+    options: ``layers``, ``heads`` (numbers from 1; all), ``max_tokens`` (256), ``target``, ``set``, ``seed``,
+        ``device``, ``threads``; see ``runs.tracing.options.TraceOptions``.
+
+    Errors: ``KinformerError`` for a run that reads no text, an empty text, and numbers of no layer or head.
+    """
+    from kinformer.runs.functions import trace
+
+    return trace(run, text, options)

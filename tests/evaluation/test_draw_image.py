@@ -5,10 +5,8 @@ import torch
 
 import kinformer
 from kinformer.cli.main import main
-from kinformer.core.encoder import SequenceContext
-from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.windows import apart
-from kinformer.runs.drawing.image import HeatOver, WindowsOver, looked_at, probabilities, rollout
+from kinformer.runs.drawing.image import HeatOver, WindowsOver, looked_at, rollout
 from kinformer.runs.drawing.options import DrawOptions
 from kinformer.runtime.errors import KinformerError
 
@@ -25,15 +23,6 @@ def runs(tmp_path_factory):
 
 def looked(run, **options):
     return looked_at(DrawOptions(subject=str(run), image="digits", **options))
-
-
-def test_probabilities_are_those_of_the_mixer():
-    torch.manual_seed(0)
-    mixer, x = BidirectionalAttention.Config(num_heads=2).build(8), torch.randn(1, 5, 8)
-    found, values = probabilities(mixer, x), mixer.projection(x)[2]
-    assert torch.allclose(found.sum(-1), torch.ones(2, 5))
-    y = mixer.out((found @ values[0]).transpose(0, 1).flatten(1))
-    assert torch.allclose(y, mixer(x, SequenceContext())[0], atol=1e-6)
 
 
 def test_rollout_is_the_product_of_means_with_the_residual():

@@ -67,6 +67,11 @@ COMMANDS = {
         "Vectors of texts, by a trained run.",
         "kinformer embed runs/book sentences.txt --out vectors.npz",
     ),
+    "trace": Command(
+        "kinformer.cli.trace",
+        "What a trained run attends to in a text, as an interactive page.",
+        'kinformer trace runs/book "It was the best of times" --out trace.html',
+    ),
     "calibrate": Command(
         "kinformer.cli.calibrate",
         "Find how early tokens may leave a run's layers at a bounded risk.",
@@ -109,7 +114,7 @@ COMMANDS = {
     ),
 }
 
-COMPUTING = ("train", "evaluate", "generate", "predict", "embed", "calibrate", "compare", "bench", "index")
+COMPUTING = ("train", "evaluate", "generate", "predict", "embed", "trace", "calibrate", "compare", "bench", "index")
 """Commands that run models for long."""
 
 

@@ -126,10 +126,12 @@ class SingleHead(CausalMixer):
     def _attend(self, h: Tensor, slots: Tensor, positions: Tensor, whole: bool) -> Tensor:
         # (q * g_q) . (m * g_k) = (q * g_q * g_k) . m: the key's gate moves to the query, so m is stored once.
         q = self.query_norm(self.query(h)) * (self.q_gate.sigmoid() * self.k_gate.sigmoid())
-        q, scoring = q[:, None].to(slots.dtype), Scoring(self.dim**-0.5)
-        visibility = Visibility(self.pattern, positions, whole)
-        mixed = attention(q, slots, slots, visibility, scoring, impl=self.impl).out[:, 0]
+        q, visibility = q[:, None].to(slots.dtype), Visibility(self.pattern, positions, whole)
+        mixed = self._mix(q, slots, slots, visibility)[:, 0]
         content, strength = self.value(self.v_gate.sigmoid()).chunk(2, dim=-1)
         # v = m * sigmoid(f) * tanh(c) is linear in m, so the gate moves out of the sum over keys.
         added = mixed * (strength.sigmoid() * content.tanh())
         return h + (added if self.dropout is None else self.dropout(added)).to(h.dtype)
+
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor:
+        return attention(q, k, v, visibility, Scoring(self.dim**-0.5), impl=self.impl).out

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from kinformer.runtime.errors import KinformerError, nearest
 from kinformer.runtime.fields import require_types
 from kinformer.tasks.evaluation import Evaluation
 from kinformer.tasks.table import OptionKind, option_names
+
+if TYPE_CHECKING:
+    from kinformer.runs.tracing.record import Trace
 
 O = TypeVar("O")
 
@@ -61,6 +64,14 @@ def embed(run: str | Path, texts: Any, options: Mapping[str, Any]) -> np.ndarray
 
     wanted = request(EmbedOptions, {"quiet": True, **options}, "embed")
     return np.stack([vector for _, vector in embeddings(run, texts, wanted)])
+
+
+def trace(run: str | Path, text: str, options: Mapping[str, Any]) -> Trace:
+    """See :func:`kinformer.trace`."""
+    from kinformer.runs.tracing.options import TraceOptions
+    from kinformer.runs.tracing.trace import trace
+
+    return trace(run, text, request(TraceOptions, options, "trace"))
 
 
 def load(run: str | Path, changes: Mapping[str, Any] | None = None) -> Any:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from kinformer.core.encoder import EncoderMixer, SequenceContext
 from kinformer.figures.image import HeatOver, ImageDrawing, WindowsOver
-from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.windows import WindowAttention
 from kinformer.runs.drawing.options import DrawOptions
 from kinformer.runs.run import open_run
+from kinformer.runs.tracing.weights import weights_of
 from kinformer.runtime.errors import KinformerError, marked
 from kinformer.tasks.shared.classes import classes_of
 from kinformer.tasks.vision.predict import pictures, probabilities_of
@@ -67,7 +67,7 @@ def looked_at(options: DrawOptions) -> ImageDrawing:
     if all(isinstance(call.mixer, WindowAttention) for call in calls):
         panels = _windows(calls, model.config.input.patch)
     elif all(_rolls(call) for call in calls):
-        rolled = rollout([probabilities(call.mixer, call.x) for call in calls])
+        rolled = rollout([weights_of(call.mixer, (call.x, call.text)).weights for call in calls])
         panels = _rolled(rolled, shares, calls[0], model.config.input)
     else:
         raise KinformerError(
@@ -76,18 +76,6 @@ def looked_at(options: DrawOptions) -> ImageDrawing:
         )
     title = f"{picture.name.rsplit('/')[-1]}: {names[int(index)]} {float(share):.1%} ({run.member}, {run.folder.name})"
     return ImageDrawing(title=title, pixels=picture.pixels, panels=panels)
-
-
-@torch.no_grad()
-def probabilities(mixer: Any, x: Tensor) -> Tensor:
-    """[heads, time, time] of softmax attention over x [1, time, dim]: by the reference, with the identity as values."""
-    q, k, _ = mixer.projection(x)
-    time = x.shape[1]
-    q, k = mixer.position.rotate(q, k, torch.arange(time, device=x.device)[None])
-    q = mixer.score.queries(q)
-    scoring = Scoring.of(mixer.score, mixer.position.relative(1 - time, time - 1))
-    identity = torch.eye(time, dtype=k.dtype, device=k.device).expand(1, k.shape[1], time, time)
-    return attention(q, k, identity, Visibility(mixer.pattern.sized(time)), scoring, impl="reference").out[0]
 
 
 def rollout(layers: Sequence[Tensor]) -> Tensor:

@@ -1,0 +1,60 @@
+"""``kinformer trace DIR [TEXT]``: what a trained run attends to in a text, as an interactive page."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from kinformer.cli.options import Changes, Printing, RunFolder, options_as
+from kinformer.cli.output import print_json
+from kinformer.runs.tracing.options import TraceOptions
+from kinformer.runtime.errors import KinformerError
+
+Text = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="TEXT")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(TraceOptions, Printing):
+    """Trace a run on a text: attention weights of every layer and head, buckets, spans, exits, hidden states."""
+
+    folder: RunFolder
+    """The run folder."""
+    text: Text = None
+    """The text; - reads standard input."""
+    file: str | None = None
+    """A file with the text."""
+    set: Changes = ()  # type: ignore[assignment]
+    """A change that leaves the weights as they are, as in --set layers.*.mixer.position.scaling=yarn."""
+    out: str | None = None
+    """The file to write: .html, an interactive page, or .npz, all tensors; RUN.html in this folder if not given."""
+
+
+def run(options: Options) -> int:
+    """Trace, write the page or the arrays, and print what each head looks at."""
+    from kinformer.runs.tracing.trace import trace
+    from kinformer.runs.tracing.write import check, facts_of, lines_of, write
+
+    out = Path(options.out or f"{Path(options.folder).name}.html")
+    check(out)
+    traced = trace(options.folder, _text(options), options_as(TraceOptions, options))
+    write(traced, out)
+    if options.json:
+        print_json({"out": str(out)} | facts_of(traced))
+    else:
+        print(f"{out}: {traced.title}", *lines_of(traced), sep="\n  ")
+    return 0
+
+
+def _text(options: Options) -> str:
+    if (options.text is None) == (options.file is None):
+        raise KinformerError("there must be one text to trace; give TEXT, - for standard input, or --file PATH.")
+    if options.file is not None:
+        from kinformer.data.files import reading
+
+        with reading(options.file):
+            return Path(options.file).read_text(encoding="utf-8")
+    return sys.stdin.read() if options.text == "-" else str(options.text)

@@ -1,0 +1,274 @@
+"""Where values enter the mixers, and what they are called there: the places of a probe, by which weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.kernels.attention import Projected
+from kinformer.mixers.bidirectional import BidirectionalAttention
+from kinformer.mixers.bidirectional_linear import BidirectionalLinear
+from kinformer.mixers.bidirectional_lsh import BidirectionalLSH
+from kinformer.mixers.bidirectional_lstm import BidirectionalLSTM
+from kinformer.mixers.bidirectional_routing import BidirectionalRouting
+from kinformer.mixers.compressive import Compressive
+from kinformer.mixers.cross import CrossAttention
+from kinformer.mixers.etc import EtcAttention
+from kinformer.mixers.linear import LinearAttention
+from kinformer.mixers.linformer import Linformer
+from kinformer.mixers.lsh import LSHAttention
+from kinformer.mixers.lstm import LSTM
+from kinformer.mixers.memorizing import Memorizing
+from kinformer.mixers.routing import RoutingAttention
+from kinformer.mixers.segment_memory import SegmentMemory
+from kinformer.mixers.separable_convolution import SeparableConvolution
+from kinformer.mixers.separable_transition import CausalTransition, TwoSidedConvolution
+from kinformer.mixers.single_head import SingleHead
+from kinformer.mixers.sinkhorn import SinkhornAttention
+from kinformer.mixers.softmax import SoftmaxAttention
+from kinformer.mixers.star import StarAttention
+from kinformer.mixers.tensorized import TensorizedAttention
+from kinformer.mixers.windows import WindowAttention
+from kinformer.projections.by_piece import Pieces
+
+Keys = Literal["text", "source", "summaries"]
+
+
+class Probe:
+    """A stand-in for the values of tokens: ``first`` None gives the values themselves, -1 zeros, any other the columns
+    of the identity that belong to the tokens from ``first`` on."""
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        self.parts: dict[int, Tensor] = {}
+
+    def __call__(self, v: Tensor, at: int = 0) -> Tensor:
+        """Return what stands for v [batch, heads, time, width], whose first token is the mixer's token ``at``."""
+        if self.first is None:
+            self.parts.setdefault(at, v)
+            return v
+        out = torch.zeros_like(v)
+        if self.first >= 0:
+            low = max(self.first, at)
+            high = max(low, min(self.first + v.shape[3], at + v.shape[2]))
+            index = torch.arange(low, high, device=v.device)
+            out[:, :, index - at, index - self.first] = 1
+        return out
+
+    @property
+    def values(self) -> Tensor:
+        """Return the values [batch, heads, tokens, width] of all tokens."""
+        return torch.cat([part for _, part in sorted(self.parts.items())], 2)
+
+
+Install = Callable[[Any, Probe], Iterator[None]]
+
+
+@dataclass(frozen=True)
+class Site:
+    """The place where values enter a mixer: ``install(mixer, probe)`` puts a probe there. ``implied`` says in words
+    what its weights are where they are no probabilities; ``lacking``, what probabilities leave out of the text;
+    ``keys``, what the keys are."""
+
+    install: Callable[[Any, Probe], Any]
+    implied: str = ""
+    lacking: str = ""
+    keys: Keys = "text"
+
+
+@contextmanager
+def _hooked(module: nn.Module, hook: Callable[..., Any]) -> Iterator[None]:
+    handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _by_position(mixer: Any, probe: Probe) -> Any:
+    """Replace the values where the position passes them on, the last thing that happens to them."""
+    values = mixer.position.values
+    return patch.object(mixer.position, "values", lambda v: probe(values(v)))
+
+
+@contextmanager
+def _bidirectional(mixer: BidirectionalAttention, probe: Probe) -> Iterator[None]:
+    """Replace the values, and those of global queries, which are projected within attention."""
+    attend = mixer._attend
+
+    def replaced(q: Tensor, k: Any, v: Any, *rest: Any, **options: Any) -> Any:
+        if isinstance(v, Projected):
+            k, v = k.made(q.shape[1]), probe(v.made(q.shape[1]))
+        return attend(q, k, v, *rest, **options)
+
+    with _by_position(mixer, probe), patch.object(mixer, "_attend", replaced):
+        yield
+
+
+def _by_projection(mixer: Any, probe: Probe) -> Any:
+    """Replace the values that a mixer projects piece by piece, in order."""
+    seen = [0]
+
+    def hook(_: nn.Module, __: Any, qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = qkv
+        v = probe(v, seen[0])
+        seen[0] += v.shape[2]
+        return q, k, v
+
+    return _hooked(mixer.projection, hook)
+
+
+def _by_piece(mixer: EtcAttention, probe: Probe) -> Any:
+    """Replace the values of the global and of the long input, for either's queries."""
+    pieces = mixer.projection.pieces
+
+    def replaced(x: Tensor, num_global: int) -> Pieces:
+        made = pieces(x, num_global)
+        (l2l, l2g, g2g, g2l) = made[2:]
+        return made._replace(
+            l2l=(l2l[0], probe(l2l[1], num_global)),
+            l2g=(l2g[0], probe(l2g[1])),
+            g2g=(g2g[0], probe(g2g[1])),
+            g2l=(g2l[0], probe(g2l[1], num_global)),
+        )
+
+    return patch.object(mixer.projection, "pieces", replaced)
+
+
+def _rows(module: str, shape: Callable[[Any], tuple[int, int, int]]) -> Callable[[Any, Probe], Any]:
+    """Replace the last of the parts of a linear map's rows, which are ``shape(mixer)``: parts, heads, width."""
+
+    def install(mixer: Any, probe: Probe) -> Any:
+        def hook(_: nn.Module, __: Any, rows: Tensor) -> Tensor:
+            parts = rows.unflatten(-1, shape(mixer)).clone()
+            parts[..., -1, :, :] = probe(parts[..., -1, :, :].transpose(1, 2)).transpose(1, 2)
+            return parts.flatten(-3)
+
+        return _hooked(getattr(mixer, module), hook)
+
+    return install
+
+
+def _routing(mixer: RoutingAttention, probe: Probe) -> Any:
+    """Replace the values of local and of routed heads."""
+    first, second = [mixer.local] * 3 + [mixer.routed] * 2, [mixer.local, mixer.routed]
+
+    def hook(_: nn.Module, __: Any, rows: Tensor) -> Tensor:
+        q, k, v, routed_q, routed_v = rows.unflatten(-1, (-1, mixer.head_dim)).split(first, 2)
+        replaced = probe(torch.cat([v, routed_v], 2).transpose(1, 2)).transpose(1, 2).split(second, 2)
+        return torch.cat([q, k, replaced[0], routed_q, replaced[1]], 2).flatten(2)
+
+    return _hooked(mixer.qkv, hook)
+
+
+def _kernel(mixer: LinearAttention, probe: Probe) -> Any:
+    """Replace the values behind the short convolution, if there is one."""
+    project = mixer._project
+
+    def projected(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        q, k, v, beta = project(x)
+        return q, k, probe(v), beta
+
+    def convolved(_: nn.Module, __: Any, result: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        *qk, v = result[0].split(mixer.widths, dim=-1)
+        return torch.cat([*qk, probe(v)], -1), result[1]
+
+    if mixer.convolution is not None:
+        return _hooked(mixer.convolution, convolved)
+    return patch.object(mixer, "_project", projected)
+
+
+def _single_head(mixer: SingleHead, probe: Probe) -> Any:
+    """Replace the values, which are the keys themselves."""
+    mix = mixer._mix
+    return patch.object(mixer, "_mix", lambda q, k, v, visibility: mix(q, k, probe(v), visibility))
+
+
+@contextmanager
+def _cross(mixer: CrossAttention, probe: Probe) -> Iterator[None]:
+    """Replace the values of the source, which the state holds."""
+    handle = mixer.register_forward_pre_hook(lambda _, inputs: (inputs[0], inputs[1]._replace(v=probe(inputs[1].v))))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _summaries(mixer: Linformer, probe: Probe) -> Any:
+    """Replace the values of the summaries of the text."""
+    summaries = mixer._summaries
+
+    def replaced(x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+        k, v = summaries(x, valid)
+        return k, probe(v)
+
+    return patch.object(mixer, "_summaries", replaced)
+
+
+def _shape_of(mixer: Any) -> tuple[int, int, int]:
+    return mixer.shape
+
+
+_KERNEL = "implied by kernel attention, which computes no probabilities: what each value adds to the output"
+SITES: dict[type, Site] = {
+    SoftmaxAttention: Site(_by_position),
+    SegmentMemory: Site(_by_position),
+    BidirectionalAttention: Site(_bidirectional),
+    EtcAttention: Site(_by_piece),
+    Compressive: Site(
+        _by_projection, lacking="What a row lacks of 1 is on compressed memories, which are no tokens of the text."
+    ),
+    Memorizing: Site(
+        _rows("qkv", lambda mixer: (3, mixer.num_heads, mixer.head_dim)),
+        lacking="The window's probabilities and the memories' are mixed by the gate of their head.",
+    ),
+    LSHAttention: Site(_rows("qv", lambda mixer: (2, mixer.num_heads, mixer.head_dim))),
+    BidirectionalLSH: Site(_rows("qv", lambda mixer: (2, mixer.num_heads, mixer.head_dim))),
+    RoutingAttention: Site(_routing),
+    BidirectionalRouting: Site(_rows("qkv", _shape_of)),
+    SingleHead: Site(_single_head),
+    CrossAttention: Site(_cross, keys="source"),
+    LinearAttention: Site(_kernel, _KERNEL),
+    BidirectionalLinear: Site(_rows("qkv", _shape_of), _KERNEL),
+    Linformer: Site(_summaries, keys="summaries"),
+    SinkhornAttention: Site(
+        _by_projection,
+        "implied by attention to sorted blocks: its probabilities times what each token adds to each sorted block",
+    ),
+}
+"""Where values enter a mixer, by its class; a mixer of another package adds its own."""
+NO_WEIGHTS: dict[type, str] = {
+    LSTM: "An LSTM has no attention: what it remembers of a token is no weighted sum.",
+    BidirectionalLSTM: "An LSTM has no attention: what it remembers of a token is no weighted sum.",
+    StarAttention: "A star attends twice in one layer, to neighbours and through its relay, so no weights between two "
+    "tokens say what reaches an output.",
+    TensorizedAttention: "Tensorized attention multiplies queries, keys and values in a core tensor; it weighs no "
+    "tokens by probabilities.",
+    **dict.fromkeys(
+        (SeparableConvolution, TwoSidedConvolution, CausalTransition),
+        "A convolution has no attention: its weights are the same for every text.",
+    ),
+    WindowAttention: "Attention within the windows of an image has no tokens of a text; draw an image instead.",
+}
+"""Why a mixer has no attention weights of a text, by its class."""
+
+
+def kind_of(mixer: nn.Module) -> str:
+    """Return the kind that configs call a mixer by."""
+    return getattr(getattr(type(mixer), "Config", None), "kind", type(mixer).__name__)
+
+
+def site_of(mixer: nn.Module) -> Site | str:
+    """Return where values enter ``mixer``, or a sentence that says why it has no attention weights."""
+    for kind in type(mixer).__mro__:
+        if kind in SITES:
+            return SITES[kind]
+        if kind in NO_WEIGHTS:
+            return NO_WEIGHTS[kind]
+    return f"{type(mixer).__name__} is a mixer of another package, which does not say where its values enter."
