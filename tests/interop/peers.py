@@ -21,7 +21,13 @@ ROPE = {"rope_type": "default", "rope_theta": 500.0}
 KINDS: dict[str, tuple[str, dict]] = {
     "gpt2": (
         "GPT2",
-        {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "scale_attn_by_inverse_layer_idx": True},
+        {
+            "attn_pdrop": 0.0,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "scale_attn_by_inverse_layer_idx": True,
+            "attn_implementation": "eager",  # SDPA of transformers 5.0 does not scale by the layer
+        },
     ),
     "llama": ("Llama", {"rope_parameters": ROPE}),
     "llama, linear scaling": ("Llama", {"rope_parameters": ROPE | {"rope_type": "linear", "factor": 2.0}}),

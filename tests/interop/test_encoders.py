@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 
 from kinformer.core.encoder import GLOBAL
 from kinformer.interop import read_checkpoint
@@ -172,7 +172,7 @@ def test_what_predicts_the_next_sentence_is_left_out_and_told(tmp_path, capsys):
 
 
 def test_same_logits_with_the_names_of_old_files(peers, folder, tmp_path):
-    tensors = load_file(folder / "model.safetensors")
+    tensors = load((folder / "model.safetensors").read_bytes())
     embedding, bias = tensors["bert.embeddings.word_embeddings.weight"], tensors["cls.predictions.bias"]
     old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
     for new, name in old.items():
@@ -305,14 +305,14 @@ SPOILT = {
 
 @pytest.mark.parametrize(("more", "message"), SPOILT.values(), ids=SPOILT)
 def test_tensors_are_refused(more, message, folder):
-    tensors = load_file(folder / "model.safetensors")
+    tensors = load((folder / "model.safetensors").read_bytes())
     save_file(tensors | more, folder / "model.safetensors")
     with pytest.raises(KinformerError, match=message):
         read_checkpoint(folder)
 
 
 def test_a_missing_projection_is_named(folder):
-    tensors = load_file(folder / "model.safetensors")
+    tensors = load((folder / "model.safetensors").read_bytes())
     del tensors["bert.encoder.layer.1.attention.self.key.bias"]
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(KinformerError, match="lacks the key of stack.layers.1.mixer.projection.qkv.bias"):

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 
 import kinformer
 from kinformer.cli.import_ import Options, run
@@ -95,7 +95,7 @@ def test_same_logits_from_several_files(peer, tmp_path):
 
 
 def test_same_logits_without_prefix_and_with_the_masks_of_old_files(peer, folder, tmp_path):
-    tensors = load_file(folder / "model.safetensors")
+    tensors = load((folder / "model.safetensors").read_bytes())
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     tensors |= {"h.0.attn.bias": torch.ones(1, 1, 24, 24, dtype=torch.bool), "h.0.attn.masked_bias": torch.tensor(-1e4)}
     tensors |= {"lm_head.weight": tensors["wte.weight"].clone()}
@@ -104,9 +104,7 @@ def test_same_logits_without_prefix_and_with_the_masks_of_old_files(peer, folder
 
 
 def test_half_precision_weights_become_float32(peer, folder, tmp_path):
-    tensors = {
-        name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()
-    }  # not the file's
+    tensors = load((folder / "model.safetensors").read_bytes())
     save_file({name: tensor.half() for name, tensor in tensors.items()}, folder / "model.safetensors")
     model = imported(folder, tmp_path / "run")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -223,14 +221,14 @@ def test_config_is_refused(changes, message, folder, tmp_path):
 
 
 def test_tensors_of_another_head_are_refused(folder):
-    tensors = load_file(folder / "model.safetensors")
+    tensors = load((folder / "model.safetensors").read_bytes())
     save_file(tensors | {"score.weight": torch.ones(2, 16)}, folder / "model.safetensors")
     with pytest.raises(KinformerError, match=r"'score.weight'"):
         read_checkpoint(folder)
 
 
 def test_tied_weights_that_differ_are_refused(folder):
-    tensors = load_file(folder / "model.safetensors")
+    tensors = load((folder / "model.safetensors").read_bytes())
     save_file(tensors | {"lm_head.weight": tensors["transformer.wte.weight"] + 1}, folder / "model.safetensors")
     with pytest.raises(KinformerError, match=r"lm_head.weight differs"):
         read_checkpoint(folder)
@@ -238,7 +236,7 @@ def test_tied_weights_that_differ_are_refused(folder):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.bool])
 def test_integer_weights_are_refused(dtype, folder):
-    tensors = load_file(folder / "model.safetensors")
+    tensors = load((folder / "model.safetensors").read_bytes())
     save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, folder / "model.safetensors")
     with pytest.raises(KinformerError, match=rf"{dtype}, but weights must be"):
         read_checkpoint(folder)

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 
 import kinformer
 from kinformer.interop import read_checkpoint
@@ -136,7 +136,7 @@ def test_the_run_knows_its_classes(peers, tmp_path):
 
 
 def test_a_pooler_is_left_out_and_nothing_else(folder):
-    weights = load_file(folder / "model.safetensors")
+    weights = load((folder / "model.safetensors").read_bytes())
     save_file(weights | {"vit.pooler.dense.bias": torch.ones(16)}, folder / "model.safetensors")
     assert not any("pooler" in name for name in read_checkpoint(folder).weights)
     save_file(weights | {"vit.encoder.layer.0.gate": torch.ones(16)}, folder / "model.safetensors")
@@ -155,7 +155,7 @@ def test_a_pooler_is_left_out_and_nothing_else(folder):
     ],
 )
 def test_a_missing_tensor_is_named(folder, missing, told, tmp_path):
-    weights = load_file(folder / "model.safetensors")
+    weights = load((folder / "model.safetensors").read_bytes())
     save_file({name: weight for name, weight in weights.items() if name != missing}, folder / "model.safetensors")
     with pytest.raises(KinformerError, match=told):
         imported(folder, tmp_path / "run")
@@ -164,7 +164,7 @@ def test_a_missing_tensor_is_named(folder, missing, told, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
 def test_a_weight_of_masks_is_refused(folder, dtype):
     name = "vit.encoder.layer.1.attention.attention.key.weight"
-    weights = load_file(folder / "model.safetensors")
+    weights = load((folder / "model.safetensors").read_bytes())
     save_file(weights | {name: weights[name].to(dtype)}, folder / "model.safetensors")
     with pytest.raises(KinformerError, match=f"{name} is {dtype}, but weights must be floating-point"):
         read_checkpoint(folder)
@@ -196,7 +196,7 @@ def test_windows_of_images_of_any_size(peers, size, tmp_path):
 def test_windows_of_old_files_which_hold_an_index(peers, tmp_path):
     folder = shutil.copytree(peers["swin"].folder, tmp_path / "checkpoint")
     index = {"swin.encoder.layers.0.blocks.1.attention.self.relative_position_index": torch.zeros(4, 4).long()}
-    save_file(load_file(folder / "model.safetensors") | index, folder / "model.safetensors")
+    save_file(load((folder / "model.safetensors").read_bytes()) | index, folder / "model.safetensors")
     x = images(24, 24)
     with torch.no_grad():
         assert_close(imported(folder, tmp_path / "run").double()(x), peers["swin"](x), 1e-9)

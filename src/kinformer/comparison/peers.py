@@ -139,13 +139,13 @@ class HuggingFace(PeerModel):
         super().__init__(gpt2(shape), shape)
 
     def forward(self, tokens: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        output = self.model(tokens, past_key_values=state, use_cache=not self.training)
-        return output.logits, output.past_key_values
+        logits, *cache = self.model(tokens, state, use_cache=not self.training).to_tuple()
+        return logits, cache[0] if cache else None
 
     def last(self, tokens: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         """Logits [batch, vocab] behind the last token alone."""
-        output = self.model(tokens, past_key_values=state, use_cache=True, logits_to_keep=1)
-        return output.logits[:, -1], output.past_key_values
+        logits, cache = self.model(tokens, state, use_cache=True, logits_to_keep=1).to_tuple()
+        return logits[:, -1], cache
 
 
 class XTransformers(PeerModel):

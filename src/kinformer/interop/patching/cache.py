@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kinformer.core.reserved import KeysValues
 from kinformer.core.state import map_tensors, nbytes, repeat_rows, select_rows, tensors
 from kinformer.nn.causal import CausalLayer
 from kinformer.runtime.errors import KinformerError
+
+CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
+"""Whether ``crop`` of this version of transformers takes the length that remains, if it is not negative."""
 
 
 class _Recorded(NamedTuple):
@@ -60,8 +64,8 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
-        """Return whether any number of tokens can be taken back: of exact attention, whose state is keys and values."""
-        return self._rewinds or self.state is None
+        """Return whether tokens can be taken back: any of exact attention, else those of a recorded chunk."""
+        return self._rewinds or self.state is None or self._recorded is not None
 
     def activate_past_recording(self) -> None:
         """Make :meth:`crop` able to return before a last chunk of one token too, whatever the mixer."""
@@ -69,6 +73,8 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last ``-tokens_to_remove`` tokens: any of exact attention, else those of the last chunk."""
+        if CROPS_TO_LENGTH and tokens_to_remove >= 0:
+            tokens_to_remove = min(tokens_to_remove - self.length, 0)
         count, recorded, self._recorded = -tokens_to_remove, self._recorded, None
         if count < 0:
             raise KinformerError(f"crop: {tokens_to_remove} is positive; give minus the number of tokens to take back.")
@@ -130,9 +136,12 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]
         """Return how many tokens were absorbed, padding included."""
         return self.length
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of keys that the mask of the model's other layers has, and their offset."""
-        return self.length + query_length, 0
+    def get_mask_sizes(self, queries: int | Tensor) -> tuple[int, int]:
+        """Return the number of keys that the mask of the model's other layers has, and their offset.
+
+        ``queries`` is their number; transformers before 5.4 gives their positions.
+        """
+        return self.length + (len(queries) if isinstance(queries, Tensor) else queries), 0
 
     def get_max_length(self) -> int:
         """Return -1, as there is no limit."""
@@ -182,14 +191,19 @@ def state_layer(cache: Any, index: int) -> StateLayer:
     old = layers[index]
     if isinstance(old, StateLayer):
         return old
-    if getattr(old, "is_compileable", False):
-        raise KinformerError(
-            f"the cache is of the type {type(cache).__name__}, whose layers have a fixed size; patched models stream "
-            "through a DynamicCache: leave cache_implementation out."
-        )
+    refuse_fixed_size(cache, old)
     if old.get_seq_length():
         raise KinformerError(
             f"layer {index} of the cache holds keys of the model before it was patched; begin with a new cache."
         )
     layers[index] = StateLayer()
     return layers[index]  # type: ignore[no-any-return]
+
+
+def refuse_fixed_size(cache: Any, layer: Any) -> None:
+    """Refuse ``layer`` of ``cache`` if it has a fixed size."""
+    if getattr(layer, "is_compileable", False):
+        raise KinformerError(
+            f"the cache is of the type {type(cache).__name__}, whose layers have a fixed size; patched models stream "
+            "through a DynamicCache: leave cache_implementation out."
+        )

@@ -99,7 +99,14 @@ def read_attention(module: Any, config: Any) -> Attention:
         options = {"dropout": config.attention_dropout, "norms": norms, "window": window, "eps": config.rms_norm_eps}
     head_dim = weights["q"].shape[0] // heads
     kv_heads = weights["k"].shape[0] // head_dim
-    return Attention(heads, kv_heads, head_dim, weights, biases, scale=module.scaling * head_dim**0.5, **options)
+    scale = _gpt2_scale(module, config, head_dim) if kind == "gpt2" else module.scaling * head_dim**0.5
+    return Attention(heads, kv_heads, head_dim, weights, biases, scale=scale, **options)
+
+
+def _gpt2_scale(module: Any, config: Any, head_dim: int) -> float:
+    """Return what q is multiplied by beside head_dim ** -0.5; transformers 5.0 holds it in the config only."""
+    scale = 1.0 if config.scale_attn_weights else head_dim**0.5
+    return scale / (module.layer_idx + 1) if config.scale_attn_by_inverse_layer_idx else scale
 
 
 def _split(rows: Tensor, heads: int, by_head: bool) -> dict[str, Tensor]:

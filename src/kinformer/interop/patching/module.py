@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from kinformer.interop.patching.cache import state_layer
+from kinformer.interop.patching.cache import refuse_fixed_size, state_layer
 from kinformer.nn.causal import CausalLayer
 from kinformer.runtime.errors import KinformerError
 
@@ -51,7 +52,7 @@ class PatchedAttention(nn.Module):
     def forward(self, hidden_states: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, None]:
         """Return y [batch, time, dim] and, in place of attention weights, None."""
         padding, reset = options.get(PADDING), options.get(RESET)
-        cache = next((options[name] for name in CACHES if options.get(name) is not None), None)
+        cache = _cache(options)
         if cache is None:
             y = self.layer(hidden_states, key_padding_mask=padding, reset=reset)
         else:
@@ -76,6 +77,9 @@ def share_padding(model: nn.Module, arguments: tuple[Any, ...], options: dict[st
     if mask is None:
         return arguments, options | {RESET: _packed(values, tokens)}
     if not isinstance(mask, Tensor) or mask.dim() != 2:
+        cache = _cache(values)
+        for layer in getattr(cache, "layers", ()):  # for them generate() of transformers 5.0 makes a mask of pairs
+            refuse_fixed_size(cache, layer)
         shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise KinformerError(
             f"attention_mask is {shape}, but a patched model takes the mask of padding, [batch, tokens] with 1 at real "
@@ -85,6 +89,10 @@ def share_padding(model: nn.Module, arguments: tuple[Any, ...], options: dict[st
     return arguments, options | {PADDING: padding if bool(padding.any()) else None}
 
 
+def _cache(options: Mapping[str, Any]) -> Any:
+    return next((options[name] for name in CACHES if options.get(name) is not None), None)
+
+
 def _names(model: nn.Module) -> list[str]:
     return list(inspect.signature(model.forward).parameters)
 
@@ -92,7 +100,7 @@ def _names(model: nn.Module) -> list[str]:
 def _packed(values: dict[str, Any], tokens: Tensor) -> Tensor | None:
     """Return where sequences begin [batch, time] that are packed in one row, told by their ``position_ids``."""
     positions = values.get("position_ids")
-    if positions is None or any(values.get(name) is not None for name in CACHES):
+    if positions is None or _cache(values) is not None:
         return None
     begins = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1
     return begins.expand(tokens.shape[0], -1) if bool(begins.any()) else None
