@@ -46,7 +46,7 @@ def trained(name: str, folder: Path, options: Any) -> Path:
 def measured(folder: Path, options: Any) -> dict[str, Any]:
     """Figures of a run, and its picture of completions beside the results."""
     run = open_run(folder)
-    limits = ("--images", options.images) if options.images else ()
+    limits = ("--max-items", options.images) if options.images else ()
     threads = ("--threads", options.threads) if options.threads else ()
     found = kinformer("evaluate", folder, *limits, *threads)
     beside = options.out or (folder if options.quick else RESULTS) / "image_bits.json"

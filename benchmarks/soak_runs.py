@@ -53,7 +53,7 @@ EVALUATION = {
     "mlm": ["--max-bytes", "400"],
     "trajectories": ["--episodes", "2", "--cloning-steps", "2"],
     "control": ["--episodes", "2"],
-    "image": ["--images", "4"],
+    "image": ["--max-items", "4"],
 }
 GENERATION = {
     "next-token": ["--prompt", "abc", "--max-new-tokens", "20"],

@@ -36,6 +36,7 @@ from kinformer.commands import (
     index,
     preserving,
     show,
+    stream,
     trace,
 )
 from kinformer.core import kind_table
@@ -89,6 +90,7 @@ __all__ = [
     "open_run",
     "predict",
     "show",
+    "stream",
     "tasks",
     "trace",
     "train",
@@ -279,7 +281,8 @@ def generate(
     max_new_tokens: the most that are drawn for each row.
     stop: sequences of ids that end a row, as soon as it produced one of them.
     valid: [batch, time] bool, the real tokens of prompts of unlike length.
-    sampling: ``temperature`` (1.0; 0 takes the most probable), ``top_k``, ``top_p``, ``seed``.
+    sampling: ``temperature`` (1.0; 0 takes the most probable), ``top_k``, ``top_p``, ``min_p``,
+        ``repetition_penalty`` (1.0), ``seed``.
     """
     from kinformer.generation.session import generate
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -230,6 +230,28 @@ def embed(run: str | Path, texts: str | Path | Sequence[str], **options: Any) ->
     from kinformer.runs.functions import embed
 
     return embed(run, texts, options)
+
+
+@preserving
+def stream(run: str | Path, prompt: str, **options: Any) -> Iterator[str]:
+    """Continue a text with a trained run; an iterator of the pieces of text, each as soon as it is drawn.
+
+        for piece in kinformer.stream("runs/book", "It was ", max_new_tokens=100, temperature=0.8):
+            print(piece, end="", flush=True)
+
+    Whoever stops iterating draws no more. The pieces together are what ``kinformer generate`` writes with that seed.
+
+    run: the folder of a run of next-token.
+    prompt: the text to continue, of a character or more.
+    options: by the names of the flags of ``kinformer generate``: ``max_new_tokens`` (256), ``temperature`` (0.8),
+        ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty`` (1.0), ``stop`` (a text or several), ``seed``,
+        ``datastore``, ``device``, ...; see ``runs.options.GenerateOptions``.
+
+    Errors: ``KinformerError`` for a run that continues no text, and for wrong options, when it is called.
+    """
+    from kinformer.runs.functions import stream
+
+    return stream(run, prompt, options)
 
 
 @preserving

@@ -219,8 +219,8 @@ def test_choices_are_listed_in_order_and_without_pythons_none(cli, option):
 
 @pytest.mark.parametrize(("text", "number"), [("1e9", 10**9), ("1.5e3", 1500), ("100k", 100_000), ("2M", 2_000_000)])
 def test_whole_numbers_have_short_forms(text, number):
-    from kinformer.cli.form import _count
+    from kinformer.runtime.parsing import parse_count
 
-    assert _count(text) == number
+    assert parse_count(text) == number
     with pytest.raises(ValueError, match="such as 16, 100k, 2M or 1e9"):
-        _count("1.5e0")
+        parse_count("1.5e0")

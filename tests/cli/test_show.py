@@ -148,9 +148,9 @@ def test_every_member_says_what_its_mixers_compute(member):
 
 
 def test_settings_at_their_defaults_are_folded(cli):
-    out = cli("show", "gpt", "--recipe", "tiny", "--set", "layers.*.mixer.bias=false")[1]
+    out = cli("show", "gpt", "--brief", "--recipe", "tiny", "--set", "layers.*.mixer.bias=false")[1]
     assert "bias = False" in out and "(at their defaults: num_heads" not in out and "impl = auto" not in out
-    assert "impl = auto" in cli("show", "gpt", "--recipe", "tiny", "--full")[1]
+    assert "impl = auto" in cli("show", "gpt", "--recipe", "tiny")[1]
 
 
 def test_folding_hides_nothing_that_differs():

@@ -47,3 +47,21 @@ def test_the_nearest_texts_are_the_same_ones(text_file, tmp_path):
     texts = ["wind", "river sings", "under the tree"]
     (first, text), *rest = nearest(tmp_path / "run", texts, "river sings")
     assert text == "river sings" and first == pytest.approx(1, abs=1e-5) and len(rest) == 2
+
+
+def test_a_sweep_trains_every_run_once(text_file, tmp_path):
+    settings = {
+        "recipe": "tiny",
+        "data": text_file,
+        "steps": 2,
+        "length": 32,
+        "batch_size": 4,
+        "validation_tokens": 100,
+    }
+    sweep = example("sweep").sweep
+    results = sweep("gpt", tmp_path, rates=(1e-4, 1e-2), seeds=2, **settings)
+    assert [len(bits) for bits in results.values()] == [2, 2] and results[1e-4] != results[1e-2]
+    weights = tmp_path / "gpt-lr0.01-seed1" / "model.safetensors"
+    before = weights.stat().st_mtime_ns
+    assert sweep("gpt", tmp_path, rates=(1e-4, 1e-2), seeds=2, **settings) == results
+    assert weights.stat().st_mtime_ns == before

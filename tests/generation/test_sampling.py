@@ -55,6 +55,54 @@ def test_top_p_is_a_share_of_what_top_k_left(logits):
         assert torch.allclose(row[chosen], full[chosen] / full[chosen].sum())
 
 
+@pytest.mark.parametrize("others", [{}, {"top_k": 9}, {"top_p": 0.8}, {"temperature": 1.7}])
+def test_min_p_keeps_what_is_probable_beside_the_best(logits, others):
+    kept, full = weights(logits, min_p=0.3, **others), weights(logits, **others)
+    for row, before in zip(kept, full, strict=True):
+        chosen = torch.tensor([share >= 0.3 * before.max() for share in before])
+        assert torch.equal(row > 0, chosen)
+        assert torch.allclose(row[chosen], before[chosen] / before[chosen].sum())
+    assert torch.equal(weights(logits, min_p=1.0) > 0, logits == logits.amax(1, keepdim=True))
+
+
+def test_a_penalty_of_repetition_is_that_of_every_token_that_was_there(logits):
+    sampler = TokenSampler(Sampling(seed=0, temperature=0, repetition_penalty=1e9), range(5))
+    ranks = logits.sort(descending=True).indices
+    drawn = []
+    for _ in range(3):
+        drawn.append(sampler(logits))
+        sampler.note(drawn[-1][:, None])
+    positive = logits.gather(1, ranks[:, :3]) > 0
+    assert positive.all() and torch.equal(torch.stack(drawn, 1), ranks[:, :3])
+    by_hand = logits.clone()
+    for row, token in ((0, 3), (1, 5), (1, 6)):
+        by_hand[row, token] *= 0.5 if by_hand[row, token] > 0 else 2.0
+    sampler = TokenSampler(Sampling(seed=4, repetition_penalty=2.0), range(5))
+    sampler.note(
+        torch.tensor([[3, 9], [5, 6], [0, 0], [0, 0], [0, 0]]), torch.tensor([[1, 0], [1, 1], *[[0, 0]] * 3]) > 0
+    )
+    plain = TokenSampler(Sampling(seed=4), range(5))
+    assert all(torch.equal(sampler(logits), plain(by_hand)) for _ in range(20))
+
+
+def test_the_prompt_counts_and_forks_go_on(linear, prompt):
+    greedy = {"temperature": 0.0, "repetition_penalty": 1e6}
+    new = kinformer.generate(linear, prompt, max_new_tokens=12, **greedy)
+    before = prompt
+    for token in new.T:
+        with torch.no_grad():
+            logits = linear(before)[0][:, -1]
+        was = torch.zeros_like(logits, dtype=torch.bool).scatter(1, before, True)
+        by_hand = torch.where(was, torch.where(logits > 0, logits / 1e6, logits * 1e6), logits)
+        assert torch.equal(token, by_hand.argmax(1))
+        before = torch.cat([before, token[:, None]], 1)
+    session = Session(linear, len(prompt), **greedy)
+    session.feed(prompt)
+    session.step()
+    forked = session.fork(2)
+    assert torch.equal(forked.step()[::2], session.step())
+
+
 def test_draws_follow_the_probabilities(logits):
     sampler = TokenSampler(Sampling(seed=3, top_k=6), range(4000))
     drawn = sampler(logits[:1].expand(4000, -1))
@@ -112,6 +160,8 @@ def test_seed_none_follows_the_global_generator(linear, prompt):
         ({"top_k": 0}, "top_k is 0 but must be 1 or more"),
         ({"top_p": 0.0}, "top_p is 0.0 but must be above 0"),
         ({"top_p": 1.1}, "top_p is 1.1"),
+        ({"min_p": 0.0}, "min_p is 0.0 but must be above 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0 but must be a number above 0"),
         ({"seed": -1}, "seed is -1 but must be 0 or more"),
     ],
 )

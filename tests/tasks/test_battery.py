@@ -39,7 +39,7 @@ CASES = {
     "image": {
         "member": "image-transformer",
         "train": WHOLE,
-        "evaluate": {"images": 2},
+        "evaluate": {"max_items": 2},
         "generate": {"complete": "digits", "rows": 4},
         "unread": {"occluded": "is for images whose rows are not named"},
     },
@@ -78,7 +78,7 @@ CASES = {
     "vision": {
         "member": "vit",
         "train": WHOLE,
-        "evaluate": {"images": 8},
+        "evaluate": {"max_items": 8},
         "generate": {"image": "digits"},
         "predict": {"inputs": "digits", "max_items": 5, "batch_size": 3},
         "unread": dict.fromkeys(
@@ -88,7 +88,7 @@ CASES = {
     "dino": {
         "member": "vit",
         "train": {"length": None, "prototypes": 8, "local_views": 1, "batch_size": 2},
-        "evaluate": {"images": 8},
+        "evaluate": {"max_items": 8},
     },
     "translate": {
         "member": "vanilla",

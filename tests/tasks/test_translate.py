@@ -81,7 +81,7 @@ def test_lines_are_translated_in_order(run):
     assert len(written) == 3 and written[1] == "\n" and all(each.count("\n") == 1 for each in written)
     assert [sample.text for sample in found.samples] == [each[:-1] for each in written]
     assert found.state_bytes > 0 and found.prompt_tokens == 13
-    alone = generate(run.folder, "line 14", options(beam=2, sentences=1))
+    alone = generate(run.folder, "line 14", options(beam=2, batch_size=1))
     assert alone.samples[0].text == found.samples[2].text
 
 

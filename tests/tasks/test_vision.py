@@ -40,7 +40,7 @@ def test_it_learns_and_is_measured(run):
     assert sum(each["images"] for each in found.facts["per_class"]) == 180 == found.facts["measured_images"]
     correct = sum(each["correct"] for each in found.facts["per_class"])
     assert found.metrics["accuracy"] == pytest.approx(correct / 180)
-    assert kinformer.evaluate(run.folder, images=7).facts["measured_images"] == 7
+    assert kinformer.evaluate(run.folder, max_items=7).facts["measured_images"] == 7
     validated = kinformer.evaluate(run.folder, split="validation").metrics["accuracy"]
     assert validated == pytest.approx(run.metrics["accuracy"])
 
@@ -59,7 +59,7 @@ def test_from_the_command_line(tmp_path, capsys):
     assert main(["train", "vit", *flags, "--augment", ALL, "--out", str(tmp_path / "run"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["steps"] == 2 and 0 <= told["validation_accuracy"] <= 1
-    assert main(["evaluate", str(tmp_path / "run"), "--images", "20"]) == 0
+    assert main(["evaluate", str(tmp_path / "run"), "--max-items", "20"]) == 0
     text = capsys.readouterr().out
     assert "calibration error" in text and "20 images" in text
     assert main(["train", "vit", "--help"]) == 0

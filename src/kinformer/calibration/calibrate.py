@@ -95,7 +95,7 @@ def calibrate(folder: str | Path, options: CalibrateOptions, quiet: bool = True)
     run = open_run(folder)
     check_exits(run)
     device = options.prepare(options.seed)
-    model = pack(run.model({"stack.rule.thresholds": []}).to(device), options.rows)
+    model = pack(run.model({"stack.rule.thresholds": []}).to(device), options.batch_size)
     begun = time.perf_counter()
     with spooled(options.data) as data, locked(run.folder):
         held = held_out(run, EvaluationSettings(data=data, split=options.split))
@@ -183,8 +183,8 @@ class Samples:
 
     def _continued(self) -> np.ndarray:
         continued = []
-        for start in range(0, len(self.prompts), self.options.rows):
-            some = torch.from_numpy(self.prompts[start : start + self.options.rows])
+        for start in range(0, len(self.prompts), self.options.batch_size):
+            some = torch.from_numpy(self.prompts[start : start + self.options.batch_size])
             continued.append(generate(self.model, some, max_new_tokens=self.options.new_tokens, temperature=0.0).cpu())
         return torch.cat(continued).numpy()
 

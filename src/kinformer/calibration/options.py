@@ -39,7 +39,7 @@ class CalibrateOptions(Machine):
     """Tokens of a continuation."""
     thresholds: int = 24
     """How many thresholds may be tested, from 0.999 down to 0, closer to each other near 1."""
-    rows: int = 64
+    batch_size: int = 64
     """How many continuations grow side by side."""
     search: int | None = None
     """Instead of a bound on a risk: draw so many thresholds for every exit, and take those with the fewest layers per
@@ -56,7 +56,13 @@ class CalibrateOptions(Machine):
             value = getattr(self, name)
             if not 0 < value < 1:
                 raise KinformerError(f"`{name}` {value:g}: is a share; give a number above 0 and below 1.")
-        for name, least in (("prompts", 1), ("prompt_tokens", 1), ("new_tokens", 1), ("thresholds", 2), ("rows", 1)):
+        for name, least in (
+            ("prompts", 1),
+            ("prompt_tokens", 1),
+            ("new_tokens", 1),
+            ("thresholds", 2),
+            ("batch_size", 1),
+        ):
             require(name, getattr(self, name), least)
         require_seed(self.seed)
         super().__post_init__()

@@ -20,7 +20,7 @@ class Options(EstimateOptions, CommonOptions):
     """Parameters, FLOPs, training and inference memory of a member, by part and in all, before anything is run."""
 
     member: Member
-    """A member of the family (see: kinformer list)."""
+    """A member of the family (see: kinformer list), or a run folder."""
     set: Changes = ()  # type: ignore[assignment]
     """A change to the recipe, as in --set layers=6 or --set layers.*.mixer.num_heads=8; may be given again."""
 
@@ -39,7 +39,7 @@ def run(options: Options) -> int:
 
 def _show(options: Options, result: MemberEstimate) -> None:
     rows = f"{plural(result.batch_size, 'row')} of {plural(result.length, 'token')}"
-    print(f"{options.member} ({options.recipe}), {rows}, {options.precision}, {options.optimizer}\n")
+    print(f"{options.member} ({result.recipe}), {rows}, {options.precision}, {options.optimizer}\n")
     _print_parts(result)
     print(_memory(result))
     if rules := result.rules_of_thumb:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 import textwrap
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass, replace
@@ -15,6 +14,7 @@ import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from kinformer.runtime.errors import RARE, spelled
+from kinformer.runtime.parsing import parse_count
 from kinformer.tasks.table import OptionKind as Kind
 from kinformer.tasks.table import tasks
 
@@ -198,18 +198,6 @@ def _noted(entry: tuple[str, Any, Any], also: list[str]) -> tuple[str, Any, Any]
     return name, Annotated[(inner, *marks)], default
 
 
-def _count(text: str) -> int:
-    """A whole number; k and M are thousands and millions, and 1e9 is written as a float is."""
-    if match := re.fullmatch(r"(\d+(?:\.\d+)?)(k|M|e\d{1,2})", text):
-        number = float(match[1] + {"k": "e3", "M": "e6"}.get(match[2], match[2]))
-        if number.is_integer():
-            return int(number)
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"{text!r} is no whole number, such as 16, 100k, 2M or 1e9") from None
-
-
 def _number(text: str) -> float:
     """A number; whether it is finite and in range, the options say."""
     try:
@@ -221,7 +209,7 @@ def _number(text: str) -> float:
 _COUNT: Any = PrimitiveConstructorSpec(
     nargs=1,
     metavar="N",
-    instance_from_str=lambda texts: _count(texts[0]),
+    instance_from_str=lambda texts: parse_count(texts[0]),
     is_instance=lambda value: value is None or isinstance(value, int),
     str_from_instance=lambda value: [str(value)],
 )

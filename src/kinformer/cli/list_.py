@@ -1,4 +1,5 @@
-"""``kinformer list``: the family as a table of 80 columns, or all of it as JSON, without importing PyTorch."""
+"""``kinformer list``: the family or the tasks as a table of 80 columns, or as JSON, without importing PyTorch; the
+kinds of parts."""
 
 from __future__ import annotations
 
@@ -6,18 +7,27 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import zip_longest
+from typing import Annotated, Literal
+
+import tyro
 
 from kinformer.cli.options import CommonOptions
 from kinformer.cli.output import print_json, print_table
 from kinformer.family.record import Member
 from kinformer.family.table import members
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.table import tasks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(CommonOptions):
-    """List all members, or draw them as a tree."""
+    """List all members, or draw them as a tree; or list the tasks, or the kinds of parts."""
 
+    what: Annotated[
+        Literal["members", "tasks", "parts"], tyro.conf.Positional, tyro.conf.arg(metavar="members|tasks|parts")
+    ] = "members"
+    """What is listed."""
     by: Literal["axis", "cost", "state", "causal", "year"] | None = None
     """Print the family as a tree: by what members change (axis), by how their operations (cost) or state grow with the
     length, by whether they are causal (others read a full sequence at once), or by year."""
@@ -25,6 +35,11 @@ class Options(CommonOptions):
 
 def run(options: Options) -> int:
     """Print the family and return the exit status."""
+    if options.what != "members":
+        if options.by is not None:
+            raise KinformerError(f"--by {options.by}: groups members, but {options.what} are listed; leave it out.")
+        _list_tasks(options.json) if options.what == "tasks" else _list_parts(options.json)
+        return 0
     records = members(lambda sentence: print(f"kinformer: {sentence}", file=sys.stderr))
     if options.json:
         listed = [member.facts for member in records]
@@ -36,12 +51,39 @@ def run(options: Options) -> int:
     if options.by is not None:
         _print_tree(_groups(records, options.by))
         return 0
-    rows = [
-        (member.name, member.year, member.growth, _short(member.title, 24), _short(", ".join(member.axes) or "-", 18))
-        for member in records
-    ]
+    rows = []
+    for member in records:
+        titles, axes = _wrapped(member.title, 24), _wrapped(", ".join(member.axes) or "-", 18)
+        for number, (title, changed) in enumerate(zip_longest(titles, axes, fillvalue="")):
+            first = (member.name, member.year, member.growth) if number == 0 else ("", "", "")
+            rows.append((*first, title, changed))
     print_table(("member", "year", "state", "title", "changes"), rows)
     return 0
+
+
+def _list_tasks(as_json: bool) -> None:
+    """Print what a model can be trained for."""
+    rows = [(task.name, task.title, task.metrics[0].name) for task in tasks()]
+    if as_json:
+        print_json([{"name": name, "title": title, "metric": metric} for name, title, metric in rows])
+        return
+    lines = []
+    for name, title, metric in rows:
+        first, *more = _wrapped(title, 40)
+        lines += [(name, first, metric), *(("", line, "") for line in more)]
+    print_table(("task", "title", "metric"), lines)
+
+
+def _list_parts(as_json: bool) -> None:
+    """Print the kinds of every slot of a config, as --set names them."""
+    from kinformer.family.kinds import kinds
+
+    parts = {slot: list(table) for slot, table in kinds().items()}
+    if as_json:
+        print_json(parts)
+        return
+    for slot, names in parts.items():
+        print(textwrap.fill(f"{slot} ({len(names)}): {', '.join(names)}", 80, subsequent_indent="  "))
 
 
 GROWTHS = {
@@ -84,6 +126,11 @@ def _print_tree(groups: Mapping[str, Sequence[Member]]) -> None:
             branch = "└─" if index == len(group) - 1 else "├─"
             title = _short(member.title, 68 - width)
             print(f"{branch} {member.name:<{width}}  {member.year}  {title}")
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """``text`` in lines of so many columns, words whole where they fit."""
+    return textwrap.wrap(text, width, break_on_hyphens=False) or [""]
 
 
 def _short(text: str, width: int) -> str:

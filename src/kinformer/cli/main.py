@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import Any, NamedTuple, TextIO
 
 from kinformer import __version__
-from kinformer.cli.output import BEGUN, age_of_process, printing_notes
+from kinformer.cli.output import BEGUN, age_of_process, printing_notes, telling
 from kinformer.runtime.errors import KinformerError, as_flags, nearest
 from kinformer.runtime.progress import abandon, tolerant
 
@@ -34,7 +34,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "list": Command(
         "kinformer.cli.list_",
-        "List every member of the family with its paper, state growth and recipes.",
+        "List the members of the family, the tasks, or the kinds of parts.",
         "kinformer list --json",
     ),
     "show": Command(
@@ -56,6 +56,11 @@ COMMANDS = {
         "kinformer.cli.generate",
         "Continue a text with a trained run, token by token.",
         'kinformer generate runs/book --prompt "It was " --max-new-tokens 300',
+    ),
+    "chat": Command(
+        "kinformer.cli.chat",
+        "Continue a text in turns: you write a line, the run goes on, the state is carried.",
+        'kinformer chat runs/book --before "ROMEO: " --after "\\nJULIET:" --stop ROMEO',
     ),
     "predict": Command(
         "kinformer.cli.predict",
@@ -114,7 +119,19 @@ COMMANDS = {
     ),
 }
 
-COMPUTING = ("train", "evaluate", "generate", "predict", "embed", "trace", "calibrate", "compare", "bench", "index")
+COMPUTING = (
+    "train",
+    "evaluate",
+    "generate",
+    "chat",
+    "predict",
+    "embed",
+    "trace",
+    "calibrate",
+    "compare",
+    "bench",
+    "index",
+)
 """Commands that run models for long."""
 
 
@@ -174,7 +191,7 @@ def _dispatch(arguments: list[str], is_command: bool) -> int:
         print(f"example:\n  {command.example}")
         return 0
     try:
-        with printing_notes(options.quiet), _process(name in COMPUTING, is_command):
+        with printing_notes(options.quiet), _process(name in COMPUTING, is_command), telling(options):
             return module.run(options)
     except KinformerError as error:
         status = _fail(str(error))

@@ -47,7 +47,8 @@ class Printing(Checked):
     quiet: bool = False
     """Print only the result, without progress or notes."""
     verbose: bool = False
-    """After an error, also print its traceback and, with several processes, PyTorch's messages."""
+    """Print more: versions, device and threads at first, time and memory at the end, and after an error its traceback
+    and, with several processes, PyTorch's messages."""
     config: Annotated[str | None, tyro.conf.arg(metavar="FILE.toml")] = None
     """Read options by name from this file, as in: batch_size = 16. Options on the command line take precedence."""
 

@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
+import resource
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from kinformer import __version__
 from kinformer.runtime.progress import LOGGER, tolerant
+from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import TextTable
+from kinformer.training.metric import size
 
 BEGUN: ContextVar[float | None] = ContextVar("begun", default=None)
 """When the command was given, by ``time.monotonic()``."""
@@ -56,6 +62,31 @@ def printing_notes(quiet: bool = False) -> Iterator[None]:
     finally:
         LOGGER.removeHandler(handler)
         LOGGER.setLevel(level)
+
+
+@contextmanager
+def telling(options: Any) -> Iterator[None]:
+    """With ``verbose``, say on standard error by what a command runs, and at its end what that took."""
+    if not options.verbose:
+        yield
+        return
+    begun, out = time.monotonic(), tolerant(sys.stderr)
+    device = f", device {options.device}" if hasattr(options, "device") else ""
+    print(f"kinformer {__version__}, Python {platform.python_version()}, {_packages()}{device}", file=out, flush=True)
+    try:
+        yield
+    finally:
+        torch: Any = sys.modules.get("torch")
+        threads = "" if torch is None else f" with {plural(torch.get_num_threads(), 'thread')}"
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        used, peak = usage.ru_utime + usage.ru_stime, size(usage.ru_maxrss * 1024)
+        took = f"{time.monotonic() - begun:.1f} s{threads}, {used:.1f} s of processor time, at most {peak} of memory"
+        print(f"kinformer: {took}", file=out, flush=True)
+
+
+def _packages() -> str:
+    """Name the packages that compute, with their versions, without importing them."""
+    return ", ".join(f"{name} {version(name)}" for name in ("torch", "numpy", "safetensors"))
 
 
 class _Notes(logging.Handler):

@@ -32,8 +32,8 @@ class Options(CommonOptions):
     """Change the recipe, as in --set layers.*.mixer.num_heads=8; may be given again."""
     vocab_size: int | None = None
     """Tokens of the vocabulary; the recipe's own if not given."""
-    full: bool = False
-    """Show settings that are at their defaults, too."""
+    brief: bool = False
+    """Only name the settings that are at their defaults."""
 
     def __post_init__(self) -> None:
         require("vocab_size", self.vocab_size, 1)
@@ -50,7 +50,7 @@ def run(options: Options) -> int:
     if options.json:
         print_json(described.facts)
     else:
-        _print(described.facts, described.facts["config"] if options.full else folded(described.config))
+        _print(described.facts, folded(described.config) if options.brief else described.facts["config"])
     return 0
 
 

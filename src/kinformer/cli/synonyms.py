@@ -39,6 +39,11 @@ OPTIONS = {
     "text": "prompt",
     "temp": "temperature",
     "num-samples": "samples",
+    "images": "max-items",
+    "limit": "max-items",
+    "max-samples": "max-items",
+    "sentences": "batch-size",
+    "rows": "batch-size",
 }
 """To the option that is meant, where the command has it."""
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kinformer.runs.options import Machine
 from kinformer.runtime.errors import KinformerError, choose, marked, require, require_above, require_seed, require_share
+from kinformer.runtime.parsing import parse_count
 
 DEFAULT_MEMBERS = ("gpt", "linear-transformer", "fast-weights", "local", "transformer-xl")
 DEFAULT_TOTAL, DEFAULT_PARAMETERS, DEFAULT_SEEDS = 13.0, 400_000, 3
@@ -158,9 +160,11 @@ class BenchOptions(Machine):
 def whole_numbers(text: str, flag: str) -> tuple[int, ...]:
     """``"128,512"`` as numbers, in order."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and int(part) for part in parts):
-        raise KinformerError(f"{flag} {text}: is not a list of whole numbers; write as in 128,512,2048.")
-    return tuple(sorted({int(part) for part in parts}))
+    with suppress(ValueError):
+        numbers = {parse_count(part) for part in parts}
+        if min(numbers) > 0:
+            return tuple(sorted(numbers))
+    raise KinformerError(f"{flag} {text}: is not a list of whole numbers; write as in 128,512,2048 or 1k,4k.")
 
 
 def default_budget(members: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:

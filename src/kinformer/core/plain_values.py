@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.parsing import parse_json
+from kinformer.runtime.parsing import parse_count, parse_json
 
 
 def plain(value: Any) -> Any:
@@ -22,6 +23,9 @@ def parse_plain(kind: Any, value: Any, place: str) -> Any:
     """Return ``value`` as the plain type ``kind``; another is an error that names the ``place``."""
     if kind is str and isinstance(value, str):
         return value
+    if kind is int and isinstance(value, str):
+        with suppress(ValueError):
+            return parse_count(value)
     read = plain(value)
     if kind is float and isinstance(read, int) and not isinstance(read, bool):
         return float(read)

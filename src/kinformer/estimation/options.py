@@ -15,15 +15,15 @@ class EstimateOptions(Checked):
     """Parameters, FLOPs, and memory in training and inference, by part and in all, before anything is run."""
 
     member: str
-    """A member of the family (see: kinformer list)."""
-    recipe: str = "small"
-    """Which of the member's recipes (see: kinformer show MEMBER)."""
+    """A member of the family (see: kinformer list), or a run folder."""
+    recipe: str | None = None
+    """Which of the member's recipes (see: kinformer show MEMBER; small if not given)."""
     vocab_size: int | None = None
     """Size of the vocabulary; the recipe's own if not given."""
     set: Mapping[str, Any] = field(default_factory=dict)
     """A change to the recipe, as in `set` layers=6 or `set` layers.*.mixer.num_heads=8; may be given again."""
     length: int | None = None
-    """Tokens of a sequence (1024, or what an image of the recipe's size has)."""
+    """Tokens of a sequence (1024, that of a run's training, or what an image of the recipe's size has)."""
     batch_size: int = 1
     """Sequences of a batch."""
     optimizer: Literal["adamw", "muon", "adafactor", "adagrad", "sgd"] = "adamw"

@@ -1,7 +1,10 @@
-"""From logits to tokens: greedy, temperature, top-k and nucleus sampling.
+"""From logits to tokens: greedy, temperature, top-k, nucleus and min-p sampling, and a penalty of repetition.
 
-The logits are divided by the temperature, then only the ``top_k`` most probable tokens stay, then of these the fewest
-whose probability reaches ``top_p`` (Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration").
+Logits of tokens that were there before, in the prompt too, are divided by ``repetition_penalty`` where they are
+positive and multiplied by it elsewhere (Keskar et al. 2019, "CTRL", section 4.1, as transformers applies it). The
+logits are divided by the temperature, then only the ``top_k`` most probable tokens stay, then of these the fewest
+whose probability reaches ``top_p`` (Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration"), then those
+of at least ``min_p`` times the highest probability (Nguyen et al. 2024, "Turning Up the Heat").
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ class SamplingOptions(TypedDict, total=False):
     temperature: float
     top_k: int | None
     top_p: float | None
+    min_p: float | None
+    repetition_penalty: float
     seed: int | None
 
 
@@ -38,6 +43,8 @@ class Sampling:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -48,6 +55,12 @@ class Sampling:
             raise KinformerError(f"top_k is {self.top_k} but must be 1 or more; leave it out to allow every token.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise KinformerError(f"top_p is {self.top_p} but must be above 0 and at most 1.")
+        if self.min_p is not None and not 0 < self.min_p <= 1:
+            raise KinformerError(f"min_p is {self.min_p} but must be above 0 and at most 1.")
+        if not (isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise KinformerError(
+                f"repetition_penalty is {self.repetition_penalty} but must be a number above 0; 1 penalises nothing."
+            )
         if self.seed is None:
             object.__setattr__(self, "seed", int(torch.randint(2**62, ())))
         require_seed(self.seed)
@@ -94,15 +107,34 @@ class TokenSampler:
         self.sampling = sampling
         self.streams = tuple(streams)
         self._uniforms = UniformStreams(sampling.seed, streams)
+        self._noted: list[Tensor] = []
+        self._present: Tensor | None = None
+
+    def note(self, tokens: Tensor, valid: Tensor | None = None) -> None:
+        """Note tokens [batch, time] that are there, of which those count that are ``valid`` [batch, time]."""
+        if self.sampling.repetition_penalty != 1:
+            self._noted.append(tokens if valid is None else tokens.masked_fill(~valid, -1))
 
     def fork(self, copies: int) -> TokenSampler:
         """Return a sampler of each row ``copies`` times; row r's copy j draws from stream ``r * copies + j`` on."""
         forked = TokenSampler(self.sampling, range(len(self.streams) * copies) if copies > 1 else self.streams)
         forked._uniforms.drawn = self._uniforms.drawn
+        forked._noted = [tokens.repeat_interleave(copies, dim=0) for tokens in self._noted]
+        forked._present = None if self._present is None else self._present.repeat_interleave(copies, dim=0)
         return forked
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Return tokens [batch] int64 for ``logits`` [batch, vocab]."""
+        if self._noted:
+            # One more column takes what is no token.
+            present = logits.new_zeros(len(logits), logits.shape[1] + 1, dtype=torch.bool)
+            index = torch.cat(self._noted, dim=1).to(logits.device)
+            present.scatter_(1, index.where(index >= 0, logits.shape[1]), True)
+            self._present = present[:, :-1] if self._present is None else self._present | present[:, :-1]
+            self._noted = []
+        if self._present is not None:
+            penalty = self.sampling.repetition_penalty
+            logits = torch.where(self._present, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
         return draw(logits, self.sampling, lambda: self._uniforms.next(logits.device))
 
 
@@ -142,4 +174,7 @@ def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | Non
         # The fewest tokens that reach top_p: a token stays while those before it have less than top_p.
         before = probabilities.cumsum(dim=-1) - probabilities
         probabilities = probabilities.masked_fill(before >= sampling.top_p, 0.0)
+    if sampling.min_p is not None:
+        least = sampling.min_p * probabilities.amax(dim=-1, keepdim=True)
+        probabilities = probabilities.masked_fill(probabilities < least, 0.0)
     return probabilities, tokens

@@ -102,6 +102,7 @@ class Session:
             self._state = self._stepping.settled(self._state)
             tokens = tokens.to(self._device)
             valid = None if valid is None or valid.all() else valid.to(self._device)
+            self._sampler.note(tokens, valid)
             if self._pending is not None:
                 tokens = torch.cat([self._pending[:, None], tokens], dim=1)
                 valid = None if valid is None else nn.functional.pad(valid, (1, 0), value=True)
@@ -127,6 +128,7 @@ class Session:
                 self._require_finite()
             tokens = self._sampler(self._logits)
             self._pending = tokens = self._stops.watch(tokens) if self._stops else tokens
+            self._sampler.note(tokens[:, None])
         self._lengths = [length + 1 for length in self._lengths]
         return tokens.clone()
 
@@ -256,7 +258,8 @@ def generate(
     The prompt may also be a NumPy array, or lists of ids of one length. ``valid`` [batch, time] bool marks the real
     tokens of prompts of different lengths. A row ends with the first of the token sequences ``stop`` that it produces
     (included in the result, then repeated to its end by its last token); when every row has ended, ``new`` is smaller.
-    ``sampling``: ``temperature`` (1.0; 0 is greedy), ``top_k``, ``top_p`` and ``seed``; row r draws from stream r of
+    ``sampling``: ``temperature`` (1.0; 0 is greedy), ``top_k``, ``top_p``, ``min_p``,
+    ``repetition_penalty`` (1.0: none) and ``seed``; row r draws from stream r of
     the seed. The model is put in eval mode meanwhile.
 
     Errors: ``KinformerError`` where the tokens would go beyond the model's positions, before anything is computed.

@@ -45,12 +45,7 @@ def describe(
     name: str, recipe: str | None = None, vocab_size: int | None = None, changes: Mapping[str, Any] | None = None
 ) -> Description:
     """Describe a member or a run; the public form is :func:`kinformer.show`."""
-    require_path("member", name)
-    if name not in FAMILY and Path(name).is_dir():
-        record, recipe, config = _of_run(name, recipe, vocab_size, changes or {})
-    else:
-        record, recipe = member(name), recipe or "small"
-        config = configure(record.name, recipe, vocab_size, changes or {})
+    record, recipe, config = subject_of(name, recipe, vocab_size, changes or {})
     with torch.device("meta"):
         model = config.build()
     facts = record.facts | {
@@ -69,11 +64,15 @@ def describe(
     return Description(member=record, recipe=recipe, config=config, facts=facts)
 
 
-def _of_run(
-    folder: str, recipe: str | None, vocab_size: int | None, changes: Mapping[str, Any]
+def subject_of(
+    name: str, recipe: str | None, vocab_size: int | None, changes: Mapping[str, Any]
 ) -> tuple[Member, str, ModelConfig]:
-    """The member, recipe and config of a run folder."""
-    run = open_run(folder)
+    """The member, recipe and config that a name of the family or a run folder stands for, with ``changes``."""
+    require_path("member", name)
+    if name in FAMILY or not Path(name).is_dir():
+        record, recipe = member(name), recipe or "small"
+        return record, recipe, configure(record.name, recipe, vocab_size, changes)
+    run = open_run(name)
     for option, value in (("recipe", recipe), ("vocab_size", vocab_size)):
         if value is not None:
             raise KinformerError(f"{marked(option)} {value}: the run in {run.folder} has its own; leave it out.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from kinformer.runs.options import EvaluateOptions, TrainOptions
+from kinformer.runs.options import EvaluateOptions, GenerateOptions, TrainOptions
 from kinformer.runs.prediction_options import EmbedOptions, PredictOptions
 from kinformer.runs.run import Run, open_run
 from kinformer.runs.stores import STORES
@@ -72,6 +72,15 @@ def trace(run: str | Path, text: str, options: Mapping[str, Any]) -> Trace:
     from kinformer.runs.tracing.trace import trace
 
     return trace(run, text, request(TraceOptions, options, "trace"))
+
+
+def stream(run: str | Path, prompt: str, options: Mapping[str, Any]) -> Iterator[str]:
+    """See :func:`kinformer.stream`."""
+    from kinformer.runs.generate import converse
+
+    stop = options.get("stop", ())
+    named = {"quiet": True, **options, "stop": (stop,) if isinstance(stop, str) else tuple(stop)}
+    return converse(run, request(GenerateOptions, named, "stream")).turn(prompt)
 
 
 def load(run: str | Path, changes: Mapping[str, Any] | None = None) -> Any:

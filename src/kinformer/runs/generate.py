@@ -12,9 +12,10 @@ import torch
 
 from kinformer.generation.packed import pack
 from kinformer.runs.options import GenerateOptions
-from kinformer.runs.run import open_run
+from kinformer.runs.run import Run, open_run
 from kinformer.runs.stores import STORES
 from kinformer.runtime.errors import KinformerError, marked
+from kinformer.tasks.next_token.generate import Conversation
 from kinformer.tasks.record import DRAWING
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.table import generation_options
@@ -32,8 +33,32 @@ def generate(
     options.check_store()
     run = open_run(folder)
     run.task.check_generation(run)
-    task_options = generation_options(run.task, options.task_options, str(run.folder))
     _check_prompt(run.task, prompt)
+    subject, options = _prepared(run, options)
+    return run.task.generate(subject, prompt, options, write)
+
+
+def converse(folder: str | Path, options: GenerateOptions) -> Conversation:
+    """Return a conversation with the run in ``folder``, which nothing was said in yet.
+
+    Errors: ``KinformerError`` for a run whose task draws no text freely.
+    """
+    options.check_store()
+    run = open_run(folder)
+    run.task.check_generation(run)
+    if run.task.generation.prompt != "text" or "temperature" not in run.task.generation.reads:
+        raise KinformerError(
+            f"{run.folder}: is a run of the task {run.task.name}, which continues no text freely; give one of "
+            "next-token."
+        )
+    if options.samples != 1:
+        raise KinformerError(f"`samples` {options.samples}: a text that is continued in turns is one; leave it out.")
+    return Conversation(*_prepared(run, options))
+
+
+def _prepared(run: Run, options: GenerateOptions) -> tuple[LoadedRun, GenerateOptions]:
+    """Return the run's model, ready to generate, and the options with all that was not given."""
+    task_options = generation_options(run.task, options.task_options, str(run.folder))
     check_drawing(run.task, options)
     options = replace(
         options,
@@ -46,7 +71,7 @@ def generate(
     model = run.model(options.set).to(device, torch.bfloat16 if options.weights == "bf16" else None)
     packed = model if run.task.generation.prompt == "lines" else pack(model, options.samples)
     model = STORES.attach(run, packed, options, options.samples)
-    return run.task.generate(LoadedRun(run, model), prompt, options, write)
+    return LoadedRun(run, model), options
 
 
 def _check_prompt(task: Task, prompt: str | bytes | Iterable[bytes] | None) -> None:

@@ -85,7 +85,7 @@ class TrainOptions(Settings, Machine):
     """Muon takes the layers' matrices and AdamW the rest; adagrad clips each parameter; sgd has momentum 0.9
     (adamw, or what suits `minutes`)."""
     lr: float | None = None  # type: ignore[assignment]
-    """Highest learning rate (0.001, or what suits `minutes`)."""
+    """Highest learning rate (0.001, or what suits `minutes`). With `resume`, a new one holds from there on."""
     schedule: Literal["cosine", "inverse-sqrt"] | None = None  # type: ignore[assignment]
     weight_decay: float | None = None  # type: ignore[assignment]
     """Decoupled weight decay of matrices; norms, biases and other vectors have none (0.1, or what suits `minutes`)."""
@@ -192,6 +192,10 @@ class GenerateOptions(StoreOptions, Machine):
     """Draw from the N most probable tokens only."""
     top_p: float | None = None
     """Draw from the fewest tokens whose probability together is X or more."""
+    min_p: float | None = None
+    """Draw from tokens that are at least X times as probable as the most probable one."""
+    repetition_penalty: float = 1.0
+    """Divide the logits of tokens that were there before by X, where they are positive; multiply the others."""
     stop: tuple[str, ...] = ()
     """End before this text appears; may be given again."""
     samples: int = 1
@@ -211,8 +215,13 @@ class GenerateOptions(StoreOptions, Machine):
             require(name, getattr(self, name), 1)
         for name in ("temperature", "seed"):
             require(name, getattr(self, name), 0)
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise KinformerError(f"`top_p` is {self.top_p:g} but must be above 0 and at most 1.")
+        for name in ("top_p", "min_p"):
+            if (value := getattr(self, name)) is not None and not 0 < value <= 1:
+                raise KinformerError(f"{marked(name)} is {value:g} but must be above 0 and at most 1.")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise KinformerError(
+                f"`repetition_penalty` is {self.repetition_penalty:g} but must be above 0; 1 penalises nothing."
+            )
         super().__post_init__()
 
 

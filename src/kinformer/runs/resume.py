@@ -13,13 +13,14 @@ from kinformer.runs.planning import check_source, data_of, named_data, plan_conf
 from kinformer.runs.run import BYTES, Run, open_run
 from kinformer.runs.stores import STORES
 from kinformer.runtime.errors import KinformerError, marked
+from kinformer.runtime.progress import note
 from kinformer.tasks.table import task as task_called
 from kinformer.tasks.table import training_options
 from kinformer.training.settings import Settings
 
 MAY_CHANGE = {
     "steps", "minutes", "validate_every", "checkpoint_every", "checkpoint_minutes", "keep", "log_every", "accumulate",
-    "average", "compile",
+    "average", "compile", "lr",
 }  # fmt: skip
 
 
@@ -67,6 +68,8 @@ def _merged(run: Run, options: TrainOptions) -> Settings:
                 f"{flag}={value}: the run in {run.folder} was begun with {stored.get(name)}, and a resumed run goes "
                 f"on as it was; leave {flag} out, or give another `out`."
             )
+    if (before := stored.get("lr")) != (rate := values.get("lr", before)):
+        note(f"note: the highest learning rate is {rate:g} from here on, and was {before:g}; the schedule goes on.")
     if "steps" in values or "minutes" in values:
         stored |= {"steps": None, "minutes": None}
     return Settings(**stored | values)

@@ -86,3 +86,18 @@ def _check_depth(value: Any, most: int) -> None:
 
 def _too_deep() -> ValueError:
     return ValueError(f"its lists and tables nest deeper than {MOST_DEPTH}")
+
+
+def parse_count(text: str) -> int:
+    """The whole number that ``text`` spells; k and M are thousands and millions, and 1e9 is written as a float is.
+
+    Errors: ``ValueError`` for any other text.
+    """
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)(k|M|e\d{1,2})", text.strip()):
+        number = float(match[1] + {"k": "e3", "M": "e6"}.get(match[2], match[2]))
+        if number.is_integer():
+            return int(number)
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no whole number, such as 16, 100k, 2M or 1e9") from None

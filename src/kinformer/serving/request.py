@@ -79,10 +79,10 @@ class Row:
         return self.request.max_new_tokens - self.new_tokens
 
     @property
-    def kind_of_draw(self) -> tuple[float, int | None, float | None]:
+    def kind_of_draw(self) -> tuple[float, int | None, float | None, float | None]:
         """Return the settings of sampling that rows must share to draw in one operation."""
         sampling = self.request.sampling
-        return sampling.temperature, sampling.top_k, sampling.top_p
+        return sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
 
     def uniform(self, device: torch.device) -> Tensor:
         """Return the next random number [1, 1] of this row."""

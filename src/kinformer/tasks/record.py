@@ -81,7 +81,9 @@ OF_TEXTS = ("text_field", "label_field", "format", "batch_size")
 """Those that a task reads whose items are texts."""
 
 
-DRAWING = ("max_new_tokens", "temperature", "top_k", "top_p", "stop", "samples", "chunk")
+DRAWING = (
+    "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "samples", "chunk",
+)  # fmt: skip
 """The general options of generating that say what is drawn, and how."""
 
 

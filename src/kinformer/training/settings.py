@@ -22,7 +22,7 @@ class Settings(Checked):
     steps: int | None = None
     """Optimiser steps in all (1000 if `minutes` is not given either)."""
     minutes: float | None = None
-    """Minutes that the whole command may take, instead of `steps`; of a resumed run, all its commands together. The
+    """Minutes that the whole command may take, instead of `steps`; with `resume`, the total of all its commands. The
     number of steps follows the measured speed. Sizes or a recipe that are not given are chosen to suit the time."""
     length: int = 512
     """Tokens that each row of a batch predicts."""

@@ -62,7 +62,7 @@ def evaluate(
     """A run on held-out images, beside the most frequent class."""
     run, model = subject.run, subject.model
     result, same, part = labelled_part(subject, evaluation_settings)
-    count = len(part) if task_options.images is None else min(task_options.images, len(part))
+    count = len(part) if task_options.max_items is None else min(task_options.max_items, len(part))
     level, begun = run.options.level, time.perf_counter()
     with progressing(quiet) as progress:
         train_vectors = vectors_of(model, level, result.train, len(result.train), progress)

@@ -47,9 +47,9 @@ class DinoEvaluationOptions:
 
     nearest: int = 20
     """How many of the nearest training images say of which class an image is."""
-    images: int | None = None
+    max_items: int | None = None
     """Measure on the first N images only."""
 
     def __post_init__(self) -> None:
         require("nearest", self.nearest, 1)
-        require("images", self.images, 1)
+        require("max_items", self.max_items, 1)

@@ -42,13 +42,13 @@ class ImageOptions:
 class ImageEvaluationOptions:
     """Options of evaluating models of images."""
 
-    images: int | None = None
+    max_items: int | None = None
     """Measure on the first N images only."""
     without_first: bool = False
     """Leave the first value of every image unscored, as the Linear Transformer's code does."""
 
     def __post_init__(self) -> None:
-        require("images", self.images, 1)
+        require("max_items", self.max_items, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +96,13 @@ class Image(Task):
             ("tokenizer", "train_tokenizer", "text_field"), "is for text, not for images; leave it out."
         ),
     )
-    evaluation = EvaluationNeeds(refused={"max_bytes": "is for text; give `images` N instead.", "seed": NOTHING_DRAWN})
+    evaluation = EvaluationNeeds(
+        refused={"max_bytes": "is for text; give `max_items` N instead.", "seed": NOTHING_DRAWN}
+    )
     generation = Generation(
         prompt=None,
         temperature=1.0,
-        reads=("temperature", "top_k", "top_p", "samples", "chunk"),
+        reads=("temperature", "top_k", "top_p", "min_p", "samples", "chunk"),
         unread="an image has a size, and ends with its last pixel",
     )
     prediction = Prediction(refusal="it draws images; use kinformer generate.")

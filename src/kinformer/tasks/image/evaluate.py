@@ -43,7 +43,7 @@ def evaluate(subject: LoadedRun, evaluation_settings: EvaluationSettings, task_o
     data = data_of(run, evaluation_settings.data)
     split = data.splits[choose(evaluation_settings.split, data.splits, "`split`")]
     same = note_other_data(run, data, evaluation_settings.data is not None)
-    pixels = split.pixels[: task_options.images]
+    pixels = split.pixels[: task_options.max_items]
     sequences = Sequences(run.config.input)
     nats, first = _nats(model, sequences, pixels, evaluation_settings.chunk, quiet)
     require_finite(isfinite(nats))

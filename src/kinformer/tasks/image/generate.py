@@ -92,7 +92,7 @@ def grid(pixels: np.ndarray, columns: int) -> np.ndarray:
 
 def _check(model: Any, options: Any) -> None:
     if isinstance(model.head, Likelihood):
-        for name in ("top_k", "top_p"):
+        for name in ("top_k", "top_p", "min_p"):
             if (value := getattr(options, name)) is not None:
                 raise KinformerError(
                     f"`{name}` {value}: is for heads that give every value a probability; leave it "
@@ -171,7 +171,11 @@ class _Picker:
         self.head = model.head if isinstance(model.head, Likelihood) else None
         self.temperature = options.temperature
         sampling = Sampling(
-            temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            min_p=options.min_p,
+            seed=options.seed,
         )
         self.sampler = TokenSampler(sampling, range(count))
         self.uniforms = UniformStreams(sampling.seed, range(count))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,12 +84,54 @@ def continue_text(
     return result
 
 
+class Conversation:
+    """A text of a run that is continued in turns: every turn adds a text and draws what follows. The state is carried,
+    so that what was said before is not read again."""
+
+    def __init__(self, subject: LoadedRun, options: Any) -> None:
+        self.subject, self.options = subject, options
+        self.session: Session | None = None
+
+    def turn(self, text: str | bytes) -> Iterator[str]:
+        """Return an iterator that draws the continuation of all so far and ``text``, and yields its pieces.
+
+        Errors: ``KinformerError`` for an empty text, and where the model's positions end, before anything is drawn.
+        """
+        tokens = self.subject.run.tokenizer.encode(text)
+        if not len(tokens):
+            raise KinformerError("the text to continue is empty; give at least one character.")
+        if self.session is None:
+            self.session, new = _session(self.subject.model, self.options, len(tokens))
+        else:
+            new = _new_tokens(self.subject.model, self.options, self.session.length + len(tokens))
+            self.session.require(new, [len(tokens)])
+        self.session.feed(torch.from_numpy(np.asarray(tokens))[None])
+        return self._pieces(self.session, new)
+
+    def _pieces(self, session: Session, new: int) -> Iterator[str]:
+        pieces: list[str] = []
+        writer = _Writer(self.subject.run.tokenizer, self.options.stop, pieces.append)
+        for (token,) in session.stream(new):
+            writer.feed(token)
+            yield from pieces
+            pieces.clear()
+            if writer.sample.stopped:
+                return
+        writer.finish()
+        yield from pieces
+
+
+def _new_tokens(model: Any, options: Any, before: int) -> int:
+    """Return how many tokens to draw after so many."""
+    if options.max_new_tokens is not None:
+        return int(options.max_new_tokens)
+    limit = MOST_NEW if model.max_length is None else model.max_length - before + 1
+    return max(1, min(MOST_NEW, limit))
+
+
 def _session(model: Any, options: Any, prompt: int) -> tuple[Session, int]:
     """A session for one row, and how many tokens to draw."""
-    new = options.max_new_tokens
-    if new is None:
-        limit = MOST_NEW if model.max_length is None else model.max_length - prompt + 1
-        new = max(1, min(MOST_NEW, limit))
+    new = _new_tokens(model, options, prompt)
     session = Session(
         model,
         chunk=options.chunk,
@@ -97,6 +139,8 @@ def _session(model: Any, options: Any, prompt: int) -> tuple[Session, int]:
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
         seed=options.seed,
     )
     session.require(new, [prompt])

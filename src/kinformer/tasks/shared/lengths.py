@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.parsing import parse_count
 from kinformer.runtime.progress import note
 
 if TYPE_CHECKING:
@@ -38,12 +38,13 @@ class Length:
 def parse_lengths(text: str | None) -> list[Length]:
     """``128,512`` or ``1x,4x`` (times the training length) as lengths; none if not given."""
     parts = [] if text is None else [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch(r"-?\d+x?", part) for part in parts):
+    try:
+        return [Length(parse_count(part.removesuffix("x")), part.endswith("x")) for part in parts]
+    except ValueError:
         raise KinformerError(
-            f"`lengths` {text}: is not a list of whole numbers; write as in 128,512,2048, or as in 1x,4x,16x for "
+            f"`lengths` {text}: is not a list of whole numbers; write as in 128,512,2k, or as in 1x,4x,16x for "
             "multiples of the training length."
-        )
-    return [Length(int(part.removesuffix("x")), part.endswith("x")) for part in parts]
+        ) from None
 
 
 def trained_at(run: TrainedRun) -> int | None:

@@ -3,10 +3,12 @@ numbers. Free of PyTorch."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, fields
 
 from kinformer.runtime.errors import KinformerError, marked, require, require_share
 from kinformer.runtime.fields import Checked
+from kinformer.runtime.parsing import parse_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +81,11 @@ class MlmOptions:
 def whole_numbers(flag: str, text: str, of: str, example: str) -> tuple[int, ...]:
     """``"4,8"`` as distinct numbers above 0, in order: numbers ``of`` something."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise KinformerError(f"{flag} {text}: are no numbers of {of}; write as in {example}.")
-    return tuple(sorted({int(part) for part in parts}))
+    with suppress(ValueError):
+        numbers = {parse_count(part) for part in parts}
+        if min(numbers) > 0:
+            return tuple(sorted(numbers))
+    raise KinformerError(f"{flag} {text}: are no numbers of {of}; write as in {example}.")
 
 
 @dataclass(frozen=True, kw_only=True)

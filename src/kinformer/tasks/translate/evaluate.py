@@ -123,8 +123,8 @@ def translated(subject: LoadedRun, pairs: Pairs, task_options: TranslateEvaluati
     translator, result = Translator(subject, task_options), [""] * len(pairs.source)
     order = np.argsort([len(line) for line in pairs.source], kind="stable")
     with progressing(quiet, "translating") as progress:
-        for first in range(0, len(order), task_options.sentences):
-            some = order[first : first + task_options.sentences]
+        for first in range(0, len(order), task_options.batch_size):
+            some = order[first : first + task_options.batch_size]
             for index, hypothesis in zip(some, translator([pairs.source[i] for i in some]), strict=True):
                 result[index] = translator.text(hypothesis)
             if progress is not None:

@@ -85,7 +85,7 @@ def translate_lines(
     translator, result = Translator(subject, options.task_options), Generated([], 0, seed=options.seed)
     begun = time.perf_counter()
     try:
-        for lines in arriving(lines_of(prompt), options.task_options.sentences):
+        for lines in arriving(lines_of(prompt), options.task_options.batch_size):
             for line, output in zip(lines, translator(lines), strict=True):
                 text = translator.text(output)
                 result.samples.append(Sample(output.tokens, text, stopped=True))

@@ -52,12 +52,12 @@ class BeamOptions:
 class Decoding(BeamOptions):
     """Options of translating a text."""
 
-    sentences: int = 32
-    """How many are translated at a time."""
+    batch_size: int = 32
+    """Sentences that are translated at a time; bounds the memory, does not change the result."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require("sentences", self.sentences, 1)
+        require("batch_size", self.batch_size, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

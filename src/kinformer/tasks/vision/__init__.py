@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 INPUTS = ("patches", "tiles")
 OF_IMAGES = EvaluationNeeds(
     refused={
-        "max_bytes": "is for text; give `images` N instead.",
+        "max_bytes": "is for text; give `max_items` N instead.",
         "chunk": "is for tokens, and images are computed some at a time; leave it out.",
         "seed": NOTHING_DRAWN,
     }

@@ -80,7 +80,7 @@ def evaluate(
     """A run on held-out images, class by class, beside the most frequent class."""
     result, same, images = _images(subject, evaluation_settings)
     classes = classes_of(subject.run)
-    count = len(images) if task_options.images is None else min(task_options.images, len(images))
+    count = len(images) if task_options.max_items is None else min(task_options.max_items, len(images))
     begun = time.perf_counter()
     with progressing(quiet) as progress:
         measured = measure_images(subject.model, images, count, len(classes), progress)

@@ -73,11 +73,11 @@ class VisionOptions:
 class VisionEvaluationOptions:
     """Options of evaluating image classification."""
 
-    images: int | None = None
+    max_items: int | None = None
     """Measure on the first N images only."""
 
     def __post_init__(self) -> None:
-        require("images", self.images, 1)
+        require("max_items", self.max_items, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
