@@ -156,7 +156,7 @@ def test_a_file_of_options_that_is_wrong_is_one_sentence(cli, tmp_path, text, to
 
 @pytest.mark.parametrize(
     ("typed", "offered"),
-    [("kinformer tr", "train"), ("kinformer train big", "big-bird"), ("kinformer train gpt --warm", "--warmup")],
+    [("kinformer trai", "train"), ("kinformer train big", "big-bird"), ("kinformer train gpt --warm", "--warmup")],
 )
 def test_bash_completes_commands_members_and_options(cli, typed, offered):
     script = cli("completion", "bash")[1]
