@@ -169,3 +169,20 @@ def test_vectors_go_into_a_file(cli, masks_run, tmp_path):
     assert code == 2 and "ends in neither .npz nor .jsonl" in err
     with pytest.raises(KinformerError, match="text 2: has no text"):
         kinformer.embed(masks_run, ["a", " "])
+
+
+def test_evaluation_writes_a_table_of_its_predictions(cli, classes_run, tmp_path):
+    table = tmp_path / "held_out.csv"
+    code, out, err = cli("evaluate", classes_run, "--predictions", table, "--split", "train", "--json")
+    assert code == 0, err
+    with table.open() as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["item", "text", "label", "class", "probability"]
+    assert [row["item"] for row in rows] == [str(number) for number in range(1, len(rows) + 1)]
+    accuracy = sum(row["label"] == row["class"] for row in rows) / len(rows)
+    assert accuracy == pytest.approx(json.loads(out)["accuracy"])
+    predicted = kinformer.predict(classes_run, [row["text"] for row in rows[:9]])
+    for row, item in zip(rows, predicted, strict=False):
+        assert row["class"] == item["classes"][0]["class"]
+        assert float(row["probability"]) == pytest.approx(item["classes"][0]["probability"], abs=1e-5)
+    assert cli("evaluate", classes_run, "--predictions", tmp_path / "a.txt")[0] == 2

@@ -11,6 +11,7 @@ from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.predictions import Predicted, PredictionSettings
 from kinformer.tasks.record import NOTHING_DRAWN, OF_TEXTS, DataNeeds, EvaluationNeeds, Generation, Models, Prediction
 from kinformer.tasks.runs import LoadedRun
+from kinformer.tasks.shared.options import ClassEvaluationOptions
 from kinformer.tasks.task import READS_WHOLE_TEXTS, SPECIAL_TOKENS, Source, Task, TrainingPlan
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
 
@@ -65,6 +66,7 @@ class Classify(Task):
     objectives = {"classification": _classification}
     special_apart = False
     Options: ClassVar[type] = ClassifyOptions
+    EvaluationOptions: ClassVar[type] = ClassEvaluationOptions
 
     def fits(self, config: Any) -> bool:
         return super().fits(config) and config.head.kind == HEAD
@@ -107,7 +109,7 @@ class Classify(Task):
     ) -> Evaluation:
         from kinformer.tasks.classify.evaluate import evaluate
 
-        return evaluate(self, subject, evaluation_settings, quiet)
+        return evaluate(self, subject, evaluation_settings, task_options.predictions, quiet)
 
     def spec_to_measure(self, subject: LoadedRun, data: str | None) -> str:
         """What names the data to measure on."""

@@ -19,7 +19,7 @@ from kinformer.runtime.words import plural
 from kinformer.tasks.classify.rows import LabelledBatch
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
 from kinformer.tasks.runs import LoadedRun
-from kinformer.tasks.shared.classes import by_class, classes_of, numbers_of
+from kinformer.tasks.shared.classes import ClassPredictions, by_class, classes_of, numbers_of
 from kinformer.tasks.shared.text import ends_of, heading, identity_of_part, note_other_data, whole_length
 from kinformer.tasks.task import Source
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
@@ -46,19 +46,25 @@ class LabelMeasurement:
 
 
 def measure_labels(
-    model: Any, rows: Buckets, classes: int, progress: ProgressCallback | None = None
+    model: Any,
+    rows: Buckets,
+    classes: int,
+    progress: ProgressCallback | None = None,
+    predictions: ClassPredictions | None = None,
 ) -> LabelMeasurement:
-    """Measure ``model`` (in eval mode) on all examples of ``rows``."""
+    """Measure ``model`` (in eval mode) on all examples of ``rows``; ``predictions`` notes what it predicts of each."""
     device = device_of(model)
     counts, nats = np.zeros((3, classes), np.int64), 0.0
     with torch.inference_mode():
-        for some in rows.in_order():
+        for indices, some in zip(rows.batches(), rows.in_order(), strict=True):
             batch = LabelledBatch.of(some)
             valid = None if batch.valid is None else batch.valid.to(device)
             logits = model(batch.tokens.to(device), valid=valid).float().cpu()
             nats += float(functional.cross_entropy(logits, torch.from_numpy(some.labels), reduction="sum"))
             require_finite(isfinite(nats))
             guesses = logits.argmax(-1).numpy()
+            if predictions is not None:
+                predictions.note(indices, logits)
             right = some.labels[guesses == some.labels]
             counts += np.stack([np.bincount(item, minlength=classes) for item in (some.labels, guesses, right)])
             if progress is not None:
@@ -67,8 +73,11 @@ def measure_labels(
     return LabelMeasurement(bits=nats / log(2) / sum(examples), examples=examples, predicted=answers, correct=correct)
 
 
-def evaluate(task: Any, subject: LoadedRun, evaluation_settings: EvaluationSettings, quiet: bool) -> Evaluation:
-    """A run on held-out examples, class by class, beside the most frequent class."""
+def evaluate(
+    task: Any, subject: LoadedRun, evaluation_settings: EvaluationSettings, table_path: str | None, quiet: bool
+) -> Evaluation:
+    """A run on held-out examples, class by class, beside the most frequent class; ``table_path``: where to write a
+    table of all predictions."""
     run, model = subject.run, subject.model
     result, same, examples = _examples(task, subject, evaluation_settings)
     classes = classes_of(run)
@@ -76,7 +85,10 @@ def evaluate(task: Any, subject: LoadedRun, evaluation_settings: EvaluationSetti
     rows = Buckets(examples, max(1, evaluation_settings.chunk // length), length, 0, ends_of(model.config))
     begun = time.perf_counter()
     with progressing(quiet) as progress:
-        measured = measure_labels(model, rows, len(classes), progress)
+        predictions = None if table_path is None else ClassPredictions(len(examples))
+        measured = measure_labels(model, rows, len(classes), progress, predictions)
+    if predictions is not None and table_path is not None:
+        predictions.write(table_path, examples.labels, classes, lambda index: _input(task, run, examples, index))
     counts, table = by_class(classes, measured, "examples")
     text = (
         heading(subject, result, evaluation_settings.split),
@@ -88,6 +100,11 @@ def evaluate(task: Any, subject: LoadedRun, evaluation_settings: EvaluationSetti
     baselines, identity = {"guessing": measured.guessing}, identity_of_part(result, evaluation_settings.split, same)
     facts = baselines | {"examples": len(examples), "length": length, "classes": counts}
     return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task=task.name, since=begun)
+
+
+def _input(task: Any, run: Any, examples: Examples, index: int) -> dict[str, str]:
+    """Return the text of an example, where the task's ids are those of a tokenizer."""
+    return {"text": run.tokenizer.decode(examples.tokens(index))} if task.data.tokenized else {}
 
 
 def _examples(

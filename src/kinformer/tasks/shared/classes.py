@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.tables import writing_table
 from kinformer.tasks.evaluation import TextTable
 from kinformer.tasks.runs import TrainedRun
 
@@ -44,6 +45,28 @@ def by_class(classes: Sequence[str], measured: Any, things: str) -> tuple[list[d
     ]
     rows = [list(count.values()) for count in counts]
     return counts, TextTable(("class", things, "predicted", "correct"), rows, range(1, 4))
+
+
+class ClassPredictions:
+    """The predicted class of every item of a part of data, and its probability, in the order of the data."""
+
+    def __init__(self, count: int) -> None:
+        self.classes, self.shares = np.zeros(count, np.int64), np.zeros(count)
+
+    def note(self, indices: np.ndarray, logits: Tensor) -> None:
+        """Note the predictions of the items ``indices`` [n] by their ``logits`` [n, classes]."""
+        shares, classes = logits.softmax(-1).max(-1)
+        self.classes[indices], self.shares[indices] = classes.numpy(), shares.double().numpy()
+
+    def write(
+        self, path: str, labels: np.ndarray, names: Sequence[str], input: Callable[[int], Mapping[str, Any]]
+    ) -> None:
+        """Write a row for every item, numbered from 1, with what ``input`` says of it (from 0), and its label."""
+        with writing_table(path) as write:
+            for index, (predicted, share) in enumerate(zip(self.classes.tolist(), self.shares.tolist(), strict=True)):
+                label = names[int(labels[index])]
+                answer = {"label": label, "class": names[predicted], "probability": share}
+                write({"item": index + 1} | dict(input(index)) | answer)
 
 
 def most_probable(probabilities: Tensor, names: Sequence[str], top_k: int) -> list[dict[str, Any]]:

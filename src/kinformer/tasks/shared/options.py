@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from kinformer.runtime.errors import KinformerError, marked, require, require_share
 from kinformer.runtime.fields import Checked
 from kinformer.runtime.parsing import parse_count
+from kinformer.runtime.tables import check_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,18 @@ def whole_numbers(flag: str, text: str, of: str, example: str) -> tuple[int, ...
         if min(numbers) > 0:
             return tuple(sorted(numbers))
     raise KinformerError(f"{flag} {text}: are no numbers of {of}; write as in {example}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassEvaluationOptions:
+    """Options of evaluating classes."""
+
+    predictions: str | None = None
+    """Also write a table of every item, its class, the predicted one and its probability: .jsonl, .csv or .tsv."""
+
+    def __post_init__(self) -> None:
+        if self.predictions is not None:
+            check_table("predictions", self.predictions)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from kinformer.runtime.words import plural
 from kinformer.tasks.classify.evaluate import LabelMeasurement
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
 from kinformer.tasks.runs import LoadedRun
-from kinformer.tasks.shared.classes import by_class, classes_of, numbers_of
+from kinformer.tasks.shared.classes import ClassPredictions, by_class, classes_of, numbers_of
 from kinformer.tasks.shared.text import heading, identity_of_part, note_other_data, spec_of
 from kinformer.tasks.vision.options import VisionEvaluationOptions
 from kinformer.tasks.vision.rows import tensors
@@ -38,9 +38,15 @@ class ImageMeasurement(LabelMeasurement):
 
 
 def measure_images(
-    model: Any, images: Images, count: int, classes: int, progress: ProgressCallback | None = None
+    model: Any,
+    images: Images,
+    count: int,
+    classes: int,
+    progress: ProgressCallback | None = None,
+    predictions: ClassPredictions | None = None,
 ) -> ImageMeasurement:
-    """Measure ``model`` (in eval mode) on the first ``count`` of ``images``."""
+    """Measure ``model`` (in eval mode) on the first ``count`` of ``images``; ``predictions`` notes what it predicts of
+    each."""
     device = device_of(model)
     batches: list[tuple[np.ndarray, ...]] = []
     nats = 0.0
@@ -51,6 +57,8 @@ def measure_images(
             nats += float(functional.cross_entropy(logits, labels, reduction="sum"))
             require_finite(isfinite(nats))
             sure, guesses = logits.softmax(-1).max(-1)
+            if predictions is not None:
+                predictions.note(np.arange(first, first + len(labels)), logits)
             batches.append((labels.numpy(), guesses.numpy(), sure.double().numpy()))
             if progress is not None:
                 progress(first + len(labels), count)
@@ -83,7 +91,11 @@ def evaluate(
     count = len(images) if task_options.max_items is None else min(task_options.max_items, len(images))
     begun = time.perf_counter()
     with progressing(quiet) as progress:
-        measured = measure_images(subject.model, images, count, len(classes), progress)
+        predictions = None if task_options.predictions is None else ClassPredictions(count)
+        measured = measure_images(subject.model, images, count, len(classes), progress, predictions)
+    if predictions is not None and task_options.predictions is not None:
+        assert images.labels is not None
+        predictions.write(task_options.predictions, images.labels, classes, lambda _: {})
     counts, table = by_class(classes, measured, "images")
     text = (
         heading(subject, result, evaluation_settings.split),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from kinformer.runtime.errors import KinformerError, choose, marked, require
+from kinformer.tasks.shared.options import ClassEvaluationOptions
 
 AUGMENTATIONS = ("crop", "flip", "randaugment", "erasing", "mixup", "cutmix")
 NOTHING = "none"
@@ -70,7 +71,7 @@ class VisionOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionEvaluationOptions:
+class VisionEvaluationOptions(ClassEvaluationOptions):
     """Options of evaluating image classification."""
 
     max_items: int | None = None
@@ -78,6 +79,7 @@ class VisionEvaluationOptions:
 
     def __post_init__(self) -> None:
         require("max_items", self.max_items, 1)
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
