@@ -11,7 +11,7 @@ from kinformer.comparison import compare as comparing
 from kinformer.comparison.machine import Floor
 from kinformer.runtime.errors import KinformerError, as_flags
 
-OTHER_NAMES = {"list": "members", "import": "import_checkpoint"}
+OTHER_NAMES = {"chat": "stream", "list": "members", "import": "import_checkpoint"}
 ABOUT_THE_SHELL = {"completion"}
 
 

@@ -50,6 +50,8 @@ def test_a_chat_carries_its_text_from_line_to_line(cli, gpt_run):
 def test_a_chat_frames_lines_and_refuses_a_run_that_continues_nothing(cli, gpt_run, make_run):
     code, out, err = cli("chat", gpt_run, "--before", "A: ", "--after", r"\nB:", "--seed", 2, stdin=b"wind\n")
     assert code == 0 and out == "".join(kinformer.stream(gpt_run, "A: wind\nB:", seed=2)) + "\n", err
+    facts = json.loads(cli("chat", gpt_run, "--seed", 2, "--json", stdin=b"wind\n")[1])
+    assert facts == {"line": "wind", "text": "".join(kinformer.stream(gpt_run, "wind\n", seed=2))}
     assert cli("chat", make_run("bert"), stdin=b"a\n")[0] == 2
 
 

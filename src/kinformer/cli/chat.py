@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass, field
 
@@ -25,7 +26,8 @@ class Options(GenerateOptions, Printing):
     after: str = "\\n"
     """What stands after every line of yours, and which the run continues; a backslash and n are a new line."""
     samples: Hidden = 1  # type: ignore[assignment]
-    json: Hidden = False  # type: ignore[assignment]
+    json: bool = False
+    """Print a JSON object for every turn, one on a line, instead of text as it is drawn."""
     task_options: Hidden = field(default_factory=dict)
 
 
@@ -53,8 +55,12 @@ def run(options: Options) -> int:
             continue
         text = options.before + line.rstrip("\r\n") + options.after
         try:
-            for piece in conversation.turn(text.replace("\\n", "\n")):
-                print(piece, end="", flush=True)
+            pieces = conversation.turn(text.replace("\\n", "\n"))
+            if options.json:
+                print(json.dumps({"line": line.rstrip("\r\n"), "text": "".join(pieces)}, ensure_ascii=False), end="")
+            else:
+                for piece in pieces:
+                    print(piece, end="", flush=True)
         except KeyboardInterrupt:  # this turn alone ends
             pass
         except KinformerError as error:

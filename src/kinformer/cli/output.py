@@ -73,15 +73,13 @@ def telling(options: Any) -> Iterator[None]:
     begun, out = time.monotonic(), tolerant(sys.stderr)
     device = f", device {options.device}" if hasattr(options, "device") else ""
     print(f"kinformer {__version__}, Python {platform.python_version()}, {_packages()}{device}", file=out, flush=True)
-    try:
-        yield
-    finally:
-        torch: Any = sys.modules.get("torch")
-        threads = "" if torch is None else f" with {plural(torch.get_num_threads(), 'thread')}"
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        used, peak = usage.ru_utime + usage.ru_stime, size(usage.ru_maxrss * 1024)
-        took = f"{time.monotonic() - begun:.1f} s{threads}, {used:.1f} s of processor time, at most {peak} of memory"
-        print(f"kinformer: {took}", file=out, flush=True)
+    yield
+    torch: Any = sys.modules.get("torch")
+    threads = "" if torch is None else f" with {plural(torch.get_num_threads(), 'thread')}"
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    used, peak = usage.ru_utime + usage.ru_stime, size(usage.ru_maxrss * 1024)
+    took = f"{time.monotonic() - begun:.1f} s{threads}, {used:.1f} s of processor time, at most {peak} of memory"
+    print(f"kinformer: {took}", file=out, flush=True)
 
 
 def _packages() -> str:
