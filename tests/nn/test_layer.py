@@ -1,6 +1,7 @@
 """One layer of every member: the plain interface is the contract, and nothing else."""
 
 import copy
+import functools
 import io
 import pickle
 
@@ -15,39 +16,7 @@ from kinformer.nn import CausalLayer, states
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import verify_layer
 from tests.members import MEMBERS
-
-DIM = 32
-SETTINGS = {
-    "linformer": {"max_length": 32},
-    "tensorized": {"max_length": 32},
-    "sinkhorn": {"max_length": 32},
-}
-"""What a layer of this test needs beside its width: sequences are short."""
-GRID = {"swin", "windows", "convformer", "separable_convolution"}
-RECORDS = kinformer.layers()
-NAMES = [record.name for record in RECORDS]
-CAUSAL = [record.name for record in RECORDS if record.causal]
-BIDIRECTIONAL = [record.name for record in RECORDS if not record.causal and record.name not in GRID]
-
-
-def made(name, block=False, seed=0, **settings):
-    """A tiny layer in float64; ``settings`` go before those of this test."""
-    torch.manual_seed(seed)
-    recipe = "tiny" if name in MEMBERS else "small"
-    known = kinformer.nn.factory._layer_config(name, recipe)
-    fits = {key: value for key, value in SETTINGS.get(name, {}).items() if hasattr(known, key)}
-    return kinformer.layer(name, DIM, block=block, recipe=recipe, dtype=torch.float64, **fits, **settings).eval()
-
-
-def extras(name, layer, batch):
-    """The arguments without which a layer of this name does not run."""
-    if name in GRID:
-        return {"grid": (4, 4)}
-    return {"context": randn(1, 7, DIM, seed=9).expand(batch, -1, -1)} if getattr(layer, "reads_context", False) else {}
-
-
-def randn(*shape, seed=1):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.nn.layers import BIDIRECTIONAL, CAUSAL, DIM, NAMES, extras, made, randn
 
 
 @pytest.mark.parametrize("block", [False, True], ids=["mixer", "block"])
@@ -139,46 +108,69 @@ def test_the_battery_takes_a_layer_as_it_is(name):
     assert not report.failed
 
 
-@pytest.mark.parametrize("block", [False, True], ids=["mixer", "block"])
-@pytest.mark.parametrize("name", ["gpt", "gated-deltanet", "memorizing", "adaptive-span", "pkm", "bert"])
-def test_a_layer_is_an_ordinary_module(name, block):
-    layer, x = made(name, block), randn(2, 8, DIM)
-    y = layer(x)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_is_an_ordinary_module(name):
+    block = name in MEMBERS
+    layer, x = made(name, block), randn(2, 16, DIM)
+    options = extras(name, layer, 2)
+    y = layer(x, **options)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert torch.equal(other(x), y)
+        assert torch.equal(other(x, **options), y)
     other = made(name, block, seed=5)
-    assert not torch.equal(other(x), y)
+    assert not torch.equal(other(x, **options), y)
     other.load_state_dict(layer.state_dict())
-    assert torch.equal(other(x), y)
+    assert torch.equal(other(x, **options), y)
     with torch.device("meta"):
-        empty = kinformer.layer(name, DIM, block=block, recipe="tiny")
+        empty = made(name, block)
     assert {weight.device.type for weight in empty.parameters()} == {"meta"}
+    empty.load_state_dict(layer.state_dict(), assign=True)
     layer.train()
     for parameter in layer.parameters():
         parameter.grad = None
-    inputs = x.clone().requires_grad_()
-    layer(inputs).square().sum().backward()
-    want = inputs.grad
-    again = x.clone().requires_grad_()
-    checkpoint(layer, again, use_reentrant=False).square().sum().backward()
-    assert torch.allclose(again.grad, want)
+    gradients = []
+    for call in (layer, functools.partial(checkpoint, layer, use_reentrant=False)):
+        torch.manual_seed(0)
+        inputs = x.clone().requires_grad_()
+        call(inputs, **options).square().sum().backward()
+        gradients.append(inputs.grad)
+    assert torch.allclose(*gradients)
+    layer, options = (
+        layer.eval().float(),
+        {key: value.float() if torch.is_tensor(value) else value for key, value in options.items()},
+    )
     with torch.autocast("cpu", torch.bfloat16):
-        half = layer.float()(x.float())
-    assert torch.allclose(half.double(), y, atol=0.15)
+        half = layer(x.float(), **options)
+    assert (half.double() - y).abs().max() < 0.05 * y.abs().max()
+
+
+HOST = {"compressive", "memorizing", "sparse-transformer", "cross"}
+"""What no graph of PyTorch's exporter holds: memories that the host moves, a stride whose keys follow from
+the data, and names of tensors that begin alike (v and valid), which it confuses."""
+
+
+@pytest.mark.parametrize("name", [name for name in CAUSAL if name not in HOST])
+def test_a_step_exports(name):
+    layer, x = made(name).float(), randn(2, 8, DIM).float()
+    with torch.no_grad():
+        _, state = layer(x, return_state=True, **{key: value.float() for key, value in extras(name, layer, 2).items()})
+    step = x[:, :1]
+    want, after = layer(step, state, return_state=True)
+    program = torch.export.export(layer, (step, state), {"return_state": True})
+    got, end = program.module()(step, state, return_state=True)
+    assert torch.allclose(got, want, atol=1e-6)
+    assert states.difference(end, after) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["gpt", "linear-transformer", "gated-deltanet", "local"])
-def test_a_step_compiles_and_exports(name):
+def test_a_step_compiles(name):
+    torch.compiler.reset()
     layer, x = made(name).float(), randn(2, 8, DIM).float()
     with torch.no_grad():
-        _, state = layer(x, return_state=True)
+        _, state = layer(x, return_state=True, **{key: value.float() for key, value in extras(name, layer, 2).items()})
     step = x[:, :1]
     want, after = layer(step, state, return_state=True)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    got, _ = compiled(step, state, return_state=True)
-    assert torch.allclose(got, want, atol=1e-6)
-    program = torch.export.export(layer, (step, state), {"return_state": True})
-    got, end = program.module()(step, state, return_state=True)
+    got, end = compiled(step, state, return_state=True)
     assert torch.allclose(got, want, atol=1e-6)
     assert states.difference(end, after) < 1e-6
 

@@ -54,7 +54,7 @@ def lstm(
         raise KinformerError(f"lstm: impl={impl!r} is unknown; use one of {', '.join(IMPLS)}.")
     if impl == "reference":
         return reference.recurrence(x, h, c, weights, valid, reset)
-    if x.is_meta or isinstance(x, FakeTensor):
+    if x.is_meta or (isinstance(x, FakeTensor) and not torch.compiler.is_compiling()):
         return _stand_in(x, h, weights)
     if valid is None and reset is None:
         return _native_whole(x, h, c, weights)
