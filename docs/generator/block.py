@@ -25,6 +25,7 @@ BRANCHES = {
     "pre": (["norm"], [], "+", ""),
     "post": ([], [], "+", "norm"),
     "res_post": ([], ["norm"], "+", ""),
+    "sandwich": (["norm"], ["norm"], "+", ""),
     "reordered": (["norm"], ["relu"], "+", ""),
     "gated": (["norm"], ["relu"], "gate", ""),
 }

@@ -203,7 +203,7 @@ def import_checkpoint(folder: str | Path, out: str | Path, name: str = "imported
 
     The result has ``run``, ``parameters``, ``tokenizer`` (whether there was one) and ``notes``.
 
-    folder: the checkpoint, of GPT-2, BERT, RoBERTa, Longformer, Big Bird, Marian, ViT, DeiT or Swin.
+    folder: the checkpoint; the how-to on Hugging Face checkpoints lists what can be imported.
     out: the run folder, which must be new or empty.
     name: what the run calls its recipe.
 

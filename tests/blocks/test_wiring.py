@@ -4,12 +4,17 @@ import pytest
 import torch
 from torch import nn
 
-from kinformer.blocks.feed_forward import MLP
+from kinformer.blocks.feed_forward import MLP, GeGLU
 from kinformer.blocks.layer import DecoderLayer
-from kinformer.blocks.residual import PostNorm, PreNorm
+from kinformer.blocks.norms import LayerNorm
+from kinformer.blocks.parallel import ParallelLayer
+from kinformer.blocks.residual import PostNorm, PreNorm, Sandwich
 from kinformer.core.contract import Chunk
 from kinformer.family.build import build
+from kinformer.heads.language import LanguageModelHead
+from kinformer.mixers.cross import CrossAttention
 from kinformer.mixers.softmax import SoftmaxAttention
+from kinformer.runtime.errors import KinformerError
 
 NAMES = {
     "self_attn.in_proj_weight": "mixer.projection.qkv.weight",
@@ -73,3 +78,70 @@ def test_xavier_weights_have_the_variance_of_their_shape():
         assert float(linear.weight.detach().var()) == pytest.approx(2 / sum(linear.weight.shape), rel=0.05)
         assert not linear.bias.any()
     assert float(model.input.embedding.weight.detach().std()) == pytest.approx(256**-0.5, rel=0.05)
+
+
+def random_layer(config):
+    torch.manual_seed(0)
+    layer = config.build(12).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return layer, torch.randn(2, 7, 12, dtype=torch.float64)
+
+
+def test_parallel_sublayers_read_the_same_stream():
+    layer, x = random_layer(ParallelLayer.Config(mixer=SoftmaxAttention.Config(num_heads=3)))
+    mixed, _ = layer.mixer(Chunk(layer.mixer_residual.norm(x)), layer.mixer.initial_state(2))
+    want = x + mixed + layer.feed_forward(layer.feed_forward_residual.norm(x))
+    y, _ = layer(Chunk(x), layer.initial_state(2))
+    assert (y - want).abs().max() < 1e-12
+    mask = torch.rand(2, 7) < 0.5
+    some, _ = layer(Chunk(x), layer.initial_state(2), mask)
+    assert torch.equal(some, torch.where(mask[..., None], y, x))
+
+
+def test_parallel_refuses_what_is_not_parallel():
+    mixer = SoftmaxAttention.Config(num_heads=3)
+    with pytest.raises(KinformerError, match="changes; use pre, res_post"):
+        ParallelLayer.Config(mixer=mixer, residual=PostNorm.Config()).build(12)
+    with pytest.raises(KinformerError, match="no place for further_mixers"):
+        ParallelLayer.Config(mixer=mixer, further_mixers=(CrossAttention.Config(),))
+    with pytest.raises(KinformerError, match="has one step"):
+        build("gpt", "tiny", 23, {"layers.*": {"kind": "parallel", "mixer": "softmax"}, "stack": "reversible"})
+
+
+def test_a_sandwich_has_a_norm_on_either_side():
+    config = DecoderLayer.Config(mixer=SoftmaxAttention.Config(num_heads=3), residual=Sandwich.Config())
+    layer, x = random_layer(config)
+    residual = layer.mixer_residual
+    mixed, _ = layer.mixer(Chunk(residual.inner_norm(x)), layer.mixer.initial_state(2))
+    x1 = x + residual.norm(mixed)
+    residual = layer.feed_forward_residual
+    want = x1 + residual.norm(layer.feed_forward(residual.inner_norm(x1)))
+    assert (layer(Chunk(x), layer.initial_state(2))[0] - want).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(("activation", "approximate"), [("gelu", "none"), ("gelu_tanh", "tanh")])
+def test_geglu(activation, approximate):
+    layer, x = random_layer(GeGLU.Config(hidden_dim=20, activation=activation))
+    gate, up = layer.gate_up(x).chunk(2, dim=-1)
+    want = layer.down(nn.functional.gelu(gate, approximate=approximate) * up)
+    assert (layer(x) - want).abs().max() < 1e-12
+
+
+def test_logits_are_capped_and_embeddings_normed():
+    torch.manual_seed(0)
+    plain = build("gpt", "tiny", 23, {"head.tied": False})
+    tokens = torch.randint(23, (2, 9))
+    capped = plain.config.replace(head=LanguageModelHead.Config(tied=False, softcap=0.3)).build()
+    weights = {name.replace("head.", "head.inner."): weight for name, weight in plain.state_dict().items()}
+    capped.load_state_dict(weights)
+    with torch.no_grad():
+        assert (capped(tokens)[0] - 0.3 * (plain(tokens)[0] / 0.3).tanh()).abs().max() < 1e-6
+    normed = plain.config.replace(embedding_norm=LayerNorm()).build()
+    entered = []
+    normed.stack.layers[0].register_forward_pre_hook(lambda module, inputs: entered.append(inputs[0].x))
+    normed(tokens)
+    assert entered[0].mean(-1).abs().max() < 1e-6
+    with pytest.raises(KinformerError, match="softcap must be above 0"):
+        LanguageModelHead.Config(softcap=0.0)

@@ -56,7 +56,26 @@ KINDS: dict[str, tuple[str, dict]] = {
     "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "gpt_neox": ("GPTNeoX", {}),
+    "opt": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}),
+    "bloom": ("Bloom", {"n_head": 4, "n_layer": 3}),
+    "mpt": ("Mpt", {"d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 64}),
+    "gemma": ("Gemma", {"head_dim": 8}),
+    "gemma2": (
+        "Gemma2",
+        {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 3.0}
+        | {"final_logit_softcapping": 5.0, "attn_implementation": "eager"},
+    ),
+    "gemma3_text": ("Gemma3Text", {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 12}),
 }
+UNKNOWN = {
+    "GPT2": ("num_key_value_heads", "intermediate_size"),
+    "GPTNeoX": ("num_key_value_heads",),
+    "OPT": ("num_key_value_heads", "intermediate_size"),
+    "Bloom": ("num_key_value_heads", "intermediate_size", "max_position_embeddings"),
+    "Mpt": ("num_key_value_heads", "intermediate_size", "max_position_embeddings"),
+}
+"""The sizes that a model's config does not have under that name."""
+MODELS = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
 MAIN = ("gpt2", "llama")
 
 
@@ -65,12 +84,10 @@ def new_model(kind="gpt2", **changes):
     import transformers
 
     prefix, settings = KINDS[kind]
-    sizes = SIZES if prefix not in ("GPT2", "GPTNeoX") else {k: v for k, v in SIZES.items() if "key_value" not in k}
-    if prefix == "GPT2":
-        sizes = {name: value for name, value in sizes.items() if name != "intermediate_size"}
+    sizes = {name: value for name, value in SIZES.items() if name not in UNKNOWN.get(prefix, ())}
     torch.manual_seed(0)
     config = getattr(transformers, f"{prefix}Config")(**sizes | settings | changes)
-    model = getattr(transformers, f"{prefix}{'LMHeadModel' if prefix == 'GPT2' else 'ForCausalLM'}")(config).eval()
+    model = getattr(transformers, MODELS.get(prefix, f"{prefix}ForCausalLM"))(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)

@@ -29,6 +29,10 @@ IMPORTED = {
     "qwen2": ("qwen2", {}),
     "qwen2 without windows": ("qwen2", {"use_sliding_window": False}),
     "qwen3": ("qwen3", {}),
+    **{name: (name, {}) for name in ("gemma", "gemma2", "gemma3_text", "gpt_neox", "opt", "bloom", "mpt")},
+    "gemma2 without caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gpt_neox one after the other": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
+    "bloom with 6 heads": ("bloom", {"n_head": 6, "hidden_size": 24}),
     "qwen3 with windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}),
 }
 

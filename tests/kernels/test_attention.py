@@ -81,7 +81,7 @@ def test_sets_without_an_order(impl: str, time: int, masked: bool) -> None:
     assert_alike(outcome(operands(time), *request, impl=impl), outcome(operands(time), *request, impl="reference"))
 
 
-@pytest.mark.parametrize("form", ["dot", "modulus", "additive"])
+@pytest.mark.parametrize("form", ["dot", "capped", "modulus", "additive"])
 @pytest.mark.parametrize("time", [5, 30])
 def test_sets_with_scores_of_any_form(time: int, form: str) -> None:
     vector = torch.randn(HEADS, WIDTH, dtype=torch.float64) if form == "additive" else None

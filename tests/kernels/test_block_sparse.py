@@ -146,7 +146,7 @@ def test_a_narrow_range_of_distances_on_both_sides(names: str) -> None:
         agree(problem_of(pattern, 0.7, counting(150, 0), relative), 150, 0, others)
 
 
-@pytest.mark.parametrize("form", ["modulus", "additive"])
+@pytest.mark.parametrize("form", ["capped", "modulus", "additive"])
 @pytest.mark.parametrize("name", ["window", "strided", "fixed per head"])
 def test_forms(name: str, form: str) -> None:
     vector = torch.randn(HEADS, WIDTH, dtype=torch.float64, requires_grad=True) if form == "additive" else None
@@ -180,7 +180,7 @@ def test_rows_of_their_own_and_new_beginnings(name: str) -> None:
 @pytest.mark.parametrize("name", ["causal", "window", "strided", "fixed per head", "global"])
 def test_one_query(name: str, names: str) -> None:
     relative, _ = tables(names, HEADS, 45)
-    for form in ("dot", "modulus", "additive") if not names else ("dot",):
+    for form in ("dot", "capped", "modulus", "additive") if not names else ("dot",):
         vector = torch.randn(HEADS, WIDTH, dtype=torch.float64) if form == "additive" else None
         for positions in (torch.tensor([[44], [44]]), torch.tensor([[31], [7]])):
             inputs, _ = operands(1, 44)

@@ -4,6 +4,7 @@ import torch
 
 from kinformer.scores.additive import Additive
 from kinformer.scores.bilinear import Bilinear
+from kinformer.scores.capped import Capped
 from kinformer.scores.dot import Dot
 from kinformer.scores.modulus import Modulus
 from kinformer.scores.scaled_dot import ScaledDot
@@ -14,6 +15,7 @@ SCORES = {
     "dot": Dot.Config(),
     "bilinear": Bilinear.Config(),
     "additive": Additive.Config(),
+    "capped": Capped.Config(cap=2.0),
     "modulus": Modulus.Config(),
 }
 

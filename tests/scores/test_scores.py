@@ -23,6 +23,7 @@ from kinformer.positions.xl import TransformerXL, sinusoids
 from kinformer.runtime.errors import KinformerError
 from kinformer.scores.additive import Additive
 from kinformer.scores.bilinear import Bilinear
+from kinformer.scores.capped import Capped
 from kinformer.scores.dot import Dot
 from kinformer.scores.modulus import Modulus
 from kinformer.scores.scaled_dot import ScaledDot
@@ -67,6 +68,11 @@ def complex_modulus(q, k):
 
 
 FORMULAS = {
+    "scaled_dot": (ScaledDot.Config(scale=0.7), lambda mixer: lambda q, k: 0.7 * (q @ k.mT)),
+    "capped": (
+        Capped.Config(cap=0.5, scale=0.7),
+        lambda mixer: lambda q, k: 0.5 * (0.7 * (q @ k.mT) / 0.5).tanh(),
+    ),
     "dot": (Dot.Config(), lambda mixer: lambda q, k: q @ k.mT),
     "bilinear": (
         Bilinear.Config(),
@@ -90,6 +96,13 @@ def test_score_by_its_formula(name, impl):
     want = dense(mixer, formula(mixer))
     assert (outputs(mixer) - want).abs().max() < 1e-9
     assert (want - outputs(attention(ScaledDot.Config()))).abs().max() > 1e-3
+
+
+def test_a_cap_far_above_all_scores_is_the_scaled_dot():
+    plain, capped = attention(ScaledDot.Config()), attention(Capped.Config(cap=1e6))
+    assert (outputs(capped, plain) - outputs(plain)).abs().max() < 1e-9
+    with pytest.raises(KinformerError, match="cap must be above 0"):
+        Capped.Config(cap=0.0)
 
 
 def test_bilinear_begins_as_the_scaled_dot():
@@ -190,7 +203,7 @@ def test_scores_and_distances_are_one_in_all_kernels_or_refused(score, position)
         )
         return lambda: config.build(DIM)
 
-    if score in ("modulus", "additive") and position in ("shaw", "xl"):
+    if score in ("capped", "modulus", "additive") and position in ("shaw", "xl"):
         for mixer in (SoftmaxAttention, SegmentMemory, BidirectionalAttention):
             with pytest.raises(KinformerError, match=f"'{score}' is no product of a query and a key"):
                 mixer.Config(num_heads=HEADS, score=SCORES[score], position=BY_DISTANCE[position]).build(DIM)

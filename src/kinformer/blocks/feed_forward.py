@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +86,8 @@ class SwiGLU(nn.Module):
     """The feed-forward down(silu(gate(x)) * up(x)) (Shazeer 2020); ``hidden_dim``
     defaults to 8/3 * dim, up to a multiple of 8."""
 
+    activation: Activation = "silu"
+
     @dataclass(frozen=True, kw_only=True)
     class Config(FeedForwardConfig):
         kind = "swiglu"
@@ -96,7 +98,7 @@ class SwiGLU(nn.Module):
         def build(self, dim: int) -> SwiGLU:
             return SwiGLU(self, dim)
 
-    def __init__(self, config: Config, dim: int) -> None:
+    def __init__(self, config: Any, dim: int) -> None:
         super().__init__()
         hidden_dim = config.hidden_dim or -(-8 * dim // 3 // 8) * 8
         self.chunks = config.chunks
@@ -108,7 +110,23 @@ class SwiGLU(nn.Module):
 
     def _part(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(functional.silu(gate) * up)
+        return self.down(_activate(gate, self.activation) * up)
+
+
+class GeGLU(SwiGLU):
+    """The feed-forward down(gelu(gate(x)) * up(x)) (Shazeer 2020), whose gate is ``activation``: exact, or by tanh."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(SwiGLU.Config):
+        kind = "geglu"
+        activation: Literal["gelu", "gelu_tanh"] = "gelu"
+
+        def build(self, dim: int) -> GeGLU:
+            return GeGLU(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__(config, dim)
+        self.activation = config.activation
 
 
 class Boom(nn.Module):

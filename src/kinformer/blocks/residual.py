@@ -3,6 +3,7 @@
     pre-norm    x + F(norm(x))       (Xiong et al. 2020; needs a final norm after the stack)
     post-norm   norm(x + F(x))       (Vaswani et al. 2017; needs a warm-up)
     res-post    x + norm(F(x))       (Liu et al. 2022)
+    sandwich    x + norm'(F(norm(x)))    (Ding et al. 2021, CogView, section 2.4; Gemma 2)
 
 Dropout falls on F's output, before the residual sum.
 """
@@ -116,3 +117,21 @@ class ResPostNorm(Residual):
 
     def add(self, y: Tensor) -> Tensor:
         return super().add(self.norm(y))
+
+
+class Sandwich(ResPostNorm):
+    """The residual x + norm'(F(norm(x))), with a norm on either side of F (Ding et al. 2021, section 2.4)."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(ResidualConfig):
+        kind = "sandwich"
+
+        def build(self, dim: int, norm: NormConfig, dropout: float) -> Sandwich:
+            return Sandwich(dim, norm, dropout)
+
+    def __init__(self, dim: int, norm: NormConfig, dropout: float) -> None:
+        super().__init__(dim, norm, dropout)
+        self.inner_norm = norm.build(dim)
+
+    def enter(self, x: Tensor) -> Tensor:
+        return self.inner_norm(x)

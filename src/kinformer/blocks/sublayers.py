@@ -46,6 +46,11 @@ def fed(residual: Residual, feed_forward: nn.Module, x: Tensor, valid: Tensor | 
     return residual.leave(x, _fed(residual, feed_forward, x, valid), share)
 
 
+def fed_output(residual: Residual, feed_forward: nn.Module, x: Tensor, valid: Tensor | None) -> Tensor:
+    """Return what ``feed_forward`` adds to the stream x [batch, time, dim], in an additive residual."""
+    return residual.added(_fed(residual, feed_forward, x, valid))
+
+
 def _fed(residual: Residual, feed_forward: nn.Module, x: Tensor, valid: Tensor | None) -> Tensor:
     y = residual.enter(x)
     if isinstance(feed_forward, EncoderMixer):

@@ -149,8 +149,9 @@ def check_heads(config: PatternConfig, pattern: Pattern, num_heads: int) -> None
 class Score(nn.Module):
     """The score of a query and a key. ``scale`` multiplies their product.
 
-    ``form`` names how the kernels combine them: ``dot`` q.k, ``modulus`` the absolute value of the complex product of
-    q and k (first half real, second half imaginary, not conjugated), ``additive`` vector . tanh(q + k).
+    ``form`` names how the kernels combine them: ``dot`` q.k, ``capped`` tanh(q.k), ``modulus`` the absolute value of
+    the complex product of q and k (first half real, second half imaginary, not conjugated), ``additive`` vector .
+    tanh(q + k).
     """
 
     form: str = "dot"

@@ -88,12 +88,13 @@ def _other_parts() -> list[type[Config]]:
         unit,
     )
     from kinformer.projections import complex, convolved, grouped, multi_head, normalised
-    from kinformer.scores import additive, bilinear, dot, dynamic_span, modulus, scaled_dot, soft_span
+    from kinformer.scores import additive, bilinear, capped, dot, dynamic_span, modulus, scaled_dot, soft_span
 
     return [
         scaled_dot.ScaledDot.Config,
         dot.Dot.Config,
         bilinear.Bilinear.Config,
+        capped.Capped.Config,
         additive.Additive.Config,
         modulus.Modulus.Config,
         soft_span.SoftSpan.Config,

@@ -97,20 +97,23 @@ def encoders() -> list[type[Config]]:
 
 def blocks() -> list[type[Config]]:
     """Return the layers, residuals, norms and feed-forwards."""
-    from kinformer.blocks import feed_forward, gated, layer, macaron, norms, product_keys, residual, sha_rnn
+    from kinformer.blocks import feed_forward, gated, layer, macaron, norms, parallel, product_keys, residual, sha_rnn
     from kinformer.mixers import separable_transition
 
     return [
         layer.DecoderLayer.Config,
         macaron.MacaronLayer.Config,
+        parallel.ParallelLayer.Config,
         sha_rnn.ShaRnnLayer.Config,
         residual.PreNorm.Config,
         residual.PostNorm.Config,
         residual.ResPostNorm.Config,
+        residual.Sandwich.Config,
         gated.Reordered.Config,
         gated.Gated.Config,
         feed_forward.MLP.Config,
         feed_forward.SwiGLU.Config,
+        feed_forward.GeGLU.Config,
         feed_forward.Boom.Config,
         separable_transition.SeparableTransition,
         product_keys.ProductKeys.Config,

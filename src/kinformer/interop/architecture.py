@@ -39,7 +39,7 @@ class Architecture:
     def model_config(self, config: Mapping[str, Any], place: Path) -> dict[str, Any]:
         """Return our model config, as data, of the ``config.json`` at ``place``."""
         full = {**self.defaults, **config}
-        require(full, place, self.required)
+        require({name: value for name, value in full.items() if value is not None}, place, self.required)
         for name in ("num_hidden_layers", "n_layer", "n_layers"):
             if name in full:
                 whole(full, place, name, most=DEPTH)
@@ -53,13 +53,29 @@ class Architecture:
         """Return the weights under our names; a tensor that such a language model does not have is an error."""
         import torch
 
-        weights = self.key_map(model).read(tensors, model, folder, self.title)
+        weights = self.key_map(model).read(tensors, model, folder, self.title) | _slopes(model)
         if not model["head"]["tied"]:
             return weights
-        output, table = weights.pop("head.output.weight", None), weights.get("input.embedding.weight")
+        output = weights.pop("head.output.weight", weights.pop("head.inner.output.weight", None))
+        table = weights.get("input.embedding.weight")
         if output is not None and table is not None and not torch.equal(output, table):
             raise KinformerError(
                 f"{folder}: the output matrix differs from the embedding, but config.json ties them; set "
                 "tie_word_embeddings to false there if the two were trained separately."
             )
         return weights
+
+
+def _slopes(model: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return what the layers with ALiBi store beside their weights."""
+    from kinformer.nn import AlibiBias
+
+    stored: dict[str, Tensor] = {}
+    for number, layer in enumerate(model["layers"]):
+        mixer = layer["mixer"]
+        if mixer.get("position") == "alibi":
+            position = AlibiBias().build_heads(1, mixer["num_heads"], 1)
+            stored |= {
+                f"stack.layers.{number}.mixer.position.{name}": one for name, one in position.state_dict().items()
+            }
+    return stored

@@ -11,7 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kinformer.interop import bert, big_bird, deit, encoder_weights, gpt2, images, llama, longformer, marian, swin, vit
+from kinformer.interop import (
+    bert,
+    big_bird,
+    decoders,
+    deit,
+    encoder_weights,
+    gpt2,
+    images,
+    llama,
+    longformer,
+    marian,
+    swin,
+    vit,
+)
 from kinformer.interop.encoder import Family
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import load_tensors, read_json, reading
@@ -58,7 +71,7 @@ FORMATS = {
     "gpt2": _Format(member="gpt", model_config=gpt2.model_config, convert=gpt2.convert, buffers=gpt2.MASKS),
     **{
         kind: _Format(member=one.member, model_config=one.model_config, convert=one.convert)
-        for kind, one in llama.ARCHITECTURES.items()
+        for kind, one in (llama.ARCHITECTURES | decoders.ARCHITECTURES).items()
     },
     "bert": _Format(member="bert", model_config=bert.bert_config, family=bert.BERT),
     "roberta": _Format(member="bert", model_config=bert.roberta_config, family=bert.ROBERTA),

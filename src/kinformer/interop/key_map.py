@@ -88,6 +88,22 @@ class OnePlus(Layout):
         return [tensor - 1]
 
 
+class Behind(Layout):
+    """Our table is theirs without its first ``rows``, which belong to no token."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def read(self, tensors: Sequence[Tensor], layer: Config) -> Tensor:
+        (tensor,) = tensors
+        return tensor[self.rows :]
+
+    def write(self, tensor: Tensor, layer: Config) -> list[Tensor]:
+        import torch
+
+        return [torch.cat([tensor.new_zeros(self.rows, tensor.shape[1]), tensor])]
+
+
 def head_rows(layer: Config) -> tuple[int, int, int]:
     """Return how many rows queries, keys and values have in the product of the layer's mixer."""
     mixer = layer["mixer"]
@@ -149,7 +165,7 @@ class KeyMap:
         weights: dict[str, Tensor] = {}
         parts: dict[tuple[str, int, Key, str], dict[int, Tensor]] = {}
         for name, tensor in tensors.items():
-            plain = name.removeprefix(self.prefix)
+            plain = self._plain(name)
             if self.left_out.fullmatch(plain):
                 continue
             where, number, inner = self._place(plain, self.layers)
@@ -192,6 +208,12 @@ class KeyMap:
                 full = _name(where + theirs, kind)
                 tensors[full if theirs in HEADS else self.prefix + full] = part.contiguous()
         return tensors
+
+    def _plain(self, name: str) -> str:
+        """Return ``name`` without the prefix, or what there is of its end."""
+        for part in self.prefix.split(".")[:-1]:
+            name = name.removeprefix(f"{part}.")
+        return name
 
     def _keys(self, number: int) -> tuple[Key, ...]:
         return self.model if number < 0 else self.layer

@@ -1,19 +1,21 @@
-"""LLaMA and the decoders like it, as the library transformers saves them: Mistral, Qwen2 and Qwen3.
+"""LLaMA and the decoders like it, as the library transformers saves them: Mistral, Qwen2, Qwen3 and Gemma 1 to 3.
 
-All have pre-norm layers with RMSNorm, rotary positions whose pairs lie half a head apart, and SwiGLU. They differ in
-biases, in the norm of queries and keys, and in which layers have a window.
+All have RMSNorm, rotary positions whose pairs lie half a head apart, and a gated feed-forward. They differ in biases,
+in the norm of queries and keys, and in which layers have a window. Gemma multiplies embeddings by sqrt(dim), rounded
+there to the weights' type and here not; from Gemma 2 on a sublayer has a norm on either side.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kinformer.interop.architecture import Architecture, Settings
-from kinformer.interop.key_map import GATE_UP, QKV, KeyMap, key
+from kinformer.interop.key_map import GATE_UP, ONE_PLUS, QKV, SAME, KeyMap, Layout, key
 from kinformer.interop.rotary import rope
-from kinformer.interop.settings import choice, number, switch, whole
+from kinformer.interop.settings import choice, number, positive, switch, whole
 from kinformer.runtime.errors import KinformerError
 
 DEFAULTS: Mapping[str, Any] = {
@@ -39,22 +41,64 @@ QWEN: Mapping[str, Any] = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+GEMMA: Mapping[str, Any] = {
+    **DEFAULTS,
+    "vocab_size": 256000,
+    "hidden_size": 3072,
+    "intermediate_size": 24576,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+GEMMA2: Mapping[str, Any] = {
+    **GEMMA,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+GEMMA3: Mapping[str, Any] = {
+    **GEMMA2,
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+}
+ENCODES = {"use_bidirectional_attention": False}
 FULL, WINDOW = "full_attention", "sliding_attention"
 
 
-def keys(model: Mapping[str, Any]) -> KeyMap:
-    """Return the key map of a LLaMA-like ``model``."""
-    normed = any(layer["mixer"]["projection"]["kind"] == "normalised" for layer in model["layers"])
+def keys(model: Mapping[str, Any], norm: Layout = SAME) -> KeyMap:
+    """Return the key map of a LLaMA-like ``model``; ``norm``: the layout of the weights of norms."""
+    first = model["layers"][0]
+    names = {"mixer_residual.norm": "input_layernorm", "feed_forward_residual.norm": "post_attention_layernorm"}
+    if first["residual"] in ("sandwich", {"kind": "sandwich"}):
+        names = {
+            "mixer_residual.inner_norm": "input_layernorm",
+            "mixer_residual.norm": "post_attention_layernorm",
+            "feed_forward_residual.inner_norm": "pre_feedforward_layernorm",
+            "feed_forward_residual.norm": "post_feedforward_layernorm",
+        }
+    normed = first["mixer"]["projection"]["kind"] == "normalised"
+    head = "head.output" if model["head"].get("softcap") is None else "head.inner.output"
     projection = "mixer.projection.inner" if normed else "mixer.projection"
-    norms = tuple(key(f"mixer.projection.{one}", f"self_attn.{one}") for one in ("q_norm", "k_norm") if normed)
+    if normed:
+        names |= {f"mixer.projection.{one}": f"self_attn.{one}" for one in ("q_norm", "k_norm")}
     return KeyMap(
-        model=(key("input.embedding", "embed_tokens"), key("norm", "norm"), key("head.output", "lm_head")),
+        model=(key("input.embedding", "embed_tokens"), key("norm", "norm", layout=norm), key(head, "lm_head")),
         layer=(
-            key("mixer_residual.norm", "input_layernorm"),
+            *(key(ours, theirs, layout=norm) for ours, theirs in names.items()),
             key(f"{projection}.qkv", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", layout=QKV),
-            *norms,
             key("mixer.out", "self_attn.o_proj"),
-            key("feed_forward_residual.norm", "post_attention_layernorm"),
             key("feed_forward.gate_up", "mlp.gate_proj", "mlp.up_proj", layout=GATE_UP),
             key("feed_forward.down", "mlp.down_proj"),
         ),
@@ -62,20 +106,24 @@ def keys(model: Mapping[str, Any]) -> KeyMap:
 
 
 def _llama(full: Settings, place: Path) -> dict[str, Any]:
+    choice(full, place, "hidden_act", ("silu",))
     biases = switch(full, place, "attention_bias")
     return like_llama(full, place, biases=(biases, biases))
 
 
 def _mistral(full: Settings, place: Path) -> dict[str, Any]:
+    choice(full, place, "hidden_act", ("silu",))
     windowed = full["sliding_window"] is not None
     return like_llama(full, place, kinds=[WINDOW if windowed else FULL] * full["num_hidden_layers"])
 
 
 def _qwen2(full: Settings, place: Path) -> dict[str, Any]:
+    choice(full, place, "hidden_act", ("silu",))
     return like_llama(full, place, kinds=_kinds(full, place), biases=(True, False))
 
 
 def _qwen3(full: Settings, place: Path) -> dict[str, Any]:
+    choice(full, place, "hidden_act", ("silu",))
     biases = switch(full, place, "attention_bias")
     return like_llama(full, place, kinds=_kinds(full, place), biases=(biases, biases), normed=True)
 
@@ -89,6 +137,57 @@ def _kinds(full: Settings, place: Path) -> list[str]:
         return layer_types(full, place, (FULL, WINDOW))
     first = whole(full, place, "max_window_layers", least=0)
     return [WINDOW if layer >= first else FULL for layer in range(depth)]
+
+
+def _gemma(full: Settings, place: Path) -> dict[str, Any]:
+    activation = "hidden_act" if full.get("hidden_activation") is None else "hidden_activation"
+    choice(full, place, activation, ("gelu_pytorch_tanh",))
+    return _as_gemma(like_llama(full, place, biases=(switch(full, place, "attention_bias"),) * 2))
+
+
+def _gemma2(full: Settings, place: Path) -> dict[str, Any]:
+    choice(full, place, "hidden_activation", ("gelu_pytorch_tanh",))
+    kinds = _alternating(full, place, 2)
+    score = {"scale": positive(full, place, "query_pre_attn_scalar") ** -0.5}
+    if full["attn_logit_softcapping"] is not None:
+        score |= {"kind": "capped", "cap": positive(full, place, "attn_logit_softcapping")}
+    model = like_llama(full, place, kinds, biases=(switch(full, place, "attention_bias"),) * 2)
+    return _as_gemma(model, score, full, place)
+
+
+def _gemma3(full: Settings, place: Path) -> dict[str, Any]:
+    choice(full, place, "hidden_activation", ("gelu_pytorch_tanh",))
+    pattern = full.get("sliding_window_pattern", full.get("_sliding_window_pattern", 6))
+    kinds = _alternating(full, place, whole({"sliding_window_pattern": pattern}, place, "sliding_window_pattern"))
+    local = {**full, "rope_theta": full.get("rope_local_base_freq", 10_000.0), "rope_scaling": None}
+    positions = {FULL: rope(full, place, FULL, base=1e6), WINDOW: rope(local, place, WINDOW)}
+    score = {"scale": positive(full, place, "query_pre_attn_scalar") ** -0.5}
+    biases = (switch(full, place, "attention_bias"),) * 2
+    model = like_llama(full, place, kinds, biases, normed=True, positions=positions)
+    return _as_gemma(model, score, full, place)
+
+
+def _as_gemma(
+    model: dict[str, Any], score: Mapping[str, Any] | None = None, full: Settings | None = None, place: Path = Path()
+) -> dict[str, Any]:
+    """Return a LLaMA-like ``model`` with Gemma's scaled embeddings and feed-forward; with a ``score``, as from Gemma 2
+    on, also with a norm on either side of each sublayer."""
+    model["input"]["scale"] = True
+    for layer in model["layers"]:
+        layer["feed_forward"] = layer["feed_forward"] | {"kind": "geglu", "activation": "gelu_tanh"}
+        if score is not None:
+            layer["residual"] = "sandwich"
+            layer["mixer"]["score"] = {"kind": "scaled_dot", **score}
+    if full is not None and full["final_logit_softcapping"] is not None:
+        model["head"]["softcap"] = positive(full, place, "final_logit_softcapping")
+    return model
+
+
+def _alternating(full: Settings, place: Path, pattern: int) -> list[str]:
+    """Return each layer's kind of attention: a window, but in every layer whose number ``pattern`` divides."""
+    if full.get("layer_types") is not None:
+        return layer_types(full, place, (FULL, WINDOW))
+    return [WINDOW if (layer + 1) % pattern else FULL for layer in range(full["num_hidden_layers"])]
 
 
 def layer_types(full: Settings, place: Path, kinds: Sequence[str]) -> list[str]:
@@ -108,14 +207,15 @@ def like_llama(
     kinds: Sequence[str] | None = None,
     biases: tuple[bool, bool] = (False, False),
     normed: bool = False,
+    positions: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Return the model config, as data, of a LLaMA-like config with all its settings.
 
     ``kinds``: each layer's kind of attention, all FULL if not given; ``biases``: whether the products before attention
-    and behind it have one; ``normed``: whether queries and keys are normed.
+    and behind it have one; ``normed``: whether queries and keys are normed; ``positions``: those of each kind of
+    attention, where they differ.
     """
     depth, dim = full["num_hidden_layers"], whole(full, place, "hidden_size")
-    choice(full, place, "hidden_act", ("silu",))
     norm = {"kind": "rms_norm", "eps": number(full, place, "rms_norm_eps")}
     mixer = attention(full, place, dim, biases)
     if normed:
@@ -130,14 +230,17 @@ def like_llama(
         "norm": norm,
         "residual": "pre",
     }
-    patterns: dict[str, dict[str, Any]] = {FULL: {"kind": "causal"}}
+    mixers: dict[str, dict[str, Any]] = {FULL: mixer | {"pattern": {"kind": "causal"}}}
     if kinds is not None and WINDOW in kinds:
-        patterns[WINDOW] = {"kind": "local", "window": whole(full, place, "sliding_window")}
+        mixers[WINDOW] = mixer | {"pattern": {"kind": "local", "window": whole(full, place, "sliding_window")}}
+    for kind, position in (positions or {}).items():
+        if kind in mixers:
+            mixers[kind]["position"] = position
     return {
         "kind": "decoder",
         "input": {"kind": "tokens", "vocab_size": whole(full, place, "vocab_size")},
         "dim": dim,
-        "layers": [layer | {"mixer": mixer | {"pattern": patterns[kind]}} for kind in kinds or [FULL] * depth],
+        "layers": [layer | {"mixer": dict(mixers[kind])} for kind in kinds or [FULL] * depth],
         "position": "none",
         "norm": norm,
         "head": {"kind": "language", "tied": switch(full, place, "tie_word_embeddings")},
@@ -169,4 +272,19 @@ ARCHITECTURES = {
     "mistral": Architecture(title="Mistral", member="rope", defaults=MISTRAL, model=_mistral, keys=keys),
     "qwen2": Architecture(title="Qwen2", member="rope", defaults=QWEN, model=_qwen2, keys=keys),
     "qwen3": Architecture(title="Qwen3", member="rope", defaults={**QWEN, "head_dim": 128}, model=_qwen3, keys=keys),
+    **{
+        kind: Architecture(
+            title=title,
+            member="rope",
+            defaults=defaults,
+            required=ENCODES,
+            model=model,
+            keys=partial(keys, norm=ONE_PLUS),
+        )
+        for kind, title, defaults, model in (
+            ("gemma", "Gemma", GEMMA, _gemma),
+            ("gemma2", "Gemma 2", GEMMA2, _gemma2),
+            ("gemma3_text", "Gemma 3", GEMMA3, _gemma3),
+        )
+    },
 }

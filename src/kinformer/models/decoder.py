@@ -59,6 +59,7 @@ class Decoder(CommonModel):
         kind = "decoder"
         protocol = CausalModel
         layers: tuple[LayerConfig, ...]
+        embedding_norm: NormConfig | None = None
         norm: NormConfig | None = LayerNorm()
 
         def __post_init__(self) -> None:
@@ -75,6 +76,13 @@ class Decoder(CommonModel):
 
         def build(self) -> Decoder:
             return Decoder(self)
+
+    def _build_entrance(self, config: Any, dim: int) -> None:
+        self.embedding_norm = config.embedding_norm.build(dim) if config.embedding_norm else None
+
+    def _embedded(self, values: Tensor, positions: Tensor, valid: Tensor | None, **others: Tensor) -> Tensor:
+        x = super()._embedded(values, positions, valid, **others)
+        return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def initial_state(
         self,

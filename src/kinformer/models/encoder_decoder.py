@@ -91,6 +91,7 @@ class EncoderDecoder(Decoder):
             )
 
     def _build_entrance(self, config: Any, dim: int) -> None:
+        super()._build_entrance(config, dim)
         self.encoder = SourceEncoder(config.encoder, dim, self.input)
 
     @property

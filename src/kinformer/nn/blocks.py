@@ -15,6 +15,7 @@ from kinformer.blocks import (
     layer,
     macaron,
     norms,
+    parallel,
     product_keys,
     residual,
     sha_rnn,
@@ -61,6 +62,7 @@ __all__ = [
     "EncoderLayer",
     "EtcAttention",
     "GatedResidual",
+    "GeGLU",
     "LSHAttention",
     "LSTM",
     "LayerNorm",
@@ -69,6 +71,7 @@ __all__ = [
     "MLP",
     "MacaronLayer",
     "MemorizingAttention",
+    "ParallelLayer",
     "PostNorm",
     "PreNorm",
     "ProductKeys",
@@ -77,6 +80,7 @@ __all__ = [
     "ResPostNorm",
     "ReversibleStack",
     "RoutingAttention",
+    "SandwichNorm",
     "SegmentMemoryAttention",
     "SeparableConvolution",
     "SeparableTransition",
@@ -121,6 +125,7 @@ SeparableConvolution = separable_convolution.SeparableConvolution.Config
 # Feed-forwards, norms and residuals
 MLP = feed_forward.MLP.Config
 SwiGLU = feed_forward.SwiGLU.Config
+GeGLU = feed_forward.GeGLU.Config
 Boom = feed_forward.Boom.Config
 ProductKeys = product_keys.ProductKeys.Config
 SeparableTransition = separable_transition.SeparableTransition
@@ -129,11 +134,13 @@ RMSNorm = norms.RMSNorm
 PreNorm = residual.PreNorm.Config
 PostNorm = residual.PostNorm.Config
 ResPostNorm = residual.ResPostNorm.Config
+SandwichNorm = residual.Sandwich.Config
 ReorderedResidual = gated.Reordered.Config
 GatedResidual = gated.Gated.Config
 
 # Layers and stacks
 DecoderLayer = layer.DecoderLayer.Config
+ParallelLayer = parallel.ParallelLayer.Config
 MacaronLayer = macaron.MacaronLayer.Config
 ShaRnnLayer = sha_rnn.ShaRnnLayer.Config
 EncoderLayer = encoder_layer.EncoderLayer.Config

@@ -48,7 +48,7 @@ from kinformer.positions import (
     xl,
 )
 from kinformer.projections import complex, convolved, grouped, multi_head, multi_head_global, normalised
-from kinformer.scores import additive, bilinear, dot, dynamic_span, modulus, scaled_dot, soft_span
+from kinformer.scores import additive, bilinear, capped, dot, dynamic_span, modulus, scaled_dot, soft_span
 
 __all__ = [
     "AdditiveScore",
@@ -57,6 +57,7 @@ __all__ = [
     "BilinearScore",
     "BlocksPattern",
     "BlockwisePattern",
+    "CappedScore",
     "CausalPattern",
     "ColumnsPattern",
     "ComplementPattern",
@@ -155,6 +156,7 @@ ComplementPattern = combined.Complement
 ScaledDotScore = scaled_dot.ScaledDot.Config
 DotScore = dot.Dot.Config
 BilinearScore = bilinear.Bilinear.Config
+CappedScore = capped.Capped.Config
 AdditiveScore = additive.Additive.Config
 ModulusScore = modulus.Modulus.Config
 SoftSpan = soft_span.SoftSpan.Config

@@ -104,6 +104,8 @@ def _scores(q: Tensor, k: Tensor, visibility: Visibility, scoring: Scoring) -> T
         assert scoring.vector is not None
         vector = scoring.vector.to(q.dtype)[:, None, None]
         scores = scale * ((q[..., :, None, :] + k[..., None, :, :]).tanh() * vector).sum(-1)
+    elif scoring.form == "capped":
+        scores = scale * (q @ k.mT).tanh()
     else:
         scores = scale * (q @ k.mT)
     if relative.factor is not None:

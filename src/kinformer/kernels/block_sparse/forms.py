@@ -61,6 +61,24 @@ class DotForm(Form):
         return torch.bmm(errors, k)
 
 
+class CappedForm(Form):
+    """The capped product scale * tanh(q . k)."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def forward(self, q: Tensor, kt: Tensor, out: Tensor) -> Tensor:
+        scores = product(q, kt, out).tanh_().mul_(self.scale)
+        self.tanh = scores / self.scale
+        return scores
+
+    def backward(self, errors: Tensor, q: Tensor, k: Tensor, dk: Tensor) -> Tensor:
+        # tanh' = 1 - tanh^2
+        errors = errors.mul_(self.tanh.square_().neg_().add_(1).mul_(self.scale)).to(q.dtype)
+        accumulate(dk, errors.mT, q)
+        return torch.bmm(errors, k)
+
+
 class ModulusForm(Form):
     """The modulus scale * |q k| of complex numbers, first half real, second half imaginary."""
 
@@ -127,4 +145,6 @@ def form_of(name: str, vector: Tensor | None, scale: float) -> Form:
     if name == "additive":
         assert vector is not None
         return AdditiveForm(vector)
+    if name == "capped":
+        return CappedForm(scale)
     return ModulusForm(scale) if name == "modulus" else DotForm()

@@ -1,6 +1,7 @@
 """The forms of a score, from products of queries and keys, and the terms that distances add to it.
 
 dot        scale * q . k
+capped     scale * tanh(q . k)
 modulus    scale * |q k| of complex numbers [re, im], none conjugated
 additive   scale * vector . tanh(q + k)
 """
@@ -82,6 +83,8 @@ def products(q: Tensor, k: Tensor, scoring: Scoring, vector: Tensor | None) -> T
     if scoring.form == "additive":
         assert vector is not None
         return scoring.scale * ((q[..., None, :] + k[..., None, :, :]).tanh() * vector).sum(-1)
+    if scoring.form == "capped":
+        return scoring.scale * (q @ k.mT).tanh()
     q = q * scoring.scale
     if q.dtype == torch.bfloat16 and by_onednn(q) and q.shape[-2] < k.shape[-2]:
         return (k @ q.mT).mT  # it reads many keys up to three times as fast as the left side

@@ -1,0 +1,223 @@
+"""Decoders with LayerNorm, as the library transformers saves them: GPT-NeoX (Pythia), OPT, BLOOM and MPT.
+
+GPT-NeoX turns a share of each head by its position and adds attention and feed-forward side by side. OPT has learned
+positions, of which two rows belong to no token. BLOOM and MPT have ALiBi, of which BLOOM leaves out the distance's
+constant per query, which the softmax does not see. MPT has no biases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kinformer.interop.architecture import Architecture, Settings
+from kinformer.interop.decoder_keys import BLOOM_KEYS, MPT_KEYS, NEOX_KEYS, OPT_KEYS
+from kinformer.interop.encoder import ACTIVATIONS
+from kinformer.interop.rotary import rope
+from kinformer.interop.settings import choice, number, require, switch, whole
+from kinformer.runtime.errors import KinformerError
+
+NEOX: Mapping[str, Any] = {
+    "vocab_size": 50432,
+    "hidden_size": 6144,
+    "num_hidden_layers": 44,
+    "num_attention_heads": 64,
+    "intermediate_size": 24576,
+    "hidden_act": "gelu",
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "max_position_embeddings": 2048,
+    "layer_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "use_parallel_residual": True,
+    "attention_bias": True,
+}
+OPT: Mapping[str, Any] = {
+    "vocab_size": 50272,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "ffn_dim": 3072,
+    "max_position_embeddings": 2048,
+    "activation_function": "relu",
+    "dropout": 0.1,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": True,
+}
+BLOOM: Mapping[str, Any] = {
+    "vocab_size": 250880,
+    "hidden_size": 64,
+    "n_layer": 2,
+    "n_head": 8,
+    "layer_norm_epsilon": 1e-5,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": True,
+}
+MPT: Mapping[str, Any] = {
+    "vocab_size": 50368,
+    "d_model": 2048,
+    "n_layers": 24,
+    "n_heads": 16,
+    "expansion_ratio": 4,
+    "resid_pdrop": 0.0,
+    "emb_pdrop": 0.0,
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
+}
+"""transformers' own, for what a config leaves out."""
+
+
+def _neox(full: Settings, place: Path) -> dict[str, Any]:
+    biased = switch(full, place, "attention_bias")
+    share = {"partial_rotary_factor": full.get("rotary_pct", 0.25)}
+    theta = {"rope_theta": full["rotary_emb_base"]} if "rotary_emb_base" in full else {}
+    mixer = {
+        "kind": "softmax",
+        "num_heads": whole(full, place, "num_attention_heads"),
+        "projection": {"kind": "multi_head", "bias": biased},
+        "position": rope({**share, **theta, **full}, place, partial=True),
+        "bias": biased,
+        "dropout": number(full, place, "attention_dropout"),
+    }
+    norm = {"kind": "layer_norm", "eps": number(full, place, "layer_norm_eps")}
+    layer = {
+        "kind": "parallel" if switch(full, place, "use_parallel_residual") else "decoder",
+        "mixer": mixer,
+        "feed_forward": _mlp(full, place, "intermediate_size", "hidden_act"),
+        "norm": norm,
+        "residual": "pre",
+        "dropout": number(full, place, "hidden_dropout"),
+    }
+    depth = full["num_hidden_layers"]
+    return _model(full, place, "hidden_size", [layer] * depth) | {"dropout": number(full, place, "hidden_dropout")}
+
+
+def _opt(full: Settings, place: Path) -> dict[str, Any]:
+    dim = whole(full, place, "hidden_size")
+    if full.get("word_embed_proj_dim") not in (None, dim):
+        raise KinformerError(f"{place}: word_embed_proj_dim is not hidden_size; only one width can be imported.")
+    mixer = {
+        "kind": "softmax",
+        "num_heads": whole(full, place, "num_attention_heads"),
+        "projection": {"kind": "multi_head"},
+        "dropout": number(full, place, "attention_dropout"),
+    }
+    layer = {
+        "kind": "decoder",
+        "mixer": mixer,
+        "feed_forward": _mlp(full, place, "ffn_dim", "activation_function"),
+        "norm": {"kind": "layer_norm", "eps": 1e-5},
+        "residual": "pre",
+        "dropout": number(full, place, "dropout"),
+    }
+    length = whole(full, place, "max_position_embeddings")
+    model = _model(full, place, "hidden_size", [layer] * full["num_hidden_layers"])
+    return model | {"position": {"kind": "learned", "max_length": length}, "dropout": layer["dropout"]}
+
+
+def _bloom(full: Settings, place: Path) -> dict[str, Any]:
+    for ours, theirs in (
+        ("hidden_size", "n_embed"),
+        ("n_layer", "num_hidden_layers"),
+        ("n_head", "num_attention_heads"),
+    ):
+        full[ours] = full.get(theirs) if full.get(theirs) is not None else full[ours]
+    whole(full, place, "n_layer", most=10_000)
+    dim = whole(full, place, "hidden_size")
+    mixer = _alibi(whole(full, place, "n_head"), True, number(full, place, "attention_dropout"))
+    norm = {"kind": "layer_norm", "eps": number(full, place, "layer_norm_epsilon")}
+    layer = {
+        "kind": "decoder",
+        "mixer": mixer,
+        "feed_forward": {"kind": "mlp", "hidden_dim": 4 * dim, "activation": "gelu_tanh"},
+        "norm": norm,
+        "residual": "pre",
+        "dropout": number(full, place, "hidden_dropout"),
+    }
+    return _model(full, place, "hidden_size", [layer] * full["n_layer"]) | {"embedding_norm": norm}
+
+
+def _mpt(full: Settings, place: Path) -> dict[str, Any]:
+    settings = full.get("attn_config", {})
+    if not isinstance(settings, Mapping):
+        raise KinformerError(f"{place}: attn_config is no table of settings; restore the file from a copy.")
+    settings = {"attn_pdrop": 0.0, **settings}
+    wanted = {"clip_qkv": None, "softmax_scale": None, "qk_ln": False, "prefix_lm": False, "alibi_bias_max": 8}
+    require(settings, place, {"alibi": True, "attn_type": "multihead_attention", **wanted})
+    heads = whole(full, place, "n_heads")
+    if heads & (heads - 1):
+        raise KinformerError(
+            f"{place}: n_heads is {heads}, for which MPT has slopes of its own; only powers of 2 can be imported."
+        )
+    dim = whole(full, place, "d_model")
+    mixer = _alibi(heads, False, number(settings, place, "attn_pdrop"))
+    norm = {"kind": "layer_norm", "eps": number(full, place, "layer_norm_epsilon"), "bias": False}
+    hidden_dim = dim * whole(full, place, "expansion_ratio")
+    layer = {
+        "kind": "decoder",
+        "mixer": mixer,
+        "feed_forward": {"kind": "mlp", "hidden_dim": hidden_dim, "activation": "gelu", "bias": False},
+        "norm": norm,
+        "residual": "pre",
+        "dropout": number(full, place, "resid_pdrop"),
+    }
+    dropout = number(full, place, "emb_pdrop")
+    return _model(full, place, "d_model", [layer] * full["n_layers"]) | {"dropout": dropout}
+
+
+def _mlp(full: Settings, place: Path, width: str, activation: str) -> dict[str, Any]:
+    return {
+        "kind": "mlp",
+        "hidden_dim": whole(full, place, width),
+        "activation": ACTIVATIONS[choice(full, place, activation, ACTIVATIONS)],
+    }
+
+
+def _alibi(heads: int, bias: bool, dropout: float) -> dict[str, Any]:
+    """Return softmax attention with ALiBi."""
+    projection = {"kind": "multi_head", "bias": bias}
+    mixer = {"kind": "softmax", "num_heads": heads, "projection": projection, "position": "alibi"}
+    return mixer | {"bias": bias, "dropout": dropout}
+
+
+def _model(full: Settings, place: Path, width: str, layers: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "kind": "decoder",
+        "input": {"kind": "tokens", "vocab_size": whole(full, place, "vocab_size")},
+        "dim": whole(full, place, width),
+        "layers": layers,
+        "position": "none",
+        "norm": layers[0]["norm"],
+        "head": {"kind": "language", "tied": switch(full, place, "tie_word_embeddings")},
+    }
+
+
+ARCHITECTURES = {
+    "gpt_neox": Architecture(title="GPT-NeoX", member="rope", defaults=NEOX, model=_neox, keys=NEOX_KEYS),
+    "opt": Architecture(
+        title="OPT",
+        member="gpt",
+        defaults=OPT,
+        required={
+            "do_layer_norm_before": True,
+            "_remove_final_layer_norm": False,
+            "enable_bias": True,
+            "layer_norm_elementwise_affine": True,
+        },
+        model=_opt,
+        keys=OPT_KEYS,
+    ),
+    "bloom": Architecture(
+        title="BLOOM",
+        member="alibi",
+        defaults=BLOOM,
+        required={"apply_residual_connection_post_layernorm": False},
+        model=_bloom,
+        keys=BLOOM_KEYS,
+    ),
+    "mpt": Architecture(
+        title="MPT", member="alibi", defaults=MPT, required={"no_bias": True}, model=_mpt, keys=MPT_KEYS
+    ),
+}
