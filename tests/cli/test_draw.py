@@ -216,7 +216,7 @@ def test_parts_and_names():
         (["local", "--pattern", "--position"], "--pattern and --position contradict"),
         (["local", "--set", "windw=8"], "did you mean 'window'"),
         (["local", "--set", "window=0"], "window must be 1 or more"),
-        (["documents"], "needs starts, which is missing"),
+        (["documents"], "needs starts, which must be given"),
         (["{kind"], "is not JSON"),
         (['{"kind": "lokal"}'], "does not say what is to be drawn; did you mean 'local'"),
         (["local", "--out", "a.pdf"], "a.pdf: a figure's name ends in .png or .svg, but this one in '.pdf'"),

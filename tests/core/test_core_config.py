@@ -55,22 +55,23 @@ class Stack(Config):
 
 KINDS = {"pattern": {"causal": Causal, "local": Local}}
 
+INTEGERS = st.integers(1 - 2**63, 2**63 - 1)
 patterns = st.one_of(st.just(Causal()), st.builds(Local, window=st.integers(1, 10**6)))
 layers = st.builds(
     Layer,
-    num_heads=st.integers(),
+    num_heads=INTEGERS,
     rate=st.floats(allow_nan=False, allow_infinity=False),
     bias=st.booleans(),
     norm=st.sampled_from(["pre", "post"]),
     name=st.text(),
-    limit=st.none() | st.integers(),
+    limit=st.none() | INTEGERS,
     pattern=patterns,
 )
 stacks = st.builds(
     Stack,
-    dim=st.integers(),
+    dim=INTEGERS,
     layers=st.lists(layers, max_size=4).map(tuple),
-    sizes=st.lists(st.integers(), max_size=4).map(tuple),
+    sizes=st.lists(INTEGERS, max_size=4).map(tuple),
 )
 
 
@@ -79,7 +80,7 @@ def test_any_config_survives_json(stack):
     assert from_dict(Stack, json.loads(json.dumps(to_dict(stack))), KINDS) == stack
 
 
-@given(stacks, st.integers(), st.integers(1, 5))
+@given(stacks, INTEGERS, st.integers(1, 5))
 def test_an_override_changes_what_it_names_and_nothing_else(stack, heads, count):
     changed = override(stack, {"layers.*.num_heads": heads}, KINDS)
     assert changed == stack.replace(layers=tuple(layer.replace(num_heads=heads) for layer in stack.layers))
@@ -154,7 +155,7 @@ def test_wrong_overrides_name_place_and_remedy(changes, message):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({}, "config: Stack needs dim, which is missing"),
+        ({}, "config: Stack needs dim, which must be given"),
         ({"dim": 1, "layer": []}, r"config: 'layer' is not a field of Stack; did you mean 'layers'\?"),
         (
             {"dim": 1, "layers": [{"pattern": {"kind": "local", "window": -1}}]},
@@ -256,7 +257,7 @@ def test_a_place_is_named_once():
 def test_names_near_a_word():
     assert nearest("causl", ["causal", "strided"]) == "did you mean 'causal'?"
     assert nearest("zzz", ["b", "a"]) == "valid names are a, b."
-    assert nearest("x", []) == "there are no valid names here."
+    assert nearest("x", []) == "it has none."
     assert choose("a", ["a", "b"], "here") == "a"
     with pytest.raises(KinformerError, match="here: 'c' is unknown; valid names are a, b."):
         choose("c", ["a", "b"], "here")

@@ -8,6 +8,8 @@ from typing import Literal
 from kinformer.runs.options import Machine
 from kinformer.runtime.errors import KinformerError, marked, require, require_seed
 
+MOST_THRESHOLDS, MOST_DRAWN = 10_000, 1_000_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions(Machine):
@@ -56,14 +58,9 @@ class CalibrateOptions(Machine):
             value = getattr(self, name)
             if not 0 < value < 1:
                 raise KinformerError(f"`{name}` {value:g}: is a share; give a number above 0 and below 1.")
-        for name, least in (
-            ("prompts", 1),
-            ("prompt_tokens", 1),
-            ("new_tokens", 1),
-            ("thresholds", 2),
-            ("batch_size", 1),
-        ):
-            require(name, getattr(self, name), least)
+        for name in ("prompts", "prompt_tokens", "new_tokens", "batch_size"):
+            require(name, getattr(self, name), 1)
+        require("thresholds", self.thresholds, 2, MOST_THRESHOLDS)
         require_seed(self.seed)
         super().__post_init__()
         if self.search is not None:
@@ -82,7 +79,7 @@ class CalibrateOptions(Machine):
             )
 
     def _check_search(self) -> None:
-        require("search", self.search, 1)
+        require("search", self.search, 1, MOST_DRAWN)
         require("max_bytes", self.max_bytes, 2)
         if self.tolerance is not None and not self.tolerance >= 0:
             raise KinformerError(f"`tolerance` {self.tolerance:g}: must be 0 or more bits per byte.")

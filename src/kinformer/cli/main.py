@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TextIO
 
 from kinformer import __version__
 from kinformer.cli.output import BEGUN, age_of_process, printing_notes, telling
-from kinformer.runtime.errors import KinformerError, as_flags, nearest
+from kinformer.runtime.errors import KinformerError, as_flags, memory_sentence, nearest, spelled
 from kinformer.runtime.progress import abandon, tolerant
 
 
@@ -162,6 +162,10 @@ def _main(argv: Sequence[str] | None) -> int:
     except BrokenPipeError:
         abandon(sys.stdout)
         return 141
+    except (MemoryError, RuntimeError) as error:
+        if (sentence := memory_sentence(error)) is None:
+            raise
+        return _fail(spelled(sentence))
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         abandon(sys.stdout)

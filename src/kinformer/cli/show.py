@@ -42,7 +42,7 @@ class Options(CommonOptions):
 
 def run(options: Options) -> int:
     """Print the member or run and return the exit status."""
-    if options.member in FAMILY or not Path(options.member).is_dir():
+    if options.member in FAMILY or not (Path(options.member).is_dir() or "/" in options.member):
         member(options.member)  # an unknown name is an error before PyTorch is imported
     from kinformer.runs.description import describe
 

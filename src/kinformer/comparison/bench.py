@@ -21,7 +21,7 @@ from kinformer.estimation.estimate import estimate
 from kinformer.estimation.state_size import state_bytes
 from kinformer.family.build import configure, model_config, storable
 from kinformer.family.table import member
-from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.errors import KinformerError, memory_sentence
 from kinformer.runtime.progress import note
 from kinformer.runtime.words import plural
 
@@ -76,7 +76,7 @@ def bench(members: Sequence[str], options: BenchOptions) -> Bench:
     configs = {name: _config(name, options) for name in names}
     models, failed = _gated({name: config.build for name, config in configs.items()}, options.seed, device)
     if PLAIN in failed:
-        raise KinformerError(f"{PLAIN}, beside which all are timed, is not correct here: {failed[PLAIN]}")
+        raise KinformerError(f"{PLAIN}, beside which all are timed, cannot be timed here: {failed[PLAIN]}")
     floor = measure_floor(device)
     peers, refused = _peers(configs[PLAIN], options, device)
     timings: list[Timing] = []
@@ -114,8 +114,9 @@ def _gated(builders: Mapping[str, Callable[[], Any]], seed: int, device: str) ->
             model = build().to(device)
             works.check_correct(model)
         except Exception as error:
-            failed[name] = " ".join(str(error).split())[:300]
-            note(f"{name} is not timed: {failed[name]}")
+            failed[name] = memory_sentence(error) or " ".join(str(error).split())[:300]
+            if name != PLAIN:
+                note(f"{name} is not timed: {failed[name]}")
         else:
             models[name] = model
     return models, failed

@@ -42,6 +42,8 @@ def compare(members: Sequence[str], options: CompareOptions, command: str) -> Co
     Errors: ``KinformerError`` for what is wrong of all of them.
     """
     begun = time.monotonic()
+    if options.data == "-":
+        raise KinformerError("`data` -: is read once, but every member reads the data; give the path of a file.")
     folder = Path(options.out)
     require_utf8(folder)
     options.prepare(options.seed)

@@ -15,6 +15,9 @@ from kinformer.runtime.parsing import parse_count
 DEFAULT_MEMBERS = ("gpt", "linear-transformer", "fast-weights", "local", "transformer-xl")
 DEFAULT_TOTAL, DEFAULT_PARAMETERS, DEFAULT_SEEDS = 13.0, 400_000, 3
 DEFAULT_STEPS = 1000
+MOST_PARAMETERS = 10**12
+MEASURED_BYTES = 200_000
+"""Bytes of the test split that are measured where nothing else is asked for."""
 WORKS = ("forward", "step", "prefill", "decode")
 """What can be timed of a model."""
 
@@ -59,8 +62,8 @@ class CompareOptions(Machine):
     """bytes, or a tokenizer.json (bytes if not given)."""
     holdout: float | None = None
     """Hold out the last share of the data for validation and test, instead of the usual 5 % each."""
-    max_bytes: int | None = 200_000
-    """Measure on the first N bytes of the test split only."""
+    max_bytes: int | None = None
+    """Measure on the first N bytes of the test split only (200,000 of text if not given)."""
     contexts: str = "1x,2x,4x"
     """Lengths of context at which the first seed is measured too, in multiples of `length` or in tokens."""
     lengths: str = "128,512,2048"
@@ -80,10 +83,11 @@ class CompareOptions(Machine):
         for name in ("parameters", "steps", "tokens", "seeds", "length", "batch_size", "rounds", "sweep_steps"):
             require(name, getattr(self, name), 1)
         assert self.measured_lengths
-        if not re.fullmatch(r"\d+x?(,\d+x?)*", self.contexts.replace(" ", "")):
+        if not all(re.fullmatch(r" *0*[1-9]\d{0,17}x? *", part, re.ASCII) for part in self.contexts.split(",")):
             raise KinformerError(f"`contexts` {self.contexts}: is no list of lengths; write as in 1x,2x,4x or 256,512.")
         require("sweep", self.sweep, 0)
         require("max_bytes", self.max_bytes, 2)
+        require("parameters", self.parameters, 1, MOST_PARAMETERS)
         limits = [name for name in ("steps", "tokens", "minutes", "total_minutes") if getattr(self, name) is not None]
         for name in limits:
             require_above(name, getattr(self, name), 0)

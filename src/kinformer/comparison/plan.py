@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from kinformer.family.kinds import kinds
 from kinformer.runs.create import checked, group_of
 from kinformer.runs.options import TrainOptions
 from kinformer.runs.planning import check_source, named_data, planner_for
-from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.errors import KinformerError, memory_sentence
 from kinformer.runtime.progress import note
 from kinformer.tasks.table import task_for
 from kinformer.tasks.task import Task, TrainingPlan
@@ -48,6 +48,11 @@ class Contestant:
     def name(self) -> str:
         """The contestant's name in the comparison."""
         return self.entrant.name
+
+    def tell(self) -> None:
+        """Note that it is out, where it is."""
+        if self.error is not None:
+            note(f"{self.name} is out: {self.error}")
 
     @cached_property
     def model_key(self) -> str:
@@ -96,14 +101,24 @@ def first_task(entrants: Sequence[Entrant], options: CompareOptions) -> Task:
     return task_for(options.task, configure(name, options.recipe if options.recipe else "small"), name)
 
 
+def _refuse_unread(task: Task, options: CompareOptions) -> None:
+    """Refuse the options of measuring that the ``task`` does not read."""
+    if options.max_bytes is not None and (reason := task.evaluation.refused.get("max_bytes")):
+        raise KinformerError(f"`max_bytes` {options.max_bytes}: {reason}")
+    reads_lengths = any(option.name == "lengths" for option in fields(task.EvaluationOptions))
+    if options.contexts != CompareOptions.contexts and not reads_lengths:
+        raise KinformerError(
+            f"`contexts` {options.contexts}: the task {task.name} is measured at no other lengths; leave it out."
+        )
+
+
 def contestants(entrants: Sequence[Entrant], options: CompareOptions) -> list[Contestant]:
     """The entrants, each at the parameter budget; one that cannot be brought to it is out, with the reason.
 
     Errors: ``KinformerError`` for what is wrong of all of them: the data, the task, the recipe of training.
     """
-    if options.data == "-":
-        raise KinformerError("`data` -: is read once, but every member reads the data; give the path of a file.")
     task, contestants_ = first_task(entrants, options), []
+    _refuse_unread(task, options)
     for entrant in entrants:
         base = _base(entrant, options, task)
         try:
@@ -116,10 +131,12 @@ def contestants(entrants: Sequence[Entrant], options: CompareOptions) -> list[Co
         contestants_.append(contestant)
     budget = options.parameters or parameters_of(contestants_[0].config)
     for contestant in contestants_:
-        with guarded(contestant, "its model"):
+        with guarded(contestant, "its model", tell=False):
             _fit(contestant, budget)
     if all(item.error for item in contestants_):
         raise KinformerError(str(contestants_[0].error))
+    for contestant in contestants_:
+        contestant.tell()
     return contestants_
 
 
@@ -156,15 +173,17 @@ def _fit(contestant: Contestant, budget: int) -> None:
 
 
 @contextmanager
-def guarded(contestant: Contestant, stage: str) -> Iterator[None]:
-    """Whatever goes wrong inside puts the contestant out, with a sentence; the others go on."""
+def guarded(contestant: Contestant, stage: str, tell: bool = True) -> Iterator[None]:
+    """Whatever goes wrong inside puts the contestant out, with a sentence, which is told at once with ``tell``; the
+    others go on."""
     try:
         yield
     except Exception as error:
         reason = str(error).strip() or type(error).__name__
-        message = reason if isinstance(error, KinformerError) else f"{type(error).__name__}: {reason.splitlines()[0]}"
-        contestant.error = f"{stage}: {message}"
-        note(f"{contestant.name} is out: {contestant.error}")
+        plain = reason if isinstance(error, KinformerError) else f"{type(error).__name__}: {reason.splitlines()[0]}"
+        contestant.error = f"{stage}: {memory_sentence(error) or plain}"
+        if tell:
+            contestant.tell()
 
 
 def still_in(contestants: Sequence[Contestant]) -> list[Contestant]:

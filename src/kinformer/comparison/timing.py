@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.errors import KinformerError, memory_sentence
 from kinformer.runtime.progress import note
 
 K = TypeVar("K")
@@ -41,7 +41,8 @@ def in_turns(works: Mapping[K, Callable[[], object]], rounds: int, device: str =
             try:
                 spent = timed(works[key], device)
             except Exception as error:
-                note(f"{key} is not timed: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+                plain = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                note(f"{key} is not timed: {memory_sentence(error) or plain}")
                 order.remove(key)
                 del seconds[key]
                 continue

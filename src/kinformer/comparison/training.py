@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kinformer.comparison.cache import Cache, file_name, key_of
-from kinformer.comparison.options import CompareOptions
+from kinformer.comparison.options import MEASURED_BYTES, CompareOptions
 from kinformer.comparison.plan import Contestant
 from kinformer.runs.evaluate import evaluate
 from kinformer.runs.options import EvaluateOptions, TrainOptions
@@ -194,8 +194,8 @@ def measured(
         task_options["lengths"] = _possible(options.contexts, contestant, options.row_length)
     if baseline and "baseline" in option_fields:
         task_options["baseline"] = True
-    names = {"max_bytes", "seed"} - task.evaluation.refused.keys()
-    settings = {name: getattr(options, name) for name in names}
+    limits = {"max_bytes": options.max_bytes or MEASURED_BYTES, "seed": options.seed}
+    settings: dict[str, Any] = {name: limits[name] for name in limits.keys() - task.evaluation.refused.keys()}
     most = settings.get("max_bytes")
     evaluation_options = EvaluateOptions(
         device=options.device, threads=options.threads, task_options=task_options, **settings

@@ -273,7 +273,7 @@ def _parse_fields(config: type[Config], data: Any, kinds: Kinds, place: str) -> 
         if f.default is f.default_factory is dataclasses.MISSING
     ]
     if missing := [name for name in required if name not in values]:
-        raise KinformerError(f"{place}: {describe(config)} needs {', '.join(missing)}, which is missing.")
+        raise KinformerError(f"{place}: {describe(config)} needs {', '.join(missing)}, which must be given.")
     return _checked(lambda: config(**values), place)
 
 

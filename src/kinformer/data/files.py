@@ -81,6 +81,8 @@ def spool(stream: BinaryIO, folder: Path) -> Path:
     path = folder / SPOOLED
     with atomic_write(path) as file:
         shutil.copyfileobj(stream, file, 1 << 20)
+    if not path.stat().st_size:
+        raise KinformerError("standard input is empty; pipe in text or bytes.")
     return path
 
 

@@ -48,9 +48,8 @@ _BINARY = {
 def check_plain(path: Path) -> None:
     """Refuse a file that is packed, a table, a document, UTF-16 or JSON lines. Other bytes are data as they are;
     a note says so of those that are no text."""
+    refuse_packed(path)
     head = _head(path)
-    if (packed := _packed(head)) is not None:
-        raise KinformerError(f"{path}: is {packed[0]}; {packed[1]}.")
     if head.startswith((b"\xff\xfe", b"\xfe\xff")) and _is_utf16(head):
         raise KinformerError(
             f"{path}: is UTF-16 text, in which every other byte says little; convert it first, as with "
@@ -65,6 +64,12 @@ def check_plain(path: Path) -> None:
     if b"\0" in head:
         what = next((what for magic, what in _BINARY.items() if head.startswith(magic)), "no text")
         note_once(f"note: {path}: looks like {what} and is learnt byte by byte, as it is.")
+
+
+def refuse_packed(path: Path) -> None:
+    """Refuse a file whose text stands in it packed: archives, tables and documents."""
+    if (packed := _packed(_head(path))) is not None:
+        raise KinformerError(f"{path}: is {packed[0]}; {packed[1]}.")
 
 
 def check_folder(folder: Path, files: Sequence[SourceFile]) -> None:

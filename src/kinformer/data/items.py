@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from kinformer.data.files import folder_files, reading
+from kinformer.data.formats import refuse_packed
 from kinformer.data.tables import Columns, lines_of, read_table
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.fields import require_path
 
 Format = Literal["lines", "tsv", "csv", "jsonl"]
 STDIN = "-"
@@ -60,6 +62,7 @@ def read_texts(
     if str(source) == STDIN:
         rows = _rows(sys.stdin.buffer, "standard input", columns, format or "lines")
         return Inputs(_some(_checked(rows, check), "standard input", most), None)
+    require_path("texts", source)
     path = Path(source).expanduser()
     with reading(path):
         exists, folder = path.exists(), path.is_dir()
@@ -68,6 +71,9 @@ def read_texts(
     if folder:
         files = [file.path for file in folder_files(path)]
         return _counted(lambda: map(_file, files), str(path), most, check)
+    if not path.is_file():
+        raise KinformerError(f"{path}: is neither a regular file nor a folder; pipe it in and give - instead.")
+    refuse_packed(path)
     kind = format or _format_of(path)
     return _counted(lambda: _opened(path, columns, kind), str(path), most, check)
 
@@ -128,6 +134,7 @@ def _rows(stream: Any, place: str, columns: Columns, kind: Format) -> Iterator[T
 
 
 def _file(path: str) -> TextItem:
+    refuse_packed(Path(path))
     with reading(path):
         return TextItem(path, _decoded(Path(path).read_bytes(), path).strip())
 

@@ -108,10 +108,11 @@ class Split:
             marks=marks,
         )
 
-    def require(self, tokens: int, purpose: str) -> None:
-        """Raise a :class:`KinformerError` unless the split holds ``tokens`` tokens, which ``purpose`` needs."""
+    def require(self, tokens: int, purpose: str, remedy: str = "") -> None:
+        """Raise a :class:`KinformerError` unless the split holds ``tokens`` tokens, which ``purpose`` needs; ``remedy``
+        is what helps beside more data, as in " or a smaller `length`"."""
         if len(self) < tokens:
             raise KinformerError(
                 f"split {self.name!r} of {self.corpus} holds {plural(len(self), 'token')} but {purpose} needs "
-                f"{tokens}; give more data or a smaller `length`."
+                f"{tokens}; give more data{remedy}."
             )

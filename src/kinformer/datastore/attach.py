@@ -52,7 +52,7 @@ def keyed(run: StoredRun, model: Any) -> KeyedDecoder:
         raise KinformerError(
             f"{run.folder}: {run.member!r} is no causal decoder, and only such a one can have a store."
         )
-    if run.config.input.kind != "tokens":
+    if run.tokenizer is None or run.config.input.kind != "tokens":
         raise KinformerError(
             f"{run.folder}: reads {run.config.input.kind}, and a datastore is of text; give a run of a model of tokens."
         )

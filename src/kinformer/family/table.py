@@ -145,6 +145,8 @@ def member(name: str, package: str | None = None) -> Member:
     spelt = name if name in FAMILY else next((item for item in FAMILY if item.lower() == name.lower()), name)
     if spelt not in FAMILY and (other := nearest_member(name)) is not None:
         raise KinformerError(f"member: {name!r} is none of the family; {other.sentence}")
+    if spelt not in FAMILY and "/" in name:
+        raise KinformerError(f"member: {name!r} is a path, where the name of a member belongs; see: kinformer list.")
     return FAMILY[choose(spelt, FAMILY, "member")]
 
 

@@ -186,7 +186,7 @@ def _curves(axes: Any, panel: CurvePanel) -> None:
     for curve, shade in zip(panel.curves, shades, strict=True):
         axes.plot(np.arange(length), curve, color=shade, linewidth=1.3)
     bare(axes, "left", "bottom")
-    axes.set_xlim(0, length - 1)
+    axes.set_xlim(0, max(1, length - 1))
     axes.set_xlabel("distance (query - key)")
     axes.tick_params(length=2, labelsize=7.5)
     low, high = axes.get_ylim()

@@ -52,7 +52,9 @@ def read_config(place: Path) -> dict[str, Any]:
         raise KinformerError(
             f"{folder}: is a checkpoint of another library; make it a run first: kinformer import {folder} --out DIR."
         )
-    schema = data.get("schema") if isinstance(data, dict) else None
+    if not isinstance(data, dict) or "schema" not in data:
+        raise KinformerError(f"{place}: is not the config of a run; restore it from a copy, or give another folder.")
+    schema = data["schema"]
     if schema == 1:
         raise KinformerError(
             f"{place}: has schema 1, as kinformer 0.1 wrote it, but this version reads schema {SCHEMA}; train it "

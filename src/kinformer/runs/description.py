@@ -69,6 +69,8 @@ def subject_of(
 ) -> tuple[Member, str, ModelConfig]:
     """The member, recipe and config that a name of the family or a run folder stands for, with ``changes``."""
     require_path("member", name)
+    if name not in FAMILY and "/" in name and not Path(name).is_dir():
+        raise KinformerError(f"{name}: is no run folder, and no member has such a name; see: kinformer list.")
     if name in FAMILY or not Path(name).is_dir():
         record, recipe = member(name), recipe or "small"
         return record, recipe, configure(record.name, recipe, vocab_size, changes)

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     import torch
 
 
+MOST_THREADS, MOST_SAMPLES = 1024, 10_000
+
+
 @dataclass(frozen=True, kw_only=True)
 class Machine(Checked):
     """The options of the machine: device and threads."""
@@ -29,7 +32,7 @@ class Machine(Checked):
     """CPU threads (PyTorch's own choice if not given)."""
 
     def __post_init__(self) -> None:
-        require("threads", self.threads, 1)
+        require("threads", self.threads, 1, MOST_THREADS)
         super().__post_init__()
 
     def prepare(self, seed: int) -> torch.device:
@@ -211,7 +214,8 @@ class GenerateOptions(StoreOptions, Machine):
     task_options: Any = field(default_factory=dict)  # the task's own options: by name, then as its dataclass
 
     def __post_init__(self) -> None:
-        for name in ("samples", "max_new_tokens", "top_k", "chunk"):
+        require("samples", self.samples, 1, MOST_SAMPLES)
+        for name in ("max_new_tokens", "top_k", "chunk"):
             require(name, getattr(self, name), 1)
         for name in ("temperature", "seed"):
             require(name, getattr(self, name), 0)

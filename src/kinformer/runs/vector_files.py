@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,14 +35,14 @@ def writing_vectors(path: str | Path) -> Iterator[WriteVector]:
     """
     path = Path(path).expanduser()
     if path.suffix.lower() == ".jsonl":
-        with path.open("w", encoding="utf-8") as lines:
+        with _opened(path, lambda: path.open("w", encoding="utf-8")) as lines:
 
             def write_line(text: str, vector: np.ndarray) -> None:
                 print(json.dumps({"text": text, "vector": vector.tolist()}, ensure_ascii=False), file=lines, flush=True)
 
             yield write_line
         return
-    with tempfile.TemporaryFile(dir=path.parent) as bare:
+    with _opened(path, lambda: tempfile.TemporaryFile(dir=path.parent)) as bare:
         dim = 0
 
         def write_bytes(text: str, vector: np.ndarray) -> None:
@@ -60,3 +61,13 @@ def writing_vectors(path: str | Path) -> Iterator[WriteVector]:
         ):
             np.lib.format.write_array_header_1_0(array, header)
             shutil.copyfileobj(bare, array, 1 << 20)
+
+
+def _opened(path: Path, open_file: Callable[[], Any]) -> Any:
+    """Return the file that ``open_file`` opens for ``path``; where it cannot, one sentence says so."""
+    try:
+        return open_file()
+    except OSError as error:
+        raise KinformerError(
+            f"{path} cannot be written ({error.strerror or error}); choose a folder with room and rights."
+        ) from None

@@ -75,11 +75,11 @@ def as_flags() -> Iterator[None]:
 
 def nearest(word: str, names: Iterable[str], limit: int = 3) -> str:
     """Return the valid names nearest to ``word`` as text for a message, or all of them when none is near."""
-    names = sorted(names)
+    names = sorted(set(names))
     close = get_close_matches(word, names, n=limit, cutoff=0.61)
     if close:
         return "did you mean " + " or ".join(repr(name) for name in close) + "?"
-    return "valid names are " + ", ".join(names) + "." if names else "there are no valid names here."
+    return "valid names are " + ", ".join(names) + "." if names else "it has none."
 
 
 def choose(word: str, names: Iterable[str], place: str) -> str:
@@ -88,6 +88,19 @@ def choose(word: str, names: Iterable[str], place: str) -> str:
     if word not in names:
         raise KinformerError(f"{place}: {word!r} is unknown; {nearest(word, names)}")
     return word
+
+
+def memory_sentence(error: BaseException) -> str | None:
+    """Return what is said where ``error`` is a lack of memory, as NumPy and PyTorch report it; None where it is not."""
+    text = str(error)
+    lacking = isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and re.search(r"can't allocate memory|out of memory|overflowed", text)
+    )
+    if not lacking:
+        return None
+    size = re.search(r"tried to allocate ([\d.]+ ?(?:[KMGT]iB|bytes))", text)
+    amount = f" for {size[1]} at once" if size else ""
+    return f"there is not enough memory{amount}; take smaller sizes, such as `length` or `batch_size`."
 
 
 def require_finite(finite: bool, where: str = "") -> None:
@@ -104,18 +117,31 @@ def require_finite_number(option: str, value: float | None) -> None:
         raise KinformerError(f"{marked(option)} is {value:g} but must be a finite number.")
 
 
-def require(option: str, value: float | None, least: float) -> None:
-    """Raise a :class:`KinformerError` when the ``value`` of ``option`` is below ``least`` or no finite number."""
+def require(option: str, value: float | None, least: float, most: float | None = None) -> None:
+    """Raise a :class:`KinformerError` when the ``value`` of ``option`` is below ``least``, above ``most`` or no finite
+    number."""
     require_finite_number(option, value)
     if value is not None and value < least:
         raise KinformerError(f"{marked(option)} is {value:g} but must be {least:g} or more.")
+    if value is not None and most is not None and value > most:
+        raise KinformerError(f"{marked(option)} is {value:g} but must be at most {most:,}.")
+
+
+LARGEST = 2**63
+"""What whole numbers must be below: the integers of tensors."""
+
+
+def require_below_largest(name: str, value: int) -> None:
+    """Raise a :class:`KinformerError` when the whole number ``value`` of ``name`` is none of 64 bits."""
+    if abs(value) >= LARGEST:
+        raise KinformerError(f"{name} is {value:.4g} but must be below 2^63.")
 
 
 def require_seed(value: int | None) -> None:
     """Raise a :class:`KinformerError` where a seed of random numbers is negative or wider than 63 bits."""
     require("seed", value, 0)
-    if value is not None and value >= 2**63:
-        raise KinformerError(f"{marked('seed')} is {value} but must be below 2^63.")
+    if value is not None:
+        require_below_largest(marked("seed"), value)
 
 
 def require_above(option: str, value: float | None, bound: float) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal
 
-from kinformer.runtime.errors import KinformerError, marked, require_finite_number
+from kinformer.runtime.errors import KinformerError, marked, require_below_largest, require_finite_number
 
 _NAMES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _NAMES |= {os.PathLike: "a path", Mapping: "a mapping"}
@@ -34,11 +34,17 @@ def require_ranges(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
+        if isinstance(value, int):
+            require_below_largest(name, value)
         if not math.isfinite(value):
             raise KinformerError(f"{name} must be a finite number, but is {value}.")
         inside, range_text = _RANGES.get(name, (None, ""))
         if inside is not None and not inside(value):
             raise KinformerError(f"{name} must be {range_text}, but is {value:g}.")
+
+
+PATHS = ("data", "out", "prompt_file", "datastore", "retriever", "init", "tokenizer", "plot", "image", "audio")
+"""Options that are paths, wherever there are such."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +53,15 @@ class Checked:
     ``__post_init__`` that calls the next."""
 
     def __post_init__(self) -> None:
-        """Refuse a number that is not finite, and an empty path, which would be the current folder."""
+        """Refuse a number that is not finite or too large, and an empty path, which would be the current folder."""
         for option in fields(self):
             value = getattr(self, option.name)
-            if value == "" and option.name in ("data", "out"):
+            if value == "" and option.name in PATHS:
                 raise KinformerError(f"{marked(option.name)} is empty but must be a path; give one, or leave it out.")
             if isinstance(value, float):
                 require_finite_number(option.name, value)
+            elif isinstance(value, int):
+                require_below_largest(marked(option.name), value)
 
 
 def require_types(options: Any, declared: type) -> None:
@@ -70,8 +78,10 @@ def require_kind(name: str, value: Any, *kinds: Any) -> None:
 
 
 def require_path(name: str, value: Any) -> None:
-    """Raise where the argument ``name`` is neither text nor a path."""
+    """Raise where the argument ``name`` is neither text nor a path, or is empty, which would be the current folder."""
     require_kind(name, value, str, os.PathLike)
+    if value == "":
+        raise KinformerError(f"the path of the {name} is empty; give that of a file or folder.")
 
 
 @cache

@@ -89,15 +89,14 @@ def _too_deep() -> ValueError:
 
 
 def parse_count(text: str) -> int:
-    """The whole number that ``text`` spells; k and M are thousands and millions, and 1e9 is written as a float is.
+    """The whole number of up to 18 digits that ``text`` spells; k and M are thousands and millions, 1e9 is a float's.
 
     Errors: ``ValueError`` for any other text.
     """
-    if match := re.fullmatch(r"(\d+(?:\.\d+)?)(k|M|e\d{1,2})", text.strip()):
+    if match := re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)(k|M|e\d{1,2})", text.strip(), re.ASCII):
         number = float(match[1] + {"k": "e3", "M": "e6"}.get(match[2], match[2]))
-        if number.is_integer():
+        if number.is_integer() and number < 1e18:
             return int(number)
-    try:
+    if re.fullmatch(r"[+-]?0*\d{1,18}", text.strip(), re.ASCII):
         return int(text)
-    except ValueError:
-        raise ValueError(f"{text!r} is no whole number, such as 16, 100k, 2M or 1e9") from None
+    raise ValueError(f"{text!r} is no whole number, such as 16, 100k, 2M or 1e9")

@@ -85,6 +85,11 @@ class Settings(Checked):
         require_seed(self.seed)
         for name in ("validate_every", "checkpoint_every", "checkpoint_minutes", "average", "warmup"):
             require(name, getattr(self, name), 0)
+        if self.average > 1 and self.checkpoint_every == 0:
+            raise KinformerError(
+                f"`average` {self.average}: is of checkpoints, but with `checkpoint_every` 0 there is only the last; "
+                "give another `checkpoint_every`, or `average` 0."
+            )
         for name in ("table_lr", "weight_decay", "clip"):
             require(name, getattr(self, name), 0)
         for name in ("lr", "minutes"):

@@ -9,6 +9,9 @@ from typing import Any
 from kinformer.runtime.errors import require, require_seed
 from kinformer.runtime.fields import Checked
 
+MOST_TOKENS, MOST_WIDTH = 65_536, 1024
+"""Tokens of a picture, all pairs of which are looked at, and pixels of a line of an image."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DrawOptions(Checked):
@@ -48,7 +51,7 @@ class DrawOptions(Checked):
     """The seed of all random numbers."""
 
     def __post_init__(self) -> None:
-        for name in ("length", "layer", "head", "image_width"):
-            require(name, getattr(self, name), 1)
+        for name, most in (("length", MOST_TOKENS), ("layer", None), ("head", None), ("image_width", MOST_WIDTH)):
+            require(name, getattr(self, name), 1, most)
         require_seed(self.seed)
         super().__post_init__()

@@ -95,6 +95,8 @@ def find(options: DrawOptions) -> Subject:
     table = _parts(options)
     if name in table:
         return _part(options, {"kind": name})
+    if named and "/" in name:
+        open_run(name)  # which says why it is none
     wanted = (
         "a member, a run folder, a pattern or a position" if named else "a pattern" if options.pattern else "a position"
     )

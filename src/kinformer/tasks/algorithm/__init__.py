@@ -35,7 +35,8 @@ class AlgorithmOptions:
     algorithm: Literal["copy", "reverse", "addition", "parity"] = "copy"
     """What is computed: 407=407, 407=704, 407+950=592 (the lowest digit first), or of bits 0110=0."""
     digits: str = "1-20"
-    """How many digits a problem has, one of this range, both ends included; of an addition each number."""
+    """How many digits a problem has, one of this range, both ends included; of an addition each number. Rows are as
+    long as the longest problem and its answer; `length` is the most that they may take."""
 
     def __post_init__(self) -> None:
         least, dash, most = self.digits.partition("-")

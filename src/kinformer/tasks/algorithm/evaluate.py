@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kinformer.core import state as states
 from kinformer.core.model import device_of
-from kinformer.data.algorithms import END, SPLITS, SYMBOLS, AlgorithmData, carried
+from kinformer.data.algorithms import END, SPLITS, SYMBOLS, AlgorithmData, AlgorithmRows, carried
 from kinformer.evaluation.adaptive_computation import PONDER_STEPS
 from kinformer.evaluation.depths import Depths, noting_depths
 from kinformer.evaluation.early_exit import LAYERS_PER_TOKEN
@@ -23,7 +23,7 @@ from kinformer.tasks.algorithm.rows import solved
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, by_group, evaluated, total
 from kinformer.tasks.next_token.generate import MOST_NEW, Generated, Sample
 from kinformer.tasks.runs import LoadedRun
-from kinformer.tasks.shared.answer_rows import ScoredBatch, answers
+from kinformer.tasks.shared.answer_rows import ScoredBatch, answers, drawn_batches
 from kinformer.training.batch import map_fields
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL, SEQUENCE_ACCURACY, SHARE, Metric
 
@@ -120,12 +120,15 @@ def _measured(
 ) -> dict[str, Any]:
     """Measure problems of so many digits: the answers' tokens and how many are right, problems and how many are
     solved."""
-    tokens, right, nats, done, size = 0, 0, 0.0, 0, max(1, evaluation_settings.chunk // data.width(digits))
+    tokens, right, nats, done = 0, 0, 0.0, 0
     counts = torch.zeros(len(SYMBOLS), dtype=torch.int64)
+
+    def draw(part: int, count: int) -> AlgorithmRows:
+        return data.rows(split, part, count, evaluation_settings.seed, digits)
+
     with torch.inference_mode(), noting_depths(model) as depths:
         deep = None if depths is None else ByDifficulty(data.algorithm, digits, depths)
-        for part, first in enumerate(range(0, rows, size)):
-            batch = ScoredBatch.of(data.rows(split, part, min(size, rows - first), evaluation_settings.seed, digits))
+        for batch in drawn_batches(draw, rows, data.width(digits), evaluation_settings.chunk):
             answered = answers(model, map_fields(batch, lambda field: field.to(device_of(model))))
             tokens, right = tokens + len(answered.labels), right + int(answered.right.sum())
             done += int(solved(answered.right, answered.rows, len(batch.tokens)).sum())

@@ -11,14 +11,14 @@ import torch
 
 from kinformer.core import state as states
 from kinformer.core.model import device_of
-from kinformer.data.mqar import SPLITS, Recall
+from kinformer.data.mqar import SPLITS, Recall, RecallRows
 from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, by_group, evaluated, total
 from kinformer.tasks.next_token.generate import Generated, Sample
 from kinformer.tasks.recall.rows import accuracy_of
 from kinformer.tasks.runs import LoadedRun
-from kinformer.tasks.shared.answer_rows import ScoredBatch, answers
+from kinformer.tasks.shared.answer_rows import answers, drawn_batches
 from kinformer.training.batch import map_fields
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
 
@@ -70,11 +70,13 @@ def _measured(
             f"`at_pairs` {pairs}: takes rows of {plural(length, 'token')}, but this model's positions end at "
             f"{model.max_length}; give fewer pairs."
         )
-    queries, right, nats, size = 0, 0, 0.0, max(1, evaluation_settings.chunk // length)
+    queries, right, nats = 0, 0, 0.0
+
+    def draw(part: int, count: int) -> RecallRows:
+        return data.rows(split, part, count, length, evaluation_settings.seed, (pairs,))
+
     with torch.inference_mode():
-        for part, first in enumerate(range(0, rows, size)):
-            count = min(size, rows - first)
-            batch = ScoredBatch.of(data.rows(split, part, count, length, evaluation_settings.seed, (pairs,)))
+        for batch in drawn_batches(draw, rows, length, evaluation_settings.chunk):
             answered = answers(model, map_fields(batch, lambda field: field.to(device_of(model))))
             queries += len(answered.labels)
             right += int(answered.right.sum())

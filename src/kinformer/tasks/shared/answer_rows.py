@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,9 +12,13 @@ from torch.nn import functional
 
 from kinformer.core import state as states
 from kinformer.data import IGNORED
+from kinformer.training.batch import take_rows
 from kinformer.training.data_module import DataModule
 from kinformer.training.objective import ObjectiveOutput
 from kinformer.training.settings import Settings
+
+PART_TOKENS = 2048
+"""Tokens of the rows that are drawn with one seed: those of the usual chunk."""
 
 
 class ScoredBatch(NamedTuple):
@@ -40,6 +44,20 @@ class ScoredBatch(NamedTuple):
     def scored(self) -> Tensor:
         """Behind which tokens something is asked for, [batch, time] bool."""
         return self.labels != IGNORED
+
+
+def drawn_batches(
+    draw: Callable[[int, int], tuple[np.ndarray, ...]], rows: int, width: int, chunk: int
+) -> Iterator[ScoredBatch]:
+    """Yield ``rows`` rows of ``width`` tokens in batches of about ``chunk`` tokens.
+
+    ``draw(part, count)`` gives the rows of a part, which holds as many whatever ``chunk`` is: the rows are the same.
+    """
+    part_rows, batch_rows = max(1, PART_TOKENS // width), max(1, chunk // width)
+    for part, first in enumerate(range(0, rows, part_rows)):
+        drawn = ScoredBatch.of(draw(part, min(part_rows, rows - first)))
+        for begin in range(0, len(drawn.tokens), batch_rows):
+            yield take_rows(drawn, slice(begin, begin + batch_rows))
 
 
 class Answers(NamedTuple):

@@ -39,12 +39,15 @@ def parse_lengths(text: str | None) -> list[Length]:
     """``128,512`` or ``1x,4x`` (times the training length) as lengths; none if not given."""
     parts = [] if text is None else [part.strip() for part in text.split(",")]
     try:
-        return [Length(parse_count(part.removesuffix("x")), part.endswith("x")) for part in parts]
+        lengths = [Length(parse_count(part.removesuffix("x")), part.endswith("x")) for part in parts]
     except ValueError:
+        lengths = []
+    if parts and not all(length.number > 0 for length in lengths or [Length(0, False)]):
         raise KinformerError(
             f"`lengths` {text}: is not a list of whole numbers; write as in 128,512,2k, or as in 1x,4x,16x for "
             "multiples of the training length."
-        ) from None
+        )
+    return lengths
 
 
 def trained_at(run: TrainedRun) -> int | None:

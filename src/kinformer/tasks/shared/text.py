@@ -3,6 +3,7 @@ in."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -76,7 +77,7 @@ def check_sequence(model: nn.Module) -> None:
 
 def check_long_enough(corpus: Corpus, rows: int, length: int) -> None:
     """Refuse data that is too short."""
-    corpus.splits["train"].require(rows * length + 1, f"training with `length` {length}")
+    corpus.splits["train"].require(rows * length + 1, f"training with `length` {length}", " or a smaller `length`")
     corpus.splits["validation"].require(2, "validation")
 
 
@@ -173,8 +174,10 @@ def main_windows(
             )
         return None
     if context is not None:
-        if not context.isdigit():
-            raise KinformerError(f"`context` {context}: is neither a number of tokens nor {CARRIED!r}.")
+        if not re.fullmatch(r"\d{1,18}", context, re.ASCII):
+            raise KinformerError(
+                f"`context` {context}: is neither a number of tokens nor {CARRIED!r}; give `context` 512 or the like."
+            )
         return Windows(context=int(context), overlap=window_options.overlap)
     length = run.training.get("length", model.max_length)
     if not isinstance(length, int):
