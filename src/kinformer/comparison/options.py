@@ -166,7 +166,7 @@ def whole_numbers(text: str, flag: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     with suppress(ValueError):
         numbers = {parse_count(part) for part in parts}
-        if min(numbers) > 0:
+        if 0 < min(numbers) <= max(numbers) < 1 << 63:
             return tuple(sorted(numbers))
     raise KinformerError(f"{flag} {text}: is not a list of whole numbers; write as in 128,512,2048 or 1k,4k.")
 

@@ -117,7 +117,7 @@ def _sizes(runs: Sequence[StoredRun], options: Any, task_options: Any) -> list[i
     parts = [] if options.sizes is None else [part.strip() for part in options.sizes.split(",")]
     with suppress(ValueError):
         sizes = {parse_count(part) for part in parts}
-        if not sizes or min(sizes) > 0:
+        if not sizes or 0 < min(sizes) <= max(sizes) < 1 << 63:
             return sorted(sizes)
     raise KinformerError(f"`sizes` {options.sizes}: is not a list of numbers of entries; write as in 10k,100k.")
 

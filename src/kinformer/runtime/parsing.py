@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +90,14 @@ def _too_deep() -> ValueError:
 
 
 def parse_count(text: str) -> int:
-    """The whole number of up to 18 digits that ``text`` spells; k and M are thousands and millions, 1e9 is a float's.
+    """The whole number that ``text`` spells; k and M are thousands and millions, and 1e9 is written as a float is.
 
     Errors: ``ValueError`` for any other text.
     """
     if match := re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)(k|M|e\d{1,2})", text.strip(), re.ASCII):
-        number = float(match[1] + {"k": "e3", "M": "e6"}.get(match[2], match[2]))
-        if number.is_integer() and number < 1e18:
+        number = Decimal(match[1] + {"k": "e3", "M": "e6"}.get(match[2], match[2]))
+        if number == number.to_integral_value():
             return int(number)
-    if re.fullmatch(r"[+-]?0*\d{1,18}", text.strip(), re.ASCII):
+    if re.fullmatch(r"[+-]?\d{1,99}", text.strip(), re.ASCII):
         return int(text)
     raise ValueError(f"{text!r} is no whole number, such as 16, 100k, 2M or 1e9")

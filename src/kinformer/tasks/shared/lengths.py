@@ -42,7 +42,7 @@ def parse_lengths(text: str | None) -> list[Length]:
         lengths = [Length(parse_count(part.removesuffix("x")), part.endswith("x")) for part in parts]
     except ValueError:
         lengths = []
-    if parts and not all(length.number > 0 for length in lengths or [Length(0, False)]):
+    if parts and not all(0 < length.number < 1 << 63 for length in lengths or [Length(0, False)]):
         raise KinformerError(
             f"`lengths` {text}: is not a list of whole numbers; write as in 128,512,2k, or as in 1x,4x,16x for "
             "multiples of the training length."

@@ -84,7 +84,7 @@ def whole_numbers(flag: str, text: str, of: str, example: str) -> tuple[int, ...
     parts = [part.strip() for part in text.split(",")]
     with suppress(ValueError):
         numbers = {parse_count(part) for part in parts}
-        if min(numbers) > 0:
+        if 0 < min(numbers) <= max(numbers) < 1 << 63:
             return tuple(sorted(numbers))
     raise KinformerError(f"{flag} {text}: are no numbers of {of}; write as in {example}.")
 
