@@ -1,1 +1,1 @@
-"""A trained run for many at a time: sequences stepped as one batch (``engine``), and an HTTP server (``server``)."""
+"""A trained run for many at a time: sequences stepped as one batch (``engine``)."""
