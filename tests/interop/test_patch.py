@@ -33,6 +33,14 @@ def test_softmax_attention_is_the_models(kind):
     norms = {"q_norm", "k_norm"} if kind == "qwen3" else set()
     assert [record.layer for record in records] == [0, 1, 2]
     assert all(set(record.copied) == {"q", "k", "v", "o"} | norms and not record.new for record in records)
+    assert not any(record.dropped for record in records)
+
+
+def test_the_record_names_weights_that_the_mixer_drops():
+    model = patch(new_model("qwen3"), "linear-transformer")
+    record = patched_layers(model)[0]
+    assert set(record.dropped) >= {"q_norm", "k_norm"} and not set(record.dropped) & set(record.copied)
+    assert "dropped: " in str(record) and "q_norm" in str(record)
 
 
 @pytest.mark.parametrize("kind", MAIN)

@@ -75,6 +75,8 @@ def test_from_python(tmp_path):
     assert found.baselines["guessing"] == 0.25
     same = kinformer.evaluate(tmp_path / "run", rows=4)
     assert same.metrics == found.metrics
+    chunked = kinformer.evaluate(tmp_path / "run", rows=4, chunk=48)
+    assert chunked.metrics == pytest.approx(found.metrics, rel=1e-5)
 
 
 @pytest.mark.parametrize("member", CAUSAL)

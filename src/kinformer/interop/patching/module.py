@@ -23,17 +23,19 @@ class PatchedLayer:
     """What :func:`kinformer.interop.patch` did to one layer.
 
     ``layer`` is its index and ``mixer`` the kind of its mixer. ``copied`` are the projections whose weights are those
-    of the model's attention, of "q", "k", "v", "o", "q_norm", "k_norm"; ``new`` the parameters that hold other weights.
+    of the model's attention, of "q", "k", "v", "o", "q_norm", "k_norm"; ``new`` the parameters that hold other weights;
+    ``dropped`` the names of the attention's weights that nothing in the mixer holds.
     """
 
     layer: int
     mixer: str
     copied: tuple[str, ...]
     new: tuple[str, ...]
+    dropped: tuple[str, ...]
 
     def __str__(self) -> str:
-        copied, new = (", ".join(names) or "nothing" for names in (self.copied, self.new))
-        return f"layer {self.layer}: {self.mixer}; copied: {copied}; new: {new}"
+        copied, new, dropped = (", ".join(names) or "nothing" for names in (self.copied, self.new, self.dropped))
+        return f"layer {self.layer}: {self.mixer}; copied: {copied}; new: {new}; dropped: {dropped}"
 
 
 class PatchedAttention(nn.Module):

@@ -11,8 +11,9 @@ from kinformer.interop.patching.models import Attention
 
 
 @torch.no_grad()
-def carry(mixer: nn.Module, attention: Attention) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Copy what fits; return the names of the projections that were copied and of the parameters that are new."""
+def carry(mixer: nn.Module, attention: Attention) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """Copy what fits; return the names of the projections that were copied, of the parameters that are new, and of the
+    projections that were dropped."""
     projection: Any = getattr(mixer, "projection", None)
     normalised = projection if hasattr(projection, "q_norm") else None
     if normalised is not None:
@@ -30,7 +31,9 @@ def carry(mixer: nn.Module, attention: Attention) -> tuple[tuple[str, ...], tupl
         copied.append(name)
         whole.add(name)
     new = (name for name, _ in mixer.named_parameters() if name.split(".")[-2:][0] not in whole)
-    return tuple(copied), tuple(f"{name} ({partly})" if partly and name.startswith("qkv.") else name for name in new)
+    dropped = (name for name in (*"qkvo", *attention.norms) if name not in copied)
+    named_new = (f"{name} ({partly})" if partly and name.startswith("qkv.") else name for name in new)
+    return tuple(copied), tuple(named_new), tuple(dropped)
 
 
 def _softmax(mixer: nn.Module, projection: Any, attention: Attention) -> tuple[str, str]:
