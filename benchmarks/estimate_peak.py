@@ -25,7 +25,7 @@ from kinformer.estimation.peak import interpreter_bytes, peak
 from kinformer.family.build import configure
 from kinformer.family.table import MEMBERS
 from kinformer.family.table import member as record_of
-from kinformer.runs.objective_cost import objective_cost
+from kinformer.runs.estimate import objective_cost
 from kinformer.runs.run import open_run
 
 SIZES = ((256, 4), (512, 8))

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ PACKAGE = ROOT / "src" / "kinformer"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 300, 50, 8
+IMPORT_CHAIN = 15
 PYTORCH_SIGNATURES = {"nn/attention.py", "nn/multihead_attention.py"}
 """Files whose functions take what PyTorch's of that name take."""
 
@@ -137,6 +139,26 @@ def test_import_law(path):
     assert folder in MAY_IMPORT, f"{folder} has no line in the table of this test"
     foreign = {parts[0] for parts in own_imports(path) if parts and parts[0] not in (folder, "__version__")}
     assert foreign <= MAY_IMPORT[folder]
+
+
+def loaded_by(path: Path) -> set[str]:
+    """Modules of the package whose import a module causes at once: not in a function, not for a type checker alone."""
+    top = [node for node in tree_of(path).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    package = ".".join(("kinformer", *path.relative_to(PACKAGE).parent.parts))
+    modules = {module_name(module) for module in MODULES} - {module_name(path)}
+    names = imports_of(ast.Module(top, []), package)
+    return {name if name in modules else name.rpartition(".")[0] for name in names} & modules
+
+
+def test_chains_of_imports_are_short():
+    loaded = {module_name(path): loaded_by(path) for path in MODULES}
+
+    @cache
+    def chain(name: str) -> tuple[str, ...]:
+        return (name, *max((chain(other) for other in loaded[name]), key=len, default=()))
+
+    deepest = max(map(chain, loaded), key=len)
+    assert 5 < len(deepest) <= IMPORT_CHAIN, " -> ".join(deepest)
 
 
 @each_module

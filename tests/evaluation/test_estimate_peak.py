@@ -17,7 +17,7 @@ from kinformer.estimation.parts import outputs
 from kinformer.estimation.peak import peak
 from kinformer.family.build import configure
 from kinformer.kernels.bucketed import COMPILED, chunked
-from kinformer.runs.objective_cost import objective_cost
+from kinformer.runs.estimate import objective_cost
 from kinformer.runtime.workspace import scratch_bytes
 from kinformer.tasks.next_token.deep_supervision import DeepSupervision
 

@@ -77,6 +77,9 @@ UNKNOWN = {
 """The sizes that a model's config does not have under that name."""
 MODELS = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
 MAIN = ("gpt2", "llama")
+IMPORTED_ONLY = ("opt", "bloom", "mpt", "gemma", "gemma2", "gemma3_text")
+PATCHED = tuple(kind for kind in KINDS if kind not in IMPORTED_ONLY)
+"""The models whose attention :func:`kinformer.interop.patch` can replace."""
 
 
 def new_model(kind="gpt2", **changes):

@@ -12,7 +12,7 @@ from torch import nn
 from kinformer.interop import patch, patched_layers
 from kinformer.nn import RotaryPositions, SoftmaxAttention
 from kinformer.runtime.errors import KinformerError
-from tests.interop.peers import KINDS, MAIN, assert_equal, logits, new_model, tokens
+from tests.interop.peers import MAIN, PATCHED, assert_equal, logits, new_model, tokens
 
 
 def checkpoint(model):
@@ -22,7 +22,7 @@ def checkpoint(model):
 LONG_WINDOW = {"set": {"pattern.window": 20}}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PATCHED)
 def test_softmax_attention_is_the_models(kind):
     model = new_model(kind)
     want = logits(model, tokens())

@@ -8,8 +8,8 @@ import kinformer
 from kinformer.core.encoder import SequenceContext
 from kinformer.family.build import configure
 from kinformer.mixers.separable_convolution import SeparableConvolution
+from kinformer.runs.rows import teacher_of
 from kinformer.runs.run import open_run
-from kinformer.runs.teacher import teacher_of
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.vision.options import VisionOptions
 from kinformer.tasks.vision.rows import Distillation, ImageBatch, ImageClassification

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from kinformer.core import state as states
 from kinformer.core.config import Config
 from kinformer.core.contract import Chunk, PartialOutput
-from kinformer.core.encoder import SequenceContext
+
+if TYPE_CHECKING:
+    from kinformer.core.encoder import SequenceContext
 
 Use = Callable[[nn.Module, Tensor, int], Tensor]
 """(layer, x [batch, time, dim], number of the use) -> the layer's output; the state of a decoder is taken care of."""
@@ -209,6 +211,12 @@ def units_of(model: nn.Module) -> tuple[nn.Module, ...]:
     """Return the parts of a model that are sharded or compiled one by one: its stack's; none of any other module."""
     stack = getattr(model, "stack", None)
     return stack.units if isinstance(stack, Stack) else ()
+
+
+def sparse_tables(model: nn.Module) -> set[Tensor]:
+    """Return the tables of ``model`` whose gradients are sparse."""
+    lookups = (module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
+    return {lookup.weight for lookup in lookups if lookup.sparse}
 
 
 def share(layers: nn.ModuleList) -> nn.ModuleList:

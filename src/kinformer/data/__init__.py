@@ -1,7 +1,7 @@
 """Embedded and user data: corpora, tokenizers, the order of training, the protocol of evaluation, a baseline."""
 
 from kinformer.data.buckets import IGNORED, BosEos, Buckets, Rows
-from kinformer.data.corpus import Corpus, default_cache, open_corpus
+from kinformer.data.corpus import Corpus, open_corpus
 from kinformer.data.evaluation import EvaluationStream, Segment
 from kinformer.data.examples import Examples, Labelled
 from kinformer.data.files import spool
@@ -10,6 +10,7 @@ from kinformer.data.labelled import open_labelled
 from kinformer.data.ngram import NgramModel
 from kinformer.data.sampler import RandomWindows, Sampler, SegmentStreams
 from kinformer.data.split import Split
+from kinformer.data.stored import default_cache
 from kinformer.data.tokenised import first_bytes
 from kinformer.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, train_tokenizer, train_tokenizer_on
 

@@ -13,19 +13,17 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from kinformer.data.extents import Extent, Extents
+from kinformer.data.extents import HASHED_WHOLE, Extent, Extents, fingerprint_of
 from kinformer.data.files import SourceFile, folder_files, reading, single_file, stdlib_files
 from kinformer.data.formats import check_folder, check_plain
 from kinformer.data.split import Split
+from kinformer.data.stored import default_cache
 from kinformer.data.tokenised import encode_split
 from kinformer.data.tokenizer import ByteTokenizer, Tokenizer
 from kinformer.runtime.errors import KinformerError
 
 STDLIB = "stdlib"
 HELD_IN_MEMORY = 64 << 20
-HASHED_WHOLE = 256 << 20
-_BLOCK = 1 << 20
-_SAMPLED_BLOCKS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,31 +76,6 @@ def open_corpus(
         for split in splits.values():
             _held_if_small(split.extents)
     return Corpus(name, version or fingerprint.split(":")[1][:12], fingerprint, tokenizer, splits)
-
-
-def default_cache() -> Path:
-    """Return the folder of caches: ``$XDG_CACHE_HOME/kinformer``, or ``~/.cache/kinformer``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kinformer"
-
-
-def fingerprint_of(files: Sequence[SourceFile]) -> str:
-    """Return ``"sha256:..."`` over the names, sizes and contents of ``files``.
-
-    Beyond 256 MiB in all it is ``"sampled-sha256:..."``: of the contents only 64 blocks of 1 MiB enter, evenly
-    spread from the first byte to the last.
-    """
-    digest = sha256()
-    for file in files:
-        digest.update(f"{file.size}:{file.name}\n".encode("utf-8", "surrogateescape"))
-    run = Extents([Extent(file.path, 0, file.size) for file in files])
-    whole = len(run) <= HASHED_WHOLE
-    if whole:
-        starts = list(range(0, len(run), _BLOCK))
-    else:
-        starts = [(len(run) - _BLOCK) * n // (_SAMPLED_BLOCKS - 1) for n in range(_SAMPLED_BLOCKS)]
-    for start in starts:
-        digest.update(run.read(start, min(start + _BLOCK, len(run))))
-    return f"{'' if whole else 'sampled-'}sha256:{digest.hexdigest()}"
 
 
 def _find(spec: str) -> tuple[str, str, list[SourceFile]]:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from hashlib import sha256
 from typing import NamedTuple
 
 import numpy as np
 
-from kinformer.data.files import reading
+from kinformer.data.files import SourceFile, reading
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 
 _MOST_OPEN = 64
+HASHED_WHOLE = 256 << 20
+_BLOCK = 1 << 20
+_SAMPLED_BLOCKS = 64
 
 
 class Extent(NamedTuple):
@@ -129,3 +133,23 @@ class _Descriptor:
     def __del__(self) -> None:
         if self.number >= 0:
             os.close(self.number)
+
+
+def fingerprint_of(files: Sequence[SourceFile]) -> str:
+    """Return ``"sha256:..."`` over the names, sizes and contents of ``files``.
+
+    Beyond 256 MiB in all it is ``"sampled-sha256:..."``: of the contents only 64 blocks of 1 MiB enter, evenly
+    spread from the first byte to the last.
+    """
+    digest = sha256()
+    for file in files:
+        digest.update(f"{file.size}:{file.name}\n".encode("utf-8", "surrogateescape"))
+    run = Extents([Extent(file.path, 0, file.size) for file in files])
+    whole = len(run) <= HASHED_WHOLE
+    if whole:
+        starts = list(range(0, len(run), _BLOCK))
+    else:
+        starts = [(len(run) - _BLOCK) * n // (_SAMPLED_BLOCKS - 1) for n in range(_SAMPLED_BLOCKS)]
+    for start in starts:
+        digest.update(run.read(start, min(start + _BLOCK, len(run))))
+    return f"{'' if whole else 'sampled-'}sha256:{digest.hexdigest()}"

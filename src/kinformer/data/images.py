@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from kinformer.data.corpus import default_cache, fingerprint_of
+from kinformer.data.extents import fingerprint_of
 from kinformer.data.files import SourceFile, folder_files, reading, single_file
 from kinformer.data.formats import content_of
 from kinformer.data.idx import is_images, labels_beside, read_idx_file, read_idx_folder
 from kinformer.data.image_files import SUFFIXES, read_folder
 from kinformer.data.image_npz import read_npz
 from kinformer.data.image_source import ImageSet, Part, hash_order
-from kinformer.data.stored import stored
+from kinformer.data.stored import default_cache, stored
 from kinformer.runtime.errors import KinformerError
 
 DIGITS = "digits"

@@ -19,9 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
-from kinformer.data.corpus import default_cache, fingerprint_of
 from kinformer.data.examples import Labelled, Written, keep
+from kinformer.data.extents import fingerprint_of
 from kinformer.data.files import SourceFile, folder_files, reading, single_file
+from kinformer.data.stored import default_cache
 from kinformer.data.tables import Columns, TableFormat, read_table
 from kinformer.data.texts import Example, Texts
 from kinformer.data.tokenizer import ByteTokenizer, Tokenizer

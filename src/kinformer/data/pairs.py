@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kinformer.data import number_words
-from kinformer.data.corpus import fingerprint_of
+from kinformer.data.extents import fingerprint_of
 from kinformer.data.files import SourceFile, folder_files, reading, single_file
 from kinformer.data.pair_tables import TABLES, read_table
 from kinformer.data.tokenizer import ByteTokenizer, Tokenizer

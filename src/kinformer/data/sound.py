@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from kinformer.data.clips import Clip, Holdout, find_clips, split_clips
-from kinformer.data.corpus import fingerprint_of
 from kinformer.data.dtmf import DTMF, KEYS, RATE, Calls
+from kinformer.data.extents import fingerprint_of
 from kinformer.data.resample import resample
 from kinformer.data.wav import read_sound
 from kinformer.runtime.errors import KinformerError, require

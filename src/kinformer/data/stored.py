@@ -23,6 +23,11 @@ Fill = Callable[[Path], Mapping[str, Any]]
 """What writes arrays (``*.npy``) into the folder that it is given, and returns what is to be known of them, as JSON."""
 
 
+def default_cache() -> Path:
+    """Return the folder of caches: ``$XDG_CACHE_HOME/kinformer``, or ``~/.cache/kinformer``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kinformer"
+
+
 def stored(folder: Path, schema: int, fill: Fill) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return the record of the arrays in ``folder`` (with the schema behind its name), and the arrays by name, mapped.
 

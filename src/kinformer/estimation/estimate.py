@@ -19,12 +19,11 @@ import torch
 from kinformer.core.contract import CausalMixer
 from kinformer.core.encoder import EncoderMixer
 from kinformer.core.pattern import Pattern
-from kinformer.core.stack import units_of
+from kinformer.core.stack import sparse_tables, units_of
 from kinformer.estimation.checkpoint import held_bytes, measure_held
 from kinformer.estimation.length import at_length, through
 from kinformer.estimation.parts import Costs, distinct, in_pieces, layer_keys, measure, measure_inference, measure_state
 from kinformer.runtime.errors import KinformerError, choose
-from kinformer.training.optimiser import sparse_tables
 
 Precision = Literal["fp32", "bf16-mixed"]
 COUNTED = {

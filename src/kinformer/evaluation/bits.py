@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from kinformer.core.contract import CausalMixer
 from kinformer.core.model import CausalModel
 from kinformer.core.state import map_tensors
-from kinformer.data import EvaluationStream, Split
+from kinformer.data.evaluation import EvaluationStream
+from kinformer.data.split import Split
 from kinformer.evaluation.contexts import contexts
 from kinformer.evaluation.windows import Windows
 from kinformer.runtime.errors import KinformerError, require_finite

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kinformer.core.model import CausalModel, device_of
-from kinformer.data import EvaluationStream
+from kinformer.data.evaluation import EvaluationStream
 from kinformer.evaluation.windows import Windows, batches
 
 

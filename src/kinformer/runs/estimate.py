@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from kinformer.estimation.estimate import Estimate, estimate
+import torch
+from torch import nn
+
+from kinformer.estimation.checkpoint import Live
+from kinformer.estimation.estimate import Estimate, estimate, optimizer_bytes
 from kinformer.estimation.options import EstimateOptions
+from kinformer.estimation.parts import without_data
 from kinformer.estimation.peak import interpreter_bytes, peak
 from kinformer.estimation.rules import RulesOfThumb, rules_of_thumb
 from kinformer.family.table import FAMILY
 from kinformer.runs.description import subject_of
-from kinformer.runs.objective_cost import objective_cost
 from kinformer.runs.run import open_run
+from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch
+from kinformer.tasks.table import TASKS
 
 LENGTH = 1024
+PLAIN = "next-token"
 RULE_BYTES = {"adamw": 8, "muon": 4, "adafactor": 0, "adagrad": 4, "sgd": 4}
 
 
@@ -64,3 +72,30 @@ def _usual_length(name: str) -> int | None:
     if name in FAMILY or not Path(name).is_dir():
         return None
     return open_run(name).training.get("length")
+
+
+def objective_cost(config: Any, name: str, *, length: int, batch: int, optimizer: str) -> dict[str, int] | None:
+    """Bytes of ``weights`` (with gradients and optimiser state) and ``activations`` of a training step with the causal
+    objective ``name`` beyond those with the plain one, which has none: None."""
+    if name == PLAIN:
+        return None
+    task = next(task for task in TASKS.values() if name in task.objectives)
+    model = without_data(config)
+    with torch.device("meta"):
+        objective: Any = task.objective(name, model)
+    module = objective if isinstance(objective, nn.Module) else nn.Module()
+    trained = sum(parameter.numel() for parameter in module.parameters())
+    return {
+        "weights": 8 * trained + optimizer_bytes(module, optimizer),
+        "activations": _held(model, objective, length, batch) - _held(model, NextTokenLoss(), length, batch),
+    }
+
+
+def _held(model: nn.Module, objective: Any, length: int, batch: int) -> int:
+    """Bytes at most until the loss is known."""
+    rows: Any = TokenBatch(torch.zeros(batch, length + 1, dtype=torch.int64, device="meta"))
+    counted = [*model.parameters(), *model.buffers(), *getattr(objective, "parameters", list)()]
+    with Live([*counted, rows.tokens]) as live:
+        loss, _, _ = objective(model, rows, None, 0.0)
+    del loss
+    return live.most

@@ -1,10 +1,12 @@
-"""What a run learns from: its data, opened, and the rows that its task makes of it."""
+"""What a run learns from: its opened data, the rows that its task makes of it, and its teacher, another model."""
 
 from __future__ import annotations
 
-from kinformer.runs.run import Run
+from typing import Any
+
+from kinformer.runs.run import Run, open_run
 from kinformer.runs.stores import STORES
-from kinformer.runs.teacher import teacher_of
+from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.task import TrainingPlan
 from kinformer.training.data_module import DataModule
 
@@ -14,3 +16,28 @@ def rows_of(run: Run, plan: TrainingPlan, device: str, quiet: bool = True) -> Da
     rows = STORES.rows(run.task.data_module(plan), run, plan, device, quiet)
     rows.teacher = teacher_of(run)
     return rows
+
+
+def teacher_of(run: Run) -> Any:
+    """The model, in eval mode and frozen, of the run that the option ``teacher`` names; None where there is none.
+
+    Errors: ``KinformerError`` for a run of another task, of other classes, or of inputs of another shape.
+    """
+    name = getattr(run.options, "teacher", None)
+    if name is None:
+        return None
+    teacher = open_run(name)
+    if teacher.task.name != run.task.name:
+        raise KinformerError(
+            f"`teacher` {name}: is a run of the task {teacher.task.name}; give one of {run.task.name}."
+        )
+    classes, learnt = ((item.data.get("identity") or {}).get("classes") for item in (teacher, run))
+    if classes != learnt:
+        raise KinformerError(
+            f"`teacher` {name}: has other classes ({', '.join(classes or ['unknown ones'])}) than there are to learn; "
+            "give a run on the same data."
+        )
+    channels = [getattr(item.config.input, "channels", None) for item in (teacher, run)]
+    if channels[0] != channels[1]:
+        raise KinformerError(f"`teacher` {name}: reads images of {channels[0]} channels, but these have {channels[1]}.")
+    return teacher.model().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""JSON and TOML from outside, as plain values; anything wrong with the text is a ``ValueError``.
+"""JSON, TOML and single values from outside, as plain values; text that is no JSON or TOML is a ``ValueError``.
 
 The parsers of the standard library raise ``RecursionError`` for text that nests deep, and pass what cannot be written
 again: numbers of thousands of digits in TOML, and halves of surrogate pairs, which are no characters of any encoding.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -101,3 +102,31 @@ def parse_count(text: str) -> int:
     if re.fullmatch(r"[+-]?\d{1,99}", text.strip(), re.ASCII):
         return int(text)
     raise ValueError(f"{text!r} is no whole number, such as 16, 100k, 2M or 1e9")
+
+
+def plain(value: Any) -> Any:
+    """Return the JSON value that a string spells, or the string if it spells none."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_json(value)
+    except ValueError:
+        return value
+
+
+def parse_plain(kind: Any, value: Any, place: str) -> Any:
+    """Return ``value`` as the plain type ``kind``; another is an error that names the ``place``."""
+    if kind is str and isinstance(value, str):
+        return value
+    if kind is int and isinstance(value, str):
+        with suppress(ValueError):
+            return parse_count(value)
+    read = plain(value)
+    if kind is float and isinstance(read, int) and not isinstance(read, bool):
+        return float(read)
+    if kind is Any or not isinstance(kind, type):  # a type that only the owner of the config can check
+        return read
+    if isinstance(read, kind) and isinstance(read, bool) == (kind is bool):
+        return read
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    raise KinformerError(f"{place}: {value!r} is not {names.get(kind, kind)}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,7 +11,9 @@ from torch import Tensor
 from kinformer.core import state as states
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
-from kinformer.training.distributed import Group
+
+if TYPE_CHECKING:
+    from kinformer.training.distributed import Group
 
 
 class Carried:

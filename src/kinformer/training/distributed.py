@@ -19,11 +19,10 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import Tensor, distributed, nn
 
-from kinformer.core.stack import Stack, units_of
+from kinformer.core.stack import Stack, sparse_tables, units_of
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.process import begin_process
 from kinformer.training.interrupt import SIGNALS
-from kinformer.training.optimiser import sparse_tables
 
 Strategy = Literal["ddp", "fsdp"]
 T = TypeVar("T")

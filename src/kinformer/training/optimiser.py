@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer, SparseAdam
 
-from kinformer.core.stack import units_of
+from kinformer.core.stack import sparse_tables, units_of
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.sharding import gathered, is_sharded, like, whole
 from kinformer.training.muon import StackedMuon
@@ -109,12 +109,6 @@ class Optimiser:
                 if name in states
             }
             optimiser.load_state_dict(data)
-
-
-def sparse_tables(model: nn.Module) -> set[Tensor]:
-    """Return the tables of ``model`` whose gradients are sparse."""
-    lookups = (module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
-    return {lookup.weight for lookup in lookups if lookup.sparse}
 
 
 def _groups(named: Named, weight_decay: float) -> list[dict]:
