@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kinformer.data import corpus as corpus_module
-from kinformer.data import open_corpus, spool
+from kinformer.data import extents, open_corpus, spool
 from kinformer.data.extents import Extent, Extents
 from kinformer.data.files import atomic_write
 from kinformer.runtime.errors import KinformerError
@@ -148,8 +148,9 @@ def test_a_fingerprint_follows_contents_and_relative_names(tmp_path, folder):
 
 
 def test_a_large_corpus_is_sampled_to_its_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(extents, "HASHED_WHOLE", 10_000)
     monkeypatch.setattr(corpus_module, "HASHED_WHOLE", 10_000)
-    monkeypatch.setattr(corpus_module, "_BLOCK", 100)
+    monkeypatch.setattr(extents, "_BLOCK", 100)
     path = tmp_path / "large"
     data = bytearray(50_000)
     path.write_bytes(data)

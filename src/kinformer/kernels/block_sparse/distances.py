@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kinformer.core.parts import Relative
-from kinformer.kernels.block_sparse.forms import accumulate
-from kinformer.kernels.block_sparse.tile import Tile
+from kinformer.kernels.block_sparse.tile import Tile, accumulate
 
 TABLES = ("bias", "factor", "keys", "values")
 

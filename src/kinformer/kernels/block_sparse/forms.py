@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kinformer.kernels.block_sparse.tile import accumulate
 from kinformer.kernels.softmax.scores import EPS, complex_queries
 
 _ELEMENTS = 1 << 21
@@ -24,14 +25,6 @@ def product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     if out.dtype == left.dtype:
         return torch.bmm(left, right, out=out)
     return out.copy_(torch.bmm(left, right))
-
-
-def accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to ``total`` in place, in the dtype of ``total``."""
-    if total.dtype == left.dtype:
-        total.baddbmm_(left, right)
-    else:
-        total.add_(torch.bmm(left, right))
 
 
 class Form:

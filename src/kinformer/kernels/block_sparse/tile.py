@@ -55,3 +55,11 @@ class Tile(NamedTuple):
         keys = slice(self.keys.start, self.keys.start + width)
         runs = (self.runs[0]._replace(stop=width),)
         return self._replace(keys=keys, width=width, masks=tuple(masks), runs=runs)
+
+
+def accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to ``total`` in place, in the dtype of ``total``."""
+    if total.dtype == left.dtype:
+        total.baddbmm_(left, right)
+    else:
+        total.add_(torch.bmm(left, right))

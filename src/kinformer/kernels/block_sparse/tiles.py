@@ -17,10 +17,10 @@ from kinformer.core.contract import state_dtype
 from kinformer.kernels.block_sparse.blocks import Blocks, HeadBlock
 from kinformer.kernels.block_sparse.distances import Distances
 from kinformer.kernels.block_sparse.falloff import WORTH, reaches
-from kinformer.kernels.block_sparse.forms import AdditiveForm, DotForm, Form, accumulate, product
+from kinformer.kernels.block_sparse.forms import AdditiveForm, DotForm, Form, product
 from kinformer.kernels.block_sparse.plan import TermPlan
 from kinformer.kernels.block_sparse.sections import Operands, from_classes, to_classes
-from kinformer.kernels.block_sparse.tile import Tile
+from kinformer.kernels.block_sparse.tile import Tile, accumulate
 from kinformer.kernels.softmax.dropout import keep
 from kinformer.kernels.softmax.request import Attended
 

@@ -8,11 +8,15 @@ additive   scale * vector . tanh(q + k)
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from kinformer.kernels.softmax.request import Scoring
 from kinformer.runtime.matmul import by_onednn
+
+if TYPE_CHECKING:
+    from kinformer.kernels.softmax.request import Scoring
 
 EPS = 1e-12
 """Added under the root of a modulus, whose gradient at 0 would be infinite."""
