@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kinformer.kernels.softmax.request import Visibility
+if TYPE_CHECKING:
+    from kinformer.kernels.softmax.request import Visibility
 
 
 class BandTile(NamedTuple):
