@@ -81,7 +81,7 @@ def test_the_effective_context_length_of_a_group(cli, gpt_run, linear_run, text_
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--lengths", "4y"], "--lengths 4y: is not a list of whole numbers; write as in 128,512,2048, or as in 1x,4x"),
+        (["--lengths", "4y"], "--lengths 4y: is not a list of whole numbers; write as in 128,512,2k, or as in 1x,4x"),
         (["--plot", "a.png"], "--plot a.png: draws what --lengths measures; give --lengths 1x,2x,4x too"),
         (["--lengths", "1x", "--plot", "a.pdf"], "a.pdf: a figure's name ends in .png or .svg"),
         (["--recl", "--lengths", "32"], "the contexts 32 cannot give an effective context length"),

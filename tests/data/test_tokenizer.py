@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kinformer.data import ByteTokenizer, EvaluationStream, FileTokenizer, first_bytes, open_corpus, train_tokenizer
+from kinformer.data import (
+    ByteTokenizer,
+    EvaluationStream,
+    FileTokenizer,
+    extents,
+    first_bytes,
+    open_corpus,
+    train_tokenizer,
+)
 from kinformer.data import corpus as corpus_module
 from kinformer.data.tokenised import encode_split
 from kinformer.data.tokenizer import PIECE, text_pieces
@@ -157,8 +165,9 @@ def test_a_damaged_cache_is_written_again(text_file, tokenizer, tmp_path):
 def test_an_edited_file_does_not_meet_its_old_ids_where_contents_are_sampled(
     text_file, tokenizer, tmp_path, monkeypatch
 ):
+    monkeypatch.setattr(extents, "HASHED_WHOLE", 1000)
     monkeypatch.setattr(corpus_module, "HASHED_WHOLE", 1000)
-    monkeypatch.setattr(corpus_module, "_BLOCK", 1)
+    monkeypatch.setattr(extents, "_BLOCK", 1)
     before = open_corpus(str(text_file), tokenizer=tokenizer, cache=tmp_path)
     text_file.write_bytes(text_file.read_bytes()[:5] + b"WIND" + text_file.read_bytes()[9:])
     after = open_corpus(str(text_file), tokenizer=tokenizer, cache=tmp_path)

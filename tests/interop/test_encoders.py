@@ -266,7 +266,10 @@ REFUSED = {
     "vocabulary": ({"vocab_size": 60}, "belongs to another model"),
     "no number": ({"intermediate_size": "24"}, "intermediate_size is '24'"),
     "no epsilon": ({"layer_norm_eps": None}, "layer_norm_eps is None"),
-    "another model": ({"model_type": "electra"}, "what can: gpt2, bert, roberta, longformer, marian, big_bird, vit"),
+    "another model": (
+        {"model_type": "electra"},
+        "what can: gpt2, llama, .*bert, roberta, longformer, marian, big_bird, vit",
+    ),
 }
 
 

@@ -85,7 +85,7 @@ def test_a_run_goes_on(run, text_file, tmp_path):
     again = kinformer.train("gpt", out=tmp_path / "run", resume=True, steps=6)
     assert (first.config.dim, again.config.dim, again.training["steps"]) == (16, 16, 6)
     with pytest.raises(KinformerError, match="goes on as it was"):
-        kinformer.train("gpt", out=tmp_path / "run", resume=True, lr=1.0)
+        kinformer.train("gpt", out=tmp_path / "run", resume=True, batch_size=3)
 
 
 def test_nothing_is_printed(text_file, tmp_path, capsys):

@@ -98,7 +98,7 @@ def test_folders_that_hold_something_else(said: Said, run: Path, text: Path, tmp
 
 def test_a_resumed_run_goes_on_as_it_was(said: Said, run: Path, text: Path, tmp_path: Path) -> None:
     resume = ["--out", str(run), "--resume"]
-    assert "--lr=0.5" in said("gpt", [*resume, "--lr", "0.5"])
+    assert "--batch-size=3" in said("gpt", [*resume, "--batch-size", "3"])
     assert "--set dim=64" in said("gpt", [*resume, "--set", "dim=64"])
     other = tmp_path / "other.txt"
     other.write_text(text.read_text() + "more")
