@@ -213,10 +213,10 @@ def units_of(model: nn.Module) -> tuple[nn.Module, ...]:
     return stack.units if isinstance(stack, Stack) else ()
 
 
-def sparse_tables(model: nn.Module) -> set[Tensor]:
+def sparse_tables(model: nn.Module) -> frozenset[Tensor]:
     """Return the tables of ``model`` whose gradients are sparse."""
     lookups = (module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
-    return {lookup.weight for lookup in lookups if lookup.sparse}
+    return frozenset(lookup.weight for lookup in lookups if lookup.sparse)
 
 
 def share(layers: nn.ModuleList) -> nn.ModuleList:
