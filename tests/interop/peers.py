@@ -108,3 +108,17 @@ def logits(model, ids, **options):
 
 def assert_equal(left, right, limit=1e-5):
     assert_close(left, right, atol=limit * float(right.detach().abs().max()), rtol=0)
+
+
+def byte_tokenizer(folder):
+    """Save a tokenizer of bytes, whose 256 ids are the bytes in the order of its alphabet."""
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=256, show_progress=False, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer

@@ -12,6 +12,7 @@ from kinformer.cli.main import main
 from kinformer.runs.run import open_run
 from kinformer.runtime.errors import KinformerError
 from tests.interop.decoders import CHECKS, Pair, tokens
+from tests.interop.peers import byte_tokenizer
 
 IMPORTED = {
     "llama": ("llama", {}),
@@ -177,20 +178,6 @@ def test_code_of_a_folder_is_never_run(pairs, folder, tmp_path):
     (folder / "modeling_mine.py").write_text(f"open({str(tmp_path / 'run-code')!r}, 'w')")
     assert torch.equal(logits_of(folder, tmp_path / "run"), pairs("llama").ours(tokens())[0])
     assert not (tmp_path / "run-code").exists()
-
-
-def byte_tokenizer(folder):
-    """Save a tokenizer of bytes, whose 256 ids are the bytes in the order of its alphabet."""
-    import tokenizers
-
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=256, show_progress=False, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator([], trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return tokenizer
 
 
 def test_from_a_folder_to_text_and_figures(tmp_path, capsys):

@@ -17,6 +17,7 @@ from kinformer.cli.main import main
 from kinformer.interop import read_checkpoint
 from kinformer.runs.run import open_run
 from kinformer.runtime.errors import KinformerError
+from tests.interop.peers import byte_tokenizer
 
 SIZES = {"vocab_size": 61, "n_positions": 24, "n_embd": 16, "n_layer": 3, "n_head": 2}
 
@@ -145,16 +146,8 @@ def test_tokenizer_is_copied(folder, tmp_path, capsys):
 
 def test_commands_take_the_run(peer, tmp_path, capsys):
     """A byte-level tokenizer whose 256 tokens the model has: text goes in and comes out."""
-    import tokenizers
-
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=256, show_progress=False, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator([], trainer)
     peer = Peer(tmp_path / "peer", vocab_size=256)
-    tokenizer.save(str(peer.folder / "tokenizer.json"))
+    tokenizer = byte_tokenizer(peer.folder)
     out = str(tmp_path / "run")
     assert main(["import", str(peer.folder), "--out", out]) == 0
     capsys.readouterr()

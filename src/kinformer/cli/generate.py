@@ -11,7 +11,6 @@ from kinformer.cli.options import Changes, Hidden, Printing, RunFolder, options_
 from kinformer.cli.output import print_json
 from kinformer.runs.options import GenerateOptions
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.files import require_file
 from kinformer.runtime.words import plural
 from kinformer.training.metric import size
 
@@ -60,13 +59,9 @@ def _prompt(options: Options, lines: bool) -> Any:
     if options.prompt is not None and options.prompt_file is not None:
         raise KinformerError("there must be one prompt; give --prompt TEXT, --prompt - or --prompt-file PATH.")
     if options.prompt_file is not None:
-        from kinformer.data.files import reading
-        from kinformer.data.formats import refuse_packed
+        from kinformer.data.formats import plain_bytes
 
-        require_file(Path(options.prompt_file))
-        refuse_packed(Path(options.prompt_file))
-        with reading(options.prompt_file):
-            return Path(options.prompt_file).read_bytes()
+        return plain_bytes(Path(options.prompt_file))
     if lines and options.prompt in (None, "-"):
         return iter(sys.stdin.buffer.readline, b"")
     if options.prompt is None:

@@ -54,7 +54,8 @@ def _text(options: Options) -> str:
         raise KinformerError("there must be one text to trace; give TEXT, - for standard input, or --file PATH.")
     if options.file is not None:
         from kinformer.data.files import reading
+        from kinformer.data.formats import plain_bytes
 
         with reading(options.file):
-            return Path(options.file).read_text(encoding="utf-8")
+            return plain_bytes(Path(options.file)).decode("utf-8")
     return sys.stdin.read() if options.text == "-" else str(options.text)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kinformer.runs.options import Machine
 from kinformer.runtime.errors import KinformerError, choose, marked, require, require_above, require_seed, require_share
-from kinformer.runtime.parsing import parse_count
+from kinformer.runtime.parsing import parse_counts
 
 DEFAULT_MEMBERS = ("gpt", "linear-transformer", "fast-weights", "local", "transformer-xl")
 DEFAULT_TOTAL, DEFAULT_PARAMETERS, DEFAULT_SEEDS = 13.0, 400_000, 3
@@ -163,12 +162,12 @@ class BenchOptions(Machine):
 
 def whole_numbers(text: str, flag: str) -> tuple[int, ...]:
     """``"128,512"`` as numbers, in order."""
-    parts = [part.strip() for part in text.split(",")]
-    with suppress(ValueError):
-        numbers = {parse_count(part) for part in parts}
-        if 0 < min(numbers) <= max(numbers) < 1 << 63:
-            return tuple(sorted(numbers))
-    raise KinformerError(f"{flag} {text}: is not a list of whole numbers; write as in 128,512,2048 or 1k,4k.")
+    try:
+        return tuple(parse_counts(text))
+    except ValueError:
+        raise KinformerError(
+            f"{flag} {text}: is not a list of whole numbers; write as in 128,512,2048 or 1k,4k."
+        ) from None
 
 
 def default_budget(members: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:

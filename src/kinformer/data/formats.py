@@ -8,6 +8,7 @@ from typing import BinaryIO
 
 from kinformer.data.files import SourceFile, reading
 from kinformer.runtime.errors import KinformerError, nearest
+from kinformer.runtime.files import require_file
 from kinformer.runtime.parsing import parse_json, parse_json_line
 from kinformer.runtime.progress import note_once
 from kinformer.runtime.words import plural
@@ -70,6 +71,14 @@ def refuse_packed(path: Path) -> None:
     """Refuse a file whose text stands in it packed: archives, tables and documents."""
     if (packed := _packed(_head(path))) is not None:
         raise KinformerError(f"{path}: is {packed[0]}; {packed[1]}.")
+
+
+def plain_bytes(path: Path) -> bytes:
+    """Return the bytes of a regular file; one whose text stands in it packed is refused."""
+    require_file(path)
+    refuse_packed(path)
+    with reading(path):
+        return path.read_bytes()
 
 
 def check_folder(folder: Path, files: Sequence[SourceFile]) -> None:

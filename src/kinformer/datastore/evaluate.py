@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,7 @@ from kinformer.datastore.store import Datastore
 from kinformer.evaluation.mixing import WEIGHTS, Grid, Setting, Sweep, Watched, sweep
 from kinformer.evaluation.windows import Windows
 from kinformer.runtime.errors import KinformerError, marked
-from kinformer.runtime.parsing import parse_count
+from kinformer.runtime.parsing import parse_counts
 from kinformer.runtime.progress import note, progressing
 from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import EvaluationReport, TextTable, evaluated
@@ -114,12 +113,12 @@ def _sizes(runs: Sequence[StoredRun], options: Any, task_options: Any) -> list[i
             raise KinformerError(f"{marked(flag)}: does not go together with `datastore`; leave one out.")
     if len(runs) > 1:
         raise KinformerError("`datastore`: belongs to one run; give one DIR.")
-    parts = [] if options.sizes is None else [part.strip() for part in options.sizes.split(",")]
-    with suppress(ValueError):
-        sizes = {parse_count(part) for part in parts}
-        if not sizes or 0 < min(sizes) <= max(sizes) < 1 << 63:
-            return sorted(sizes)
-    raise KinformerError(f"`sizes` {options.sizes}: is not a list of numbers of entries; write as in 10k,100k.")
+    try:
+        return [] if options.sizes is None else parse_counts(options.sizes)
+    except ValueError:
+        raise KinformerError(
+            f"`sizes` {options.sizes}: is not a list of numbers of entries; write as in 10k,100k."
+        ) from None
 
 
 def _parts(held: HeldOut, options: Any) -> tuple[Split | None, Split]:

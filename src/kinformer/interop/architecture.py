@@ -35,10 +35,12 @@ class Architecture:
     model: Callable[[Settings, Path], dict[str, Any]]
     keys: KeyMap | Callable[[Mapping[str, Any]], KeyMap]
     required: Mapping[str, Any] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
 
     def model_config(self, config: Mapping[str, Any], place: Path) -> dict[str, Any]:
         """Return our model config, as data, of the ``config.json`` at ``place``."""
         full = {**self.defaults, **config}
+        full |= {ours: config[theirs] for theirs, ours in self.names.items() if config.get(theirs) is not None}
         require({name: value for name, value in full.items() if value is not None}, place, self.required)
         for name in ("num_hidden_layers", "n_layer", "n_layers"):
             if name in full:

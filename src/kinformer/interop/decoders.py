@@ -82,14 +82,10 @@ def _neox(full: Settings, place: Path) -> dict[str, Any]:
         "dropout": number(full, place, "attention_dropout"),
     }
     norm = {"kind": "layer_norm", "eps": number(full, place, "layer_norm_eps")}
-    layer = {
-        "kind": "parallel" if switch(full, place, "use_parallel_residual") else "decoder",
-        "mixer": mixer,
-        "feed_forward": _mlp(full, place, "intermediate_size", "hidden_act"),
-        "norm": norm,
-        "residual": "pre",
-        "dropout": number(full, place, "hidden_dropout"),
-    }
+    layer = _layer(
+        mixer, _mlp(full, place, "intermediate_size", "hidden_act"), norm, number(full, place, "hidden_dropout")
+    )
+    layer["kind"] = "parallel" if switch(full, place, "use_parallel_residual") else "decoder"
     depth = full["num_hidden_layers"]
     return _model(full, place, "hidden_size", [layer] * depth) | {"dropout": number(full, place, "hidden_dropout")}
 
@@ -104,38 +100,19 @@ def _opt(full: Settings, place: Path) -> dict[str, Any]:
         "projection": {"kind": "multi_head"},
         "dropout": number(full, place, "attention_dropout"),
     }
-    layer = {
-        "kind": "decoder",
-        "mixer": mixer,
-        "feed_forward": _mlp(full, place, "ffn_dim", "activation_function"),
-        "norm": {"kind": "layer_norm", "eps": 1e-5},
-        "residual": "pre",
-        "dropout": number(full, place, "dropout"),
-    }
+    feed_forward = _mlp(full, place, "ffn_dim", "activation_function")
+    layer = _layer(mixer, feed_forward, {"kind": "layer_norm", "eps": 1e-5}, number(full, place, "dropout"))
     length = whole(full, place, "max_position_embeddings")
     model = _model(full, place, "hidden_size", [layer] * full["num_hidden_layers"])
     return model | {"position": {"kind": "learned", "max_length": length}, "dropout": layer["dropout"]}
 
 
 def _bloom(full: Settings, place: Path) -> dict[str, Any]:
-    for ours, theirs in (
-        ("hidden_size", "n_embed"),
-        ("n_layer", "num_hidden_layers"),
-        ("n_head", "num_attention_heads"),
-    ):
-        full[ours] = full.get(theirs) if full.get(theirs) is not None else full[ours]
-    whole(full, place, "n_layer", most=10_000)
     dim = whole(full, place, "hidden_size")
     mixer = _alibi(whole(full, place, "n_head"), True, number(full, place, "attention_dropout"))
     norm = {"kind": "layer_norm", "eps": number(full, place, "layer_norm_epsilon")}
-    layer = {
-        "kind": "decoder",
-        "mixer": mixer,
-        "feed_forward": {"kind": "mlp", "hidden_dim": 4 * dim, "activation": "gelu_tanh"},
-        "norm": norm,
-        "residual": "pre",
-        "dropout": number(full, place, "hidden_dropout"),
-    }
+    feed_forward = {"kind": "mlp", "hidden_dim": 4 * dim, "activation": "gelu_tanh"}
+    layer = _layer(mixer, feed_forward, norm, number(full, place, "hidden_dropout"))
     return _model(full, place, "hidden_size", [layer] * full["n_layer"]) | {"embedding_norm": norm}
 
 
@@ -155,16 +132,16 @@ def _mpt(full: Settings, place: Path) -> dict[str, Any]:
     mixer = _alibi(heads, False, number(settings, place, "attn_pdrop"))
     norm = {"kind": "layer_norm", "eps": number(full, place, "layer_norm_epsilon"), "bias": False}
     hidden_dim = dim * whole(full, place, "expansion_ratio")
-    layer = {
-        "kind": "decoder",
-        "mixer": mixer,
-        "feed_forward": {"kind": "mlp", "hidden_dim": hidden_dim, "activation": "gelu", "bias": False},
-        "norm": norm,
-        "residual": "pre",
-        "dropout": number(full, place, "resid_pdrop"),
-    }
+    feed_forward = {"kind": "mlp", "hidden_dim": hidden_dim, "activation": "gelu", "bias": False}
+    layer = _layer(mixer, feed_forward, norm, number(full, place, "resid_pdrop"))
     dropout = number(full, place, "emb_pdrop")
     return _model(full, place, "d_model", [layer] * full["n_layers"]) | {"dropout": dropout}
+
+
+def _layer(mixer: dict[str, Any], feed_forward: dict[str, Any], norm: dict[str, Any], dropout: float) -> dict[str, Any]:
+    """Return a layer with norms before its sublayers."""
+    parts = {"mixer": mixer, "feed_forward": feed_forward, "norm": norm, "dropout": dropout}
+    return {"kind": "decoder", "residual": "pre", **parts}
 
 
 def _mlp(full: Settings, place: Path, width: str, activation: str) -> dict[str, Any]:
@@ -214,6 +191,7 @@ ARCHITECTURES = {
         member="alibi",
         defaults=BLOOM,
         required={"apply_residual_connection_post_layernorm": False},
+        names={"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
         model=_bloom,
         keys=BLOOM_KEYS,
     ),

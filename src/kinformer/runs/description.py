@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,7 +45,7 @@ def describe(
     name: str, recipe: str | None = None, vocab_size: int | None = None, changes: Mapping[str, Any] | None = None
 ) -> Description:
     """Describe a member or a run; the public form is :func:`kinformer.show`."""
-    record, recipe, config = subject_of(name, recipe, vocab_size, changes or {})
+    record, recipe, config, _ = subject_of(name, recipe, vocab_size, changes or {})
     with torch.device("meta"):
         model = config.build()
     facts = record.facts | {
@@ -64,21 +64,29 @@ def describe(
     return Description(member=record, recipe=recipe, config=config, facts=facts)
 
 
-def subject_of(
-    name: str, recipe: str | None, vocab_size: int | None, changes: Mapping[str, Any]
-) -> tuple[Member, str, ModelConfig]:
-    """The member, recipe and config that a name of the family or a run folder stands for, with ``changes``."""
+class Subject(NamedTuple):
+    """The ``member``, ``recipe`` and ``config`` that a name stands for; ``length`` is that of a run's training."""
+
+    member: Member
+    recipe: str
+    config: ModelConfig
+    length: int | None
+
+
+def subject_of(name: str, recipe: str | None, vocab_size: int | None, changes: Mapping[str, Any]) -> Subject:
+    """Return what a name of the family or a run folder stands for, with ``changes``."""
     require_path("member", name)
     if name not in FAMILY and "/" in name and not Path(name).is_dir():
         raise KinformerError(f"{name}: is no run folder, and no member has such a name; see: kinformer list.")
     if name in FAMILY or not Path(name).is_dir():
         record, recipe = member(name), recipe or "small"
-        return record, recipe, configure(record.name, recipe, vocab_size, changes)
+        return Subject(record, recipe, configure(record.name, recipe, vocab_size, changes), None)
     run = open_run(name)
     for option, value in (("recipe", recipe), ("vocab_size", vocab_size)):
         if value is not None:
             raise KinformerError(f"{marked(option)} {value}: the run in {run.folder} has its own; leave it out.")
-    return member(run.member), run.recipe, override(run.config, changes, kinds())
+    config = override(run.config, changes, kinds())
+    return Subject(member(run.member), run.recipe, config, run.training.get("length"))
 
 
 def _parameters(model: Any) -> dict[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +14,7 @@ from kinformer.estimation.options import EstimateOptions
 from kinformer.estimation.parts import without_data
 from kinformer.estimation.peak import interpreter_bytes, peak
 from kinformer.estimation.rules import RulesOfThumb, rules_of_thumb
-from kinformer.family.table import FAMILY
 from kinformer.runs.description import subject_of
-from kinformer.runs.run import open_run
 from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch
 from kinformer.tasks.table import TASKS
 
@@ -47,9 +44,9 @@ def estimate_member(options: EstimateOptions) -> MemberEstimate:
 
     Errors: ``KinformerError`` for unknown names, changes that do not fit, and lengths beyond the model's positions.
     """
-    record, recipe, config = subject_of(options.member, options.recipe, options.vocab_size, options.set)
+    record, recipe, config, trained = subject_of(options.member, options.recipe, options.vocab_size, options.set)
     sizes = {
-        "length": options.length or _usual_length(options.member) or config.input.length or LENGTH,
+        "length": options.length or trained or config.input.length or LENGTH,
         "batch": options.batch_size,
     }
     costs = estimate(config, **sizes, optimizer=options.optimizer, precision=options.precision)
@@ -65,13 +62,6 @@ def estimate_member(options: EstimateOptions) -> MemberEstimate:
         peak=process,
         rules_of_thumb=rules,
     )
-
-
-def _usual_length(name: str) -> int | None:
-    """Return the length that a run was trained at; None of a member."""
-    if name in FAMILY or not Path(name).is_dir():
-        return None
-    return open_run(name).training.get("length")
 
 
 def objective_cost(config: Any, name: str, *, length: int, batch: int, optimizer: str) -> dict[str, int] | None:

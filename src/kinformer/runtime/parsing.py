@@ -14,7 +14,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.errors import LARGEST, KinformerError
 
 MOST_DEPTH = 200
 """Lists and tables inside one another; what we write nests less than a tenth of it."""
@@ -102,6 +102,17 @@ def parse_count(text: str) -> int:
     if re.fullmatch(r"[+-]?\d{1,99}", text.strip(), re.ASCII):
         return int(text)
     raise ValueError(f"{text!r} is no whole number, such as 16, 100k, 2M or 1e9")
+
+
+def parse_counts(text: str) -> list[int]:
+    """The distinct whole numbers above 0 and of 64 bits that ``text`` lists, as in 128,1k, in order.
+
+    Errors: ``ValueError`` for any other text.
+    """
+    numbers = sorted({parse_count(part) for part in text.split(",")})
+    if not 0 < numbers[0] <= numbers[-1] < LARGEST:
+        raise ValueError(f"{text!r} lists a number that is not above 0 and below 2^63")
+    return numbers
 
 
 def plain(value: Any) -> Any:

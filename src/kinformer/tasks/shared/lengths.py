@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.parsing import parse_count
+from kinformer.runtime.parsing import parse_counts
 from kinformer.runtime.progress import note
 
 if TYPE_CHECKING:
@@ -39,15 +39,12 @@ def parse_lengths(text: str | None) -> list[Length]:
     """``128,512`` or ``1x,4x`` (times the training length) as lengths; none if not given."""
     parts = [] if text is None else [part.strip() for part in text.split(",")]
     try:
-        lengths = [Length(parse_count(part.removesuffix("x")), part.endswith("x")) for part in parts]
+        return [Length(parse_counts(part.removesuffix("x"))[0], part.endswith("x")) for part in parts]
     except ValueError:
-        lengths = []
-    if parts and not all(0 < length.number < 1 << 63 for length in lengths or [Length(0, False)]):
         raise KinformerError(
             f"`lengths` {text}: is not a list of whole numbers; write as in 128,512,2k, or as in 1x,4x,16x for "
             "multiples of the training length."
-        )
-    return lengths
+        ) from None
 
 
 def trained_at(run: TrainedRun) -> int | None:

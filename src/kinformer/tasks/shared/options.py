@@ -3,12 +3,11 @@ numbers. Free of PyTorch."""
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass, fields
 
 from kinformer.runtime.errors import KinformerError, marked, require, require_share
 from kinformer.runtime.fields import Checked
-from kinformer.runtime.parsing import parse_count
+from kinformer.runtime.parsing import parse_counts
 from kinformer.runtime.tables import check_table
 
 
@@ -81,12 +80,10 @@ class MlmOptions:
 
 def whole_numbers(flag: str, text: str, of: str, example: str) -> tuple[int, ...]:
     """``"4,8"`` as distinct numbers above 0, in order: numbers ``of`` something."""
-    parts = [part.strip() for part in text.split(",")]
-    with suppress(ValueError):
-        numbers = {parse_count(part) for part in parts}
-        if 0 < min(numbers) <= max(numbers) < 1 << 63:
-            return tuple(sorted(numbers))
-    raise KinformerError(f"{flag} {text}: are no numbers of {of}; write as in {example}.")
+    try:
+        return tuple(parse_counts(text))
+    except ValueError:
+        raise KinformerError(f"{flag} {text}: are no numbers of {of}; write as in {example}.") from None
 
 
 @dataclass(frozen=True, kw_only=True)
