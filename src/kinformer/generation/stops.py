@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import index
+from typing import Protocol
 
 from torch import Tensor
 
@@ -92,3 +93,40 @@ class StopText:
         most = max((len(string) - 1 for string in self.strings), default=0)
         sizes = range(min(most, len(text)), 0, -1)
         return next((n for n in sizes if any(string.startswith(text[-n:]) for string in self.strings)), 0)
+
+
+class Decoder(Protocol):
+    """A decoder of tokens that come one by one, as ``Tokenizer.stream`` gives it."""
+
+    def feed(self, token: int) -> str:
+        """Return the text that ``token`` completes, possibly empty."""
+        ...
+
+    def finish(self) -> str:
+        """Return the text that was still waiting."""
+        ...
+
+
+class StoppedText:
+    """The text of tokens as they come, until one of some strings appears in it; ``stopped`` says whether it has.
+
+    ``decoded`` counts the characters that the tokens completed, those that wait included.
+    """
+
+    def __init__(self, decoder: Decoder, strings: Sequence[str]) -> None:
+        self._decoder, self._stop = decoder, StopText(strings)
+        self.decoded = 0
+
+    @property
+    def stopped(self) -> bool:
+        return self._stop.stopped
+
+    def feed(self, token: int) -> str:
+        """Return the text that can be shown now, ``token`` included."""
+        text = self._decoder.feed(token)
+        self.decoded += len(text)
+        return self._stop.feed(text)
+
+    def finish(self) -> str:
+        """Return the text that was waiting when generation ended without a stop."""
+        return self._stop.feed(self._decoder.finish()) + self._stop.finish()

@@ -63,6 +63,8 @@ class Engine:
         """
         self.check(request)
         with self._changed:
+            if self._closing:
+                raise BusyError("the server is shutting down; repeat the request when it is back.")
             if not self._waiting and self._admission.fits(request):
                 self._admission.enter(request)
                 self._entered.append(request)
@@ -91,15 +93,18 @@ class Engine:
             self._changed.notify()
 
     def run(self) -> None:
-        """Make turns until :meth:`close`; wait while there is nothing to do."""
+        """Make turns until :meth:`close`, and wait while there is nothing to do; what is left then fails."""
         while True:
             with self._changed:
                 idle = not (self._prefills or self._batch.rows)
                 while idle and not (self._entered or self._waiting or self._cancelled or self._closing):
                     self._changed.wait()
                 if self._closing:
-                    return
+                    break
             self.turn()
+        requests = [*self._entered, *self._waiting, *(prefill.request for prefill in self._prefills)]
+        for request in dict.fromkeys([*requests, *(row.request for row in self._batch.rows)]):
+            request.listener.failed(KinformerError("the server is shutting down; repeat the request when it is back."))
 
     def close(self) -> None:
         """Let :meth:`run` return after the present turn."""

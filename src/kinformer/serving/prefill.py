@@ -15,6 +15,10 @@ from kinformer.serving.batch import ROOM, Joining
 from kinformer.serving.request import Request, Row, TokenScore
 
 
+_LEAST = -9999.0
+"""The log-probability of what is impossible, as JSON has no infinite number."""
+
+
 class Prefill:
     """The prompt of one request on its way into a state; copies share it."""
 
@@ -68,7 +72,7 @@ class Prefill:
 
 def scores(logits: Tensor, tokens: Tensor, top: int) -> list[TokenScore]:
     """Return the scores of ``tokens`` [rows] under ``logits`` [rows, vocab], each with the ``top`` most probable."""
-    logprobs = logits.log_softmax(dim=-1)
+    logprobs = logits.log_softmax(dim=-1).clamp_min(_LEAST)
     chosen = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
     best = logprobs.topk(min(top, logits.shape[-1]), dim=-1)
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)

@@ -13,7 +13,7 @@ import torch
 from kinformer.data import Tokenizer
 from kinformer.evaluation.early_exit import Exited, noting_exits, saved
 from kinformer.generation.session import Session
-from kinformer.generation.stops import StopText
+from kinformer.generation.stops import StoppedText
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.lengths import tell_untrained
@@ -162,18 +162,17 @@ class _Writer:
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], write: Callable[[str], None] | None) -> None:
         self.write, self.sample = write, Sample()
-        self._decoder = tokenizer.stream()
-        self._stop = StopText(stops)
+        self._text = StoppedText(tokenizer.stream(), stops)
 
     def feed(self, token: int) -> None:
         self.sample.tokens.append(token)
-        self._add(self._stop.feed(self._decoder.feed(token)))
+        self._add(self._text.feed(token))
 
     def finish(self) -> None:
-        self._add(self._stop.feed(self._decoder.finish()) + self._stop.finish())
+        self._add(self._text.finish())
 
     def _add(self, text: str) -> None:
         self.sample.text += text
-        self.sample.stopped = self._stop.stopped
+        self.sample.stopped = self._text.stopped
         if self.write is not None and text:
             self.write(text)

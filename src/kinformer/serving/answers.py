@@ -1,0 +1,153 @@
+"""The JSON of answers, in the form that OpenAI's clients read."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from kinformer.data import Tokenizer
+from kinformer.serving.fields import Body
+from kinformer.serving.text import Piece, ScoredToken
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+def encoded(data: Any) -> bytes:
+    """Return ``data`` as JSON in UTF-8; halves of surrogate pairs, which are no characters, stay escaped."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
+
+
+def event(data: Any) -> bytes:
+    """Return ``data`` as one server-sent event."""
+    return b"data: " + encoded(data) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def error(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Return an error in OpenAI's form."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class Answer:
+    """The answers to one request: :meth:`chunk` for a part of a choice, :meth:`full` for all of them.
+
+    ``texts`` and ``tokens`` add up what was answered, by choice.
+    """
+
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
+
+    def __init__(self, body: Body, tokenizer: Tokenizer, choices: int) -> None:
+        self.body, self.tokenizer = body, tokenizer
+        self.created, self.id = int(time.time()), self.prefix + secrets.token_hex(12)
+        self.texts = [""] * choices
+        self.tokens: list[list[ScoredToken]] = [[] for _ in range(choices)]
+        self.reasons: list[str | None] = [None] * choices
+
+    def take(self, piece: Piece) -> None:
+        """Add a piece to what the choices have."""
+        self.texts[piece.choice] += piece.text
+        self.tokens[piece.choice] += piece.tokens
+        self.reasons[piece.choice] = piece.reason
+
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        """Return the event of a piece."""
+        choice = self._delta(piece) | {
+            "logprobs": self._scores(piece.tokens),
+            "finish_reason": piece.reason,
+        }
+        if self.body.return_token_ids:
+            choice["token_ids"] = [item.token for item in piece.tokens]
+        return self._frame(self.chunk_kind, [{"index": piece.choice} | choice])
+
+    def full(self, usage: dict[str, int]) -> dict[str, Any]:
+        """Return the answer with all choices and the ``usage``."""
+        choices = []
+        for number, (text, tokens, reason) in enumerate(zip(self.texts, self.tokens, self.reasons, strict=True)):
+            choice = {"index": number} | self._text(text)
+            choice |= {"logprobs": self._scores(tokens), "finish_reason": reason}
+            if self.body.return_token_ids:
+                choice["token_ids"] = [item.token for item in tokens]
+            choices.append(choice)
+        return self._frame(self.kind, choices) | {"usage": usage}
+
+    def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
+        """Return the event that ends a stream of which the usage was requested."""
+        return self._frame(self.chunk_kind, []) | {"usage": usage}
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Return the events before the first piece."""
+        return []
+
+    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        frame = {"id": self.id, "object": kind, "created": self.created, "model": self.body.model, "choices": choices}
+        return frame | ({"usage": None} if self.body.include_usage else {})
+
+    def _text(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        return self._text(piece.text)
+
+    def _scores(self, tokens: Sequence[ScoredToken]) -> Any:
+        if self.body.logprobs is None:
+            return None
+        scores = [item.score for item in tokens]
+        return {
+            "tokens": [self.spelled(item.token) for item in tokens],
+            "token_logprobs": [None if score is None else score.logprob for score in scores],
+            "top_logprobs": [
+                None if score is None else {self.spelled(token): value for token, value in reversed(score.top)}
+                for score in scores
+            ],
+            "text_offset": [item.offset for item in tokens],
+        }
+
+    def spelled(self, token: int) -> str:
+        """Return the text of a token, or ``token_id:N`` where it is no text alone, as half of a character is none."""
+        text = self.tokenizer.decode([token])
+        return f"token_id:{token}" if not text or _REPLACEMENT in text else text
+
+
+class ChatAnswer(Answer):
+    """The answers to a chat."""
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+
+    def opening(self) -> list[dict[str, Any]]:
+        delta = {"role": "assistant", "content": ""}
+        return [
+            self._frame(
+                self.chunk_kind, [{"index": number, "delta": delta, "logprobs": None, "finish_reason": None}]
+            )
+            for number in range(len(self.texts))
+        ]
+
+    def _text(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text}}
+
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        return {"delta": {"content": piece.text} if piece.text else {}}
+
+    def _scores(self, tokens: Sequence[ScoredToken]) -> Any:
+        if self.body.logprobs is None:
+            return None
+        content = []
+        for item in tokens:
+            assert item.score is not None
+            top = [self._entry(token, logprob) for token, logprob in item.score.top]
+            content.append(self._entry(item.token, item.score.logprob) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self.tokenizer.decode([token])
+        complete = bool(text) and _REPLACEMENT not in text
+        return {
+            "token": self.spelled(token),
+            "logprob": logprob,
+            "bytes": list(text.encode()) if complete else None,
+        }

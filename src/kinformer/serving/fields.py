@@ -1,0 +1,205 @@
+"""The fields of a request's JSON, as OpenAI's clients send them, checked one by one."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from kinformer.generation.sampling import Sampling
+from kinformer.runtime.errors import KinformerError, nearest
+from kinformer.runtime.fields import require_kind
+
+MOST_STOPS, MOST_LOGPROBS = 4, 20
+IGNORED = ("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
+"""Fields that say nothing of what is to be generated."""
+NEUTRAL: Mapping[str, Any] = {
+    "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "best_of": 1, "suffix": "",
+    "response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "functions": [],
+    "parallel_tool_calls": True, "modalities": ["text"], "reasoning_effort": "none",
+}  # fmt: skip
+"""Fields that are not supported, each with the value that requests nothing of it."""
+SHARED = (
+    "model", "max_tokens", "temperature", "top_p", "top_k", "n", "stream", "stream_options", "stop", "seed",
+    "return_token_ids",
+)  # fmt: skip
+COMPLETION = (*SHARED, "prompt", "echo", "logprobs")
+CHAT = (*SHARED, "messages", "max_completion_tokens", "logprobs", "top_logprobs")
+
+
+class FieldError(KinformerError):
+    """A mistake in a request; ``param`` names the field, ``code`` the kind of mistake where clients know one."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param, self.code = param, code
+
+
+@dataclass(frozen=True, kw_only=True)
+class Body:
+    """What both kinds of completions request: the ``model``, how is drawn, and how the answer comes.
+
+    ``seed`` is a random one where the request names none; ``max_tokens`` and ``logprobs`` are None where it does not.
+    ``fields`` are all that the request has.
+    """
+
+    model: str
+    sampling: Sampling
+    max_tokens: int | None
+    n: int
+    stops: tuple[str, ...]
+    logprobs: int | None
+    echo: bool
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+    fields: Mapping[str, Any]
+
+
+def parse(data: bytes) -> Mapping[str, Any]:
+    """Return the fields in the JSON of ``data``."""
+    try:
+        fields = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise FieldError(f"the body is not UTF-8 ({error.reason} at byte {error.start}); send JSON in UTF-8.") from None
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise FieldError(f"the body is no JSON ({reason}); send an object of fields.") from None
+    if not isinstance(fields, dict):
+        raise FieldError("the body is JSON but no object; send an object of fields such as model and prompt.")
+    return fields
+
+
+def read(fields: Mapping[str, Any], supported: tuple[str, ...]) -> Body:
+    """Return what ``fields`` request; only those that are ``supported`` may request anything."""
+    values = {name: value for name, value in fields.items() if value is not None}
+    for name, value in values.items():
+        if name in supported or name in IGNORED:
+            continue
+        if name not in NEUTRAL:
+            raise FieldError(f"{name!r} is no field of this request; {nearest(name, supported)}", ascii(name))
+        if value != NEUTRAL[name]:
+            raise FieldError(f"{name} is {_short(value)}, but this server does not support it; leave it out.", name)
+    if "model" not in values:
+        raise FieldError("the request names no model; give the field model (/v1/models lists what there is).", "model")
+    options = _mapping(values, "stream_options")
+    stream = _value(values, "stream", bool, False)
+    if options and not stream:
+        raise FieldError("stream_options are given, but stream is false; leave them out.", "stream_options")
+    chat = "messages" in supported
+    return Body(
+        model=_value(values, "model", str, ""),
+        sampling=_sampling(values),
+        max_tokens=_count(values, "max_completion_tokens", 0, _count(values, "max_tokens", 0, None)),
+        n=_count(values, "n", 1, 1) or 1,
+        stops=_stops(values),
+        logprobs=_chat_logprobs(values) if chat else _count(values, "logprobs", 0, None, MOST_LOGPROBS),
+        echo=_value(values, "echo", bool, False),
+        stream=stream,
+        include_usage=_value(options, "include_usage", bool, False),
+        return_token_ids=_value(values, "return_token_ids", bool, False),
+        fields=values,
+    )
+
+
+def prompts(fields: Mapping[str, Any]) -> list[str | list[int]]:
+    """Return the prompts of a completion, each a text or a list of token ids."""
+    prompt = fields.get("prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if all(map(_is_id, prompt)):
+            return [prompt]
+        if all(isinstance(item, str) or (isinstance(item, list) and all(map(_is_id, item))) for item in prompt):
+            return prompt
+    raise FieldError("prompt must be a text, a list of texts, a list of token ids, or a list of such lists.", "prompt")
+
+
+def messages(fields: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return the messages of a chat, each with a ``role`` and its ``content`` as one text."""
+    found = fields.get("messages")
+    if not isinstance(found, list) or not found:
+        raise FieldError("messages must be a list of one message or more.", "messages")
+    return [_message(item, place) for place, item in enumerate(found)]
+
+
+def _message(item: Any, place: int) -> dict[str, str]:
+    where = f"messages[{place}]"
+    if not isinstance(item, dict) or not isinstance(item.get("role"), str):
+        raise FieldError(f"{where} must be an object with role and content.", where)
+    content = item.get("content")
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(part["text"] if isinstance(part.get("text"), str) else "" for part in content)
+    if not isinstance(content, str):
+        raise FieldError(f"{where}.content must be text, or a list of parts of the type text.", where)
+    return {"role": item["role"], "content": content}
+
+
+def _sampling(values: Mapping[str, Any]) -> Sampling:
+    seed = _value(values, "seed", int, secrets.randbits(48))
+    return Sampling(
+        temperature=float(_value(values, "temperature", float, 1.0)),
+        top_k=_value(values, "top_k", int, None),
+        top_p=None if "top_p" not in values else float(_value(values, "top_p", float, 1.0)),
+        seed=seed,
+    )
+
+
+def _stops(values: Mapping[str, Any]) -> tuple[str, ...]:
+    stop = values.get("stop", [])
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list) or not all(isinstance(item, str) and item for item in stops):
+        raise FieldError("stop must be a text that is not empty, or a list of such.", "stop")
+    if len(stops) > MOST_STOPS:
+        raise FieldError(f"stop has {len(stops)} texts, but may have at most {MOST_STOPS}.", "stop")
+    return tuple(stops)
+
+
+def _chat_logprobs(values: Mapping[str, Any]) -> int | None:
+    top = _count(values, "top_logprobs", 0, None, MOST_LOGPROBS)
+    if not _value(values, "logprobs", bool, False):
+        if top is not None:
+            raise FieldError("top_logprobs is given, but logprobs is not true; set it.", "top_logprobs")
+        return None
+    return top or 0
+
+
+def _mapping(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = values.get(name, {})
+    if not isinstance(value, dict):
+        raise FieldError(f"{name} is {_short(value)} but must be an object.", name)
+    return value
+
+
+def _value(values: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+    if name not in values:
+        return default
+    try:
+        require_kind(name, values[name], kind)
+    except KinformerError as error:
+        raise FieldError(error.message, name) from None
+    return values[name]
+
+
+def _count(
+    values: Mapping[str, Any], name: str, least: int, default: int | None, most: int = 1 << 40
+) -> int | None:
+    value = _value(values, name, int, default)
+    if value is not None and not least <= value <= most:
+        raise FieldError(f"{name} is {value} but must be a whole number from {least} to {most}.", name)
+    return value
+
+
+def _is_id(item: Any) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool) and abs(item) < 1 << 62
+
+
+def _short(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")

@@ -1,0 +1,142 @@
+"""One HTTP request between the engine's thread and the server's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kinformer.data import Tokenizer
+from kinformer.data.tokenizer import as_bytes
+from kinformer.runtime.errors import KinformerError
+from kinformer.serving.engine import Engine
+from kinformer.serving.fields import Body
+from kinformer.serving.request import Request
+from kinformer.serving.text import Failure, Piece, TextListener
+
+
+class ClientLeftError(Exception):
+    """The client closed its connection before it had the full answer."""
+
+
+class Job:
+    """The choices of one HTTP request: ``body.n`` for each of ``prompts``, texts or lists of ids.
+
+    Choice number i is what row i of ``kinformer.generate`` is for the prompts repeated ``n`` times each. It is made
+    without the event loop, :meth:`submit` and :meth:`pieces` belong to it.
+    """
+
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, body: Body, prompts: Sequence[str | list[int]], new: int | None
+    ) -> None:
+        self.engine, self.body = engine, body
+        self.prompt_tokens = self.new_tokens = 0
+        self._queue: asyncio.Queue[Piece | Failure | None] = asyncio.Queue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._requests = [
+            self._request(tokenizer, prompt, number * body.n, new) for number, prompt in enumerate(prompts)
+        ]
+        for request in self._requests:
+            engine.check(request)
+
+    @property
+    def choices(self) -> int:
+        """Return the number of choices of the answer."""
+        return len(self._requests) * self.body.n
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Return how many tokens were absorbed and drawn so far."""
+        total = self.prompt_tokens + self.new_tokens
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.new_tokens,
+            "total_tokens": total,
+        }
+
+    def submit(self) -> None:
+        """Hand all requests to the engine, or none where it is busy."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            for request in self._requests:
+                self.engine.submit(request)
+        except KinformerError:
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        """End what is still being continued."""
+        for request in self._requests:
+            self.engine.cancel(request)
+
+    async def pieces(self, receive: Any) -> AsyncIterator[Piece]:
+        """Yield the pieces as they come, until all choices have ended.
+
+        Errors: ``KinformerError`` where the engine fails; :class:`ClientLeftError` as soon as ``receive`` says so.
+        """
+        watch = asyncio.create_task(self._watch(receive))
+        left = self.choices
+        try:
+            while left:
+                item = await self._queue.get()
+                if item is None:
+                    raise ClientLeftError
+                if isinstance(item, Failure):
+                    raise item.error
+                left -= item.reason is not None
+                yield item
+        finally:
+            watch.cancel()
+            if left:
+                self.cancel()
+
+    async def _watch(self, receive: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._queue.put_nowait(None)
+
+    def _request(self, tokenizer: Tokenizer, prompt: str | list[int], first: int, new: int | None) -> Request:
+        body = self.body
+        tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else np.array(prompt, np.int64)
+        listener = _Counting(self, tokenizer, first)
+        self.prompt_tokens += len(tokens)
+        if body.echo:
+            text = as_bytes(prompt).decode("utf-8", "replace") if isinstance(prompt, str) else None
+            listener.echo(tokenizer.decode(tokens) if text is None else text, tokens.tolist(), body.n)
+        limit = self.engine.model.max_length
+        if body.max_tokens is not None:
+            new = body.max_tokens
+        elif limit is not None and new is not None:
+            new = max(1, min(new, limit + 1 - len(tokens)))
+        return Request(
+            tokens=tokens,
+            listener=listener,
+            sampling=body.sampling,
+            max_new_tokens=new or 0,
+            copies=body.n,
+            first_stream=first,
+            logprobs=body.logprobs,
+            scores_prompt=body.echo and body.logprobs is not None,
+        )
+
+    def _send(self, item: Piece | Failure) -> None:
+        """Take a piece in any thread."""
+        if self._loop is None:
+            self._queue.put_nowait(item)
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+
+
+class _Counting(TextListener):
+    """A listener that also counts the tokens of its job."""
+
+    def __init__(self, job: Job, tokenizer: Tokenizer, first: int) -> None:
+        super().__init__(job._send, tokenizer, job.body.stops, first)
+        self._job = job
+
+    def drawn(self, copy: int, token: int, score: Any) -> bool:
+        self._job.new_tokens += 1
+        return super().drawn(copy, token, score)

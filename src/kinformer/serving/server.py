@@ -1,0 +1,136 @@
+"""A server for a trained run: the engine in a thread of its own, HTTP in the caller's."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from kinformer.core.head import NeedsStore
+from kinformer.generation.packed import pack
+from kinformer.runs.run import Run, open_run
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.progress import note
+from kinformer.serving.admission import Limits
+from kinformer.serving.chat import ChatTemplate
+from kinformer.serving.engine import Engine
+from kinformer.serving.options import ServeOptions
+from kinformer.training.best import WEIGHTS
+
+try:
+    import uvicorn
+except ImportError as error:
+    raise KinformerError(
+        "serving needs the packages 'starlette' and 'uvicorn', which are not installed; run pip install "
+        "'kinformer[serve]'."
+    ) from error
+
+_GRACE = 5
+"""Seconds that connections have to end in after Ctrl-C."""
+
+
+class Server:
+    """A server for the run in ``folder``; it listens from the beginning, and answers while :meth:`run` runs."""
+
+    def __init__(self, folder: str | Path, options: ServeOptions) -> None:
+        from kinformer.serving.app import Served, application
+
+        run = open_run(folder)
+        _require_continuing(run)
+        template = None
+        if options.chat_template is not None:
+            template = ChatTemplate(options.chat_template, options.chat_stop)
+        self.socket = _listening(options.host, options.port)
+        device = options.prepare(0)
+        model = run.model(options.set).to(device, torch.bfloat16 if options.weights == "bf16" else None)
+        limits = Limits(
+            max_streams=options.max_streams,
+            max_state_bytes=options.max_state_bytes,
+            max_waiting=options.max_waiting,
+            chunk=options.chunk,
+        )
+        self.engine = Engine(pack(model, options.max_streams), limits)
+        self._thread = threading.Thread(target=self.engine.run, name="kinformer engine", daemon=True)
+        assert run.tokenizer is not None
+        name = options.name or Path(folder).resolve().name
+        created = int(os.path.getmtime(run.folder / WEIGHTS))
+        served = Served(name, created, self.engine, run.tokenizer, template, self._thread.is_alive)
+        host = self.socket.getsockname()[0]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.socket.getsockname()[1]}"
+        config = uvicorn.Config(
+            application(served, host in ("127.0.0.1", "::1")),
+            log_level="critical" if options.quiet else "warning",
+            access_log=False,
+            timeout_graceful_shutdown=_GRACE,
+            lifespan="off",
+        )
+        self._http = _Http(config, self.engine.close)
+
+    def run(self) -> None:
+        """Answer until :meth:`close`, or a signal in the main thread; then end what is being continued."""
+        self._thread.start()
+        try:
+            self._http.run(sockets=[self.socket])
+        finally:
+            self.engine.close()
+            self._thread.join()
+            self.socket.close()
+
+    def close(self) -> None:
+        """Let :meth:`run` return; any thread may call this."""
+        self.engine.close()
+        self._http.should_exit = True
+
+
+class _Http(uvicorn.Server):
+    """A server that calls ``closing`` at the first signal, so that no stream holds it up."""
+
+    def __init__(self, config: uvicorn.Config, closing: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._closing = closing
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        threading.Thread(target=self._closing, daemon=True).start()  # which may wait, as a signal's handler must not
+        super().handle_exit(sig, frame)
+
+
+def serve(folder: str | Path, options: ServeOptions) -> None:
+    """Serve the run in ``folder`` until Ctrl-C."""
+    server = Server(folder, options)
+    if not options.quiet:
+        note(f"serving {folder} at {server.url} (the page), {server.url}/v1 (OpenAI's clients); Ctrl-C ends it.")
+    server.run()
+
+
+def _require_continuing(run: Run) -> None:
+    generation = run.task.generation
+    run.task.check_generation(run)
+    if generation.prompt != "text" or not generation.reads or run.tokenizer is None:
+        raise KinformerError(
+            f"{run.folder}: is a run of the task {run.task.name}, and only texts are continued here; give a run of "
+            "next-token."
+        )
+    config: Any = run.config
+    if isinstance(getattr(config, "head", None), NeedsStore):
+        raise KinformerError(
+            f"{run.folder}: is a run of {run.member!r}, which looks things up for all of its sequences together, so "
+            "that none can join; use kinformer generate."
+        )
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at ``host`` and ``port``."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise KinformerError(
+            f"`host` {host}, `port` {port}: cannot be listened at ({reason}); choose others, or `port` 0 for a free one."
+        ) from None
