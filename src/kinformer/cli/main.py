@@ -72,6 +72,11 @@ COMMANDS = {
         "Vectors of texts, by a trained run.",
         "kinformer embed runs/book sentences.txt --out vectors.npz",
     ),
+    "serve": Command(
+        "kinformer.cli.serve",
+        "Answer completions over HTTP, as OpenAI's clients request them.",
+        "kinformer serve runs/book --port 8000",
+    ),
     "trace": Command(
         "kinformer.cli.trace",
         "What a trained run attends to in a text, as an interactive page.",
@@ -126,6 +131,7 @@ COMPUTING = (
     "chat",
     "predict",
     "embed",
+    "serve",
     "trace",
     "calibrate",
     "compare",

@@ -121,9 +121,7 @@ class ChatAnswer(Answer):
     def opening(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         return [
-            self._frame(
-                self.chunk_kind, [{"index": number, "delta": delta, "logprobs": None, "finish_reason": None}]
-            )
+            self._frame(self.chunk_kind, [{"index": number, "delta": delta, "logprobs": None, "finish_reason": None}])
             for number in range(len(self.texts))
         ]
 

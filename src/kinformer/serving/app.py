@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -156,7 +155,7 @@ async def _answered(request: Request, job: Job, answer: Answer) -> Response:
 async def _body(request: Request) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise HTTPException(415, f"the body is of the type {ascii(kind)}; send JSON with content-type application/json.")
+        raise HTTPException(415, f"the body is of the type {ascii(kind)}; send content-type application/json.")
     data = bytearray()
     try:
         async for part in request.stream():
@@ -208,7 +207,6 @@ async def _model(request: Request) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    await asyncio.sleep(0)
     sentence = {
         404: f"there is nothing at {request.url.path!r} here; see /v1/models, /v1/completions and /health.",
         405: f"{request.url.path} does not take {request.method}.",

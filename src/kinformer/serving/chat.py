@@ -24,7 +24,7 @@ class ChatTemplate:
             from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ImportError as error:
             raise KinformerError(
-                "a chat template needs the package 'jinja2', which is not installed; run pip install 'kinformer[serve]'."
+                "a chat template needs the package 'jinja2', which is not installed; pip install 'kinformer[serve]'."
             ) from error
         self.stops = tuple(stops)
         self._error: Any = TemplateError

@@ -183,9 +183,7 @@ def _value(values: Mapping[str, Any], name: str, kind: type, default: Any) -> An
     return values[name]
 
 
-def _count(
-    values: Mapping[str, Any], name: str, least: int, default: int | None, most: int = 1 << 40
-) -> int | None:
+def _count(values: Mapping[str, Any], name: str, least: int, default: int | None, most: int = 1 << 40) -> int | None:
     value = _value(values, name, int, default)
     if value is not None and not least <= value <= most:
         raise FieldError(f"{name} is {value} but must be a whole number from {least} to {most}.", name)

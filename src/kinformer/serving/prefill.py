@@ -14,7 +14,6 @@ from kinformer.runtime.matmul import FEW, few_rows
 from kinformer.serving.batch import ROOM, Joining
 from kinformer.serving.request import Request, Row, TokenScore
 
-
 _LEAST = -9999.0
 """The log-probability of what is impossible, as JSON has no infinite number."""
 

@@ -132,5 +132,5 @@ def _listening(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise KinformerError(
-            f"`host` {host}, `port` {port}: cannot be listened at ({reason}); choose others, or `port` 0 for a free one."
+            f"`host` {host}, `port` {port}: cannot be listened at ({reason}); `port` 0 takes a free one."
         ) from None

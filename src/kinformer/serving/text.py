@@ -48,12 +48,12 @@ class TextListener:
         self, send: Callable[[Piece | Failure], None], tokenizer: Tokenizer, stops: Sequence[str], first: int
     ) -> None:
         self._send, self._tokenizer, self._stops, self._first = send, tokenizer, stops, first
-        self._echo: tuple[str, list[int]] = "", []
+        self._echo: tuple[str, list[int], int] = "", [], 0
         self._choices: dict[int, _Choice] = {}
 
     def echo(self, prompt: str, tokens: list[int], copies: int) -> None:
         """Begin each of ``copies`` choices with ``prompt``, whose ``tokens`` follow when they are scored."""
-        self._echo = prompt, tokens
+        self._echo = prompt, tokens, copies
         for copy in range(copies):
             self._send(Piece(self._first + copy, prompt))
 
@@ -64,7 +64,8 @@ class TextListener:
         for token, score in zip(self._echo[1], scores, strict=True):
             tokens.append(ScoredToken(token, decoder.decoded, score))
             decoder.feed(token)
-        self._send(Piece(self._first, tokens=tokens))
+        for copy in range(self._echo[2]):
+            self._send(Piece(self._first + copy, tokens=tokens))
 
     def drawn(self, copy: int, token: int, score: TokenScore | None) -> bool:
         """Pass on what the token completes; return whether a stop string ends the copy."""

@@ -1,0 +1,27 @@
+"""``kinformer serve DIR``: a trained run behind HTTP, in the form that OpenAI's clients use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kinformer.cli.options import Changes, Hidden, Printing, RunFolder, options_as
+from kinformer.serving.options import ServeOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ServeOptions, Printing):
+    """Answer completions and chats by a trained run, many at a time as one batch, until Ctrl-C."""
+
+    folder: RunFolder
+    """The run folder."""
+    set: Changes = ()  # type: ignore[assignment]
+    """A change that leaves the weights as they are, as in --set layers.*.mixer.position.scaling=yarn."""
+    json: Hidden = False  # type: ignore[assignment]
+
+
+def run(options: Options) -> int:
+    """Serve until Ctrl-C."""
+    from kinformer.serving.server import serve
+
+    serve(options.folder, options_as(ServeOptions, options))
+    return 0

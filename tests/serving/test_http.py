@@ -1,0 +1,243 @@
+"""A server in a thread, and the clients that people have: OpenAI's, and sockets that do not behave."""
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+
+import kinformer
+from kinformer.runtime.errors import KinformerError
+from kinformer.serving.options import ServeOptions
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+pytest.importorskip("starlette")
+
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("served")
+    (place / "text.txt").write_text("It was the best of times, it was the worst of times. " * 80)
+    options = {"recipe": "tiny", "steps": 4, "batch_size": 2, "length": 32, "threads": 1, "device": "cpu"}
+    kinformer.train("linear-transformer", data=place / "text.txt", out=place / "run", quiet=True, **options)
+    (place / "chat.jinja").write_text(TEMPLATE)
+    return place / "run"
+
+
+@contextmanager
+def serving(folder, **options):
+    from kinformer.serving.server import Server
+
+    server = Server(folder, ServeOptions(port=0, quiet=True, threads=1, device="cpu", **options))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.close()
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    with serving(folder, max_streams=4, max_waiting=8, chat_template=str(folder.parent / "chat.jinja")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def get(server, path):
+    with urlopen(f"{server.url}{path}", timeout=20) as answer:
+        return answer.read().decode()
+
+
+def post(server, data, path="/v1/completions", kind="application/json"):
+    data = data if isinstance(data, bytes) else json.dumps(data).encode()
+    request = Request(f"{server.url}{path}", data, {"content-type": kind})
+    try:
+        with urlopen(request, timeout=20) as answer:
+            return answer.status, json.loads(answer.read())
+    except HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def continued(folder, prompt, new, seed, **options):
+    return "".join(kinformer.stream(folder, prompt, max_new_tokens=new, seed=seed, threads=1, **options))
+
+
+def until(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_completions_are_those_of_generate(client, folder):
+    assert [model.id for model in client.models.list()] == ["run"]
+    settings = [("It was ", 12, seed, {"temperature": 0.5 + seed / 4}) for seed in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        answers = pool.map(
+            lambda item: client.completions.create(
+                model="run", prompt=item[0], max_tokens=item[1], seed=item[2], **item[3]
+            ),
+            settings,
+        )
+        texts = [answer.choices[0].text for answer in answers]
+    assert texts == [continued(folder, prompt, new, seed, **options) for prompt, new, seed, options in settings]
+
+
+def test_a_stream_adds_up_to_the_answer(client):
+    settings = {"model": "run", "prompt": ["It was ", "the best"], "n": 2, "max_tokens": 9, "seed": 3}
+    whole = client.completions.create(**settings)
+    assert [choice.finish_reason for choice in whole.choices] == ["length"] * 4
+    assert whole.usage.completion_tokens == 36 and whole.usage.prompt_tokens == 15
+    texts, usage = [""] * 4, None
+    for part in client.completions.create(**settings, stream=True, stream_options={"include_usage": True}):
+        usage = part.usage or usage
+        for choice in part.choices:
+            texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in whole.choices] and usage == whole.usage
+
+
+def test_echo_scores_the_prompt_of_every_copy(client):
+    answer = client.completions.create(
+        model="run", prompt="It was", max_tokens=3, n=2, echo=True, logprobs=2, temperature=0, seed=0
+    )
+    for choice in answer.choices:
+        scores = choice.logprobs
+        assert choice.text.startswith("It was") and len(scores.tokens) == len(scores.token_logprobs) == 9
+        assert scores.token_logprobs[0] is None and max(scores.token_logprobs[1:]) < 0
+        assert scores.text_offset[:6] == list(range(6)) and len(scores.top_logprobs[-1]) == 2
+
+
+def test_a_stop_string_ends_the_text_before_it(client, folder):
+    text = continued(folder, "It was ", 40, 1, temperature=0.9)
+    stop = text[10:12]
+    answer = client.completions.create(
+        model="run", prompt="It was ", max_tokens=40, seed=1, temperature=0.9, stop=[stop]
+    )
+    assert answer.choices[0].text == text[: text.index(stop)] and answer.choices[0].finish_reason == "stop"
+
+
+def test_a_chat_follows_the_template(client, folder):
+    messages = [{"role": "user", "content": "the best?"}]
+    answer = client.chat.completions.create(model="run", messages=messages, max_tokens=8, seed=2, temperature=0.7)
+    assert answer.choices[0].message.content == continued(folder, "user: the best?\nassistant: ", 8, 2, temperature=0.7)
+    pieces = client.chat.completions.create(
+        model="run", messages=messages, max_tokens=8, seed=2, temperature=0.7, stream=True
+    )
+    parts = [piece.choices[0].delta.content or "" for piece in pieces]
+    assert "".join(parts) == answer.choices[0].message.content
+
+
+def test_health_metrics_and_the_page(server, client):
+    client.completions.create(model="run", prompt="a", max_tokens=2)
+    health = json.loads(get(server, "/health"))
+    assert health["status"] == "ok" and health["model"] == "run"
+    metrics = get(server, "/metrics")
+    assert "# TYPE kinformer_new_tokens_total counter" in metrics and "kinformer_streams_limit 4" in metrics
+    page = get(server, "/")
+    assert "<title>" in page and "http" not in page.split("<body>")[1]
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "message"),
+    [
+        (b"{", 400, "is no JSON"),
+        (b"\xff\xfe", 400, "not UTF-8"),
+        (b"[" * 100_000, 400, "nested too deeply"),
+        (b"[]", 400, "no object"),
+        ({"prompt": "a"}, 400, "names no model"),
+        ({"model": "gpt-9", "prompt": "a"}, 404, "no model 'gpt-9'"),
+        ({"model": "run"}, 400, "prompt must be"),
+        ({"model": "run", "prompt": ""}, 400, ""),
+        ({"model": "run", "prompt": [999]}, 400, "999"),
+        ({"model": "run", "prompt": "a", "temperatur": 1}, 400, "temperature"),
+        ({"model": "run", "prompt": "a", "temperature": -1}, 400, "temperature"),
+        ({"model": "run", "prompt": "a", "max_tokens": -1}, 400, "max_tokens"),
+        ({"model": "run", "prompt": "a", "n": 0}, 400, "n is 0"),
+        ({"model": "run", "prompt": "a", "n": 100}, 400, ""),
+        ({"model": "run", "prompt": "a", "presence_penalty": 1}, 400, "presence_penalty"),
+        ({"model": "run", "prompt": "a", "stop": ""}, 400, "stop"),
+        ({"model": "run", "prompt": "a", "top_p": 7}, 400, "top_p"),
+        ({"model": "run", "prompt": "a", "seed": "x"}, 400, "seed"),
+    ],
+)
+def test_a_mistake_is_a_sentence_in_the_form_of_openai(server, data, status, message):
+    code, answer = post(server, data)
+    error = answer["error"]
+    assert code == status and message in error["message"] and error["type"] == "invalid_request_error"
+    assert "Traceback" not in error["message"]
+
+
+def test_other_paths_methods_and_types(server):
+    assert post(server, {}, "/v2/completions")[0] == 404
+    assert post(server, {}, "/v1/models")[0] == 405
+    assert post(server, b"a=1", kind="application/x-www-form-urlencoded")[0] == 415
+
+
+def test_a_client_that_leaves_ends_its_stream(server, client):
+    stream = client.completions.create(model="run", prompt="It was ", max_tokens=1_000_000, stream=True)
+    next(iter(stream))
+    until(lambda: server.engine.rows == 1)
+    stream.close()
+    until(lambda: server.engine.rows == 0)
+    assert json.loads(get(server, "/health"))["streams"] == 0
+
+
+def test_beyond_the_bound_a_request_is_refused(folder):
+    with serving(folder, max_streams=1, max_waiting=0) as server:
+        busy = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        stream = busy.completions.create(model="run", prompt="It was ", max_tokens=1_000_000, stream=True)
+        next(iter(stream))
+        with pytest.raises(openai.RateLimitError):
+            busy.completions.create(model="run", prompt="It was ", max_tokens=2)
+        with pytest.raises(openai.BadRequestError, match="chat template"):
+            busy.chat.completions.create(model="run", messages=[{"role": "user", "content": "a"}])
+        stream.close()
+        until(lambda: server.engine.rows == 0)
+        assert busy.completions.create(model="run", prompt="It was ", max_tokens=2).choices
+
+
+def test_a_server_that_closes_tells_its_streams(folder):
+    with serving(folder) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        stream = client.completions.create(model="run", prompt="It was ", max_tokens=1_000_000, stream=True)
+        next(iter(stream))
+        threading.Timer(0.2, server.close).start()
+        with pytest.raises(openai.APIError, match="shutting down"):
+            for _ in stream:
+                pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--port", "70000"], "at most 65535"),
+        (["--host", "no.such.host.invalid"], "cannot be listened at"),
+        (["--chat-template", "nowhere.jinja"], "nowhere.jinja"),
+        (["--chat-stop", "User"], "need a --chat-template"),
+        (["--max-streams", "0"], "max-streams"),
+    ],
+)
+def test_mistakes_on_the_command_line(cli, folder, arguments, message):
+    code, out, err = cli("serve", folder, *arguments)
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+
+
+def test_a_run_that_continues_no_text_is_refused(tmp_path):
+    options = {"task": "recall", "recipe": "tiny", "length": 24, "batch_size": 4, "steps": 1, "pairs": "2"}
+    kinformer.train("gpt", out=tmp_path / "run", threads=1, device="cpu", symbols=30, quiet=True, **options)
+    with pytest.raises(KinformerError, match="only texts are continued"):
+        kinformer.serve(tmp_path / "run", port=0)
