@@ -236,15 +236,7 @@ def embed(run: str | Path, texts: str | Path | Sequence[str], **options: Any) ->
 def serve(run: str | Path, **options: Any) -> None:
     """Answer HTTP requests for completions and chats by a trained run of next-token, until Ctrl-C or SIGTERM.
 
-        kinformer.serve("runs/book", port=8000)
-
-    The paths are those of OpenAI's clients: ``/v1/models``, ``/v1/completions`` and, with a ``chat_template``,
-    ``/v1/chat/completions``; besides ``/health``, ``/metrics`` and a page to try it at ``/``.
-
-    run: the folder of a run.
-    options: ``host`` ("127.0.0.1"), ``port`` (8000; 0 takes a free one), ``name``, ``max_streams`` (64),
-        ``max_state_bytes``, ``max_waiting`` (64), ``chunk`` (256), ``chat_template``, ``chat_stop``, ``weights``,
-        ``set``, ``device``, ``threads``, ``quiet`` (True); see ``serving.options.ServeOptions``.
+    options: those of ``serving.options.ServeOptions``; ``quiet`` is True.
 
     Errors: ``KinformerError`` for a run that continues no text, an address that is taken, and missing packages.
     """

@@ -20,7 +20,7 @@ class Options(ServeOptions, Printing):
 
 
 def run(options: Options) -> int:
-    """Serve until Ctrl-C."""
+    """Answer requests until Ctrl-C."""
     from kinformer.serving.server import serve
 
     serve(options.folder, options_as(ServeOptions, options))

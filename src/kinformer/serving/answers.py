@@ -114,7 +114,7 @@ class Answer:
 
 
 class ChatAnswer(Answer):
-    """The answers to a chat."""
+    """An answer to a chat: messages in place of texts."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from kinformer.generation.sampling import Sampling
 from kinformer.runtime.errors import KinformerError, nearest
 from kinformer.runtime.fields import require_kind
+from kinformer.runtime.words import plural
 
 MOST_STOPS, MOST_LOGPROBS = 4, 20
 IGNORED = ("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
@@ -119,10 +120,10 @@ def prompts(fields: Mapping[str, Any]) -> list[str | list[int]]:
 
 def messages(fields: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return the messages of a chat, each with a ``role`` and its ``content`` as one text."""
-    found = fields.get("messages")
-    if not isinstance(found, list) or not found:
+    items = fields.get("messages")
+    if not isinstance(items, list) or not items:
         raise FieldError("messages must be a list of one message or more.", "messages")
-    return [_message(item, place) for place, item in enumerate(found)]
+    return [_message(item, place) for place, item in enumerate(items)]
 
 
 def _message(item: Any, place: int) -> dict[str, str]:
@@ -153,7 +154,7 @@ def _stops(values: Mapping[str, Any]) -> tuple[str, ...]:
     if not isinstance(stops, list) or not all(isinstance(item, str) and item for item in stops):
         raise FieldError("stop must be a text that is not empty, or a list of such.", "stop")
     if len(stops) > MOST_STOPS:
-        raise FieldError(f"stop has {len(stops)} texts, but may have at most {MOST_STOPS}.", "stop")
+        raise FieldError(f"stop has {plural(len(stops), 'text')}, but may have at most {MOST_STOPS}.", "stop")
     return tuple(stops)
 
 

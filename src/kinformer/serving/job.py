@@ -122,7 +122,7 @@ class Job:
         )
 
     def _send(self, item: Piece | Failure) -> None:
-        """Take a piece in any thread."""
+        """Pass a piece on to the event loop, from any thread."""
         if self._loop is None:
             self._queue.put_nowait(item)
         elif not self._loop.is_closed():
