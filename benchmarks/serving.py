@@ -1,6 +1,6 @@
 """A server under load: 64 streams at a time for ten minutes, beside one stream.
 
-    python benchmarks/serving.py            # about eleven minutes on two cores
+    python benchmarks/serving.py            # about twelve minutes on two cores
 
 The server is ``kinformer serve`` in a process of its own; the clients are streams of OpenAI's client. Every client
 sends one request after another: prompts of 1 to 200 bytes, 1 to 200 new tokens, a seed. Watched are the memory of the
@@ -27,7 +27,7 @@ from openai import AsyncOpenAI
 import kinformer
 from common import arguments, prepare, save, show
 
-STREAMS, MINUTES, ALONE_SECONDS, CHECKED = 64, 10.0, 45.0, 48
+STREAMS, MINUTES, ALONE_SECONDS, CHECKED = 64, 10.0, 45.0, 16
 MEMBER, DIM, LAYERS, LENGTH = "linear-transformer", 256, 4, 256
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 400
 
