@@ -97,7 +97,8 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @first_order("chunked linear attention")
     def backward(ctx: Any, saved: Any, grad_out: Tensor, grad_s: Tensor, grad_z: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, log_decay, reset, *begun = saved
+        q, k, v, log_decay, reset = saved[:5]
+        begun = list(saved[5:])  # Dynamo of PyTorch 2.11 takes a starred name for a tuple
         sequence = LinearSequence(q, k, v, log_decay, ctx.eps, reset)
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         dg = torch.empty_like(log_decay) if ctx.needs_input_grad[5] else None
