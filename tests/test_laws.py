@@ -191,7 +191,7 @@ def test_triton_is_imported_by_its_kernels_alone(path):
 
 @each_module
 def test_powers_and_quotients_are_not_of_sizes(path):
-    """While a step is recorded, sizes are tensors, and these float32 (``core.contract.width_of``)."""
+    """While PyTorch traces a model, sizes are tensors, and these float32 (``core.contract.width_of``)."""
     if path.relative_to(PACKAGE).parts[0] not in MODELS:
         return
     for node in ast.walk(tree_of(path)):

@@ -12,7 +12,7 @@ import torch
 
 import kinformer
 from kinformer.core import state as states
-from kinformer.generation.recordable import UnrecordableError
+from kinformer.generation.recordable import Ref, SlotCount, Tape, UnrecordableError, View, at_any_length, compiled
 from kinformer.generation.recorded import Recording, logits_after, record
 from kinformer.generation.session import Session
 from kinformer.kernels.attention import route
@@ -202,6 +202,33 @@ def test_a_second_session_takes_the_recording_of_the_first(prompt):
     assert not torch.load(buffer, weights_only=False)._recordings
 
 
+def test_a_session_of_a_hundred_tokens_is_recorded_and_one_of_twenty_is_not(prompt):
+    model = tiny("gpt")
+    for room, recorded in ((20, False), (96, True)):
+        made = Session(model, 3, temperature=0, room=room)
+        made.feed(prompt)
+        for _ in range(4):
+            made.step()
+        assert (made._stepping.running is not None) == recorded
+
+
+@pytest.mark.parametrize("member", ["gpt", "local", "linear-transformer"])
+def test_a_recording_serves_shorter_prompts_and_less_room(member, prompt):
+    model = tiny(member)
+    first = session(model, prompt, room=64)
+    for _ in range(5):
+        first.step()
+    second = session(model, prompt[:, :2], room=50)
+    plain = session(model, prompt[:, :2], recorded=False)
+    for _ in range(30):
+        assert torch.equal(second.step(), plain.step())
+    assert second._stepping.running.recording is first._stepping.running.recording
+    longer = session(model, prompt, room=90)
+    for _ in range(5):
+        longer.step()
+    assert (longer._stepping.running.recording is first._stepping.running.recording) == (member != "gpt")
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_recordings_are_freed_with_their_model(frozen, prompt):
     def runs():
@@ -222,9 +249,9 @@ def test_recordings_are_freed_with_their_model(frozen, prompt):
 
 
 def test_memory_does_not_grow_over_models():
-    """A trace of the usual kind stays with the process, constants and all: here 1 MiB for every model."""
+    """A function of ``torch.jit.trace`` stays with the process, constants and all: here 1 MiB for every model."""
     program = """
-import gc, resource, torch, kinformer
+import gc, resource, sys, torch, kinformer
 from kinformer.generation.session import Session
 used = []
 for number in range(24):
@@ -238,6 +265,7 @@ for number in range(24):
     del model, made
     gc.collect()
     used.append(int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() / 2**20)
+assert not {"torch._dynamo", "sympy"} & set(sys.modules), "PyTorch's compiler takes a second to import"
 print(used[-1] - used[7])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -258,10 +286,10 @@ def refusal(model):
     return refused.value
 
 
-def test_without_the_tracer_sessions_step_in_python(gpt, prompt, monkeypatch):
+def test_without_the_interpreter_sessions_step_in_python(gpt, prompt, monkeypatch):
     expected = session(gpt, prompt, recorded=False)
     plain = torch.stack([expected.step() for _ in range(24)])
-    monkeypatch.delattr(torch._C, "_create_graph_by_tracing")
+    monkeypatch.delattr(torch._C, "_create_function_from_graph")
     assert "cannot write it down" in str(refusal(gpt))
     stepped = session(gpt, prompt)
     assert torch.equal(torch.stack([stepped.step() for _ in range(24)]), plain)
@@ -291,3 +319,66 @@ def test_what_watches_or_draws_is_not_recorded(linear):
     for reading in (torch.Tensor.tolist, torch.Tensor.numpy, lambda x: bool((x == x).all())):
         model._entered = lambda x, valid, reading=reading: (reading(x), entered(x, valid))[1]
         assert "reads the data" in str(refusal(model))
+
+
+def taped(step, *inputs):
+    tape = Tape(inputs)
+    with torch.inference_mode(), tape.watching():
+        output = step(*inputs)
+    return tape, tape.ref(output)
+
+
+def test_numbers_that_count_slots_follow_the_past():
+    def step(past):
+        slots = past.shape[2]
+        return past + torch.arange(slots, dtype=past.dtype)[:, None] * torch.ones(slots, 1).double() + slots
+
+    def views(rule):
+        return [(View(0, 3, rule), View(0, 8, rule))]
+
+    (short, output), (long, _) = (taped(step, torch.zeros(1, 1, slots, 2).double()) for slots in (3, 8))
+    calls = at_any_length(short, long, views("doubles"))
+    assert calls[0].arguments[0] == SlotCount(0, 0)
+    with torch.inference_mode():
+        past = torch.randn(1, 1, 5, 2).double()
+        assert torch.equal(compiled(calls, 1, 0, [output])(past)[0], step(past))
+    unlike = [*views("doubles"), (View(1, 4, "a window"), View(1, 9, "a window"))]
+    for pairs in ([], unlike):  # nothing counts them, or it is open which buffer does
+        with pytest.raises(UnrecordableError, match="depends on the length"):
+            at_any_length(short, long, pairs)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: x.square() if x.shape[2] > 4 else x,
+        lambda x: x.square() if x.shape[2] > 4 else x.exp(),
+        lambda x: x * (1.0 if x.shape[2] > 4 else 2.0),
+        lambda x: x + torch.tensor([float(x.shape[2])]),
+        lambda x: x.sum(2 if x.shape[2] > 4 else 1),
+        lambda x: x.view(-1, 2 * x.shape[2]),
+    ],
+)
+def test_what_no_size_expresses_depends_on_the_length(step):
+    short, long = (taped(step, torch.zeros(1, 1, slots, 2))[0] for slots in (3, 8))
+    with pytest.raises(UnrecordableError, match="depends on the length"):
+        at_any_length(short, long, [(View(0, 3, ""), View(0, 8, ""))])
+
+
+def test_a_tape_takes_sizes_in_place_writes_lists_and_types():
+    weight = torch.randn(4, 4)
+
+    def step(x):
+        parts = [part.to(torch.promote_types(x.dtype, torch.float64)) for part in (x @ weight).split([1, 3], dim=-1)]
+        parts[0][:, 0] = 7
+        picked = torch.cat(parts, dim=-1)[torch.tensor([1, 0])]
+        return torch.where(picked > 0, picked.clamp(max=float("inf")), 0.5).contiguous(
+            memory_format=torch.preserve_format
+        )
+
+    tape, output = taped(step, torch.randn(2, 4))
+    assert any(tensor is weight for tensor in tape.held) and output.number > 0
+    run = compiled(tape.calls, 1, len(tape.held), [output, Ref(0)])
+    with torch.inference_mode():
+        x = torch.randn(2, 4)
+        torch.testing.assert_close(run(x, *tape.held), (step(x), x), rtol=0, atol=0)

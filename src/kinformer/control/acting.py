@@ -21,13 +21,15 @@ from kinformer.core import state as states
 from kinformer.core.model import device_of
 from kinformer.data.permutation import mix
 from kinformer.generation.recorded import logits_after
-from kinformer.generation.steps import LONG, Steps
+from kinformer.generation.steps import Steps
 from kinformer.runtime.errors import KinformerError, require_finite
 from kinformer.runtime.matmul import few_rows
 from kinformer.runtime.progress import ProgressCallback
 from kinformer.runtime.words import plural
 
 WAVE = 64
+_ROOM = 512
+"""Positions for which the state of an episode has room at first."""
 """Episodes side by side."""
 MEASURED_SEEDS = 1 << 20
 """Episodes that are measured are begun by seeds from here on."""
@@ -114,7 +116,7 @@ class Agent:
         self.model, self.drawing, self.window = model, drawing, window
         self.state: Any = None
         self.past: np.ndarray | None = None
-        self._stepping = Steps(model, LONG, recorded=False)
+        self._stepping = Steps(model, _ROOM, recorded=False)
 
     def positions(self, observations: np.ndarray, target_returns: np.ndarray) -> np.ndarray:
         """What the model is to absorb before it acts, [rows, time, width] float32."""
@@ -129,7 +131,7 @@ class Agent:
         self.episodes, self.timestep = episodes, 0
         self.state, self.past = None, None
         if self._stepping.recorded != (len(episodes) == 1):  # of several rows some end before others
-            self._stepping = Steps(self.model, LONG, recorded=len(episodes) == 1)
+            self._stepping = Steps(self.model, _ROOM, recorded=len(episodes) == 1)
 
     def _settle(self) -> None:
         if self.state is not None:
@@ -166,7 +168,7 @@ class Agent:
                 predicted, state = logits_after(self.model, values, self.state)
                 if self.window is None:
                     recorded = self._stepping.recorded and self.state is None
-                    self.state = states.reserve(state, LONG) if recorded else state
+                    self.state = states.reserve(state, _ROOM) if recorded else state
         require_finite(bool(predicted.isfinite().all()))
         return predicted
 

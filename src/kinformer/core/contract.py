@@ -181,7 +181,7 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def width_of(x: Tensor) -> int:
-    """Return the last size of ``x`` as a Python number: while a step is recorded, sizes are integer tensors,
+    """Return the last size of ``x`` as a Python number: while PyTorch traces a model, sizes are integer tensors,
     whose powers and quotients are float32."""
     return int(x.shape[-1])
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
-from functools import cache
 from typing import NamedTuple, TypeGuard, TypeVar
 
 import torch
@@ -63,19 +61,7 @@ class PackedLinear(nn.Module):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), rows)
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.jit.is_tracing():
-            return _recorded()(x, self.packed, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-
-
-@cache
-def _recorded() -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """The form of :func:`_linear` for recordings of a step, which take the operator's empty list in no other way."""
-    return torch.jit.script(_linear)
 
 
 def can_pack(model: nn.Module) -> bool:

@@ -1,47 +1,52 @@
 """One step of generation, recorded once and then run without Python.
 
 A step of one token for each row calls some thousand Python functions and a few hundred small operators, which on a
-CPU take longer than the products where batches and models are small. :func:`record` has PyTorch write the operators
-down while the model makes a step (the tracer of ``torch.jit``; nothing is compiled) and runs that list from then on.
-Recordings stay with the model and end where it changes (``generation.recordings``).
+CPU take longer than the products where batches and models are small. :func:`record` writes the operators down while the
+model makes a step (``generation.recordable``; nothing is compiled), and PyTorch's interpreter runs that list from then
+on. Recordings stay with the model and end where it changes (``generation.recordings``).
 
 Whatever a list cannot hold is detected beforehand, and the model is then stepped in Python:
 
 * what the host reads of the data (exits, searches, hashing) or draws at random, and hooks of modules;
 * leaves of the state that change their shape, or host numbers other than the bounds of reserved slots;
-* what depends on the length: past slots enter as views of growing length, and the list written down at the length of
-  now must equal that at the longest the buffers can hold.
+* what depends on the length: past slots enter as views of growing length, and the list written down with one of them
+  must equal that at the most the buffers can hold, but for numbers that count slots. Where the steps of a short past
+  differ, the list begins at the length of now.
 
 The first recorded step must also agree with the model's.
 
 ``benchmarks/step_recording.py`` keeps it: by ``step_recording.json``, a recorded step takes 0.51 to 0.59 of the time of
-a step in Python. Delete it when every row ``recorded`` is above 0.9 of the row ``in Python``. PyTorch has deprecated
-its tracer, but nothing replaces it: ``torch.export``'s graph is as slow as Python, and AOTInductor's step needs 22 to
-64 s and a C++ compiler to make, where a recording needs half a second. AOTInductor replaces the tracer when it makes a
-step in 1 s that is no slower. If PyTorch drops the tracer earlier, sessions step in Python (:func:`_traced`).
+a step in Python. Delete it when every row ``recorded`` is above 0.9 of the row ``in Python``. ``torch.export``'s graph
+is as slow as Python, and AOTInductor's step needs 22 to 64 s and a C++ compiler to make, where a recording takes the
+time of seven steps. AOTInductor replaces it when it makes a step in 0.1 s that is no slower. If PyTorch drops
+TorchScript's interpreter earlier, sessions step in Python (:func:`_recorded`).
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from itertools import zip_longest
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from kinformer.core import state as states
 from kinformer.core.reserved import ReservedSlots
-from kinformer.generation.packed import PackedLinear
-from kinformer.generation.recordable import UnrecordableError, watched
+from kinformer.generation.recordable import Call, Tape, UnrecordableError, View, at_any_length, compiled
 from kinformer.generation.recordings import Unchanged
 from kinformer.runtime.autocast import autocast_dtype
 
 _NEAR = 1e-4
 """How far the logits of a recorded step may be from the model's, relative to the largest: operators are the same."""
 
-Run = Callable[..., tuple[Tensor, ...]]
+
+class Run(NamedTuple):
+    """A list of operators: a ``function`` of a step's tensors and of those of the model, ``held``."""
+
+    function: Callable[..., tuple[Tensor, ...]]
+    held: Sequence[Tensor]
+
+
 Way = Callable[[Tensor, Any], tuple[tuple[Tensor, ...], Any]]
 """(values of a step, state) -> (what comes out, the state after)."""
 
@@ -55,25 +60,32 @@ def logits_after(model: Any, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
 class Recording:
     """The recorded step of a model or of a part of one, in one or more ways; :meth:`begin` steps a state by it.
 
-    Each of ``runs`` takes the step's values, views of the reserved slots, all other leaves of the state and the weights
-    of ``parts``; ``retained`` is how many past slots each reservation retains, None for all. Of ``state``, from which
-    it was made, only the sizes are stored.
+    Each of ``runs`` takes the step's values, views of the reserved slots and all other leaves of the state, and depends
+    on ``parts`` of the model. Each reservation has ``least`` past slots or more and retains ``retained`` of them, None
+    for all. Of ``state``, from which it was made, only the sizes are stored.
     """
 
     def __init__(
-        self, runs: Sequence[Run], parts: Sequence[nn.Module], state: Any, retained: Sequence[int | None]
+        self,
+        runs: Sequence[Run],
+        parts: Sequence[nn.Module],
+        state: Any,
+        least: Sequence[int],
+        retained: Sequence[int | None],
     ) -> None:
-        self.runs, self.weights, self.retained = runs, _inputs(parts), retained
-        self._form, self._past = _form(state), _past(state)
+        self.runs, self.least, self.retained = runs, least, retained
+        self._form, self._most = _form(state), [part.capacity for part in _parts(state)]
         self.holds = Unchanged(parts).holds
 
     def begin(self, state: Any) -> RecordedStep | None:
         """Return steps from ``state`` on; None where that has other sizes, for which it was not checked."""
         if autocast_dtype(next(states.tensors(state)).device) is not None or _form(state) != self._form:
             return None
-        if any(now < then for now, then in zip(_past(state), self._past, strict=True)):
-            return None
-        return None if any(part.slots.stop >= part.capacity for part in _parts(state)) else RecordedStep(self, state)
+        for part, least, most in zip(_parts(state), self.least, self._most, strict=True):
+            full = part.slots.stop >= part.capacity
+            if full or part.capacity > most or part.slots.stop - part.slots.start < least:
+                return None
+        return RecordedStep(self, state)
 
 
 class RecordedStep:
@@ -104,7 +116,8 @@ class RecordedStep:
             after.append((start if retained is None else max(start, stop + 1 - retained), stop + 1))
         self._bounds = after
         with torch.jit.optimized_execution(False):  # it runs the first steps slowly, to no gain afterwards
-            outputs = self.recording.runs[way](values, *views, *self._leaves, *self.recording.weights)
+            function, held = self.recording.runs[way]
+            outputs = function(values, *views, *self._leaves, *held)
         views_count = len(outputs) - len(self._leaves)
         self._leaves = list(outputs[views_count:])
         return outputs[:views_count]
@@ -140,104 +153,106 @@ def record_ways(ways: Sequence[Way], parts: Sequence[nn.Module], values: Tensor,
         raise UnrecordableError("a module has hooks, which run in Python")
     if autocast_dtype(values.device) is not None:
         raise UnrecordableError("autocast is on, and may be off at the next step")
-    weights = _inputs(parts)
-    recorded = [_recorded(way, values, state, weights) for way in ways]
-    runs, recordings, expected = zip(*recorded, strict=True)
-    if any(item != recordings[0] for item in recordings):
+    recorded = [_recorded(way, values, state) for way in ways]
+    if any(item.retained != recorded[0].retained for item in recorded):
         raise UnrecordableError("the ways keep unlike pasts")
-    recording = Recording(runs, parts, state, recordings[0])
-    for way, outputs in enumerate(expected):
+    least = [max(slots) for slots in zip(*(item.least for item in recorded), strict=True)]
+    recording = Recording([item.run for item in recorded], parts, state, least, recorded[0].retained)
+    for way, item in enumerate(recorded):
         trial = RecordedStep(recording, state)
-        _compare([*trial.go(values, way), *trial._leaves], outputs)
+        _compare([*trial.go(values, way), *trial._leaves], item.results)
     return recording
 
 
-def _recorded(
-    way: Way, values: Tensor, state: Any, weights: Sequence[Tensor]
-) -> tuple[Run, list[int | None], list[Tensor]]:
-    """Return a recorded ``way``, how many past slots each reservation retains, and its outputs and state."""
+class Recorded(NamedTuple):
+    """A recorded way: its run, how many past slots each reservation has at least and how many it retains, and the
+    outputs and leaves of the state."""
+
+    run: Run
+    least: list[int]
+    retained: list[int | None]
+    results: list[Tensor]
+
+
+def _recorded(way: Way, values: Tensor, state: Any) -> Recorded:
+    """Return a recorded ``way`` of a step of ``values`` from ``state`` on."""
     parts = _parts(state)
-    opened = _opened(state, [(part.slots.start, part.slots.stop) for part in parts])
+    now = [(part.slots.start, part.slots.stop) for part in parts]
+    one_slot = [(max(start, stop - 1), stop) for start, stop in now]
     random = torch.get_rng_state()
-    with watched():
-        outputs, after = way(values, opened)
+    taped = _taped(way, values, _opened(state, one_slot))
     if not torch.equal(random, torch.get_rng_state()):
         raise UnrecordableError("a step draws random numbers")
-    if [(x.shape, x.dtype) for x in _leaves(opened)] != [(x.shape, x.dtype) for x in _leaves(after)]:
+    if [(x.shape, x.dtype) for x in taped.leaves] != [(x.shape, x.dtype) for x in _leaves(state)]:
         raise UnrecordableError("a leaf of the state changes its shape")
-    retained = [part.retained for part in _parts(opened)]
-    run = _traced(way, values, opened, weights)
+    calls, bounds = taped.tape.calls, now
+    results = [*taped.outputs, *taped.leaves]
     if parts:
-        longest = [_longest(part, recordings) for part, recordings in zip(parts, retained, strict=True)]
-        if not _same(run, _traced(way, values, _opened(state, longest), weights)):
-            ahead = max(stop - part.slots.stop for part, (_, stop) in zip(parts, longest, strict=True))
-            raise UnrecordableError("what is done depends on the length", ahead // 2 + 1)
-    return run, retained, [*outputs, *_leaves(after)]
-
-
-def _traced(way: Way, values: Tensor, opened: Any, weights: Sequence[Tensor]) -> Run:
-    parts = _parts(opened)
-    views = [view for part in parts for view in part.buffers]
-
-    def step(values: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        item, rest = iter(inputs[: len(views)]), iter(inputs[len(views) :])
-        state = _mapped(
-            opened, lambda part: part.open([next(item) for _ in part.buffers], next(rest)), lambda _: next(rest)
-        )
-        outputs, after = way(values, state)
-        return *outputs, *_leaves(after)
-
+        outputs, after = way(values, _opened(state, now))
+        results = [*outputs, *_leaves(after)]
+        longest = [_longest(part, retained) for part, retained in zip(parts, taped.retained, strict=True)]
+        then = _taped(way, values, _opened(state, longest))
+        try:
+            bounds, calls = one_slot, _at_any_length(state, taped, then)
+        except UnrecordableError:
+            bounds, taped = now, _taped(way, values, _opened(state, now))
+            try:
+                calls = _at_any_length(state, taped, then)
+            except UnrecordableError as refused:
+                ahead = max(stop - part.slots.stop for part, (_, stop) in zip(parts, longest, strict=True))
+                raise UnrecordableError(str(refused), ahead // 2 + 1) from None
+    refs = [taped.tape.ref(tensor) for tensor in (*taped.outputs, *taped.leaves)]
     try:
-        with warnings.catch_warnings(), torch.jit.optimized_execution(False):
-            warnings.simplefilter("ignore")  # of sizes that become numbers: what they decide is compared
-            # what torch.jit.trace gives stays with the process for good; a function of its own is freed
-            inputs = (values, *views, *_leaves(opened), *weights)
-            graph, _ = torch._C._create_graph_by_tracing(step, inputs, lambda _: "", True, False, None, [])
-            return torch._C._create_function_from_graph("step", graph)
+        function = compiled(calls, taped.inputs, len(taped.tape.held), refs)
     except Exception as error:
         raise UnrecordableError(f"PyTorch cannot write it down: {error}") from error
+    least = [stop - start for start, stop in bounds]
+    return Recorded(Run(function, taped.tape.held), least, taped.retained, results)
 
 
-def _inputs(parts: Sequence[nn.Module]) -> list[Tensor]:
-    """Return the weights that a recording takes as inputs, as it cannot hold them: those that learn or are packed."""
-    every = nn.ModuleList(parts)
-    packed = [module.packed for module in every.modules() if isinstance(module, PackedLinear)]
-    return [*packed, *(weight for weight in every.parameters() if weight.requires_grad)]
+class _Taped(NamedTuple):
+    """A step on tape: how many ``inputs`` it has, its outputs, the leaves of the state after, the views of the slots
+    and how many of them the mixer retains."""
+
+    tape: Tape
+    inputs: int
+    outputs: tuple[Tensor, ...]
+    leaves: list[Tensor]
+    views: list[Tensor]
+    retained: list[int | None]
 
 
-def _same(one: Run, other: Run) -> bool:
-    """Return whether two recordings are the same operators with the same constants."""
-    pairs = zip_longest(_written(one), _written(other), fillvalue=(None, None, None))
-    return all(a[:2] == b[:2] and _equal(a[2], b[2]) for a, b in pairs)
+def _taped(way: Way, values: Tensor, opened: Any) -> _Taped:
+    """Return a step of ``values`` from the state ``opened`` on tape."""
+    parts = _parts(opened)
+    views = [view for part in parts for view in part.buffers]
+    inputs = (values, *views, *_leaves(opened))
+    tape = Tape(inputs)
+    with tape.watching():
+        outputs, after = way(values, opened)
+    return _Taped(tape, len(inputs), outputs, _leaves(after), views, [part.retained for part in parts])
 
 
-def _written(run: Run) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield of each operator its kind, the numbers of its inputs, and its value where it is a constant."""
-    graph = run.graph  # type: ignore[attr-defined]
-    numbers = {value.debugName(): number for number, value in enumerate(graph.inputs())}
-    for node in graph.nodes():
-        taken = [numbers[value.debugName()] for value in node.inputs()]
-        for value in node.outputs():
-            numbers[value.debugName()] = len(numbers)
-        constant = node.output().toIValue() if node.kind() == "prim::Constant" else None
-        yield node.kind(), (taken, node.outputsSize()), constant
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.data_ptr() == other.data_ptr() or (one.shape == other.shape and torch.equal(one, other))
-    return bool(one == other)
+def _at_any_length(state: Any, one: _Taped, other: _Taped) -> list[Call]:
+    """Return the calls of a step on tape as they are at any number of past slots between those of two steps."""
+    parts = zip(_parts(state), one.retained, strict=True)
+    rules = [(part.capacity, part.slots, retained) for part, retained in parts for _ in part.buffers]
+    views = [
+        (View(number, a.shape[2], rule), View(number, b.shape[2], rule))
+        for number, (a, b, rule) in enumerate(zip(one.views, other.views, rules, strict=True), start=1)
+    ]
+    return at_any_length(one.tape, other.tape, views)
 
 
 def _form(state: Any) -> Any:
-    """Return the parts of the state that a recording does not read again, such as types and sizes."""
-    bounds = [(part.capacity, part.slots.full) for part in _parts(state)]
-    return bounds, [(leaf.shape, leaf.dtype) for leaf in _leaves(state)]
-
-
-def _past(state: Any) -> list[int]:
-    """Return how many slots of each reservation are the past."""
-    return [part.slots.stop - part.slots.start for part in _parts(state)]
+    """Return the parts of the state that a recording does not read again, such as types and sizes; not how many slots
+    there are."""
+    slots = [(part.slots.full, *(buffer[:, :, :0].shape for buffer in part.buffers)) for part in _parts(state)]
+    return (
+        slots,
+        [part.buffers[0].dtype for part in _parts(state)],
+        [(leaf.shape, leaf.dtype) for leaf in _leaves(state)],
+    )
 
 
 def _compare(results: Sequence[Tensor], expected: Sequence[Tensor]) -> None:

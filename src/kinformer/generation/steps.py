@@ -17,10 +17,11 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import trusted_arguments
 from kinformer.runtime.matmul import FEW, few_rows
 
-LONG = 512
-"""Expected tokens for which a recording is worth its time, that of some fifty to a hundred steps."""
-EARLY, LATE = 16, 256
+LONG = 48
+"""Expected tokens for which a recording is worth its time, that of some seven steps, which some twenty make up for."""
+EARLY, LATE = 1, 24
 """Steps before one is tried, where so many tokens are expected and where they are not."""
+_LOOKS_EVERY = 16
 
 
 class Steps:
@@ -40,17 +41,18 @@ class Steps:
 
         While a recording runs it holds the state; the state returned stands for it until :meth:`settled` resolves it.
         """
-        self.require_dtype()
         self.made += 1
-        if self.running is not None and not self.running.goes_on:
-            state = self.settled(state)
         if self._looks_back is None:
             self._looks_back = _has_slots(state)
-        with trusted_arguments(), few_rows(tokens.device, tokens.shape[0] < FEW or self._looks_back):
-            if self.running is None:
+        with few_rows(tokens.device, tokens.shape[0] < FEW or self._looks_back):
+            if self.running is not None and self.running.goes_on:
+                return self.running.step(tokens), state
+            self.require_dtype()
+            state = self.settled(state)
+            with trusted_arguments():
                 self.running = self._recorded(tokens, state)
-            if self.running is None:
-                return logits_after(self.model, tokens, state)
+                if self.running is None:
+                    return logits_after(self.model, tokens, state)
             return self.running.step(tokens), state
 
     def require_dtype(self) -> None:
@@ -87,10 +89,11 @@ class Steps:
     def _earlier(self) -> Sequence[Recording | ExitsRecording]:
         """Return recordings that may serve: this session's last one, and now and then those of others of the model."""
         if self._recording is not None and not self._recording.holds():
-            self._recording, self.record_at = None, self.made + EARLY
+            self._recording, self.record_at = None, self.made + _LOOKS_EVERY
         if self._recording is not None:
             return (self._recording,)
-        return recordings_of(self.model) if self.made % EARLY == 1 else ()
+        looks = self.made <= 2 or self.made % _LOOKS_EVERY == 1 or self.made > self.record_at
+        return recordings_of(self.model) if looks else ()
 
 
 def _dtype(model: Any) -> torch.dtype | None:

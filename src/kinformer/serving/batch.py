@@ -18,6 +18,8 @@ from kinformer.serving.request import Row
 ROOM = 256
 """Tokens for which a growing state has room; after so many steps it is laid out anew."""
 _FAR = 1 << 30
+_UNKNOWN = 0
+"""Steps that are expected before rows leave or join: a recording waits until as many were made as it costs."""
 
 
 class Joining(NamedTuple):
@@ -41,7 +43,7 @@ class Batch:
         self.tokens = torch.empty(0, dtype=torch.int64, device=device_of(model))
         self._state: Any = None
         self._steps = 0
-        self._stepping = Steps(model, ROOM, recorded=True)
+        self._stepping = Steps(model, _UNKNOWN, recorded=True)
 
     @property
     def state_bytes(self) -> int:
@@ -63,7 +65,7 @@ class Batch:
         parts += [states.value(item.state) for item in joining]
         self.tokens = torch.cat([self.tokens[staying], *(item.tokens for item in joining)])
         self.rows = [self.rows[index] for index in staying] + [row for item in joining for row in item.rows]
-        self._steps, self._stepping = 0, Steps(self.model, ROOM, recorded=True)
+        self._steps, self._stepping = 0, Steps(self.model, _UNKNOWN, recorded=True)
         if parts:
             state = states.renewed(states.join_rows(parts) if len(parts) > 1 else parts[0], derived=True)
             self._state = states.reserve(state, min(ROOM, max(row.remaining for row in self.rows)))
