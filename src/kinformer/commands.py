@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kinformer.runs.description import Description
     from kinformer.runs.drawing.draw import Drawing
     from kinformer.runs.estimate import MemberEstimate
+    from kinformer.runs.exporting import Exported
     from kinformer.runs.importing import ImportedRun
     from kinformer.runs.index import Indexed
     from kinformer.runs.tracing.record import Trace
@@ -212,6 +213,25 @@ def import_checkpoint(folder: str | Path, out: str | Path, name: str = "imported
     from kinformer.runs.importing import import_checkpoint
 
     return import_checkpoint(folder, out, name)
+
+
+@preserving
+def export(run: str | Path, out: str | Path, *, dtype: str = "float32", max_shard_size: str | int = "5GB") -> Exported:
+    """Write a run as a folder that the library transformers loads: config.json, safetensors, tokenizer, model card.
+
+    The result has ``folder``, ``model_type``, ``native`` (whether transformers loads it without code of ours),
+    ``reason`` (why not), ``model_class``, ``auto_class``, ``parameters``, ``shards`` and ``dtype``.
+
+    run: the folder of a run whose model continues tokens.
+    out: the folder to write, which must be new or empty.
+    dtype: the type of the weights there: "float32", "bfloat16" or "float16".
+    max_shard_size: the most that a file of weights holds, such as "500MB" or a number of bytes.
+
+    Errors: ``KinformerError`` for a model that transformers has no class for, and wrong options.
+    """
+    from kinformer.runs.exporting import export
+
+    return export(run, out, dtype=dtype, max_shard_size=max_shard_size)
 
 
 @preserving

@@ -68,6 +68,7 @@ CALLS = [
     (lambda: kinformer.evaluate(None), "run is None but must be text or a path"),
     (lambda: kinformer.calibrate(None), "run is None but must be text or a path"),
     (lambda: kinformer.import_checkpoint(None, "out"), "folder is None but must be text or a path"),
+    (lambda: kinformer.export(None, "out"), "run is None but must be text or a path"),
     (lambda: kinformer.show(None), "member is None but must be text or a path"),
     (lambda: kinformer.compare([3]), "member is 3 but must be text"),
     (lambda: kinformer.train(None, out="out"), "member is None but must be text"),

@@ -18,7 +18,7 @@ class Options(CommonOptions):
     """Turn a Hugging Face checkpoint folder (config.json, safetensors) into a run folder.
 
     What can be imported: GPT-2, LLaMA, Mistral, Qwen2, Qwen3, Gemma 1 to 3, GPT-NeoX, OPT, BLOOM, MPT, BERT, RoBERTa,
-    Longformer, Big Bird, Marian, ViT, DeiT and Swin.
+    Longformer, Big Bird, Marian, ViT, DeiT and Swin, and what kinformer export wrote.
     """
 
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]

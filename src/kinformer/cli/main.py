@@ -117,6 +117,11 @@ COMMANDS = {
         "Turn a Hugging Face checkpoint folder into a run folder.",
         "kinformer import checkpoints/gpt2 --out runs/gpt2",
     ),
+    "export": Command(
+        "kinformer.cli.export",
+        "Write a run as a folder that the library transformers loads.",
+        "kinformer export runs/book --out exported/book",
+    ),
     "completion": Command(
         "kinformer.cli.completion",
         "Print a script that completes commands and options in your shell.",

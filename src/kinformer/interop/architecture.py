@@ -67,6 +67,11 @@ class Architecture:
             )
         return weights
 
+    def write(self, weights: Mapping[str, Tensor], model: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return our ``weights`` under their names: the inverse of :meth:`convert`."""
+        stored = _slopes(model)
+        return self.key_map(model).write({name: one for name, one in weights.items() if name not in stored}, model)
+
 
 def _slopes(model: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return what the layers with ALiBi store beside their weights."""
@@ -75,7 +80,7 @@ def _slopes(model: Mapping[str, Any]) -> dict[str, Tensor]:
     stored: dict[str, Tensor] = {}
     for number, layer in enumerate(model["layers"]):
         mixer = layer["mixer"]
-        if mixer.get("position") == "alibi":
+        if mixer.get("position") in ("alibi", {"kind": "alibi"}):
             position = AlibiBias().build_heads(1, mixer["num_heads"], 1)
             stored |= {
                 f"stack.layers.{number}.mixer.position.{name}": one for name, one in position.state_dict().items()

@@ -32,6 +32,8 @@ from kinformer.runtime.files import load_tensors, read_json, reading
 if TYPE_CHECKING:
     from torch import Tensor
 
+OURS = "kinformer"
+"""The ``model_type`` of folders whose model is no architecture of transformers."""
 CONFIG, WEIGHTS, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
 
 
@@ -67,11 +69,12 @@ class _Format:
     buffers: re.Pattern[str] = encoder_weights.BUFFERS
 
 
+MASKS = re.compile(r"(.*\.)?attn\.(bias|masked_bias)")
+"""Masks of old checkpoints of decoders, which may be no numbers at all."""
 FORMATS = {
-    "gpt2": _Format(member="gpt", model_config=gpt2.model_config, convert=gpt2.convert, buffers=gpt2.MASKS),
     **{
-        kind: _Format(member=one.member, model_config=one.model_config, convert=one.convert)
-        for kind, one in (llama.ARCHITECTURES | decoders.ARCHITECTURES).items()
+        kind: _Format(member=one.member, model_config=one.model_config, convert=one.convert, buffers=MASKS)
+        for kind, one in (gpt2.ARCHITECTURES | llama.ARCHITECTURES | decoders.ARCHITECTURES).items()
     },
     "bert": _Format(member="bert", model_config=bert.bert_config, family=bert.BERT),
     "roberta": _Format(member="bert", model_config=bert.roberta_config, family=bert.ROBERTA),
@@ -105,14 +108,16 @@ def _imported(folder: Path) -> Imported:
     if not isinstance(config, dict):
         raise KinformerError(f"{folder / CONFIG}: is no table of settings; restore it from a copy.")
     kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in FORMATS:
+    if not isinstance(kind, str) or kind not in (*FORMATS, OURS):
         raise KinformerError(
-            f"{folder / CONFIG}: the model_type {kind!r} cannot be imported; what can: {', '.join(FORMATS)}."
+            f"{folder / CONFIG}: the model_type {kind!r} cannot be imported; what can: {', '.join((*FORMATS, OURS))}."
         )
     if config.get("quantization_config") is not None:
         raise KinformerError(
             f"{folder / CONFIG}: the weights are quantised; import the checkpoint they were made from."
         )
+    if kind == OURS:
+        return _ours(config, folder)
     form = FORMATS[kind]
     model, notes = form.model_config(config, folder / CONFIG), tuple[str, ...]()
     tensors = _weights(_tensors(folder), form.buffers, folder)
@@ -132,6 +137,22 @@ def _imported(folder: Path) -> Imported:
         notes=notes,
         classes=classes,
     )
+
+
+def _ours(config: Mapping[str, Any], folder: Path) -> Imported:
+    """Return the contents of a folder that ``kinformer export`` wrote, without its code."""
+    import torch
+
+    member, model = config.get("member"), config.get("composition")
+    if not isinstance(member, str) or not isinstance(model, Mapping):
+        raise KinformerError(f"{folder / CONFIG}: names no member or no composition; restore it from a copy.")
+    halves = (torch.bfloat16, torch.float16)
+    weights = {
+        name.removeprefix("model."): one.float() if one.dtype in halves else one
+        for name, one in _tensors(folder).items()
+    }
+    tokenizer = folder / TOKENIZER
+    return Imported(member=member, model=model, weights=weights, tokenizer=tokenizer if tokenizer.is_file() else None)
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:

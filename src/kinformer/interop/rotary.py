@@ -52,6 +52,23 @@ def rope(
     return position | _scaled(settings, place, scaling)
 
 
+def parameters_of(position: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``rope_parameters`` of the config ``position``, as data: the inverse of :func:`rope`.
+
+    Errors: ``KeyError`` for positions that are not rotary, or scaled in a way that transformers has not.
+    """
+    scaling = position["scaling"]
+    parameters = {"rope_type": "default" if scaling == "none" else scaling, "rope_theta": position["base"]}
+    if scaling == "none":
+        return parameters
+    named = {theirs: position[ours] for ours, theirs in SCALINGS[scaling].items()}
+    return (
+        parameters
+        | {"factor": position["factor"]}
+        | {name: value for name, value in named.items() if value is not None}
+    )
+
+
 def _scaled(settings: Mapping[str, Any], place: Path, scaling: str) -> dict[str, Any]:
     """Return the settings of positions that are scaled; none where a factor of 1 leaves them as they are."""
     scaled = {

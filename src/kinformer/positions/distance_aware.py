@@ -34,8 +34,9 @@ class DistanceAware(Position):
 
     def __init__(self, config: Config, num_heads: int) -> None:
         super().__init__()
-        self.rate = nn.Parameter(torch.linspace(-config.spread, config.spread, num_heads))
         self.steepness = nn.Parameter(torch.zeros(num_heads))
+        spread, device = config.spread, self.steepness.device  # transformers has linspace on the CPU unless named
+        self.rate = nn.Parameter(torch.linspace(-spread, spread, num_heads, device=device))
 
     def relative(self, lowest: int, highest: int) -> Relative:
         dtype = state_dtype(self.rate.dtype)

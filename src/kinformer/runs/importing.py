@@ -11,6 +11,7 @@ import torch
 
 from kinformer.core.model import CausalModel
 from kinformer.family.build import model_config
+from kinformer.family.table import member as member_called
 from kinformer.interop import read_checkpoint
 from kinformer.runs.folder import creating, require_empty, writing
 from kinformer.runs.run import TOKENIZER, Run, save_weights
@@ -54,6 +55,7 @@ def import_checkpoint(folder: str | Path, out: str | Path, name: str = "imported
     with writing(out):
         require_empty(out)
         imported = read_checkpoint(folder)
+        member_called(imported.member)
         config = model_config(imported.model, f"{folder}: model")
         parameters = _checked(imported, config, str(folder))
         with creating(out):

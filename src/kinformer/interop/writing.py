@@ -1,0 +1,234 @@
+"""Folders that the library transformers loads: ``config.json``, safetensors in one file or several, the tokenizer.
+
+A folder appears under its name when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kinformer.core.config import to_dict
+from kinformer.core.model import PROTOCOLS, CausalModel
+from kinformer.core.model_config import ModelConfig
+from kinformer.interop.checkpoint import CONFIG, INDEX, TOKENIZER, WEIGHTS
+from kinformer.interop.native import Native, native_form
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import partial_of, require_utf8, save_tensors, write_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+GENERATION, TOKENIZER_CONFIG, CODE = "generation_config.json", "tokenizer_config.json", "modeling_kinformer.py"
+DTYPES = ("float32", "bfloat16", "float16")
+REMOTE_CODE = '''"""A model of the package kinformer for the library transformers: pip install kinformer."""
+
+from kinformer.interop.auto import KinformerConfig as Config
+from kinformer.interop.auto import {model} as Model
+
+
+class KinformerConfig(Config):
+    def __init__(self, **settings):
+        super().__init__(**settings)
+
+
+class {model}(Model):
+    config_class = KinformerConfig
+'''
+"""The code in a folder; the package has all that it does."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form in which a model leaves: ``native`` as an architecture of transformers, or None, and ``reason`` why not.
+
+    ``model_class`` and ``auto_class``: what transformers calls the model, and the class that loads it.
+    """
+
+    native: Native | None
+    reason: str
+    model_class: str
+    auto_class: str
+
+    @property
+    def model_type(self) -> str:
+        """Return the ``model_type`` of the folder's config."""
+        return "kinformer" if self.native is None else self.native.model_type
+
+
+def form_of(config: ModelConfig, length: int | None = None) -> Form:
+    """Return the form in which a model of ``config`` leaves; ``length``: what it was trained at.
+
+    Errors: ``KinformerError`` for a model that transformers has no class for.
+    """
+    if config.protocol is not CausalModel or config.input.kind != "tokens":
+        raise KinformerError(
+            f"its model is {PROTOCOLS[config.protocol]} with the input {config.input.kind!r}, which is not exported; "
+            "only a model that continues tokens is."
+        )
+    native = native_form(config, length)
+    if isinstance(native, Native):
+        return Form(native, "", native.config["architectures"][0], "AutoModelForCausalLM")
+    return Form(None, native, "KinformerForCausalLM", "AutoModelForCausalLM")
+
+
+def require_new(folder: Path) -> None:
+    """Refuse a folder that holds anything, and a file."""
+    require_utf8(folder)
+    if folder.exists() and not folder.is_dir():
+        raise KinformerError(f"`out` {folder}: is a file; give a new folder.")
+    if folder.is_dir() and any(folder.iterdir()):
+        raise KinformerError(f"`out` {folder}: is not empty; give a new folder.")
+
+
+@contextmanager
+def appearing(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder that becomes ``folder`` at the end; after an error nothing is left of it.
+
+    Errors: ``KinformerError`` for a folder that cannot be written.
+    """
+    place = partial_of(folder)
+    try:
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        yield place
+        if folder.is_dir():
+            folder.rmdir()
+        place.rename(folder)
+    except OSError as error:
+        raise KinformerError(
+            f"`out` {folder}: cannot be written ({error.strerror or error}); free space or choose another folder."
+        ) from error
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def write_model(
+    folder: Path, form: Form, settings: Mapping[str, Any], weights: Mapping[str, Tensor], max_shard_bytes: int
+) -> int:
+    """Write a model with the ``config.json`` ``settings`` into ``folder``; return how many files of tensors.
+
+    ``weights``: under our names, in float32; ``settings`` name the type in which they are written.
+    """
+    tensors = form.native.tensors(weights) if form.native else {f"model.{name}": one for name, one in weights.items()}
+    count = _write_tensors(folder, _as_dtype(tensors, settings["dtype"]), max_shard_bytes)
+    write_json(folder / CONFIG, settings)
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    write_json(folder / GENERATION, {name: settings[name] for name in names if settings[name] is not None})
+    if form.native is None:
+        write_code(folder, form.model_class)
+    return count
+
+
+def write_code(folder: Path, model_class: str) -> None:
+    """Write the file of code that imports ``model_class`` from here."""
+    (folder / CODE).write_text(REMOTE_CODE.format(model=model_class), encoding="utf-8")
+
+
+def auto_map(auto_class: str, model_class: str) -> dict[str, str]:
+    """Return where transformers reads in a folder which classes its config and its model have."""
+    module = Path(CODE).stem
+    return {"AutoConfig": f"{module}.KinformerConfig", auto_class: f"{module}.{model_class}"}
+
+
+def settings_of(form: Form, config: ModelConfig, member: str, dtype: str) -> dict[str, Any]:
+    """Return the ``config.json`` of a model of ``config``, which is a ``member`` of the family."""
+    if form.native is not None:
+        return {**form.native.config, "dtype": dtype}
+    composition = to_dict(config)
+    tokens = composition["input"]
+    return {
+        "model_type": form.model_type,
+        "architectures": [form.model_class],
+        "auto_map": auto_map(form.auto_class, form.model_class),
+        "member": member,
+        "composition": composition,
+        "dtype": dtype,
+        "bos_token_id": tokens["bos_token"],
+        "eos_token_id": tokens["eos_token"],
+        "pad_token_id": None,
+    }
+
+
+def _as_dtype(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
+    """Return ``tensors``, those of float32 as ``dtype``.
+
+    Errors: ``KinformerError`` for weights that it cannot hold.
+    """
+    import torch
+
+    kind = getattr(torch, dtype)
+    changed = {name: one.to(kind) if one.dtype == torch.float32 else one for name, one in tensors.items()}
+    for name, one in changed.items():
+        if not torch.equal(one.isfinite(), tensors[name].isfinite()):
+            raise KinformerError(f"`dtype` {dtype}: {name} has values beyond its range; choose bfloat16 or float32.")
+    return changed
+
+
+def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], max_bytes: int) -> int:
+    """Write ``tensors`` in files of at most ``max_bytes``, or one larger tensor each; return how many files."""
+    shards: list[dict[str, Tensor]] = [{}]
+    filled = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and filled + tensor.nbytes > max_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor
+        filled += tensor.nbytes
+    if len(shards) == 1:
+        save_tensors(folder / WEIGHTS, shards[0], {"format": "pt"})
+        return 1
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        save_tensors(folder / file, shard, {"format": "pt"})
+        places |= dict.fromkeys(shard, file)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    return len(shards)
+
+
+def write_tokenizer(folder: Path, source: bytes | None, length: int | None, eos: int | None) -> None:
+    """Write the tokenizer.json ``source``, or one of bytes; ``length``: the longest text of the model.
+
+    ``eos``: the id of a text's end, by whose spelling transformers knows it.
+    """
+    text = json.dumps(byte_tokenizer()) if source is None else source.decode("utf-8")
+    (folder / TOKENIZER).write_text(text, encoding="utf-8")
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    if length is not None:
+        settings["model_max_length"] = length
+    added = {one["id"]: one["content"] for one in json.loads(text).get("added_tokens", ())}
+    if eos in added:
+        settings |= {"eos_token": added[eos], "pad_token": added[eos]}
+    write_json(folder / TOKENIZER_CONFIG, settings)
+
+
+def byte_tokenizer() -> dict[str, Any]:
+    """Return a tokenizer.json, as data, whose 256 ids are the bytes of UTF-8.
+
+    Signs that stand for bytes are those of GPT-2: visible ones for themselves, the others from U+0100 on.
+    """
+    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    signs = [chr(byte if byte in visible else next(others)) for byte in range(256)]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": {sign: byte for byte, sign in enumerate(signs)}, "merges": []},
+    }

@@ -1,0 +1,300 @@
+"""Export: folders that transformers loads compute what the run computes, and importing one gives the run's bits."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import kinformer
+from kinformer.cli.main import main
+from kinformer.data import ByteTokenizer
+from kinformer.family.build import configure, storable
+from kinformer.interop.native import ARCHITECTURES, SETTINGS, native_form
+from kinformer.runs.exporting import size_in_bytes
+from kinformer.runs.run import Run, open_run, save_weights
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.table import task_of
+from tests.interop.decoders import Pair, assert_close
+from tests.interop.peers import tokens
+from tests.interop.test_decoders import IMPORTED
+
+NATIVE = IMPORTED | {"gpt2": ("gpt2", {"scale_attn_by_inverse_layer_idx": False, "attn_implementation": "sdpa"})}
+REMOTE = ("gated-deltanet", "linear-transformer", "retnet", "local", "transformer-xl", "universal", "calm")
+
+
+def saved_run(member, folder, **changes):
+    """A run of the recipe tiny with random weights and bytes as tokens."""
+    torch.manual_seed(0)
+    config = configure(member, "tiny", 256, changes)
+    folder.mkdir()
+    save_weights(folder, config.build().state_dict())
+    task = task_of(config)
+    data = {"spec": task.data.default, "holdout": None, "identity": {}}
+    run = Run(
+        folder=folder,
+        member=member,
+        recipe="tiny",
+        config=config,
+        task=task,
+        options=task.Options(),
+        data=data,
+        training={},
+    )
+    run.save()
+    return folder
+
+
+def loaded(folder, **options):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+@torch.no_grad()
+def assert_same_model(theirs, ours):
+    """Equal logits, and equal greedy tokens."""
+    ids = tokens()
+    assert_close(ours(ids)[0], theirs(ids).logits)
+    prompt = tokens(6)
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 8, "do_sample": False}
+    generated = theirs.generate(prompt, **options)
+    assert torch.equal(generated[:, 6:], kinformer.generate(ours, prompt, max_new_tokens=8, temperature=0))
+
+
+def assert_same_weights(one, other):
+    one, other = (kinformer.load(folder).state_dict() for folder in (one, other))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(autouse=True)
+def modules_cache(tmp_path, monkeypatch):
+    """A folder of its own for the code that transformers copies."""
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_an_architecture_of_transformers_leaves_as_it_came(name, tmp_path):
+    kind, changes = NATIVE[name]
+    pair = Pair(kind, tmp_path, **changes)
+    done = kinformer.export(pair.out, tmp_path / "exported")
+    assert done.native and not list(done.folder.glob("*.py"))
+    kinformer.import_checkpoint(done.folder, tmp_path / "again")
+    assert_same_weights(pair.out, tmp_path / "again")
+    eager = {"attn_implementation": "eager"} if kind == "gemma2" else {}
+    theirs = loaded(done.folder, **eager)
+    assert type(theirs) in (type(pair.theirs), *pair.theirs.__class__.__mro__) or kind == "mistral"
+    assert_same_model(theirs, pair.ours)
+
+
+def test_every_imported_architecture_of_decoders_has_an_inverse():
+    assert SETTINGS.keys() == ARCHITECTURES.keys()
+
+
+@pytest.mark.parametrize(("member", "kind"), {"gpt": "gpt2", "rope": "gpt_neox"}.items())
+def test_members_that_are_architectures(member, kind, tmp_path):
+    run = saved_run(member, tmp_path / "run")
+    done = kinformer.export(run, tmp_path / "exported")
+    assert (done.native, done.model_type) == (True, kind)
+    assert_same_model(loaded(done.folder), kinformer.load(run))
+
+
+@pytest.mark.parametrize("member", REMOTE)
+def test_other_members_leave_with_code(member, tmp_path):
+    run = saved_run(member, tmp_path / "run")
+    done = kinformer.export(run, tmp_path / "exported")
+    assert not done.native and done.reason
+    theirs, ours = loaded(done.folder, trust_remote_code=True), kinformer.load(run)
+    assert_same_model(theirs, ours)
+    kinformer.import_checkpoint(done.folder, tmp_path / "again")
+    assert_same_weights(run, tmp_path / "again")
+    assert open_run(tmp_path / "again").member == member
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """The folder of a gated DeltaNet, whose code is remote."""
+    folder = tmp_path_factory.mktemp("exported")
+    run = saved_run("gated-deltanet", folder / "run")
+    return kinformer.export(run, folder / "exported").folder
+
+
+@pytest.fixture(scope="module")
+def model(exported):
+    import kinformer.interop.auto  # noqa: F401 (registers the classes)
+
+    return loaded(exported)
+
+
+@torch.no_grad()
+def test_padding_beams_and_continued_caches(model):
+    ids = tokens(7)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    padded, mask = ids.clone(), torch.ones_like(ids)
+    padded[0, :3], mask[0, :3] = 0, 0
+    alone = model.generate(ids[:1, 3:], **options)
+    assert torch.equal(model.generate(padded, attention_mask=mask, **options)[:1, 7:], alone[:, 4:])
+    beams = [model.generate(ids, num_beams=3, use_cache=use_cache, **options) for use_cache in (True, False)]
+    assert torch.equal(*beams)
+    first = model.generate(ids, return_dict_in_generate=True, **options)
+    (name,) = [name for name in ("cache", "past_key_values") if name in first]
+    again = model.generate(first.sequences, **{name: first[name]}, **options)
+    assert torch.equal(again, model.generate(ids, max_new_tokens=12, do_sample=False))
+
+
+def test_loss_and_gradients_are_those_of_shifted_labels(model):
+    ids = tokens()
+    labels = ids.masked_fill(ids < 9, -100)
+    output = model(ids, labels=labels, use_cache=False)
+    want = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    assert_close(output.loss, want)
+    output.loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    model.zero_grad()
+
+
+def test_saved_again_the_bytes_are_equal(exported, tmp_path):
+    for name in ("once", "twice"):
+        source = exported if name == "once" else tmp_path / "once"
+        loaded(source, trust_remote_code=True).save_pretrained(tmp_path / name)
+    for file in ("model.safetensors", "config.json", "modeling_kinformer.py"):
+        assert (tmp_path / "once" / file).read_bytes() == (tmp_path / "twice" / file).read_bytes()
+
+
+def test_a_new_process_needs_trust_alone(exported, tmp_path):
+    """Nothing of ours is imported before transformers reads the folder."""
+    code = f"""
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folder = {str(exported)!r}
+try:
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+except ValueError as error:
+    print("trust_remote_code" in str(error))
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(folder)
+inputs = tokenizer("It was ", return_tensors="pt")
+print(type(model).__module__.startswith("transformers_modules"))
+print(model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, 7:].tolist())
+"""
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    ours = kinformer.load(exported.parent / "run")
+    prompt = torch.from_numpy(ByteTokenizer().encode("It was "))[None]
+    new = kinformer.generate(ours, prompt, max_new_tokens=8, temperature=0)[0].tolist()
+    assert done.stdout.split("\n")[:3] == ["True", "True", str(new)]
+
+
+def test_bytes_are_the_tokens_of_a_run_of_bytes(exported):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    text = "It was\n\t the  »best« of times, \N{PILE OF POO}\x00\x7f."
+    assert tokenizer(text)["input_ids"] == ByteTokenizer().encode(text).tolist()
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_tokenizer_files_and_ids_travel(tmp_path):
+    from tests.interop.peers import byte_tokenizer
+
+    pair = Pair("llama", tmp_path, vocab_size=256)
+    byte_tokenizer(pair.folder)
+    kinformer.import_checkpoint(pair.folder, tmp_path / "with")
+    done = kinformer.export(tmp_path / "with", tmp_path / "exported")
+    assert (done.folder / "tokenizer.json").read_bytes() == (pair.folder / "tokenizer.json").read_bytes()
+    config = json.loads((done.folder / "config.json").read_text())
+    assert [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [None] * 3
+
+
+def test_half_precision_and_several_files(exported, tmp_path):
+    run = exported.parent / "run"
+    done = kinformer.export(run, tmp_path / "small", dtype="bfloat16", max_shard_size="16KB")
+    assert done.shards > 2 and (done.folder / "model.safetensors.index.json").is_file()
+    theirs = loaded(done.folder, trust_remote_code=True)
+    assert theirs.dtype == torch.bfloat16
+    ours = kinformer.load(run).bfloat16()
+    assert torch.equal(theirs(tokens()).logits, ours(tokens())[0])
+
+
+def test_the_command_says_what_it_will_be_and_writes_a_card(exported, tmp_path, capsys):
+    out = tmp_path / "book"
+    assert main(["export", str(exported.parent / "run"), "--out", str(out)]) == 0
+    printed = capsys.readouterr()
+    assert "remote code of kinformer, as no architecture" in printed.err and "'linear'" in printed.err
+    assert printed.out.startswith(f"{out}: kinformer, ")
+    card = (out / "README.md").read_text()
+    assert "Gated DeltaNet" in card and "`stdlib`" in card and "trust_remote_code=True" in card
+    assert main(["export", str(exported.parent / "run"), "--out", str(tmp_path / "json"), "--json", "--quiet"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["native"] is False and printed.err == ""
+
+
+REFUSED = {
+    "no run": (["/nowhere"], "is no run folder"),
+    "type": (["RUN", "--dtype", "int8"], "'int8' is not one of"),
+    "size": (["RUN", "--max-shard-size", "tiny"], "--max-shard-size tiny: is no size"),
+    "full": (["RUN", "--out", "FULL"], "is not empty; give a new folder"),
+    "file": (["RUN", "--out", "FILE"], "is a file"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
+def test_mistakes_are_one_sentence(arguments, message, exported, tmp_path, capsys):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    places = {"RUN": exported.parent / "run", "FULL": tmp_path / "full", "FILE": tmp_path / "file"}
+    arguments = [str(places.get(one, one)) for one in arguments]
+    if "--out" not in arguments:
+        arguments += ["--out", str(tmp_path / "new")]
+    assert main(["export", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+    assert [path.name for path in tmp_path.glob("full/*")] == ["mine.txt"] and (tmp_path / "file").read_text() == "mine"
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith(".partial")]
+
+
+def test_encoders_are_refused(tmp_path):
+    run = saved_run("bert", tmp_path / "run")
+    with pytest.raises(KinformerError, match="an encoder with the input 'tokens', which is not exported"):
+        kinformer.export(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_beyond_half_precision_are_refused(tmp_path):
+    run = saved_run("gpt", tmp_path / "run")
+    weights = kinformer.load(run).state_dict()
+    save_weights(run, weights | {"position.table": weights["position.table"] + 1e6})
+    with pytest.raises(KinformerError, match="transformer.wpe.weight has values beyond its range"):
+        kinformer.export(run, tmp_path / "out", dtype="float16")
+    assert not (tmp_path / "out").exists()
+
+
+def test_spoiled_compositions_are_refused(exported, tmp_path):
+    for number, change in enumerate(({"composition": 3}, {"composition": {}}, {"member": "nobody"}, {"member": None})):
+        folder = shutil.copytree(exported, tmp_path / f"spoiled-{number}")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(KinformerError):
+            kinformer.import_checkpoint(folder, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
+def test_why_a_model_is_no_architecture():
+    for member, reason in {"macaron": "has not layers.0.kind = 'macaron'", "alibi": "the nearest"}.items():
+        assert reason in native_form(configure(member, "tiny"))
+    assert storable(configure("gpt", "tiny"))
+
+
+def test_sizes():
+    assert [size_in_bytes(size) for size in ("5GB", "64 KiB", "1.5M", 7)] == [5 * 10**9, 2**16, 1_500_000, 7]
