@@ -32,8 +32,6 @@ from kinformer.commands import (
     draw,
     embed,
     estimate,
-    export,
-    import_checkpoint,
     index,
     preserving,
     serve,
@@ -42,6 +40,7 @@ from kinformer.commands import (
     trace,
 )
 from kinformer.core import kind_table
+from kinformer.folders import export, import_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path

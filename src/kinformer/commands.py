@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from kinformer.runs.description import Description
     from kinformer.runs.drawing.draw import Drawing
     from kinformer.runs.estimate import MemberEstimate
-    from kinformer.runs.exporting import Exported
-    from kinformer.runs.importing import ImportedRun
     from kinformer.runs.index import Indexed
     from kinformer.runs.tracing.record import Trace
 
@@ -196,42 +194,6 @@ def index(run: str | Path, *, datastore: str | Path, quiet: bool = True, **optio
     from kinformer.runs.options import IndexOptions
 
     return index(run, request(IndexOptions, {"datastore": datastore, **options}, "index"), quiet)
-
-
-@preserving
-def import_checkpoint(folder: str | Path, out: str | Path, name: str = "imported") -> ImportedRun:
-    """Turn a Hugging Face checkpoint folder (config.json, safetensors) into a run folder that computes the same logits.
-
-    The result has ``run``, ``parameters``, ``tokenizer`` (whether there was one) and ``notes``.
-
-    folder: the checkpoint; the how-to on Hugging Face checkpoints lists what can be imported.
-    out: the run folder, which must be new or empty.
-    name: what the run calls its recipe.
-
-    Errors: ``KinformerError`` that names what cannot be imported faithfully.
-    """
-    from kinformer.runs.importing import import_checkpoint
-
-    return import_checkpoint(folder, out, name)
-
-
-@preserving
-def export(run: str | Path, out: str | Path, *, dtype: str = "float32", max_shard_size: str | int = "5GB") -> Exported:
-    """Write a run as a folder that the library transformers loads: config.json, safetensors, tokenizer, model card.
-
-    The result has ``folder``, ``model_type``, ``native`` (whether transformers loads it without code of ours),
-    ``reason`` (why not), ``model_class``, ``auto_class``, ``parameters``, ``shards`` and ``dtype``.
-
-    run: the folder of a run whose model continues tokens.
-    out: the folder to write, which must be new or empty.
-    dtype: the type of the weights there: "float32", "bfloat16" or "float16".
-    max_shard_size: the most that a file of weights holds, such as "500MB" or a number of bytes.
-
-    Errors: ``KinformerError`` for a model that transformers has no class for, and wrong options.
-    """
-    from kinformer.runs.exporting import export
-
-    return export(run, out, dtype=dtype, max_shard_size=max_shard_size)
 
 
 @preserving

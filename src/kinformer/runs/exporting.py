@@ -116,72 +116,81 @@ def _source(run: Run) -> bytes | None:
     return None if run.vocabulary == BYTES else (run.folder / str(run.vocabulary)).read_bytes()
 
 
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- kinformer
+- {member}
+---
+
+# {name}
+
+{title} ({paper}): member `{member}` of Kinformer, recipe `{recipe}`, {parameters}, weights in {dtype}. Growth of its
+state with the tokens absorbed: {growth}.
+
+Data: `{data}`. Training: {training}.
+
+{measured}## Use
+
+```python
+from transformers import {auto_class}, AutoTokenizer
+
+model = {auto_class}.from_pretrained("{name}"{trust})
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+inputs = tokenizer("It was ", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
+```
+
+{form}
+
+## Departures from the paper
+
+{departures}
+
+Written by `kinformer export` from a run of the task {task}.
+"""
+"""The model card."""
+
+
 def card(run: Run, form: Form, parameters: int, dtype: str, name: str) -> str:
     """Return the model card: what the model is, what it was trained on, and what was measured."""
     record = member_called(run.member)
+    sentence = sentence_of(form)
+    return CARD.format(
+        member=run.member,
+        name=name,
+        title=record.title,
+        paper=record.paper,
+        recipe=run.recipe,
+        parameters=plural(parameters, "parameter"),
+        dtype=dtype,
+        growth=record.growth,
+        data=run.data.get("spec") or "unknown",
+        training=_training(run) or "elsewhere; the weights were imported",
+        measured=_measured(run),
+        auto_class=form.auto_class,
+        trust="" if form.native else ", trust_remote_code=True",
+        form=sentence[0].upper() + sentence[1:],
+        departures="\n".join(f"- {one}" for one in record.facts["departures"] or ("none",)),
+        task=run.task.name,
+    )
+
+
+def _training(run: Run) -> str:
+    """Return the settings of the run's training in a line; empty for one that was imported."""
+    names = ("steps", "minutes", "length", "batch_size", "lr", "seed")
+    return ", ".join(f"{name.replace('_', ' ')} {run.training[name]}" for name in names if run.training.get(name))
+
+
+def _measured(run: Run) -> str:
+    """Return the section with the metrics of the best validation; empty for a run that was never validated."""
     best = best_of(run.folder)
-    metrics, step = best if best is not None else ({}, 0)
-    trust = "" if form.native else ", trust_remote_code=True"
-    units = {metric.name: metric for metric in run.task.metrics}
-    rows = [f"| {one.replace('_', ' ')} | {_measured(units.get(one), value)} |" for one, value in metrics.items()]
-    settings = {
-        key: run.training[key]
-        for key in ("steps", "minutes", "length", "batch_size", "lr", "seed")
-        if run.training.get(key) is not None
-    }
-    trained = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in settings.items())
+    if best is None:
+        return ""
+    metrics = {metric.name: metric for metric in run.task.metrics}
     lines = [
-        "---",
-        "library_name: transformers",
-        "pipeline_tag: text-generation",
-        "tags:",
-        "- kinformer",
-        f"- {run.member}",
-        "---",
-        "",
-        f"# {name}",
-        "",
-        f"{record.title} ({record.paper}): member `{run.member}` of Kinformer, recipe `{run.recipe}`, "
-        f"{plural(parameters, 'parameter')}, weights in {dtype}. The state of a sequence grows as: {record.growth}.",
-        "",
-        f"Data: `{run.data.get('spec') or 'unknown'}`. Training: {trained or 'elsewhere; the weights were imported'}.",
-        "",
-        *(
-            [
-                "## Measured",
-                "",
-                f"On the validation data of the run, at step {step:,}:",
-                "",
-                "| metric | value |",
-                "| --- | --- |",
-                *rows,
-                "",
-            ]
-            if rows
-            else []
-        ),
-        "## Use",
-        "",
-        "```python",
-        f"from transformers import {form.auto_class}, AutoTokenizer",
-        "",
-        f'model = {form.auto_class}.from_pretrained("{name}"{trust})',
-        f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
-        'inputs = tokenizer("It was ", return_tensors="pt")',
-        "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))",
-        "```",
-        "",
-        sentence_of(form)[0].upper() + sentence_of(form)[1:],
-        "",
-        "## Departures from the paper",
-        "",
-        *(f"- {one}" for one in record.facts["departures"] or ("none",)),
-        "",
-        f"Written by `kinformer export` from a run of the task {run.task.name}.",
-        "",
+        f"- {metrics[name].text(value) if name in metrics else f'{name} {value:.4g}'}"
+        for name, value in best[0].items()
     ]
-    return "\n".join(lines)
-
-
-def _measured(metric: Any, value: float) -> str:
-    return f"{value:.4g}" if metric is None else metric.text(value)
+    return "\n".join(["## Measured", "", f"On the run's validation data, after step {best[1]:,}:", "", *lines, "", ""])
