@@ -1,4 +1,4 @@
-"""Functions of the package for folders of the library transformers. Nothing here imports PyTorch before it is needed."""
+"""Functions of the package for folders of the library transformers, free of PyTorch until it is needed."""
 
 from __future__ import annotations
 

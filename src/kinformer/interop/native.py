@@ -6,7 +6,7 @@ architecture if that gives our config back, so export and import cannot disagree
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +15,7 @@ from kinformer.core import kind_table
 from kinformer.core.config import from_dict, to_dict
 from kinformer.core.model_config import ModelConfig
 from kinformer.interop import decoders, gpt2, llama
-from kinformer.interop.encoder import ACTIVATIONS
-from kinformer.interop.llama import FULL, WINDOW
-from kinformer.interop.rotary import parameters_of
+from kinformer.interop.inverse import SETTINGS
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
@@ -116,186 +114,6 @@ def _length(model: Data, length: int | None) -> dict[str, Any]:
     return {"max_position_embeddings": length or 2048}
 
 
-def _common(model: Data) -> dict[str, Any]:
-    """Return the settings of LLaMA and its kin."""
-    layers, layer = model["layers"], model["layers"][0]
-    mixer, feed_forward = layer["mixer"], layer["feed_forward"]
-    projection = mixer["projection"].get("inner", mixer["projection"])
-    kinds = [WINDOW if one["mixer"]["pattern"]["kind"] == "local" else FULL for one in layers]
-    windows = {one["mixer"]["pattern"]["window"] for one in layers if one["mixer"]["pattern"]["kind"] == "local"}
-    return {
-        "vocab_size": model["input"]["vocab_size"],
-        "hidden_size": model["dim"],
-        "intermediate_size": feed_forward["hidden_dim"],
-        "num_hidden_layers": len(layers),
-        "num_attention_heads": mixer["num_heads"],
-        "num_key_value_heads": projection.get("num_kv_heads", mixer["num_heads"]),
-        "head_dim": mixer["head_dim"] or model["dim"] // mixer["num_heads"],
-        "hidden_act": "silu",
-        "rms_norm_eps": layer["norm"]["eps"],
-        "rope_parameters": parameters_of(mixer["position"]),
-        "attention_bias": projection["bias"],
-        "attention_dropout": mixer["dropout"],
-        "mlp_bias": feed_forward["bias"],
-        "tie_word_embeddings": model["head"]["tied"],
-        "layer_types": kinds,
-        "sliding_window": windows.pop() if len(windows) == 1 else None,
-    }
-
-
-def _only(model: Data, *left_out: str, **added: Any) -> dict[str, Any]:
-    """Return the settings of a LLaMA-like without those that it has not, and with ``added``."""
-    return {name: value for name, value in _common(model).items() if name not in left_out} | added
-
-
-def _qwen(model: Data) -> dict[str, Any]:
-    windowed = _common(model)["sliding_window"] is not None
-    return _only(model, "mlp_bias", use_sliding_window=windowed, max_window_layers=0)
-
-
-def _gemma(model: Data) -> dict[str, Any]:
-    return _only(model, "mlp_bias", "layer_types", "sliding_window", hidden_act="gelu_pytorch_tanh")
-
-
-def _later_gemma(model: Data) -> dict[str, Any]:
-    layers, score = model["layers"], model["layers"][0]["mixer"]["score"]
-    scalar = score["scale"] ** -2
-    scalar = round(scalar) if round(scalar) ** -0.5 == score["scale"] else scalar
-    settings = _only(model, "mlp_bias", "hidden_act", hidden_activation="gelu_pytorch_tanh")
-    settings |= {
-        "query_pre_attn_scalar": scalar,
-        "attn_logit_softcapping": score.get("cap"),
-        "final_logit_softcapping": model["head"]["softcap"],
-        "sliding_window": settings["sliding_window"] or 4096,
-    }
-    if "inner" not in layers[0]["mixer"]["projection"]:
-        return settings
-    positions = {kind: layer["mixer"]["position"] for kind, layer in zip(settings["layer_types"], layers, strict=True)}
-    first = layers[0]["mixer"]["position"]
-    return settings | {"rope_parameters": {kind: parameters_of(positions.get(kind, first)) for kind in (FULL, WINDOW)}}
-
-
-def _activation(model: Data) -> str:
-    names = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
-    return names[model["layers"][0]["feed_forward"]["activation"]]
-
-
-def _neox(model: Data) -> dict[str, Any]:
-    layer = model["layers"][0]
-    mixer = layer["mixer"]
-    share = mixer["position"]["fraction"]
-    return {
-        "vocab_size": model["input"]["vocab_size"],
-        "hidden_size": model["dim"],
-        "num_hidden_layers": len(model["layers"]),
-        "num_attention_heads": mixer["num_heads"],
-        "intermediate_size": layer["feed_forward"]["hidden_dim"],
-        "hidden_act": _activation(model),
-        "attention_dropout": mixer["dropout"],
-        "hidden_dropout": layer["dropout"],
-        "layer_norm_eps": layer["norm"]["eps"],
-        "use_parallel_residual": layer["kind"] == "parallel",
-        "attention_bias": mixer["bias"],
-        "tie_word_embeddings": model["head"]["tied"],
-        "rotary_pct": share,
-        "rope_parameters": parameters_of(mixer["position"]) | {"partial_rotary_factor": share},
-    }
-
-
-def _gpt2(model: Data) -> dict[str, Any]:
-    layer = model["layers"][0]
-    return {
-        "vocab_size": model["input"]["vocab_size"],
-        "n_embd": model["dim"],
-        "n_layer": len(model["layers"]),
-        "n_head": layer["mixer"]["num_heads"],
-        "n_inner": layer["feed_forward"]["hidden_dim"],
-        "n_positions": model["position"]["max_length"],
-        "activation_function": _activation(model),
-        "attn_pdrop": layer["mixer"]["dropout"],
-        "resid_pdrop": layer["dropout"],
-        "embd_pdrop": model["dropout"],
-        "layer_norm_epsilon": layer["norm"]["eps"],
-        "tie_word_embeddings": model["head"]["tied"],
-    }
-
-
-def _opt(model: Data) -> dict[str, Any]:
-    layer = model["layers"][0]
-    return {
-        "vocab_size": model["input"]["vocab_size"],
-        "hidden_size": model["dim"],
-        "word_embed_proj_dim": model["dim"],
-        "num_hidden_layers": len(model["layers"]),
-        "num_attention_heads": layer["mixer"]["num_heads"],
-        "ffn_dim": layer["feed_forward"]["hidden_dim"],
-        "max_position_embeddings": model["position"]["max_length"],
-        "activation_function": {"relu": "relu"}[layer["feed_forward"]["activation"]],
-        "dropout": layer["dropout"],
-        "attention_dropout": layer["mixer"]["dropout"],
-        "do_layer_norm_before": True,
-        "tie_word_embeddings": model["head"]["tied"],
-    }
-
-
-def _bloom(model: Data) -> dict[str, Any]:
-    layer = model["layers"][0]
-    return {
-        "vocab_size": model["input"]["vocab_size"],
-        "hidden_size": model["dim"],
-        "n_layer": len(model["layers"]),
-        "n_head": layer["mixer"]["num_heads"],
-        "layer_norm_epsilon": layer["norm"]["eps"],
-        "hidden_dropout": layer["dropout"],
-        "attention_dropout": layer["mixer"]["dropout"],
-        "tie_word_embeddings": model["head"]["tied"],
-    }
-
-
-def _mpt(model: Data) -> dict[str, Any]:
-    layer = model["layers"][0]
-    return {
-        "vocab_size": model["input"]["vocab_size"],
-        "d_model": model["dim"],
-        "n_layers": len(model["layers"]),
-        "n_heads": layer["mixer"]["num_heads"],
-        "expansion_ratio": layer["feed_forward"]["hidden_dim"] // model["dim"],
-        "max_seq_len": 2048,
-        "layer_norm_epsilon": layer["norm"]["eps"],
-        "resid_pdrop": layer["dropout"],
-        "emb_pdrop": model["dropout"],
-        "no_bias": True,
-        "attn_config": {"alibi": True, "attn_pdrop": layer["mixer"]["dropout"] or 0},
-        "tie_word_embeddings": model["head"]["tied"],
-    }
-
-
-def _mistral(model: Data) -> dict[str, Any]:
-    return _only(model, "mlp_bias", "attention_bias", "layer_types")
-
-
-def _llama(model: Data) -> dict[str, Any]:
-    return _only(model, "layer_types", "sliding_window")
-
-
-SETTINGS: dict[str, Callable[[Data], dict[str, Any]]] = {
-    "llama": _llama,
-    "mistral": _mistral,
-    "qwen2": lambda model: {name: value for name, value in _qwen(model).items() if name != "attention_bias"},
-    "qwen3": _qwen,
-    "gemma": _gemma,
-    "gemma2": _later_gemma,
-    "gemma3_text": _later_gemma,
-    "opt": _opt,
-    "gpt2": _gpt2,
-    "gpt_neox": _neox,
-    "bloom": _bloom,
-    "mpt": _mpt,
-}
-"""The ``model_type`` to its settings for a config of ours, in the order in which architectures are tried.
-
-OPT with another activation than its ReLU is a GPT-2, which more libraries read.
-"""
 CLASSES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
