@@ -1,6 +1,6 @@
 """The settings of the library transformers for a model config of ours, as data: what the import of each decoder reads.
 
-Nothing here checks that a model is such a decoder; :func:`kinformer.interop.native.native_form` reads the settings again.
+Nothing here checks that a model is such a decoder; ``interop.native.native_form`` reads the settings again.
 A function raises ``KeyError``, ``TypeError`` or ``AttributeError`` for a model that lacks what it looks for.
 """
 
