@@ -68,7 +68,7 @@ class StateCache(Cache):  # type: ignore[misc]
             self.state = repeat_rows(self.state, repeats)
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Forget all tokens, as if the cache were new."""
         self.state, self.length = None, 0
 
     def crop(self, *arguments: Any, **options: Any) -> None:
