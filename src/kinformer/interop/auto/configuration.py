@@ -33,5 +33,5 @@ class KinformerConfig(PretrainedConfig):  # type: ignore[misc]
         super().__init__(**settings)
 
     def build(self) -> Any:
-        """Return a new model of ours."""
+        """Return a new model of this composition."""
         return from_dict(ModelConfig, self.composition, kind_table.find(), "composition").build()
