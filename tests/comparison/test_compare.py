@@ -7,7 +7,9 @@ import pytest
 from kinformer.cli.main import main
 from kinformer.comparison import compare as comparing
 from kinformer.comparison import training
-from kinformer.comparison.options import DEFAULT_MEMBERS, CompareOptions, default_budget
+from kinformer.comparison.entrants import entrants
+from kinformer.comparison.options import DEFAULT_MEMBERS, PLANS, CompareOptions, planned
+from kinformer.comparison.plan import USUAL_LENGTH, contestants, with_length, with_tokenizer
 from kinformer.comparison.record import read
 from kinformer.comparison.words import summary
 from kinformer.runtime.errors import KinformerError
@@ -121,13 +123,37 @@ def test_bad_options_are_one_sentence(cli, tmp_path, flags, told):
     assert not list((tmp_path / "out").glob("*.html"))
 
 
-def test_the_default_comparison_is_small_and_planned_by_time():
-    options = {name: getattr(CompareOptions(), name) for name in CompareOptions.__dataclass_fields__}
-    found = default_budget((), options)
-    assert (found["parameters"], found["seeds"], found["total_minutes"]) == (400_000, 3, 13.0)
-    assert default_budget(("gpt",), options) == options
-    assert default_budget((), options | {"steps": 5, "seeds": 4})["seeds"] == 4
-    assert DEFAULT_MEMBERS == ("gpt", "linear-transformer", "fast-weights", "local", "transformer-xl")
+def test_the_default_comparison_has_the_yardstick_with_rotary_positions_beside_what_else_changes_them():
+    members, found = planned((), CompareOptions())
+    assert members == DEFAULT_MEMBERS and members[:3] == ("gpt", "rope", "local")
+    assert (found.seeds, found.total_minutes) == (3, 30.0)
+    assert int(found.set["local:layers.*.mixer.pattern.window"]) < (found.length or USUAL_LENGTH)
+    assert planned(("gpt",), CompareOptions()) == (("gpt",), CompareOptions())
+    _, other = planned((), CompareOptions(steps=5, seeds=4, tokenizer="bytes", set={"dropout": "0"}))
+    assert (other.steps, other.total_minutes, other.seeds, other.train_tokenizer) == (5, None, 4, None)
+    assert other.set["dropout"] == "0" and len(other.set) == 2
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_is_ready_and_gives_way_to_what_is_asked_for(name):
+    members, found = planned(("rope", "gla"), CompareOptions(plan=name, rounds=2))
+    assert members == ("rope", "gla") and found.rounds == 2 and not found.set
+    assert {key: getattr(found, key) for key in PLANS[name] if key != "set"} == {
+        key: value for key, value in PLANS[name].items() if key != "set"
+    }
+    assert planned(("gpt",), CompareOptions(plan=name, parameters=9))[1].parameters == 9
+
+
+def test_members_share_a_tokenizer_that_is_trained_once(tmp_path, text_file):
+    options = CompareOptions(data=str(text_file), train_tokenizer=300, out=str(tmp_path), recipe="tiny")
+    chosen = entrants(["gpt", "gla"], {})
+    found = with_tokenizer(chosen, options)
+    (path,) = tmp_path.glob("tokenizer-*.json")
+    written = path.stat().st_mtime_ns
+    assert found.tokenizer == str(path) and found.train_tokenizer is None
+    assert with_tokenizer(chosen, options) == found and path.stat().st_mtime_ns == written
+    both = contestants(chosen, with_length(chosen, found))
+    assert len({one.config.input.vocab_size for one in both} - {256}) == 1
 
 
 def test_the_steps_follow_from_the_measured_speeds():

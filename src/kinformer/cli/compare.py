@@ -23,8 +23,8 @@ class Options(CompareOptions, CommonOptions):
     says which is better, at which cost, and what is not significant."""
 
     members: Entrants = ()
-    """Members, hybrids as linear-transformer:3,gpt:1, or wide=gpt for another name; without any, a small comparison of
-    five on the standard library's sources, in at most a quarter of an hour on two cores."""
+    """Members, hybrids as linear-transformer:3,gpt:1, or wide=gpt for another name; without any, a comparison of
+    five on the standard library's sources, in at most half an hour."""
     set: Changes = ()  # type: ignore[assignment]
     """A change to all members, or NAME:PATH=VALUE to one, as in wide:layers=8; may be given again."""
     merge: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE.json")] = ()

@@ -15,8 +15,8 @@ from kinformer.comparison.badges import badges
 from kinformer.comparison.cache import Cache, key_of
 from kinformer.comparison.entrants import entrants, facts, settings_of
 from kinformer.comparison.machine import machine
-from kinformer.comparison.options import DEFAULT_MEMBERS, DEFAULT_STEPS, CompareOptions
-from kinformer.comparison.plan import Clock, Contestant, contestants, guarded, still_in, with_length
+from kinformer.comparison.options import DEFAULT_STEPS, CompareOptions
+from kinformer.comparison.plan import Clock, Contestant, contestants, guarded, still_in, with_length, with_tokenizer
 from kinformer.comparison.record import Comparison, EntrantRecord, Point, SeedRun, Trial
 from kinformer.comparison.speed import generation_speeds, length_speeds, memory_of, training_speeds
 from kinformer.comparison.training import SWEEP_SHARE, curve, measured, run, sweep, sweep_steps, validation_tokens
@@ -35,7 +35,7 @@ VALIDATED = 1.15
 
 
 def compare(members: Sequence[str], options: CompareOptions, command: str) -> Comparison:
-    """Train and measure ``members`` (the default ones if there are none) as ``options`` say.
+    """Train and measure ``members`` as ``options`` say.
 
     One that fails is out, with the reason; the others go on. ``command`` is told in the report.
 
@@ -47,10 +47,10 @@ def compare(members: Sequence[str], options: CompareOptions, command: str) -> Co
     folder = Path(options.out)
     require_utf8(folder)
     options.prepare(options.seed)
-    chosen = entrants(members or DEFAULT_MEMBERS, options.set)
-    options = with_length(chosen, options)
+    chosen = entrants(members, options.set)
     clock = Clock()
     with locked(folder):
+        options = with_length(chosen, with_tokenizer(chosen, options))
         cache = Cache(folder / "cache")
         contestants_ = contestants(chosen, options)
         folder.mkdir(parents=True, exist_ok=True)

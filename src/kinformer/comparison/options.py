@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from importlib.util import find_spec
 from typing import Any, Literal
 
 from kinformer.runs.options import Machine
 from kinformer.runtime.errors import KinformerError, choose, marked, require, require_above, require_seed, require_share
 from kinformer.runtime.parsing import parse_counts
 
-DEFAULT_MEMBERS = ("gpt", "linear-transformer", "fast-weights", "local", "transformer-xl")
-DEFAULT_TOTAL, DEFAULT_PARAMETERS, DEFAULT_SEEDS = 13.0, 400_000, 3
+DEFAULT_MEMBERS = ("gpt", "rope", "local", "linear-transformer", "gated-deltanet")
+DEFAULT_PLAN = "text"
+PLANS: Mapping[str, Mapping[str, Any]] = {
+    "text": {
+        "parameters": 1_300_000, "seeds": 3, "total_minutes": 30.0, "batch_size": 4, "train_tokenizer": 4096,
+        "ema": 0.07, "set": {"local:layers.*.mixer.pattern.window": "64"},
+    },
+    "recall": {"task": "recall", "parameters": 400_000, "seeds": 3, "total_minutes": 20.0},
+    "long-text": {
+        "parameters": 1_300_000, "seeds": 3, "total_minutes": 40.0, "batch_size": 1, "length": 1024,
+        "train_tokenizer": 4096, "ema": 0.07, "contexts": "1x,4x,16x", "lengths": "512,2048,8192",
+    },
+    "generation": {
+        "parameters": 10_000_000, "steps": 20, "sweep": 0, "max_bytes": 20_000, "contexts": "1x", "lengths": "512,2048",
+    },
+}  # fmt: skip
+"""What ``plan`` chooses where nothing else is given. Without it, the window of ``local`` would be as long as a row of
+training, and its training that of ``rope``."""
+BUDGETS = ("steps", "tokens", "minutes", "total_minutes")
 DEFAULT_STEPS = 1000
 MOST_PARAMETERS = 10**12
 MEASURED_BYTES = 200_000
@@ -27,6 +45,9 @@ class CompareOptions(Machine):
 
     data: str | None = None
     """What to learn from, as for kinformer train; stdlib if nothing is given."""
+    plan: Literal["text", "recall", "long-text", "generation"] | None = None
+    """What the members are for: chooses the task, sizes and minutes that are not given, to compare them by quality on
+    text, by recall, on long text, or by speed of generation alone (text if no member is named)."""
     task: str | None = None
     """What to train for; if not given, the usual one of the first member."""
     parameters: int | None = None
@@ -59,6 +80,10 @@ class CompareOptions(Machine):
     """bf16-mixed computes in bfloat16 where that is safe."""
     tokenizer: str | None = None
     """bytes, or a tokenizer.json (bytes if not given)."""
+    train_tokenizer: int | None = None
+    """Train a tokenizer of so many tokens on the data first, which all members share."""
+    ema: float | None = None
+    """Measure a moving average of the weights over this share of the steps so far (0, none, if not given)."""
     holdout: float | None = None
     """Hold out the last share of the data for validation and test, instead of the usual 5 % each."""
     max_bytes: int | None = None
@@ -79,7 +104,17 @@ class CompareOptions(Machine):
     """Options of the task's own, by name."""
 
     def __post_init__(self) -> None:
-        for name in ("parameters", "steps", "tokens", "seeds", "length", "batch_size", "rounds", "sweep_steps"):
+        for name in (
+            "parameters",
+            "steps",
+            "tokens",
+            "seeds",
+            "length",
+            "batch_size",
+            "rounds",
+            "sweep_steps",
+            "train_tokenizer",
+        ):
             require(name, getattr(self, name), 1)
         assert self.measured_lengths
         if not all(re.fullmatch(r" *0*[1-9]\d{0,17}x? *", part, re.ASCII) for part in self.contexts.split(",")):
@@ -87,7 +122,7 @@ class CompareOptions(Machine):
         require("sweep", self.sweep, 0)
         require("max_bytes", self.max_bytes, 2)
         require("parameters", self.parameters, 1, MOST_PARAMETERS)
-        limits = [name for name in ("steps", "tokens", "minutes", "total_minutes") if getattr(self, name) is not None]
+        limits = [name for name in BUDGETS if getattr(self, name) is not None]
         for name in limits:
             require_above(name, getattr(self, name), 0)
         if len(limits) > 1:
@@ -170,13 +205,17 @@ def whole_numbers(text: str, flag: str) -> tuple[int, ...]:
         ) from None
 
 
-def default_budget(members: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:
-    """``options`` of a comparison, with those of the small default one where no member is named."""
-    if members:
-        return options
-    budgets = ("steps", "tokens", "minutes", "total_minutes")
-    chosen: dict[str, Any] = {"parameters": DEFAULT_PARAMETERS, "seeds": DEFAULT_SEEDS}
-    if all(options.get(name) is None for name in budgets):
-        chosen["total_minutes"] = DEFAULT_TOTAL
-    plain = {"parameters": None, "seeds": 1, "total_minutes": None}
-    return options | {name: value for name, value in chosen.items() if options.get(name) == plain[name]}
+def planned(members: Sequence[str], options: CompareOptions) -> tuple[Sequence[str], CompareOptions]:
+    """The members and options of a comparison, with those that its plan chooses where nothing else is given: members
+    that are named without a plan have none."""
+    plan = options.plan or (None if members else DEFAULT_PLAN)
+    chosen = dict(PLANS[plan]) if plan else {}
+    members = members or DEFAULT_MEMBERS
+    if any(getattr(options, name) is not None for name in BUDGETS):
+        chosen = {name: value for name, value in chosen.items() if name not in BUDGETS}
+    if options.tokenizer is not None or find_spec("tokenizers") is None:
+        chosen.pop("train_tokenizer", None)
+    changes = {path: value for path, value in chosen.pop("set", {}).items() if path.partition(":")[0] in members}
+    plain = {item.name: item.default for item in fields(CompareOptions)}
+    chosen = {name: value for name, value in chosen.items() if getattr(options, name) == plain[name]}
+    return members, replace(options, **chosen, set=changes | dict(options.set))

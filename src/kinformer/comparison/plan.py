@@ -17,6 +17,7 @@ from kinformer.comparison.cache import key_of
 from kinformer.comparison.entrants import Entrant, parameters_of, sized
 from kinformer.comparison.options import CompareOptions
 from kinformer.core.config import override
+from kinformer.data import FileTokenizer
 from kinformer.family.build import configure, storable
 from kinformer.family.kinds import kinds
 from kinformer.runs.create import checked, group_of
@@ -95,6 +96,24 @@ def with_length(entrants: Sequence[Entrant], options: CompareOptions) -> Compare
     return replace(options, length=min(lengths))
 
 
+def with_tokenizer(entrants: Sequence[Entrant], options: CompareOptions) -> CompareOptions:
+    """``options`` with the tokenizer that ``train_tokenizer`` asks for, trained once and kept in the folder."""
+    size = options.train_tokenizer
+    if size is None:
+        return options
+    task = first_task(entrants, options)
+    base = replace(_base(entrants[0], options, task), train_tokenizer=size)
+    check_source(base, task)
+    spec, folder = named_data(base, task, Path(options.out)), Path(options.out)
+    path = folder / f"tokenizer-{key_of([spec, options.holdout, size])}.json"
+    if not path.is_file():
+        tokenizer = planner_for(base, task, spec).tokenizer
+        assert isinstance(tokenizer, FileTokenizer)
+        folder.mkdir(parents=True, exist_ok=True)
+        tokenizer.save(path)
+    return replace(options, tokenizer=str(path), train_tokenizer=None)
+
+
 def first_task(entrants: Sequence[Entrant], options: CompareOptions) -> Task:
     """The task of the comparison: what was asked for, or the usual one of the first entrant."""
     name = entrants[0].member
@@ -142,7 +161,18 @@ def contestants(entrants: Sequence[Entrant], options: CompareOptions) -> list[Co
 
 def _base(entrant: Entrant, options: CompareOptions, task: Task) -> TrainOptions:
     recipe = options.recipe
-    shared = ("data", "length", "batch_size", "optimizer", "precision", "tokenizer", "holdout", "device", "threads")
+    shared = (
+        "data",
+        "length",
+        "batch_size",
+        "optimizer",
+        "precision",
+        "tokenizer",
+        "holdout",
+        "ema",
+        "device",
+        "threads",
+    )
     shared_values = {name: getattr(options, name) for name in shared}
     if options.length is not None and type(task).length is not Task.length:
         shared_values["length"] = None  # the data decide it, for every model by itself

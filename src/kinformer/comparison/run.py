@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from kinformer.comparison import words
 from kinformer.comparison.compare import compare
-from kinformer.comparison.options import CompareOptions, default_budget
+from kinformer.comparison.options import CompareOptions, planned
 from kinformer.comparison.record import Comparison, merged, read, save
 from kinformer.comparison.report import columns, markdown, ordered
 from kinformer.runtime.files import reading, write_atomic
@@ -42,8 +42,7 @@ def report(members: Sequence[str], options: CompareOptions, merge: Sequence[str]
         comparison = merged([(path, read(path)) for path in files])
         out = Path(MERGED) if options.out == CompareOptions.out else out
     else:
-        values = {option.name: getattr(options, option.name) for option in fields(CompareOptions)}
-        comparison = compare(members, replace(options, **default_budget(members, values)), command)
+        comparison = compare(*planned(members, options), command)
     with reading(" ".join(map(str, files))) if merge else nullcontext():
         return write(comparison, out)
 
