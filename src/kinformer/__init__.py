@@ -40,7 +40,7 @@ from kinformer.commands import (
     trace,
 )
 from kinformer.core import kind_table
-from kinformer.folders import export, import_checkpoint
+from kinformer.folders import export, import_checkpoint, verify
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -97,6 +97,7 @@ __all__ = [
     "tasks",
     "trace",
     "train",
+    "verify",
 ]
 
 

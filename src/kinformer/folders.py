@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from kinformer.runs.exporting import Exported
     from kinformer.runs.importing import ImportedRun
+    from kinformer.runs.proving import Proof
 
 
 @preserving
@@ -47,3 +48,22 @@ def export(run: str | Path, out: str | Path, *, dtype: str = "float32", max_shar
     from kinformer.runs.exporting import export
 
     return export(run, out, dtype=dtype, max_shard_size=max_shard_size)
+
+
+@preserving
+def verify(subject: str | Path, *, trust_remote_code: bool = False, length: int = 24, limit: float = 1e-4) -> Proof:
+    """Hold a causal model to its laws, and compare a run with its export, or a folder with its import.
+
+    The result has ``holds``, ``laws`` and ``beside`` (verdicts with ``law``, ``holds``, ``difference``, ``case``).
+
+    subject: a run folder, a folder of transformers, or "module:object", a model that is called as ``model(tokens,
+        cache, valid)``, returns logits and the cache, and has ``vocab_size``.
+    trust_remote_code: run the code that a folder brings; without it such a folder is refused.
+    length: the most tokens of a text, 2 to 64.
+    limit: the largest difference of logits that counts as rounding, as a share of the largest logit.
+
+    Errors: ``KinformerError`` for what is no causal model or cannot be loaded.
+    """
+    from kinformer.runs.proving import verify
+
+    return verify(subject, trust_remote_code=trust_remote_code, length=length, limit=limit)

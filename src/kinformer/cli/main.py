@@ -122,6 +122,11 @@ COMMANDS = {
         "Write a run as a folder that the library transformers loads.",
         "kinformer export runs/book --out exported/book",
     ),
+    "verify": Command(
+        "kinformer.cli.verify",
+        "Hold a causal model to its laws: a run, a folder of transformers, or your module.",
+        "kinformer verify runs/book",
+    ),
     "completion": Command(
         "kinformer.cli.completion",
         "Print a script that completes commands and options in your shell.",

@@ -1,0 +1,293 @@
+"""Laws of causal models, held to anybody's: of this library, of transformers, or a module of the user's.
+
+A model is a function ``logits, cache = model(tokens, cache, valid)`` of chunks [batch, time] (see :class:`Plain` and
+:class:`Theirs`). Every law is tried at growing lengths, so that what breaks it first is the smallest case.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
+
+LENGTHS = (2, 3, 4, 6, 9, 13, 18, 24, 33, 48, 64)
+ROWS = 3
+LIMIT = 1e-4
+"""The largest difference of logits, of the largest logit, that rounding explains in float32."""
+
+
+class Plain:
+    """A model with the call of this library: ``logits, state = model(tokens, state, valid=valid)``."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model.eval() if isinstance(model, nn.Module) else model
+        self.vocab_size: int = getattr(model, "vocab_size", 0)
+        self.max_length = getattr(model, "max_length", None)
+        call = model.forward if isinstance(model, nn.Module) else model
+        self.takes_padding = "valid" in inspect.signature(call).parameters
+        if self.vocab_size < 2:
+            raise KinformerError("the object has no vocab_size; give it one, the number of ids that it takes.")
+
+    def __call__(self, tokens: Tensor, cache: Any = None, valid: Tensor | None = None) -> tuple[Tensor, Any]:
+        """Return logits [batch, time, vocab] and what the next chunk needs."""
+        logits, cache = self.model(tokens, cache, **({} if valid is None else {"valid": valid}))
+        return logits, cache
+
+
+class Theirs:
+    """A causal model of transformers, whose cache is its own and whose masks cover all tokens so far."""
+
+    takes_padding = True
+
+    def __init__(self, model: Any) -> None:
+        self.model = model.eval()
+        self.pad_token = model.config.get_text_config().pad_token_id
+        config = model.config.get_text_config()
+        self.vocab_size = int(config.vocab_size)
+        self.max_length = getattr(config, "max_position_embeddings", None)
+        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+
+    def __call__(self, tokens: Tensor, cache: Any = None, valid: Tensor | None = None) -> tuple[Tensor, Any]:
+        """Return logits [batch, time, vocab] and their cache with the mask so far."""
+        name, past, before = cache or ("", None, tokens.new_ones(len(tokens), 0))
+        mask = torch.cat([before, torch.ones_like(tokens) if valid is None else valid.to(tokens)], dim=1)
+        options: dict[str, Any] = {"attention_mask": mask, "use_cache": True}
+        if name:
+            options[name] = past
+        if self.takes_positions and not mask.all():
+            options["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
+        output = self.model(tokens, **options)
+        name = next((one for one in ("cache", "past_key_values", "cache_params") if output.get(one) is not None), "")
+        if not name:
+            raise KinformerError("returns no cache, although use_cache is true.")
+        return output.logits, (name, output[name], mask)
+
+
+Model = Callable[..., tuple[Tensor, Any]]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of one law: whether it ``holds`` (None: not judged), the largest ``difference`` and the ``case``.
+
+    ``case``: the smallest that breaks it, or why it is not judged.
+    """
+
+    law: str
+    holds: bool | None
+    difference: float | None
+    case: str = ""
+
+    @property
+    def badge(self) -> str:
+        """Return the verdict in a word or two."""
+        if self.holds is None and self.difference is not None:
+            return "measured"
+        return {True: "holds", False: "BREAKS", None: "not judged"}[self.holds]
+
+
+def gap(one: Tensor, other: Tensor) -> float:
+    """Return the largest difference, of the largest value of ``other``; infinite where either is no number."""
+    if one.shape != other.shape:
+        return float("inf")
+    difference = (one.detach().double() - other.detach().double()).abs().max()
+    scale = other.detach().double().abs().max().clamp(min=1)
+    return float((difference / scale).nan_to_num(nan=torch.inf))
+
+
+Cases = Iterator[tuple[str, Tensor, Tensor]]
+
+
+def causality(model: Any, tokens: Tensor) -> Cases:
+    """Yield logits before a token that changes, as they are after it changed and before."""
+    want, _ = model(tokens)
+    for since in sorted({1, tokens.shape[1] // 2, tokens.shape[1] - 1} - {0}):
+        changed = tokens.clone()
+        changed[:, since:] = (changed[:, since:] + 1) % model.vocab_size
+        yield f"tokens from {since} on changed", model(changed)[0][:, :since], want[:, :since]
+
+
+def cache(model: Any, tokens: Tensor) -> Cases:
+    """Yield logits of chunks, joined, and those of all tokens at once."""
+    want, time = model(tokens)[0], tokens.shape[1]
+    for sizes in ([1] * time, [1, time - 1], [time - 1, 1], [time // 2, time - time // 2]):
+        state, parts = None, []
+        for chunk in tokens.split(sizes, dim=1):
+            logits, state = model(chunk, state)
+            parts.append(logits)
+        name = f"{time} x 1" if set(sizes) == {1} else " + ".join(map(str, sizes))
+        yield f"chunks of {name}", torch.cat(parts, dim=1), want
+
+
+def padding(model: Any, tokens: Tensor, on_left: bool = True) -> Cases:
+    """Yield logits of a row that is padded among others, with a step after it, and those of the row alone."""
+    batch, time = tokens.shape
+    step = tokens[:, :1]
+    counts = torch.arange(batch).clamp(max=time - 1)
+    valid = torch.arange(time) >= counts[:, None]
+    valid = valid if on_left else valid.flip(1)
+    logits, state = model(tokens, None, valid)
+    last, _ = model(step, state)
+    for row in range(batch):
+        alone, state = model(tokens[row][valid[row]][None])
+        after, _ = model(step[row : row + 1], state)
+        name = f"{plural(int(counts[row]), 'token')} of padding on the {'left' if on_left else 'right'}"
+        yield name, logits[row][valid[row]], alone[0]
+        yield f"{name}, the step after", last[row : row + 1], after
+
+
+def padding_right(model: Any, tokens: Tensor) -> Cases:
+    """Yield what :func:`padding` does, with the padding behind the tokens."""
+    return padding(model, tokens, on_left=False)
+
+
+def batch(model: Any, tokens: Tensor) -> Cases:
+    """Yield logits of every row alone and among the others."""
+    want, _ = model(tokens)
+    for row in range(len(tokens)):
+        yield f"row {row} alone", model(tokens[row : row + 1])[0], want[row : row + 1]
+
+
+def permutation(model: Any, tokens: Tensor) -> Cases:
+    """Yield logits of rows in another order, back in theirs."""
+    yield "rows in reverse order", model(tokens.flip(0))[0].flip(0), model(tokens)[0]
+
+
+LAWS: Mapping[str, Callable[[Any, Tensor], Cases]] = {
+    "causality": causality,
+    "cache": cache,
+    "padding left": padding,
+    "padding right": padding_right,
+    "batch": batch,
+    "permutation": permutation,
+}
+
+
+def lengths(model: Any, most: int) -> list[int]:
+    """Return the lengths at which laws are tried: up to ``most``, and as many as the model takes with one step more."""
+    bound = min(most, model.max_length - 1) if model.max_length else most
+    return [length for length in LENGTHS if length <= bound] or [2]
+
+
+def tokens_of(model: Any, time: int, seed: int = 0, rows: int = ROWS) -> Tensor:
+    """Return random tokens [rows, time] that the model takes, none of them padding, whose vector may learn nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(model.vocab_size, (rows, time), generator=generator)
+    pad = getattr(model, "pad_token", None)
+    return tokens if pad is None else tokens.masked_fill(tokens == pad, int(pad == 0))
+
+
+def judge(model: Any, most: int = 24, limit: float = LIMIT) -> list[Verdict]:
+    """Return the verdict on every law, with texts of at most ``most`` tokens."""
+    verdicts = []
+    for name, law in LAWS.items():
+        if name.startswith("padding") and not model.takes_padding:
+            verdicts.append(Verdict(name, None, None, "the model takes no mask of padding"))
+            continue
+        verdicts.append(_judged(name, law, model, most, limit))
+    return [*verdicts, drift(model, most)]
+
+
+@torch.no_grad()
+def _judged(name: str, law: Callable[[Any, Tensor], Cases], model: Any, most: int, limit: float) -> Verdict:
+    largest = 0.0
+    for time in lengths(model, most):
+        where = f"{ROWS} rows of {plural(time, 'token')}"
+        try:
+            for case, got, want in law(model, tokens_of(model, time)):
+                difference = gap(got, want)
+                if not difference <= limit:
+                    return Verdict(name, False, difference, f"{where}, {case}: logits differ by {difference:.2g}")
+                largest = max(largest, difference)
+        except Exception as error:
+            reason = " ".join(str(error).split())[:160] or "no reason"
+            return Verdict(name, False, None, f"{where}: {type(error).__name__}: {reason}")
+    return Verdict(name, True, largest)
+
+
+@torch.no_grad()
+def drift(model: Any, most: int) -> Verdict:
+    """Return how far logits of weights in bfloat16 are from those in float32; that is a measure, not a law."""
+    if not isinstance(getattr(model, "model", None), nn.Module):
+        return Verdict("bfloat16", None, None, "the object is no nn.Module")
+    low = copy.copy(model)
+    tokens = tokens_of(model, lengths(model, most)[-1])
+    try:
+        low.model = copy.deepcopy(model.model).bfloat16()
+        difference = gap(low(tokens)[0], model(tokens)[0])
+    except Exception as error:
+        return Verdict("bfloat16", None, None, f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
+    return Verdict("bfloat16", None, difference, "the drift of logits with weights in bfloat16")
+
+
+def beside(
+    ours: Plain, theirs: Theirs, names: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]], limit: float = LIMIT
+) -> list[Verdict]:
+    """Return verdicts on our model beside transformers': logits, gradients, streaming, padding and greedy tokens.
+
+    ``names`` returns our weights by name as theirs.
+    """
+    time = lengths(ours, 24)[-1]
+    tokens = tokens_of(theirs, time)
+    with torch.no_grad():
+        want = theirs(tokens)[0]
+        state, parts = None, []
+        for chunk in tokens.split([1, time // 2, 1, *([1] * (time - 2 - time // 2))], dim=1):
+            logits, state = ours(chunk, state)
+            parts.append(logits)
+        pairs = {"logits": (ours(tokens)[0], want), "streaming": (torch.cat(parts, dim=1), want)}
+        valid = torch.arange(time) >= torch.arange(ROWS)[:, None]
+        padded = (model(tokens, None, valid)[0][valid] for model in (ours, theirs))
+        pairs["padding left"] = (next(padded), next(padded))
+    verdicts = []
+    for name, (one, other) in pairs.items():
+        difference = gap(one, other)
+        verdicts.append(Verdict(name, difference <= limit, difference, "" if difference <= limit else f"{time} tokens"))
+    return [*verdicts, _gradients(ours, theirs, names, limit), _greedy(ours, theirs)]
+
+
+def _gradients(ours: Plain, theirs: Theirs, names: Callable[..., Mapping[str, Tensor]], limit: float) -> Verdict:
+    """Return the verdict on the gradients of one loss with respect to every weight."""
+    tokens = tokens_of(theirs, min(9, lengths(ours, 24)[-1]))
+    for model in (ours, theirs):
+        model.model.zero_grad()
+        logits = model(tokens)[0]
+        nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    state = ours.model.state_dict(keep_vars=True)
+    zeros = {name: torch.zeros_like(one) for name, one in state.items()}
+    grads = {name: zeros[name] if one.grad is None else one.grad for name, one in state.items()}
+    nothing = names(zeros)
+    wanted = {name: one.grad for name, one in theirs.model.named_parameters() if one.grad is not None}
+    renamed = {"embed_out.weight": "lm_head.weight"} if "lm_head.weight" in wanted else {}  # GPT-NeoX, by version
+    named = {renamed.get(name, name): one - nothing[name] for name, one in names(grads).items()}
+    gaps = {name: gap(one, wanted[name]) for name, one in named.items() if name in wanted}
+    worst = max(gaps, key=lambda name: gaps[name])
+    for model in (ours, theirs):
+        model.model.zero_grad()
+    holds = gaps[worst] <= limit and len(gaps) == len(wanted)
+    case = "" if holds else f"{worst}, {len(gaps)} of {plural(len(wanted), 'tensor')} compared"
+    return Verdict("gradients", holds, gaps[worst], case)
+
+
+@torch.no_grad()
+def _greedy(ours: Plain, theirs: Theirs) -> Verdict:
+    """Return the verdict on the tokens that either model continues with."""
+    time = max(2, lengths(ours, 24)[-1] // 2)
+    sequences = []
+    for model in (ours, theirs):
+        chunk, state, new = tokens_of(theirs, time), None, []
+        for _ in range(time):
+            logits, state = model(chunk, state)
+            chunk = logits[:, -1:].argmax(-1)
+            new.append(chunk)
+        sequences.append(torch.cat(new, dim=1))
+    unlike = int((sequences[0] != sequences[1]).any(0).sum())
+    return Verdict("greedy tokens", not unlike, None, f"{unlike} of {time} steps differ" if unlike else "")
