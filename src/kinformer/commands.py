@@ -122,7 +122,9 @@ def bench(members: Sequence[str] = (), **options: Any) -> Bench:
     from kinformer.comparison.bench import bench
     from kinformer.comparison.options import BenchOptions
     from kinformer.runs.functions import request
+    from kinformer.runtime.fields import require_list
 
+    require_list("members", members)
     return bench(members, request(BenchOptions, options, "bench"))
 
 
@@ -144,7 +146,10 @@ def compare(members: Sequence[str] = (), *, merge: Sequence[str | Path] = (), **
     from kinformer.comparison.options import CompareOptions
     from kinformer.comparison.run import report
     from kinformer.runs.functions import request
+    from kinformer.runtime.fields import require_list
 
+    require_list("members", members)
+    require_list("merge", merge)
     wanted = request(CompareOptions, options, "compare", "Options")
     arguments = [repr(list(members)), *(f"{name}={value!r}" for name, value in options.items())]
     command = f"kinformer.compare({', '.join(arguments)})"

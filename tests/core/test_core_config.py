@@ -212,12 +212,7 @@ class Norm(Config):
         ),
         ({"layers.0.pattern": Layer()}, r"Layer has no slot, but a config with the slot 'pattern' belongs here"),
         ({"layers.0": Causal()}, r"set layers\.0: the pattern 'causal' is no Layer, which belongs here; give one\."),
-        (
-            {"layers.0.pattern": Foreign(inner=Norm())},
-            r"pattern\.inner: the norm 'plain' has the slot 'norm'",
-        ),
-        ({"layers.0.pattern": Foreign(size=0.5)}, r"layers\.0\.pattern\.size: 0\.5 is not one of 'auto'"),
-        ({"layers.0.pattern": Foreign(size=None)}, r"layers\.0\.pattern\.size: None is not one of 'auto'"),
+        ({"layers.0.pattern": Foreign(), "layers.0.pattern.inner": Norm()}, r"inner: the norm 'plain' has the slot"),
         ({"layers.0.pattern": {"kind": ["local"]}}, "does not say which pattern it is"),
         (
             {"layers.0.pattern": {"kind": "lcal", "package": "lost 1"}},
@@ -232,6 +227,23 @@ class Norm(Config):
 def test_wrong_config_objects_name_place_and_remedy(changes, message):
     with pytest.raises(KinformerError, match=message):
         override(STACK, changes, KINDS)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"inner": Norm()}, r"inner of the pattern 'foreign': the norm 'plain' has the slot 'norm', but"),
+        ({"inner": Layer()}, r"inner of the pattern 'foreign': Layer has no slot"),
+        ({"size": 0.5}, r"size of the pattern 'foreign': 0\.5 is not one of 'auto'"),
+        ({"size": None}, r"size of the pattern 'foreign': None is not one of 'auto'"),
+        ({"size": True}, r"size of the pattern 'foreign': True is not one of 'auto'"),
+        ({"size": "many"}, r"size of the pattern 'foreign': 'many' is not one of 'auto'"),
+    ],
+)
+def test_a_config_is_checked_where_it_is_made(values, message):
+    with pytest.raises(KinformerError, match=message):
+        Foreign(**values)
+    assert Foreign(size="7").size == 7
 
 
 def test_a_config_class_must_be_a_dataclass_whose_types_are_known():

@@ -15,7 +15,7 @@ from kinformer.runtime.errors import KinformerError, as_flags, spelled
         ("`a` and ``code`` and `B`", "a and ``code`` and `B`", "--a and ``code`` and `B`"),
         ("give `set` layers=4.", 'give set={"layers": 4}.', "give --set layers=4."),
         ("(`set` a.*.b=rope), or", '(set={"a.*.b": "rope"}), or', "(--set a.*.b=rope), or"),
-        ("as `set` a=false `set` b=[1,2].", 'as set={"a": False} set={"b": [1,2]}.', "as --set a=false --set b=[1,2]."),
+        ("as `set` a=false `set` b=[1,2].", 'as set={"a": False, "b": [1,2]}.', "as --set a=false --set b=[1,2]."),
         ("`set` 'a={\"k\": 1}' does", 'set={"a": {"k": 1}} does', "--set 'a={\"k\": 1}' does"),
     ],
 )

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import kinformer
 from kinformer.core.contract import AS_THEY_ARE, Chunk, RecomputesKV
 from kinformer.core.encoder import SequenceContext
-from kinformer.nn import CausalLayer, states
+from kinformer.nn import CausalLayer, SoftmaxAttention, states
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import verify_layer
 from tests.members import MEMBERS
@@ -225,6 +225,7 @@ def test_settings_are_names_mappings_and_configs_alike():
         (lambda: kinformer.layer("gpt", 0), "dim is 0"),
         (lambda: kinformer.layer(3, 64), "name is of the type int"),
         (lambda: made("gpt")(torch.zeros(2, 3, 5)), "x has the shape [2, 3, 5] but must be"),
+        (lambda: made("gpt")(torch.zeros(2, 3, DIM).long()), "x is torch.int64 but must be a floating-point tensor"),
         (lambda: made("gpt")(randn(2, 3, DIM), ()), "state: it is not one of this layer's"),
         (lambda: made("gpt")(randn(2, 3, DIM), made("rfa").initial_state(2)), "state: it is not one of this layer's"),
         (
@@ -273,6 +274,8 @@ def test_the_number_of_heads_fits_the_width():
     assert kinformer.layer("swin", 64, block=True).inner.mixer.config.num_heads == 4
     with pytest.raises(KinformerError, match="num_heads = 5 does not divide dim = 64"):
         kinformer.layer("swin", 64, num_heads=5)
+    with pytest.raises(KinformerError, match="num_heads = 3 does not divide dim = 64"):
+        kinformer.layer(SoftmaxAttention(num_heads=3), 64)  # a config's number stays
 
 
 def test_records_list_what_a_layer_takes():

@@ -14,6 +14,7 @@ import dataclasses
 import types
 import typing
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from kinformer.core import kind_table
@@ -27,14 +28,44 @@ LONGEST = 10_000
 """The most items that a list of a config may be repeated to; more layers than any model has."""
 
 
-class _Named(type):
-    """A field whose part may be written as its config, its kind or a mapping, as in ``--set``."""
+class _Typed(type):
+    """Fields that are checked when a config is made, and may be written as in ``--set``: a part as its config, its kind
+    or a mapping, a number as text."""
 
     def __call__(cls, *arguments: Any, **values: Any) -> Any:
+        types = _plain_field_types(cls)
         for name, value in values.items():
-            if _names_part(value) and _takes_part(kind := field_types(typing.cast(Any, cls)).get(name)):
-                values[name] = _parse(kind, value, kind_table.find(), f"{name} of {describe(typing.cast(Any, cls))}")
+            if (kind := types.get(name)) is None or _is_of(kind, value):
+                continue
+            kinds = kind_table.find() if _names_part(value) and _takes_part(kind) else {}
+            values[name] = _parse(kind, value, kinds, f"{name} of {describe(typing.cast(Any, cls))}")
         return super().__call__(*arguments, **values)
+
+
+@cache
+def _plain_field_types(config: Any) -> Mapping[str, Any]:
+    """Return the types of the fields that can be checked; of none where one cannot be found yet."""
+    try:
+        return field_types(config)
+    except KinformerError:
+        return {}
+
+
+def _is_of(kind: Any, value: Any) -> bool:
+    """Return whether ``value`` needs no reading as a ``kind``: a number, text or part of it, or a tuple of those."""
+    origin, items = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return any(_is_of(item, value) for item in items)
+    if origin is Literal:
+        return value in items
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_is_of(items[0], item) for item in value)
+    if kind is Any or not isinstance(kind, type):  # only the owner of the config can check it
+        return True
+    if isinstance(value, Config) and issubclass(kind, Config):
+        return value.slot == kind.slot if kind.slot else isinstance(value, kind)
+    numbers = (int, float) if kind is float else (kind,)
+    return isinstance(value, numbers) and isinstance(value, bool) == (kind is bool)
 
 
 def _names_part(value: Any) -> bool:
@@ -45,7 +76,7 @@ def _takes_part(kind: Any) -> bool:
     return issubclass(kind, Config) if isinstance(kind, type) else any(map(_takes_part, typing.get_args(kind)))
 
 
-class Config(metaclass=_Named):
+class Config(metaclass=_Typed):
     """Base of all configs, which are ``@dataclass(frozen=True, kw_only=True)``; ``kind`` and ``slot`` are no fields."""
 
     kind: ClassVar[str] = ""

@@ -115,12 +115,14 @@ def require_chunk(chunk: Any, state: Any, dim: int) -> None:
 
 
 def require_input(x: Any, dim: int) -> None:
-    """Raise unless ``x`` is [batch, time, dim] with a time of 1 or more."""
+    """Raise unless ``x`` is a floating-point tensor [batch, time, dim] with a time of 1 or more."""
     if not isinstance(x, Tensor):
         raise KinformerError(f"x is of the type {type(x).__name__} but must be a tensor [batch, time, dim].")
     if x.dim() != 3 or x.shape[1] < 1 or (dim and x.shape[2] != dim):
         wanted = "[batch, time, dim]" if not dim else f"[batch, time, dim = {dim}]"
         raise KinformerError(f"x has the shape {list(x.shape)} but must be {wanted} with time >= 1.")
+    if not x.is_floating_point():
+        raise KinformerError(f"x is {x.dtype} but must be a floating-point tensor; convert it by x.float().")
 
 
 class ReadsSource:

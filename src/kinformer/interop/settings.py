@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from reprlib import repr as excerpt
 from typing import Any
 
 from kinformer.runtime.errors import KinformerError
@@ -13,7 +14,7 @@ def whole(config: Mapping[str, Any], place: Path, name: str, least: int = 1, mos
     """Return a whole number between ``least`` and ``most``."""
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise KinformerError(f"{place}: {name} is {value!r}, but must be a whole number from {least} to {most}.")
+        raise KinformerError(f"{place}: {name} is {excerpt(value)}, but must be a whole number from {least} to {most}.")
     return value
 
 
@@ -21,7 +22,7 @@ def number(config: Mapping[str, Any], place: Path, name: str) -> float:
     """Return a number of 0 or more and below 1."""
     value = config.get(name)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
-        raise KinformerError(f"{place}: {name} is {value!r}, but must be a number of 0 or more and below 1.")
+        raise KinformerError(f"{place}: {name} is {excerpt(value)}, but must be a number of 0 or more and below 1.")
     return float(value)
 
 
@@ -29,7 +30,7 @@ def choice(config: Mapping[str, Any], place: Path, name: str, names: Iterable[st
     """Return the setting ``name``, which must be one of ``names``."""
     value, names = config.get(name), list(names)
     if value not in names:
-        raise KinformerError(f"{place}: {name} is {value!r}, but only {', '.join(names)} can be imported.")
+        raise KinformerError(f"{place}: {name} is {excerpt(value)}, but only {', '.join(names)} can be imported.")
     return str(value)
 
 
@@ -37,14 +38,14 @@ def require(config: Mapping[str, Any], place: Path, values: Mapping[str, Any]) -
     """Refuse a setting that has another value; one that is left out has this one."""
     for name, value in values.items():
         if config.get(name, value) != value:
-            raise KinformerError(f"{place}: {name} is {config[name]!r}, but only {value!r} can be imported.")
+            raise KinformerError(f"{place}: {name} is {excerpt(config[name])}, but only {value!r} can be imported.")
 
 
 def positive(config: Mapping[str, Any], place: Path, name: str) -> float:
     """Return a number above 0 that is finite."""
     value = config.get(name)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e30:
-        raise KinformerError(f"{place}: {name} is {value!r}, but must be a number above 0.")
+        raise KinformerError(f"{place}: {name} is {excerpt(value)}, but must be a number above 0.")
     return float(value)
 
 
@@ -52,5 +53,5 @@ def switch(config: Mapping[str, Any], place: Path, name: str) -> bool:
     """Return a setting that is true or false."""
     value = config.get(name)
     if not isinstance(value, bool):
-        raise KinformerError(f"{place}: {name} is {value!r}, but must be true or false.")
+        raise KinformerError(f"{place}: {name} is {excerpt(value)}, but must be true or false.")
     return value

@@ -96,13 +96,13 @@ def layer_config(
     set: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Any:
-    """Return the config that :func:`layer` builds; without ``dim`` the recipe's number of heads stays."""
+    """Return the config that :func:`layer` builds; without ``dim``, and in a config, the number of heads stays."""
     config = _layer_config(name, recipe)
     if not block:
         config = _mixer_config(config)
     elif isinstance(config, MixerConfig | EncoderMixerConfig):
         raise KinformerError(f"block: {describe(config)} is a mixer without a layer around it; leave `block` out.")
-    heads = {} if dim is None else _heads(config, dim)
+    heads = {} if dim is None or isinstance(name, Config) else _heads(config, dim)
     return _changed(config, heads | _paths(config, settings) | dict(set or {}))
 
 

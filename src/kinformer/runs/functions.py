@@ -16,7 +16,7 @@ from kinformer.runs.prediction_options import EmbedOptions, PredictOptions
 from kinformer.runs.run import Run, open_run
 from kinformer.runs.stores import STORES
 from kinformer.runtime.errors import KinformerError, nearest
-from kinformer.runtime.fields import require_types
+from kinformer.runtime.fields import require_kind, require_list, require_types
 from kinformer.tasks.evaluation import Evaluation
 from kinformer.tasks.table import OptionKind, option_names
 
@@ -62,6 +62,8 @@ def embed(run: str | Path, texts: Any, options: Mapping[str, Any]) -> np.ndarray
     """See :func:`kinformer.embed`."""
     from kinformer.runs.embed import embeddings
 
+    if not isinstance(texts, str | Path):
+        require_list("texts", texts)
     wanted = request(EmbedOptions, {"quiet": True, **options}, "embed")
     return np.stack([vector for _, vector in embeddings(run, texts, wanted)])
 
@@ -71,6 +73,7 @@ def trace(run: str | Path, text: str, options: Mapping[str, Any]) -> Trace:
     from kinformer.runs.tracing.options import TraceOptions
     from kinformer.runs.tracing.trace import trace
 
+    require_kind("text", text, str)
     return trace(run, text, request(TraceOptions, options, "trace"))
 
 
@@ -106,8 +109,7 @@ def request(kind: type[O], options: Mapping[str, Any], function: str, tasks: Opt
     values = {name: _text(value, name in texts) for name, value in options.items()}
     if tasks is not None:
         values["task_options"] = {name: values.pop(name) for name in list(values) if name not in general}
-    defaults = {option.name: option.default for option in fields(kind)}  # type: ignore[arg-type]
-    require_types(SimpleNamespace(**defaults | values), kind)
+    require_types(SimpleNamespace(**values), kind, values)
     return kind(**values)
 
 

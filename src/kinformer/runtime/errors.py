@@ -50,7 +50,7 @@ def spelled(message: str) -> str:
     """Return ``message`` with the marked options as they are written in Python, or inside :func:`as_flags` as flags."""
     if _AS_FLAGS.get():
         return _MARKED.sub(lambda match: flag_of(match[1]), message)
-    return _MARKED.sub(r"\1", _CHANGE.sub(_change, message))
+    return _MARKED.sub(r"\1", _CHANGE.sub(_change, message).replace("} set={", ", "))
 
 
 def _change(match: re.Match[str]) -> str:

@@ -6,7 +6,7 @@ import math
 import os
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal
@@ -64,17 +64,24 @@ class Checked:
                 require_below_largest(marked(option.name), value)
 
 
-def require_types(options: Any, declared: type) -> None:
-    """Raise where a field that the dataclass ``declared`` declares has a value in ``options`` of another type."""
+def require_types(options: Any, declared: type, names: Container[str] | None = None) -> None:
+    """Raise where a field that the dataclass ``declared`` declares has a value in ``options`` of another type;
+    ``names``: only of these fields."""
     for name, kind in _plain_types(declared).items():
-        value = getattr(options, name)
-        require_kind(name, value, *kind)
+        if names is None or name in names:
+            require_kind(name, getattr(options, name), *kind)
 
 
 def require_kind(name: str, value: Any, *kinds: Any) -> None:
     """Raise where the option or argument ``name`` has a ``value`` of none of the types ``kinds``."""
     if not any(_is_one(value, kind) for kind in kinds):
         raise KinformerError(f"{marked(name)} is {value!r} but must be {' or '.join(map(_type_name, kinds))}.")
+
+
+def require_list(name: str, values: Any) -> None:
+    """Raise where the argument ``name`` is no list of texts or paths; one text alone is none."""
+    if not isinstance(values, list | tuple) or not all(isinstance(value, str | os.PathLike) for value in values):
+        raise KinformerError(f"{marked(name)} is {values!r} but must be a list of texts, as in ['gpt', 'local'].")
 
 
 def require_path(name: str, value: Any) -> None:
@@ -92,10 +99,16 @@ def _plain_types(declared: type) -> dict[str, tuple[Any, ...]]:
     for field in fields(declared):
         hint = hints[field.name]
         union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-        kinds = typing.get_args(hint) if union else (hint,)
+        kinds = tuple(_without_items(kind) for kind in (typing.get_args(hint) if union else (hint,)))
         if all(kind in (*_NAMES, type(None)) or typing.get_origin(kind) is Literal for kind in kinds):
             plain[field.name] = kinds
     return plain
+
+
+def _without_items(kind: Any) -> Any:
+    """Return ``Mapping`` for ``Mapping[str, Any]``, and other types as they are."""
+    origin = typing.get_origin(kind)
+    return origin if origin in _NAMES else kind
 
 
 def _is_one(value: Any, kind: Any) -> bool:

@@ -63,7 +63,9 @@ def parse_toml(text: str) -> dict[str, Any]:
     except tomllib.TOMLDecodeError:
         raise
     except ValueError as error:
-        raise ValueError(f"it holds a number or a date that cannot be read: {str(error).partition(';')[0]}") from None
+        digits = "digits" in str(error)  # Python's limit on the length of a number
+        what = "a whole number of thousands of digits" if digits else f"a date that does not exist: {error}"
+        raise ValueError(f"it holds {what}") from None
     _check_depth(table, len(text))
     return table
 

@@ -260,11 +260,12 @@ def _apart(placed_parts: list[Placed], model: Any) -> list[Placed]:
 def _heads(placed: Placed, options: DrawOptions) -> list[tuple[Pattern, str, str]]:
     """Each pattern that differs among the heads, or that of the head that was asked for."""
     groups = heads_of(placed.part)
-    count = groups[0][0].num_heads if not groups[0][2] else sum(len(heads) for _, _, heads in groups)
-    if options.head is not None and groups[0][2]:
-        if options.head > (count or 0):
-            heads = plural(count or 0, "head")
-            raise KinformerError(f"`head` {options.head}: the pattern is for {heads}; give 1 to {count}.")
+    alike = not groups[0][2]
+    count = getattr(placed.owner, "num_heads", None) if alike else sum(len(heads) for _, _, heads in groups)
+    if options.head is not None and count is not None and options.head > count:
+        heads = plural(count, "head")
+        raise KinformerError(f"`head` {options.head}: the pattern is for {heads}; give 1 to {count}.")
+    if options.head is not None and not alike:
         head = options.head - 1
         groups = [(pattern, name, (head,)) for pattern, name, heads in groups if head in heads]
     named = [(pattern, name, [_place(placed), numbered("head", heads)]) for pattern, name, heads in groups]
