@@ -221,6 +221,22 @@ def test_a_server_that_closes_tells_its_streams(folder):
                 pass
 
 
+def test_requests_without_a_seed_have_the_servers(folder):
+    with serving(folder, seed=7) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        request = {"model": "run", "prompt": "It was ", "max_tokens": 12}
+        texts = [client.completions.create(**request, **more).choices[0].text for more in ({}, {}, {"seed": 7})]
+        assert texts[0] == texts[1] == texts[2]
+        assert client.completions.create(**request, seed=8).choices[0].text != texts[0]
+
+
+def test_where_it_listens_is_printed_as_json(cli, folder, monkeypatch):
+    monkeypatch.setattr("kinformer.serving.server.Server.run", lambda self: self.socket.close())
+    code, out, _ = cli("serve", folder, "--port", "0", "--json")
+    printed = json.loads(out)
+    assert code == 0 and printed["model"] == "run" and printed["url"].startswith("http://127.0.0.1:")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

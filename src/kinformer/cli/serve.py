@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kinformer.cli.options import Changes, Hidden, Printing, RunFolder, options_as
+from kinformer.cli.options import Changes, Printing, RunFolder, options_as
 from kinformer.serving.options import ServeOptions
 
 
@@ -16,12 +16,13 @@ class Options(ServeOptions, Printing):
     """The run folder."""
     set: Changes = ()  # type: ignore[assignment]
     """A change that leaves the weights as they are, as in --set layers.*.mixer.position.scaling=yarn."""
-    json: Hidden = False  # type: ignore[assignment]
+    json: bool = False
+    """Print where the server listens as one JSON object, as {"url": ..., "model": ...}; for --port 0."""
 
 
 def run(options: Options) -> int:
     """Answer requests until Ctrl-C."""
     from kinformer.serving.server import serve
 
-    serve(options.folder, options_as(ServeOptions, options))
+    serve(options.folder, options_as(ServeOptions, options), options.json)
     return 0

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 from kinformer.core import kind_table
 from kinformer.runtime.errors import KinformerError, nearest
 from kinformer.runtime.fields import require_ranges
-from kinformer.runtime.parsing import parse_plain, plain
+from kinformer.runtime.parsing import fits, parse_plain, plain
 from kinformer.runtime.plugins import KINFORMER, PARTS, package_of, require_package
 
 Kinds = Mapping[str, Mapping[str, type["Config"]]]
@@ -35,7 +35,7 @@ class _Typed(type):
     def __call__(cls, *arguments: Any, **values: Any) -> Any:
         types = _plain_field_types(cls)
         for name, value in values.items():
-            if (kind := types.get(name)) is None or _is_of(kind, value):
+            if (kind := types.get(name)) is None or fits(kind, value):
                 continue
             kinds = kind_table.find() if _names_part(value) and _takes_part(kind) else {}
             values[name] = _parse(kind, value, kinds, f"{name} of {describe(typing.cast(Any, cls))}")
@@ -49,23 +49,6 @@ def _plain_field_types(config: Any) -> Mapping[str, Any]:
         return field_types(config)
     except KinformerError:
         return {}
-
-
-def _is_of(kind: Any, value: Any) -> bool:
-    """Return whether ``value`` needs no reading as a ``kind``: a number, text or part of it, or a tuple of those."""
-    origin, items = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        return any(_is_of(item, value) for item in items)
-    if origin is Literal:
-        return value in items
-    if origin is tuple:
-        return isinstance(value, tuple) and all(_is_of(items[0], item) for item in value)
-    if kind is Any or not isinstance(kind, type):  # only the owner of the config can check it
-        return True
-    if isinstance(value, Config) and issubclass(kind, Config):
-        return value.slot == kind.slot if kind.slot else isinstance(value, kind)
-    numbers = (int, float) if kind is float else (kind,)
-    return isinstance(value, numbers) and isinstance(value, bool) == (kind is bool)
 
 
 def _names_part(value: Any) -> bool:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+import types
+import typing
 from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
@@ -125,6 +127,24 @@ def plain(value: Any) -> Any:
         return parse_json(value)
     except ValueError:
         return value
+
+
+def fits(kind: Any, value: Any) -> bool:
+    """Return whether ``value`` needs no reading as a ``kind``: a number, text, a tuple of those, or a config whose slot
+    is that of ``kind``. Only the owner of another type can check it, so that any value fits."""
+    origin, items = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(item, value) for item in items)
+    if origin is typing.Literal:
+        return value in items
+    if origin is tuple:
+        return isinstance(value, tuple) and all(fits(items[0], item) for item in value)
+    if kind is Any or not isinstance(kind, type):
+        return True
+    if slot := getattr(kind, "slot", ""):
+        return getattr(value, "slot", "") == slot
+    numbers = (int, float) if kind is float else (kind,)
+    return isinstance(value, numbers) and isinstance(value, bool) == (kind is bool)
 
 
 def parse_plain(kind: Any, value: Any, place: str) -> Any:

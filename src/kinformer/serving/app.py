@@ -38,7 +38,8 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 @dataclass(frozen=True)
 class Served:
-    """A model as clients see it: its ``name``, since when it is there (``created``, seconds), and what continues it."""
+    """A model as clients see it: its ``name``, since when it is there (``created``, seconds), what continues it, and
+    the ``seed`` of requests that name none."""
 
     name: str
     created: int
@@ -46,6 +47,7 @@ class Served:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     alive: Callable[[], bool]
+    seed: int | None
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -115,7 +117,7 @@ class Events(Response):
 
 async def _completions(request: Request) -> Response:
     served: Served = request.app.state.served
-    body = fields.read(fields.parse(await _body(request)), fields.COMPLETION)
+    body = fields.read(fields.parse(await _body(request)), fields.COMPLETION, served.seed)
     _require_model(served, body.model)
     prompts = fields.prompts(body.fields)
     job = await run_in_threadpool(Job, served.engine, served.tokenizer, body, prompts, NEW_TOKENS)
@@ -124,7 +126,7 @@ async def _completions(request: Request) -> Response:
 
 async def _chat(request: Request) -> Response:
     served: Served = request.app.state.served
-    body = fields.read(fields.parse(await _body(request)), fields.CHAT)
+    body = fields.read(fields.parse(await _body(request)), fields.CHAT, served.seed)
     _require_model(served, body.model)
     if served.template is None:
         raise FieldError(

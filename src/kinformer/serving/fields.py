@@ -73,8 +73,9 @@ def parse(data: bytes) -> Mapping[str, Any]:
     return fields
 
 
-def read(fields: Mapping[str, Any], supported: tuple[str, ...]) -> Body:
-    """Return what ``fields`` request; only those that are ``supported`` may request anything."""
+def read(fields: Mapping[str, Any], supported: tuple[str, ...], seed: int | None = None) -> Body:
+    """Return what ``fields`` request; only those that are ``supported`` may request anything. ``seed`` is that of a
+    request that names none; None draws one."""
     values = {name: value for name, value in fields.items() if value is not None}
     for name, value in values.items():
         if name in supported or name in IGNORED:
@@ -92,7 +93,7 @@ def read(fields: Mapping[str, Any], supported: tuple[str, ...]) -> Body:
     chat = "messages" in supported
     return Body(
         model=_value(values, "model", str, ""),
-        sampling=_sampling(values),
+        sampling=_sampling(values, seed),
         max_tokens=_count(values, "max_completion_tokens", 0, _count(values, "max_tokens", 0, None)),
         n=_count(values, "n", 1, 1) or 1,
         stops=_stops(values),
@@ -138,8 +139,8 @@ def _message(item: Any, place: int) -> dict[str, str]:
     return {"role": item["role"], "content": content}
 
 
-def _sampling(values: Mapping[str, Any]) -> Sampling:
-    seed = _value(values, "seed", int, secrets.randbits(48))
+def _sampling(values: Mapping[str, Any], seed: int | None) -> Sampling:
+    seed = _value(values, "seed", int, secrets.randbits(48) if seed is None else seed)
     return Sampling(
         temperature=float(_value(values, "temperature", float, 1.0)),
         top_k=_value(values, "top_k", int, None),

@@ -32,6 +32,8 @@ class ServeOptions(Machine):
     """A Jinja template that turns `messages` into a prompt; without one there are no chats."""
     chat_stop: tuple[str, ...] = ()
     """End the answer of a chat before this text; may be given again."""
+    seed: int | None = None
+    """The seed of requests that name none; a new one for each if not given."""
     weights: Literal["fp32", "bf16"] = "fp32"
     """Type of the weights in memory."""
     set: Mapping[str, Any] = field(default_factory=dict)

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from json import dumps
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -58,9 +59,9 @@ class Server:
         self.engine = Engine(pack(model, options.max_streams), limits)
         self._thread = threading.Thread(target=self.engine.run, name="kinformer engine", daemon=True)
         assert run.tokenizer is not None
-        name = options.name or Path(folder).resolve().name
+        self.name = name = options.name or Path(folder).resolve().name
         created = int(os.path.getmtime(run.folder / WEIGHTS))
-        served = Served(name, created, self.engine, run.tokenizer, template, self._thread.is_alive)
+        served = Served(name, created, self.engine, run.tokenizer, template, self._thread.is_alive, options.seed)
         host = self.socket.getsockname()[0]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.socket.getsockname()[1]}"
         config = uvicorn.Config(
@@ -100,10 +101,12 @@ class _Http(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def serve(folder: str | Path, options: ServeOptions) -> None:
-    """Serve the run in ``folder`` until Ctrl-C."""
+def serve(folder: str | Path, options: ServeOptions, json: bool = False) -> None:
+    """Serve the run in ``folder`` until Ctrl-C; ``json``: print where, as one JSON object, once it listens."""
     server = Server(folder, options)
-    if not options.quiet:
+    if json:
+        print(dumps({"url": server.url, "model": server.name}), flush=True)
+    elif not options.quiet:
         note(f"serving {folder} at {server.url} (the page), {server.url}/v1 (OpenAI's clients); Ctrl-C ends it.")
     server.run()
 

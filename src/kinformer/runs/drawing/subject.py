@@ -263,8 +263,7 @@ def _heads(placed: Placed, options: DrawOptions) -> list[tuple[Pattern, str, str
     alike = not groups[0][2]
     count = getattr(placed.owner, "num_heads", None) if alike else sum(len(heads) for _, _, heads in groups)
     if options.head is not None and count is not None and options.head > count:
-        heads = plural(count, "head")
-        raise KinformerError(f"`head` {options.head}: the pattern is for {heads}; give 1 to {count}.")
+        raise KinformerError(f"`head` {options.head}: the pattern is for {plural(count, 'head')}; give 1 to {count}.")
     if options.head is not None and not alike:
         head = options.head - 1
         groups = [(pattern, name, (head,)) for pattern, name, heads in groups if head in heads]
