@@ -1,8 +1,10 @@
-"""How long does one more token take? 784 tokens from a prompt of one, greedy, without gradients, batch 1 and 16.
+"""How long does one more token take? 784 tokens from a prompt of one, greedy, without gradients, batch 1 and 16; with
+``--tokens 96`` so many, batch 1.
 
 8 layers, 8 heads x 32, dim 256, feed-forward 1024, vocabulary 256: the shape of the Linear Transformer's image model.
 
-    ours           kinformer's Session with weights in float32 and bfloat16, and with all steps made in Python
+    ours           kinformer's Session with weights in float32 and bfloat16, with all steps made in Python, and, of few
+                   tokens, as a model's first session, which records its step
     idiap          the recurrent form of pytorch-fast-transformers, its state handed from step to step
     GPT-2          transformers with its key-value cache, one forward per token
     x-transformers its own generate with its cache
@@ -30,9 +32,10 @@ from kinformer.evaluation.bits import measure
 from kinformer.evaluation.windows import Windows
 from kinformer.family.build import configure
 from kinformer.generation.packed import pack
+from kinformer.generation.recordings import recordings_of
 from kinformer.generation.session import Session
 from kinformer.runs.run import open_run
-from peers import HuggingFace, Idiap, Shape, copy_gpt2, hugging_face, idiap, x_transformers
+from peers import HuggingFace, Idiap, PeerShape, copy_gpt2, hugging_face, idiap, x_transformers
 
 LAYERS, TOKENS = 8, 784
 MILLISECONDS = {
@@ -59,8 +62,11 @@ def gpt() -> nn.Module:
     return replace(config, layers=config.layers[:1] * LAYERS).build().eval()
 
 
-def with_session(model: nn.Module, batch: int, tokens: int, recorded: bool = True) -> Tensor:
-    """``tokens`` new tokens of ``batch`` rows, [batch, tokens], as `kinformer generate` draws them."""
+def with_session(model: nn.Module, batch: int, tokens: int, recorded: bool = True, first: bool = False) -> Tensor:
+    """``tokens`` new tokens of ``batch`` rows, [batch, tokens], as `kinformer generate` draws them; ``first``: with no
+    recording of an earlier session."""
+    if first:
+        recordings_of(packed(model, batch)).clear()
     session = Session(packed(model, batch), batch, temperature=0, room=tokens + 1, recorded=recorded)
     session.feed(torch.zeros(batch, 1, dtype=torch.int64))
     return torch.stack([session.step() for _ in range(tokens)], dim=1)
@@ -99,7 +105,7 @@ def with_wrapper(wrapper: Any, batch: int, tokens: int) -> Tensor:
 
 def field() -> dict[str, Generate]:
     """Name -> function of (batch, tokens)."""
-    shape = Shape(layers=LAYERS, dim=256, heads=8, head_dim=32, hidden=1024, length=1024)
+    shape = PeerShape(layers=LAYERS, dim=256, heads=8, head_dim=32, hidden=1024, length=1024)
     torch.manual_seed(0)
     linear, plain, found = linear_transformer(), gpt(), {}
     theirs, recurrent, extra = hugging_face(shape), idiap(shape, recurrent=True), x_transformers(shape)
@@ -111,6 +117,8 @@ def field() -> dict[str, Generate]:
         rounded.load_state_dict(model.state_dict())
         found[f"{name} fp32"] = partial(with_session, model)
         found[f"{name} bf16"] = partial(with_session, rounded.bfloat16())
+        found[f"{name} fp32, first"] = partial(with_session, model, first=True)
+        found[f"{name} bf16, first"] = partial(with_session, rounded, first=True)
         found[f"{name} fp32, in Python"] = partial(with_session, model, recorded=False)
         found[f"{name} bf16, in Python"] = partial(with_session, rounded, recorded=False)
         gate(name, model)
@@ -162,20 +170,22 @@ def cost_of_rounding(folder: str, quick: bool) -> dict[str, Any]:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--run", help="a run folder: measure what bfloat16 weights cost in bits per byte instead")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="new tokens of a session (784)")
     options = prepare(parser)
     if options.run:
         result = cost_of_rounding(options.run, options.quick)
         show("bits per byte by the type of the weights", list(result), [list(result.values())])
         save(options, "generation_quality", result)
         return
-    tokens = 32 if options.quick else TOKENS
-    rounds = options.rounds or (1 if options.quick else 3)
+    short = options.tokens != TOKENS
+    tokens = 32 if options.quick else options.tokens
+    rounds = options.rounds or (1 if options.quick else 15 if short else 3)
     points, floor = [], measure_floor("cpu")
-    for batch in (1, 16):
+    for batch in (1,) if short else (1, 16):
         found = race(batch, tokens, rounds)
         rows = [
             {"name": name, "ms_per_step": value, "tokens_per_second": batch * 1000 / value,
-             "of_floor": least(name, floor) / value, "target": MILLISECONDS.get((name, batch))}
+             "of_floor": least(name, floor) / value, "target": None if short else MILLISECONDS.get((name, batch))}
             for name, value in sorted(found.items(), key=lambda item: item[1])
         ]  # fmt: skip
         points.append({"batch": batch, "contestants": rows})
@@ -188,7 +198,7 @@ def main() -> None:
         "floor": asdict(floor),
         "points": points,
     }
-    save(options, "generation", result)
+    save(options, f"generation_{options.tokens}" if short else "generation", result)
 
 
 if __name__ == "__main__":

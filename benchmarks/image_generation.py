@@ -36,7 +36,7 @@ from kinformer.inputs.pixels import START
 from kinformer.mixers.linear import LinearAttention
 from kinformer.mixers.lsh import LSHAttention
 from kinformer.mixers.softmax import SoftmaxAttention
-from peers import Shape, idiap
+from peers import PeerShape, idiap
 
 RECIPES = {"mnist": "paper-mnist", "cifar": "paper-cifar"}
 HEADS, STEPS, SHORT, TOLERANCE = 8, 4, 40, 2e-3
@@ -193,7 +193,8 @@ def main() -> None:
     )
     config = models["linear"].config
     peer = idiap(
-        Shape(layers=len(config.layers), dim=256, heads=HEADS, head_dim=32, hidden=1024, length=length), recurrent=True
+        PeerShape(layers=len(config.layers), dim=256, heads=HEADS, head_dim=32, hidden=1024, length=length),
+        recurrent=True,
     )
     if peer is not None:
         other = Peer(peer.eval(), size["state"])
