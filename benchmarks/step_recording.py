@@ -1,7 +1,7 @@
-"""What could record a step of generation instead of PyTorch's tracer, and what does each way cost? Batch 1, float32.
+"""What could record a step of generation, and what does each way cost? Batch 1, float32.
 
     in Python    the step as the model makes it, into a reserved state
-    recorded     the same, written down once by PyTorch's tracer (generation/recorded.py)
+    recorded     the same, written down once (generation/recorded.py)
     exported     torch.export's graph of the step, run as a module; slots are joined, for graphs return what they change
     AOTInductor  the same graph compiled ahead of time to C++ (needs a C++ compiler)
 

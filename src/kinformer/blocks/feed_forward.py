@@ -25,9 +25,9 @@ from kinformer.runtime.errors import KinformerError
 def in_chunks(inner: Callable[[Tensor], Tensor], x: Tensor, chunks: int, random: bool = False) -> Tensor:
     """Apply ``inner`` to x [batch, time, ...] in ``chunks`` parts of the time
     axis; ``random``: it draws random numbers."""
-    parts = x.tensor_split(min(chunks, x.shape[1]), dim=1) if x.dim() > 2 else (x,)
-    if len(parts) == 1:
+    if chunks == 1 or x.dim() <= 2 or x.shape[1] == 1:
         return inner(x)
+    parts = x.tensor_split(min(chunks, x.shape[1]), dim=1)
     if not torch.is_grad_enabled():
         return torch.cat([inner(part) for part in parts], dim=1)
     again = (checkpoint(inner, part, use_reentrant=False, preserve_rng_state=random) for part in parts)

@@ -15,9 +15,9 @@ Whatever a list cannot hold is detected beforehand, and the model is then steppe
 
 The first recorded step must also agree with the model's.
 
-``benchmarks/step_recording.py`` keeps it: by ``step_recording.json``, a recorded step takes 0.51 to 0.59 of the time of
+``benchmarks/step_recording.py`` keeps it: by ``step_recording.json``, a recorded step takes 0.65 to 0.71 of the time of
 a step in Python. Delete it when every row ``recorded`` is above 0.9 of the row ``in Python``. ``torch.export``'s graph
-is as slow as Python, and AOTInductor's step needs 22 to 64 s and a C++ compiler to make, where a recording takes the
+is as slow as Python, and AOTInductor's step needs 22 to 68 s and a C++ compiler to make, where a recording takes the
 time of seven steps. AOTInductor replaces it when it makes a step in 0.1 s that is no slower. If PyTorch drops
 TorchScript's interpreter earlier, sessions step in Python (:func:`_recorded`).
 """
