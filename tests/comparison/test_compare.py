@@ -126,7 +126,7 @@ def test_bad_options_are_one_sentence(cli, tmp_path, flags, told):
 def test_the_default_comparison_has_the_yardstick_with_rotary_positions_beside_what_else_changes_them():
     members, found = planned((), CompareOptions())
     assert members == DEFAULT_MEMBERS and members[:3] == ("gpt", "rope", "local")
-    assert (found.seeds, found.total_minutes) == (3, 30.0)
+    assert (found.seeds, found.total_minutes) == (3, 45.0)
     assert int(found.set["local:layers.*.mixer.pattern.window"]) < (found.length or USUAL_LENGTH)
     assert planned(("gpt",), CompareOptions()) == (("gpt",), CompareOptions())
     _, other = planned((), CompareOptions(steps=5, seeds=4, tokenizer="bytes", set={"dropout": "0"}))

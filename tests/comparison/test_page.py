@@ -10,6 +10,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from kinformer.comparison.charts import Chart, Series, svg
+from kinformer.comparison.measures import departures
 from kinformer.comparison.page import ASSETS, page
 from kinformer.comparison.report import markdown
 from tests.comparison.browser import Browser
@@ -59,6 +60,16 @@ def test_the_page_of_markdown_shows_the_text_of_strangers_as_it_is():
     cells = re.findall("<td>(.*?)</td>", html)
     assert {unescape(cell) for cell in cells} >= {HOSTILE, LINK}
     assert len({len(re.findall("<t[dh]\\b", row)) for row in html.split("<tr>")[1:]}) == 1
+
+
+@pytest.mark.parametrize("name", ["1. x", "2) x", "- x", "+ x"])
+def test_a_strangers_name_begins_no_list(name):
+    made = comparison(entrant(name, [], error="no"), entrant("@all www.y.z", [2.0, 2.1]), entrant("b", [2.3, 2.2]))
+    text = markdown(made)
+    html = MarkdownIt("commonmark").enable("table").render(text)
+    assert html.count("<ul>") + html.count("<ol>") == 1 + bool(departures(made)) and f"{name} is out. no" in html
+    prose = "\n".join(line for line in text.split("\n") if not line.startswith("    "))
+    assert "@" not in prose and "www." not in prose and "@all www.y.z" in unescape(html)
 
 
 def test_points_without_a_place_on_the_axes_are_left_out():

@@ -24,7 +24,7 @@ class Options(CompareOptions, CommonOptions):
 
     members: Entrants = ()
     """Members, hybrids as linear-transformer:3,gpt:1, or wide=gpt for another name; without any, a comparison of
-    five on the standard library's sources, in at most half an hour."""
+    five on the standard library's sources, in at most 45 minutes."""
     set: Changes = ()  # type: ignore[assignment]
     """A change to all members, or NAME:PATH=VALUE to one, as in wide:layers=8; may be given again."""
     merge: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE.json")] = ()

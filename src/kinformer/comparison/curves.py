@@ -31,11 +31,6 @@ def charts(comparison: Comparison) -> list[tuple[str, list[Chart]]]:
     ]
 
 
-def _unit(comparison: Comparison) -> str:
-    metric = comparison.deciding
-    return metric.name.replace("_", " ") if metric.unit == "share" else metric.unit
-
-
 def _learning(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
     per_step = comparison.budget["tokens_step"]
     axes: list[tuple[str, str, Callable[[Point], float | None], str, str]] = [
@@ -55,7 +50,7 @@ def _learning(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
             ]
             if len(points) > 1:
                 series.append(Series(entrant.name, index[entrant.name], points))
-        yield Chart(f"by-{key}", f"Against {title}", title, _unit(comparison), series, log, note=note)
+        yield Chart(f"by-{key}", f"Against {title}", title, words.unit_of(comparison.deciding), series, log, note=note)
 
 
 def _mean_curve(entrant: EntrantRecord, of: Callable[[Point], float | None]) -> Iterator[tuple[float | None, float]]:
@@ -68,7 +63,7 @@ def _mean_curve(entrant: EntrantRecord, of: Callable[[Point], float | None]) -> 
 
 
 def _costs(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
-    length = measures.common_length(comparison)
+    length, unit = measures.common_length(comparison), words.unit_of(comparison.deciding)
     costs: list[tuple[str, str, str, Callable[[EntrantRecord], Any], Callable[[float], str]]] = [
         (
             "state",
@@ -88,6 +83,8 @@ def _costs(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
         ),
     ]
     for key, title, x_title, of, text in costs:
+        corner = "lower" if comparison.lower_is_better else "upper", "right" if key == "speed" else "left"
+        note = f"{' '.join(corner).capitalize()} is better."
         series = [
             Series(
                 entrant.name,
@@ -97,7 +94,7 @@ def _costs(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
             for entrant in comparison.finished
             if (x := of(entrant)) is not None
         ]
-        yield Chart(f"quality-{key}", title, x_title, f"{_unit(comparison)}, test", series, "x", joined=False)
+        yield Chart(f"quality-{key}", title, x_title, f"{unit}, test", series, "x", joined=False, note=note)
 
 
 def _seconds(entrant: EntrantRecord) -> float:
@@ -106,6 +103,7 @@ def _seconds(entrant: EntrantRecord) -> float:
 
 def _contexts(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
     metric, positions, lengths = comparison.deciding, [], []
+    unit = words.unit_of(metric)
     for entrant in comparison.finished:
         rows = [row for row in entrant.runs[0].contexts if row.get("context")]
         points = [
@@ -120,9 +118,9 @@ def _contexts(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
                       for first, last, value in map(_bin, longest["positions"])]  # fmt: skip
             positions.append(Series(entrant.name, index[entrant.name], inside))
     note = "First seed; tokens that a prediction had before it in its window, of the longest context measured."
-    yield Chart("positions", "By position", "tokens before", _unit(comparison), positions, "x", note=note)
+    yield Chart("positions", "By position", "tokens before", unit, positions, "x", note=note)
     note = "First seed; each length measured in windows of its own."
-    yield Chart("contexts", "By length of context", "tokens of context", _unit(comparison), lengths, "x", note=note)
+    yield Chart("contexts", "By length of context", "tokens of context", unit, lengths, "x", note=note)
 
 
 def _bin(contexts: Any) -> tuple[int, int, float]:
@@ -137,7 +135,10 @@ def _lengths(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
     for kind, title in (("step", "A training step"), ("forward", "A forward")):
         curves = series(partial(_times, kind))
         yield Chart(f"length-{kind}", title, "tokens of one row", "milliseconds", curves, "xy")
-    note = "The highest moment of a training step of one row, above the model itself, in a process of its own."
+    note = (
+        "The highest moment of a training step of one row, above the model itself, in a process of its own; on a CPU, "
+        f"what is below {size(measures.RESOLUTION)} cannot be resolved and is not drawn."
+    )
     yield Chart("length-memory", "Memory of a step", "tokens of one row", "MiB", series(_memory), "xy", note=note)
     yield Chart("state", "The state of one row", "tokens absorbed", "KiB", series(_states), "xy")
 
@@ -150,7 +151,7 @@ def _times(kind: str, entrant: EntrantRecord) -> Iterator[tuple[float, float, st
 
 def _memory(entrant: EntrantRecord) -> Iterator[tuple[float, float, str]]:
     for row in entrant.memory["lengths"] if entrant.memory else ():
-        if row["bytes"] > 0:
+        if row["bytes"] >= measures.resolution(entrant):
             yield row["length"], row["bytes"] / 2**20, f"{plural(row['length'], 'token')}, {size(row['bytes'])}"
 
 
@@ -172,4 +173,4 @@ def _sweep(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
         if points:
             series.append(Series(entrant.name, index[entrant.name], points))
     note = "Validation after short runs with the first seed; what diverged is not shown."
-    yield Chart("sweep", "Learning rates", "learning rate", _unit(comparison), series, "x", note=note)
+    yield Chart("sweep", "Learning rates", "learning rate", words.unit_of(comparison.deciding), series, "x", note=note)

@@ -1,13 +1,17 @@
-"""What an entrant costs: one table of measures, for the columns of the report and for its sentences."""
+"""What an entrant costs: one table of measures, for the columns of the report and for its sentences; and what of its
+model differs from the yardstick's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from kinformer.comparison.record import Comparison, EntrantRecord
 from kinformer.runtime.words import plural
 from kinformer.training.metric import size
+
+RESOLUTION = 1 << 20
+"""Bytes below which the memory of a process says nothing: its allocator holds that much without asking the system."""
 
 
 class Measure(NamedTuple):
@@ -34,7 +38,7 @@ def costs(comparison: Comparison) -> list[Measure]:
     return [
         Measure("train tokens/s", tokens_per_second, rate, False, "Fastest to train", " tokens/s"),
         Measure("training s", training_seconds, rate, True),
-        Measure("peak memory", peak_bytes, size, True, "Least memory in training"),
+        Measure("peak memory", peak_bytes, _memory, True, "Least memory in training"),
         Measure(
             f"state at {plural(length, 'token')}",
             lambda entrant: state_at(entrant, length),
@@ -71,8 +75,20 @@ def training_seconds(entrant: EntrantRecord) -> float | None:
 
 
 def peak_bytes(entrant: EntrantRecord) -> int | None:
-    """Return the peak bytes of a training process above those of an empty one."""
-    return entrant.memory["training"] if entrant.memory else None
+    """Return the peak bytes of a training process above those of an empty one, 0 where they cannot be resolved."""
+    if not entrant.memory:
+        return None
+    count = int(entrant.memory["training"])
+    return count if count >= resolution(entrant) else 0
+
+
+def resolution(entrant: EntrantRecord) -> int:
+    """Return the least bytes of memory that its machine tells from none: a GPU counts every tensor."""
+    return RESOLUTION if entrant.machine.get("device", "cpu") == "cpu" else 1
+
+
+def _memory(count: int) -> str:
+    return size(count) if count >= RESOLUTION else f"below {size(RESOLUTION)}"
 
 
 def common_length(comparison: Comparison) -> int:
@@ -92,3 +108,73 @@ def generated(entrant: EntrantRecord, batch: int) -> float | None:
     """Tokens per second, all rows together."""
     points = (entrant.generation or {}).get("points", ())
     return next((batch / point["seconds"] for point in points if point["batch"] == batch), None)
+
+
+WIDTHS = {"kind", "dim", "num_heads", "head_dim", "hidden_dim", "vocab_size"}
+"""Options that the parameter budget or the data decide."""
+INNER = {"inner"}
+SIZES = ("window", "stride", "segment", "memory")
+"""Options that are part of what a pattern or a memory is."""
+
+
+def departures(comparison: Comparison) -> list[str]:
+    """Return a sentence for every entrant but the first, the yardstick: the parts of its model that differ, by their
+    configs."""
+    models = [(item.name, item.facts["config"]) for item in comparison.entrants if item.facts]
+    if not models:
+        return []
+    base, theirs = models[0][0], slots(models[0][1])
+    pairs = ((name, list(differing(slots(config), theirs).values())) for name, config in models[1:])
+    return [f"{name} differs from {base} in {', '.join(texts) or 'nothing but sizes'}." for name, texts in pairs]
+
+
+def slots(config: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the parts of a model's config, of all layers: slot -> kind -> options."""
+    parts: dict[str, dict[str, dict[str, Any]]] = {}
+    for slot, node in _nodes(config, "model"):
+        options = {name: value for name, value in node.items() if name not in WIDTHS and not _nested(value)}
+        parts.setdefault(slot, {}).setdefault(node.get("kind", ""), options)
+    return parts
+
+
+def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, str]:
+    """Return how a model's parts differ from those of another, by slot, in words; no position is a part, too."""
+    texts: dict[str, str] = {}
+    for slot, kinds in ours.items():
+        others, name = theirs.get(slot, {}), slot.replace("_", " ")
+        kinds, others = ({kind: one[kind] for kind in one if kind != "none"} for one in (kinds, others))
+        if kinds.keys() != others.keys():
+            instead = f" instead of {_kinds(others)}" if others else ""
+            texts[slot] = f"{name} {_kinds(kinds)}{instead}" if kinds else f"no {name} instead of {_kinds(others)}"
+            continue
+        changes = [
+            f"{name} {option.replace('_', ' ')} {value} instead of {others[kind].get(option)}"
+            for kind, options in kinds.items()
+            for option, value in options.items()
+            if value != others[kind].get(option)
+        ]
+        if changes:
+            texts[slot] = ", ".join(changes)
+    return texts
+
+
+def _nodes(node: Any, slot: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for item in node if isinstance(node, list) else [node]:
+        if isinstance(item, dict) and slot not in INNER:
+            yield slot, item
+            for name, value in item.items():
+                if _nested(value):
+                    yield from _nodes(value, name)
+
+
+def _nested(value: Any) -> bool:
+    return isinstance(value, dict | list)
+
+
+def _kinds(kinds: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return kinds in words, with the sizes that they consist of: ``local (window 64)``."""
+    words = []
+    for kind, options in kinds.items():
+        sizes = ", ".join(f"{name} {options[name]}" for name in SIZES if name in options)
+        words.append(f"{kind.replace('_', ' ')} ({sizes})" if sizes else kind.replace("_", " "))
+    return " and ".join(words) or "none"

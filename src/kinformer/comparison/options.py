@@ -16,7 +16,7 @@ DEFAULT_MEMBERS = ("gpt", "rope", "local", "linear-transformer", "gated-deltanet
 DEFAULT_PLAN = "text"
 PLANS: Mapping[str, Mapping[str, Any]] = {
     "text": {
-        "parameters": 1_300_000, "seeds": 3, "total_minutes": 30.0, "batch_size": 4, "train_tokenizer": 4096,
+        "parameters": 1_300_000, "seeds": 3, "total_minutes": 45.0, "batch_size": 4, "train_tokenizer": 4096,
         "ema": 0.07, "set": {"local:layers.*.mixer.pattern.window": "64"},
     },
     "recall": {"task": "recall", "parameters": 400_000, "seeds": 3, "total_minutes": 20.0},

@@ -11,6 +11,7 @@ from typing import Any
 from kinformer.comparison import words
 from kinformer.comparison.charts import Chart, marker, svg
 from kinformer.comparison.curves import charts
+from kinformer.comparison.measures import departures
 from kinformer.comparison.record import Comparison, EntrantRecord
 from kinformer.comparison.report import columns, conditions, ordered, title
 from kinformer.comparison.statistics import welch
@@ -44,6 +45,7 @@ def page(comparison: Comparison) -> str:
         summary=words.summary(comparison),
         columns=columns(comparison),
         rows=_rows(comparison, index, keys),
+        departures=departures(comparison),
         pairs=_pairs(comparison),
         baselines=", ".join(
             f"{name.replace('_', ' ')} {words.shown(comparison.deciding, value)}"

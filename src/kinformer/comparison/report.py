@@ -11,7 +11,6 @@ from kinformer.comparison.machine import described
 from kinformer.comparison.measures import Measure
 from kinformer.comparison.record import Comparison, EntrantRecord, mean_of
 from kinformer.runtime.words import plural
-from kinformer.training.metric import SHARE
 
 
 def columns(comparison: Comparison) -> list[Measure]:
@@ -24,7 +23,7 @@ def columns(comparison: Comparison) -> list[Measure]:
 
     table = [
         Measure(
-            metric.unit if metric.unit != SHARE else metric.name.replace("_", " "),
+            words.unit_of(metric),
             lambda item: mean_of(item) if item.runs else None,
             lambda value: words.shown(metric, value),
             metric.lower_is_better,
@@ -56,6 +55,7 @@ def markdown(comparison: Comparison) -> str:
         lines.append(
             f"| {_prose(entrant.name)} | " + " | ".join(_prose(column.cell(entrant)) for column in shown) + " |"
         )
+    lines += ["", *(f"- {_prose(item)}" for item in measures.departures(comparison))]
     lines += ["", _prose(conditions(comparison)), "", "    " + _line(comparison.command), ""]
     for entrant in comparison.entrants:
         if entrant.runs:
@@ -66,7 +66,8 @@ def markdown(comparison: Comparison) -> str:
 def _prose(text: str) -> str:
     """``text``, which may hold a stranger's names, so that Markdown shows it as it is: no HTML, no links, no marks."""
     marked = re.sub(r"([\\`*_\[\]|~$#])", r"\\\1", _line(text))
-    return escape(marked, quote=False).replace("://", "&#58;//")
+    plain = escape(marked, quote=False).replace("://", "&#58;//").replace("@", "&#64;").replace("www.", "www&#46;")
+    return re.sub(r"^(\d*)([-+.)]) ", r"\1\\\2 ", plain)
 
 
 def _line(text: str) -> str:

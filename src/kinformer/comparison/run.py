@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kinformer.comparison import words
 from kinformer.comparison.compare import compare
+from kinformer.comparison.measures import departures
 from kinformer.comparison.options import CompareOptions, planned
 from kinformer.comparison.record import Comparison, merged, read, save
 from kinformer.comparison.report import columns, markdown, ordered
@@ -71,6 +72,7 @@ def write(comparison: Comparison, folder: Path) -> Written:
     lines = [
         *words.summary(comparison),
         *words.crossovers_of(comparison),
+        *departures(comparison),
         "",
         *notes,
         *(f"wrote {path}" for path in paths),

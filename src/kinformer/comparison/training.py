@@ -83,7 +83,7 @@ def sweep(contestant: Contestant, options: CompareOptions, cache: Cache, steps: 
 def _moved_text(moves: int, at_edge: bool) -> str | None:
     if not moves and not at_edge:
         return None
-    went = f"the best of the first learning rates stood at an end, so {moves} more were tried"
+    went = "the best of the first learning rates stood at an end, so more were tried"
     return went + ("; the best is still at an end" if at_edge else "; the best is now inside") + "."
 
 

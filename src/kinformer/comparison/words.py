@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from math import exp, log
 from statistics import stdev
 from typing import Any, NamedTuple
@@ -74,32 +75,58 @@ def summary(comparison: Comparison) -> list[str]:
     ]
 
 
+RULES = {"ngram": "counting", "bigram": "counting", "unigram": "counting", "neighbours": "counting", "copy": "copying"}
+"""What a baseline does, by the first word of its name."""
+
+
 def _quality(comparison: Comparison) -> Iterator[str]:
+    """Whether to choose by this at all, then what is significant, then the best value."""
+    floor = _floor(comparison)
+    if floor.startswith("Every"):
+        yield floor
+    yield from _significance(comparison)
     metric, best = comparison.deciding, comparison.finished[0]
-    off = spread(best)
-    of = (
-        f"mean of {plural(len(best.values), 'seed')}, standard deviation {shown(metric, off)}"
-        if off is not None
-        else "one seed"
+    off, seeds = spread(best), plural(len(best.values), "seed")
+    of = "one seed" if off is None else f"mean of {seeds}, standard deviation {shown(metric, off)}"
+    yield f"{best.name} has the best {unit_of(metric)}: {shown(metric, mean_of(best))} ({of})."
+    if floor and not floor.startswith("Every"):
+        yield floor
+
+
+def _floor(comparison: Comparison) -> str:
+    """Who is worse than the simple rule beside the members, the strongest of those that are in the deciding metric."""
+    metric, finished = comparison.deciding, comparison.finished
+    baselines = comparison.baselines or {}
+    baselines = {name: value for name, value in baselines.items() if metric.name in name} or baselines
+    if not baselines:
+        return ""
+    name, value = (min if metric.lower_is_better else max)(baselines.items(), key=lambda pair: pair[1])
+    rule = f"{RULES.get(name.split('_')[0], name.replace('_', ' '))} ({shown(metric, value)})"
+    worse = [entrant.name for entrant in finished if not metric.better(mean_of(entrant), value)]
+    if len(worse) == len(finished):
+        return f"Every member is worse than {rule}: do not choose by this."
+    return f"Better than {rule}: {_list(item.name for item in finished if item.name not in worse)}." + (
+        f" Worse: {_list(worse)}." if worse else ""
     )
-    unit = metric.unit if metric.unit != SHARE else metric.name.replace("_", " ")
-    yield f"{best.name} has the best {unit}: {shown(metric, mean_of(best))} ({of})."
-    apart = differences(comparison)
-    behind = [entrant for entrant in apart if entrant.significant]
-    near = [entrant for entrant in apart if entrant.p is not None and not entrant.significant]
-    untested = [entrant for entrant in apart if entrant.p is None]
-    if behind:
-        yield f"Significantly worse: {_list(_gap(metric, entrant) for entrant in behind)}."
+
+
+def _significance(comparison: Comparison) -> Iterator[str]:
+    metric, best, apart = comparison.deciding, comparison.finished[0], differences(comparison)
+    near = [item for item in apart if item.together is not None and not item.significant]
+    behind = [item for item in apart if item.significant]
+    untested = [f"{item.name} ({shown(metric, abs(item.difference))} behind)" for item in apart if item.p is None]
     if near:
-        yield f"Not significantly different from it: {_list(_gap(metric, entrant) for entrant in near)}."
+        least = p_text(min(item.together or 0.0 for item in near)).replace("=", ">=")
+        yield f"Equal within noise ({least}): {_list([best.name, *(item.name for item in near)])}."
+    if behind:
+        yield f"Significantly worse than {best.name}: {_list(_gap(metric, item) for item in behind)}."
     if untested:
-        entrants_text = _list(
-            f"{entrant.name} ({shown(metric, abs(entrant.difference))} behind)" for entrant in untested
-        )
-        remedy = spelled("`seeds` 3 would tell")
-        yield f"Behind it, with too few seeds to call it significant ({remedy}): {entrants_text}."
-    for name, value in (comparison.baselines or {}).items():
-        yield f"For scale, {name.replace('_', ' ')}: {shown(metric, value)}."
+        yield f"Too few seeds to call it significant ({spelled('`seeds` 3 would tell')}): {_list(untested)}."
+
+
+def unit_of(metric: Metric) -> str:
+    """Return the unit in which a metric's values are read, the metric's name for shares."""
+    return metric.unit if metric.unit != SHARE else metric.name.replace("_", " ")
 
 
 def _gap(metric: Metric, entrant: Difference) -> str:
@@ -145,22 +172,25 @@ def _timed(entrant: EntrantRecord) -> list[tuple[float, float]]:
 
 def at(points: Sequence[tuple[float, float]], x: float) -> float | None:
     """The value of a curve at ``x``, between its neighbours in proportion; None before its first point."""
-    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+    for (x0, y0), (x1, y1) in pairwise(points):
         if x0 <= x <= x1:
             return y0 if x1 == x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
     return None
 
 
 def crossovers_of(comparison: Comparison) -> Iterator[str]:
-    """Where the others overtake the first entrant, by length."""
+    """Where the others overtake the first entrant, by length; those that never do, or always, in one sentence."""
     timed = [item for item in comparison.entrants if item.lengths]
     if len(timed) < 2:
         return
     first, *others = timed
-    for kind, kinds in (("step", "a training step"), ("forward", "a forward")):
-        base = seconds_of(first, kind)
+    for kind, work in (("step", "In a training step"), ("forward", "In a forward")):
+        base, whole = seconds_of(first, kind), dict[str, list[str]]()
         for entrant in others:
-            yield crossover(entrant.name, first.name, kinds, seconds_of(entrant, kind), base)
+            always, text = crossover(first.name, seconds_of(entrant, kind), base)
+            whole.setdefault(always or text, []).append(f"{entrant.name} ({text})" if always else entrant.name)
+        for sentence, names in whole.items():
+            yield f"{work}, {sentence}: {_list(names)}."
 
 
 def seconds_of(entrant: EntrantRecord, kind: str) -> dict[int, float]:
@@ -168,27 +198,22 @@ def seconds_of(entrant: EntrantRecord, kind: str) -> dict[int, float]:
     return {point["length"]: point["seconds"] for point in entrant.lengths["points"] if point["kind"] == kind}
 
 
-def crossover(name: str, base: str, what: str, ours: Mapping[int, float], theirs: Mapping[int, float]) -> str:
-    """Who is faster at which lengths, in words; where the lines cross between two lengths, by their logarithms."""
+def crossover(base: str, ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[str, str]:
+    """What is true at every length, or "", and who is faster where, in words; where the lines cross between two
+    lengths, by their logarithms."""
     lengths = sorted(ours.keys() & theirs.keys())
     if not lengths:
-        return f"{name} and {base} have no length in common for {what}."
+        return "", f"no length in common with {base}"
     ratios = [log(ours[length] / theirs[length]) for length in lengths]
     crossings = []
-    for (x0, r0), (x1, r1) in zip(
-        zip(lengths, ratios, strict=True), zip(lengths[1:], ratios[1:], strict=True), strict=False
-    ):
+    for (x0, x1), (r0, r1) in zip(pairwise(lengths), pairwise(ratios), strict=True):
         if (r0 > 0) != (r1 > 0):
             where = round(exp(log(x0) + (log(x1) - log(x0)) * r0 / (r0 - r1)), -1)
-            crossings.append(f"{'overtakes' if r0 > 0 else 'falls behind'} {base} at about {where:,.0f} tokens")
+            crossings.append(f"{'faster' if r0 > 0 else 'slower'} than {base} from about {where:,.0f} tokens on")
     if crossings:
-        return f"In {what}, {name} {' and '.join(crossings)} here."
-    faster = ratios[-1] <= 0
-    factor = exp(abs(ratios[-1]))
-    return (
-        f"In {what}, {name} is {'faster' if faster else 'slower'} than {base} at every length measured, {factor:.2f} "
-        f"times at {plural(lengths[-1], 'token')}."
-    )
+        return "", " and ".join(crossings)
+    always = f"{'faster' if ratios[-1] <= 0 else 'slower'} than {base} at every length measured"
+    return always, f"{exp(abs(ratios[-1])):.2f} times at {plural(lengths[-1], 'token')}"
 
 
 def _beyond(comparison: Comparison) -> Iterator[str]:
