@@ -197,5 +197,6 @@ def _crossings(timed: Bench, options: BenchOptions) -> list[str]:
         for name in timed.members:
             ours = timed.seconds(name, work)
             if name != PLAIN and len(ours.keys() & base.keys()) > 1:
-                sentences.append(words.crossover(name, PLAIN, WORK_NAMES[work], ours, base))
+                always, text = words.crossover(PLAIN, ours, base)
+                sentences.append(f"In {WORK_NAMES[work]}, {name} is {', '.join(filter(None, (always, text)))}.")
     return sentences
