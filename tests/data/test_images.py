@@ -175,7 +175,7 @@ BAD_ARRAYS = {
 @pytest.mark.parametrize("name", BAD_ARRAYS)
 def test_bad_archives_are_refused(read, tmp_path, name):
     arrays, message = BAD_ARRAYS[name]
-    np.savez(tmp_path / "a.npz", allow_pickle=True, **arrays)
+    np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(KinformerError, match=message):
         read(tmp_path / "a.npz")
 
