@@ -140,7 +140,8 @@ def _mixed(data: bytes, width: int, channels: int) -> np.ndarray:
     else:
         whole = np.zeros((len(raw) // width, 4), np.uint8)
         whole[:, 4 - width :] = raw.reshape(-1, width)
-        values = whole.reshape(-1).view("<i4").astype(np.float32) / np.float32(2**31)  # which numpy 1.26 needs to stay in float32
+        # numpy 1.26 divides by a whole number in float64
+        values = whole.reshape(-1).view("<i4").astype(np.float32) / np.float32(2**31)
     return values.reshape(-1, channels).mean(1)
 
 
