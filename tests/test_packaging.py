@@ -76,18 +76,18 @@ import torch
 from torch import Tensor, nn
 
 import kinformer
-from kinformer.nn import CausalLayer, LocalPattern, RotaryPositions, SoftmaxAttention, attention, states
+from kinformer.nn import LocalPattern, RotaryPositions, SoftmaxAttention, attention, states
 
 
 class Block(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
-        layer = kinformer.layer(SoftmaxAttention(num_heads=8, pattern=LocalPattern(window=64)), dim)
-        assert isinstance(layer, CausalLayer)
-        self.mixer = layer
+        self.mixer = kinformer.layer(SoftmaxAttention(num_heads=8, pattern=LocalPattern(window=64)), dim)
+        self.other = kinformer.layer("gated-deltanet", dim, num_heads=4)
 
     def forward(self, x: Tensor) -> Tensor:
         y, state = self.mixer(x, return_state=True)
+        y, _ = self.other(y, return_state=True)
         return y + self.mixer(x[:1], states.select_rows(state, torch.tensor([0])))
 
 

@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from kinformer.generation.sampling import SamplingOptions
     from kinformer.models.decoder import Decoder
     from kinformer.models.encoder import Encoder
-    from kinformer.nn.bidirectional import BidirectionalLayer
     from kinformer.nn.causal import CausalLayer
     from kinformer.nn.factory import LayerRecord
     from kinformer.runs.run import Run
@@ -144,7 +143,7 @@ def layer(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     **settings: Any,
-) -> CausalLayer | BidirectionalLayer:
+) -> CausalLayer | Any:  # a BidirectionalLayer by the name of an encoder; type checkers then require no check
     """One layer of a member for a model of your own: a module [batch, time, dim] -> [batch, time, dim].
 
         layer = kinformer.layer("gated-deltanet", dim=512, num_heads=8)

@@ -140,8 +140,7 @@ def _mixed(data: bytes, width: int, channels: int) -> np.ndarray:
     else:
         whole = np.zeros((len(raw) // width, 4), np.uint8)
         whole[:, 4 - width :] = raw.reshape(-1, width)
-        # numpy 1.26 divides by a whole number in float64
-        values = whole.reshape(-1).view("<i4").astype(np.float32) / np.float32(2**31)
+        values = (whole.reshape(-1).view("<i4") / 2**31).astype(np.float32)  # numpy 1.26 divides in float64
     return values.reshape(-1, channels).mean(1)
 
 

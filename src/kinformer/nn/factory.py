@@ -77,7 +77,7 @@ def layer(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     **settings: Any,
-) -> Layer:
+) -> CausalLayer | Any:
     """Return one layer of a member as a module; see :func:`kinformer.layer`."""
     if not isinstance(dim, int) or isinstance(dim, bool) or dim < 1:
         raise KinformerError(f"dim is {dim!r}, but must be a whole number of 1 or more, the width of the layer.")
@@ -113,7 +113,7 @@ def stack(
     stack: StackConfig | Mapping[str, Any] | str = "sequential",
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-) -> Layer:
+) -> CausalLayer | Any:
     """Return several layers of width ``dim`` as one module with the interface of one, applied as ``stack`` says.
 
     layers: names of members, configs of layers, or modules that :func:`layer` made with ``block=True``; all causal or
