@@ -234,16 +234,13 @@ def test_wrong_config_objects_name_place_and_remedy(changes, message):
     [
         ({"inner": Norm()}, r"inner of the pattern 'foreign': the norm 'plain' has the slot 'norm', but"),
         ({"inner": Layer()}, r"inner of the pattern 'foreign': Layer has no slot"),
-        ({"size": 0.5}, r"size of the pattern 'foreign': 0\.5 is not one of 'auto'"),
-        ({"size": None}, r"size of the pattern 'foreign': None is not one of 'auto'"),
-        ({"size": True}, r"size of the pattern 'foreign': True is not one of 'auto'"),
-        ({"size": "many"}, r"size of the pattern 'foreign': 'many' is not one of 'auto'"),
+        ({"inner": 3}, r"inner of the pattern 'foreign'"),
     ],
 )
 def test_a_config_is_checked_where_it_is_made(values, message):
     with pytest.raises(KinformerError, match=message):
         Foreign(**values)
-    assert Foreign(size="7").size == 7
+    assert Local(window="7").window == 7
 
 
 def test_a_config_class_must_be_a_dataclass_whose_types_are_known():

@@ -117,8 +117,7 @@ def test_a_config_of_another_slot_is_refused(module):
     pattern = module.SameParity.Config()
     message = "mixer: the pattern 'same_parity' has the slot 'pattern', but a config with the slot 'mixer' belongs here"
     fails(f"layers.*.{message}", configure, "gpt", "tiny", set={"layers.*.mixer": pattern})
-    mixer = module.Leaky.Config(gate=pattern)
-    fails("layers.*.mixer.gate: the pattern 'same_parity' has", configure, "gpt", "tiny", set={"layers.*.mixer": mixer})
+    fails("gate of the mixer 'leaky': the pattern 'same_parity' has the slot", module.Leaky.Config, gate=pattern)
 
 
 def test_the_foreign_mixer_keeps_the_contract(module):

@@ -19,7 +19,7 @@ from kinformer.features.dpfp import Dpfp
 from kinformer.features.elu import Elu
 from kinformer.features.quadratic import Quadratic
 from kinformer.features.sum_normalised import SumNormalised
-from kinformer.interop import gpt2
+from kinformer.interop.gpt2 import GPT2
 from kinformer.mixers.linear import LinearAttention
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -43,10 +43,10 @@ def gpt_pair():
     sizes = {"vocab_size": 47, "n_positions": 40, "n_embd": 24, "n_layer": 3, "n_head": 3}
     torch.manual_seed(0)
     theirs = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, initializer_range=0.2)).double().eval()
-    data = gpt2.model_config(sizes, Path("peer"))
+    data = GPT2.model_config(sizes, Path("peer"))
     ours = model_config(data).build().double().eval()
     weights = {name: parameter.detach().clone() for name, parameter in theirs.named_parameters()}
-    ours.load_state_dict(gpt2.convert(weights, data, Path("peer")))
+    ours.load_state_dict(GPT2.convert(weights, data, Path("peer")))
     return theirs, ours, torch.randint(47, (3, 33), generator=torch.Generator().manual_seed(1))
 
 
@@ -63,9 +63,9 @@ def test_gpt_has_the_gradients_of_gpt2(gpt_pair):
     want, got = theirs(tokens).logits, ours(tokens)[0]
     for logits in (want, got):
         cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    data = {"head": {"tied": True}}
+    data = {"head": {"tied": True}, "layers": [{"kind": "decoder"}] * 3}
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    for name, gradient in gpt2.convert(gradients, data, Path("peer")).items():
+    for name, gradient in GPT2.convert(gradients, data, Path("peer")).items():
         close(ours.get_parameter(name).grad, gradient, 1e-11)
 
 

@@ -9,6 +9,7 @@ import tyro
 
 from kinformer.cli.options import Printing
 from kinformer.cli.output import print_json
+from kinformer.runtime.errors import require, require_above
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,10 @@ class Options(Printing):
     """The most tokens of a text, 2 to 64."""
     limit: float = 1e-4
     """The largest difference of logits that counts as rounding, as a share of the largest logit."""
+
+    def __post_init__(self) -> None:
+        require("length", self.length, 2, 64)
+        require_above("limit", self.limit, 0)
 
 
 def run(options: Options) -> int:

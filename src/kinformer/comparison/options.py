@@ -132,6 +132,7 @@ class CompareOptions(Machine):
         require_above("lr", self.lr, 0)
         require_seed(self.seed)
         require_share("holdout", self.holdout)
+        require("ema", self.ema, 0, 1)
         super().__post_init__()
 
     @property

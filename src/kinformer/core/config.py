@@ -35,9 +35,12 @@ class _Typed(type):
     def __call__(cls, *arguments: Any, **values: Any) -> Any:
         types = _plain_field_types(cls)
         for name, value in values.items():
-            if (kind := types.get(name)) is None or fits(kind, value):
+            if (kind := types.get(name)) is None:
                 continue
-            kinds = kind_table.find() if _names_part(value) and _takes_part(kind) else {}
+            names_part = _names_part(value) and _takes_part(kind)
+            if not names_part and fits(kind, value):
+                continue
+            kinds = kind_table.find() if names_part else {}
             values[name] = _parse(kind, value, kinds, f"{name} of {describe(typing.cast(Any, cls))}")
         return super().__call__(*arguments, **values)
 

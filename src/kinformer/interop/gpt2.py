@@ -90,19 +90,18 @@ def _gpt2(full: Settings, place: Path) -> dict[str, Any]:
     }
 
 
-ARCHITECTURES = {
-    "gpt2": Architecture(
-        title="GPT-2",
-        member="gpt",
-        defaults=DEFAULTS,
-        required=REQUIRED,
-        names={
-            "hidden_size": "n_embd",
-            "num_hidden_layers": "n_layer",
-            "num_attention_heads": "n_head",
-            "max_position_embeddings": "n_positions",
-        },
-        model=_gpt2,
-        keys=KEYS,
-    )
-}
+GPT2 = Architecture(
+    title="GPT-2",
+    member="gpt",
+    defaults=DEFAULTS,
+    required=REQUIRED,
+    names={
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+    },
+    model=_gpt2,
+    keys=KEYS,
+)
+ARCHITECTURES = {"gpt2": GPT2}

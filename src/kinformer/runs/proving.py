@@ -20,7 +20,7 @@ from kinformer.interop.proof import LENGTHS, LIMIT, Plain, Theirs, Verdict, besi
 from kinformer.interop.writing import form_of
 from kinformer.runs.exporting import export
 from kinformer.runs.run import CONFIG, open_run
-from kinformer.runtime.errors import KinformerError, require
+from kinformer.runtime.errors import KinformerError, require, require_above
 from kinformer.runtime.fields import require_path
 from kinformer.runtime.files import read_json
 
@@ -60,6 +60,7 @@ def verify(subject: str | Path, *, trust_remote_code: bool = False, length: int 
     """Hold ``subject`` to the laws of causal models; the public form is :func:`kinformer.verify`."""
     require_path("subject", subject)
     require("length", length, 2, LENGTHS[-1])
+    require_above("limit", limit, 0)
     require("limit", limit, 0, 1)
     text = str(subject)
     if not Path(text).exists() and ":" in text:

@@ -131,14 +131,12 @@ def plain(value: Any) -> Any:
 
 def fits(kind: Any, value: Any) -> bool:
     """Return whether ``value`` needs no reading as a ``kind``: a number, text, a tuple of those, or a config whose slot
-    is that of ``kind``. Only the owner of another type can check it, so that any value fits."""
+    is that of ``kind``. Only the owner of another type, or of a list of names, can check it, so that any value fits."""
     origin, items = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return any(fits(item, value) for item in items)
-    if origin is typing.Literal:
-        return value in items
     if origin is tuple:
-        return isinstance(value, tuple) and all(fits(items[0], item) for item in value)
+        return not isinstance(value, tuple) or all(fits(items[0], item) for item in value)
     if kind is Any or not isinstance(kind, type):
         return True
     if slot := getattr(kind, "slot", ""):

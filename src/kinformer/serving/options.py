@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kinformer.runs.options import Machine
-from kinformer.runtime.errors import KinformerError, require
+from kinformer.runtime.errors import KinformerError, require, require_seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,7 @@ class ServeOptions(Machine):
             require(name, getattr(self, name), 1)
         for name in ("port", "max_waiting"):
             require(name, getattr(self, name), 0)
+        require_seed(self.seed)
         if self.port > 65535:
             raise KinformerError(f"`port` is {self.port} but must be at most 65535.")
         if not all(self.chat_stop):
