@@ -63,7 +63,7 @@ def test_gpt_has_the_gradients_of_gpt2(gpt_pair):
     want, got = theirs(tokens).logits, ours(tokens)[0]
     for logits in (want, got):
         cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    data = {"head": {"tied": True}, "layers": [{"kind": "decoder"}] * 3}
+    data = {"dim": 24, "head": {"tied": True}, "layers": [{"kind": "decoder"}] * 3}
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     for name, gradient in GPT2.convert(gradients, data, Path("peer")).items():
         close(ours.get_parameter(name).grad, gradient, 1e-11)

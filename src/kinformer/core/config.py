@@ -35,13 +35,10 @@ class _Typed(type):
     def __call__(cls, *arguments: Any, **values: Any) -> Any:
         types = _plain_field_types(cls)
         for name, value in values.items():
-            if (kind := types.get(name)) is None:
-                continue
-            names_part = _names_part(value) and _takes_part(kind)
-            if not names_part and fits(kind, value):
-                continue
-            kinds = kind_table.find() if names_part else {}
-            values[name] = _parse(kind, value, kinds, f"{name} of {describe(typing.cast(Any, cls))}")
+            kind = types.get(name, Any)
+            if (names_part := _names_part(value) and _takes_part(kind)) or not fits(kind, value):
+                place = f"{name} of {describe(typing.cast(Any, cls))}"
+                values[name] = _parse(kind, value, kind_table.find() if names_part else {}, place)
         return super().__call__(*arguments, **values)
 
 
