@@ -22,6 +22,7 @@ from kinformer.features.sum_normalised import SumNormalised
 from kinformer.interop.gpt2 import GPT2
 from kinformer.mixers.linear import LinearAttention
 
+SIZES = {"vocab_size": 47, "n_positions": 40, "n_embd": 24, "n_layer": 3, "n_head": 3}
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
@@ -40,10 +41,9 @@ def gpt_pair():
     """transformers' GPT-2 and our member gpt with its weights, both in float64."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"vocab_size": 47, "n_positions": 40, "n_embd": 24, "n_layer": 3, "n_head": 3}
     torch.manual_seed(0)
-    theirs = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, initializer_range=0.2)).double().eval()
-    data = GPT2.model_config(sizes, Path("peer"))
+    theirs = GPT2LMHeadModel(GPT2Config(**SIZES, bos_token_id=0, eos_token_id=0, initializer_range=0.2)).double().eval()
+    data = GPT2.model_config(SIZES, Path("peer"))
     ours = model_config(data).build().double().eval()
     weights = {name: parameter.detach().clone() for name, parameter in theirs.named_parameters()}
     ours.load_state_dict(GPT2.convert(weights, data, Path("peer")))
@@ -63,7 +63,7 @@ def test_gpt_has_the_gradients_of_gpt2(gpt_pair):
     want, got = theirs(tokens).logits, ours(tokens)[0]
     for logits in (want, got):
         cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    data = {"dim": 24, "head": {"tied": True}, "layers": [{"kind": "decoder"}] * 3}
+    data = GPT2.model_config(SIZES, Path("peer"))
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     for name, gradient in GPT2.convert(gradients, data, Path("peer")).items():
         close(ours.get_parameter(name).grad, gradient, 1e-11)
