@@ -78,6 +78,19 @@ def test_a_stop_string_ends_the_text_before_it(cli, linear_run):
     assert len(told["tokens"]) < 60
 
 
+def test_a_token_that_ends_a_text_ends_it(cli, linear_run):
+    flags = ["--prompt", "under", "--max-new-tokens", 60, "--seed", 4, "--json", "--device", "cpu"]
+    free = json.loads(cli("generate", linear_run, *flags)[1])["samples"][0]
+    at = next(n for n in range(20, 50) if free["tokens"][n] not in free["tokens"][:n])
+    ends = f"input.eos_token=[{free['tokens'][at]}, 255]"
+    told = json.loads(cli("generate", linear_run, *flags, "--set", ends)[1])["samples"][0]
+    assert told == {
+        "text": bytes(free["tokens"][:at]).decode(errors="replace"),
+        "tokens": free["tokens"][: at + 1],
+        "stopped": True,
+    }
+
+
 def test_the_seed_is_told_and_repeats_the_text(cli, linear_run):
     flags = ["--prompt", "sings", "--max-new-tokens", 30, "--device", "cpu"]
     _, first, err = cli("generate", linear_run, *flags)

@@ -113,7 +113,41 @@ def test_a_window_bounds_the_state(pairs):
     assert sizes[0] == sizes[1]
 
 
+ENDS = {
+    "one": ({"eos_token_id": 7}, None, 7, 0),
+    "several": ({"eos_token_id": [7, 3]}, None, (7, 3), 0),
+    "none": ({"eos_token_id": None}, None, None, 0),
+    "of generation": ({"eos_token_id": 7}, {"eos_token_id": [5, 5, 6]}, (5, 6), 0),
+    "of the model where generation names none": ({"eos_token_id": 7}, {"temperature": 0.6}, 7, 0),
+    "beyond the vocabulary": ({"eos_token_id": [7, 61]}, None, 7, 1),
+}
+
+
+@pytest.mark.parametrize(("changes", "generation", "ends", "notes"), ENDS.values(), ids=ENDS)
+def test_the_end_of_a_text_is_that_of_the_folder(changes, generation, ends, notes, folder, tmp_path):
+    edit(folder, **changes)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    done = kinformer.import_checkpoint(folder, tmp_path / "run")
+    assert open_run(tmp_path / "run").config.input.eos_token == ends
+    assert sum("eos_token_id" in note for note in done.notes) == notes
+
+
+def test_the_longest_text_is_that_of_the_folder(folder, tmp_path):
+    """It is what the run is evaluated with, and what an export says."""
+    kinformer.import_checkpoint(folder, tmp_path / "run")
+    assert open_run(tmp_path / "run").training == {"length": 64}
+    kinformer.export(tmp_path / "run", tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["max_position_embeddings"] == 64
+
+
 REFUSED = {
+    "an end that is no id": ({"eos_token_id": "</s>"}, "eos_token_id is '</s>', but must be an id or a list of ids"),
+    "a length that is none": (
+        {"max_position_embeddings": "64"},
+        "max_position_embeddings is '64', but must be a whole",
+    ),
     "scaled positions": (
         {"rope_parameters": {"rope_type": "longrope", "rope_theta": 5e5, "factor": 8.0}},
         "rotary positions are of the type 'longrope'",

@@ -121,6 +121,17 @@ def test_echo_scores_the_prompt_of_every_copy(client):
         assert scores.text_offset[:6] == list(range(6)) and len(scores.top_logprobs[-1]) == 2
 
 
+def test_a_token_that_ends_a_text_ends_it(folder):
+    text = continued(folder, "It was ", 40, 1, temperature=0.9)
+    end = next(letter for letter in text[8:] if ord(letter) < 128)
+    settings = {"model": "run", "prompt": "It was ", "max_tokens": 40, "seed": 1, "temperature": 0.9}
+    with serving(folder, set={"input.eos_token": ord(end)}) as server:
+        _, answer = post(server, settings | {"return_token_ids": True})
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (text[: text.index(end)], "stop")
+    assert choice["token_ids"] and ord(end) not in choice["token_ids"]
+
+
 def test_a_stop_string_ends_the_text_before_it(client, folder):
     text = continued(folder, "It was ", 40, 1, temperature=0.9)
     stop = text[10:12]

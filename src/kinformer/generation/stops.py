@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import index
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -107,22 +107,32 @@ class Decoder(Protocol):
         ...
 
 
+def ends_of_text(model: Any) -> tuple[int, ...]:
+    """Return the ids at which texts of a causal ``model`` end; none where it was not trained with any."""
+    return getattr(getattr(model.input, "config", None), "eos_tokens", ())
+
+
 class StoppedText:
-    """The text of tokens as they come, until one of some strings appears in it; ``stopped`` says whether it has.
+    """The text of tokens as they come, until one of some strings appears in it, or one of the tokens ``ends`` comes,
+    which is no text; ``stopped`` says whether either has.
 
     ``decoded`` counts the characters that the tokens completed, those that wait included.
     """
 
-    def __init__(self, decoder: Decoder, strings: Sequence[str]) -> None:
-        self._decoder, self._stop = decoder, StopText(strings)
+    def __init__(self, decoder: Decoder, strings: Sequence[str], ends: Collection[int] = ()) -> None:
+        self._decoder, self._stop, self._ends = decoder, StopText(strings), ends
+        self._ended = False
         self.decoded = 0
 
     @property
     def stopped(self) -> bool:
-        return self._stop.stopped
+        return self._ended or self._stop.stopped
 
     def feed(self, token: int) -> str:
         """Return the text that can be shown now, ``token`` included."""
+        self._ended = self._ended or token in self._ends
+        if self._ended:
+            return ""
         text = self._decoder.feed(token)
         self.decoded += len(text)
         return self._stop.feed(text)

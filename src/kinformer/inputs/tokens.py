@@ -20,7 +20,8 @@ class Tokens(Input):
 
     ``scale``: as Vaswani et al. 2017, section 3.4. ``types``: how many token types (segments) there are, as BERT's;
     tokens are of type 0 where the caller gives none. ``mask_token``, ``bos_token`` ([CLS]) and ``eos_token`` ([SEP]):
-    the ids of a mask and of a sequence's ends; data is prepared with them, the model treats them as any other.
+    the ids of a mask and of a sequence's ends; data is prepared with them, the model treats them as any other. What a
+    decoder continues ends with an ``eos_token``, of which it may have several.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -32,17 +33,26 @@ class Tokens(Input):
         types: int = 0
         mask_token: int | None = None
         bos_token: int | None = None
-        eos_token: int | None = None
+        eos_token: int | tuple[int, ...] | None = None
 
         def __post_init__(self) -> None:
             if self.vocab_size < 1:
                 raise KinformerError(f"vocab_size must be 1 or more, but is {self.vocab_size}.")
             if self.types < 0:
                 raise KinformerError(f"types must be 0 or more, but is {self.types}.")
-            for name in ("mask_token", "bos_token", "eos_token"):
-                token = getattr(self, name)
+            if self.eos_token == ():
+                raise KinformerError("eos_token is a list of no ids; give one id or more, or None.")
+            named = [(name, getattr(self, name)) for name in ("mask_token", "bos_token")]
+            for name, token in (*named, *(("eos_token", token) for token in self.eos_tokens)):
                 if token is not None and not 0 <= token < self.vocab_size:
                     raise KinformerError(f"{name} must be an id below vocab_size = {self.vocab_size}, but is {token}.")
+
+        @property
+        def eos_tokens(self) -> tuple[int, ...]:
+            """Return the ids that end a sequence; the first stands at the end of data."""
+            if self.eos_token is None:
+                return ()
+            return self.eos_token if isinstance(self.eos_token, tuple) else (self.eos_token,)
 
         def build(self, dim: int) -> Tokens:
             return Tokens(self, dim)

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from reprlib import repr as excerpt
 from typing import TYPE_CHECKING, Any
 
 from kinformer.interop.key_map import KeyMap
 from kinformer.interop.settings import require, whole
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+GENERATION = "generation_config.json"
 DEPTH = 10_000
 """More layers than any model has; a config that names more is damaged."""
 
@@ -86,3 +89,32 @@ def _slopes(model: Mapping[str, Any]) -> dict[str, Tensor]:
                 f"stack.layers.{number}.mixer.position.{name}": one for name, one in position.state_dict().items()
             }
     return stored
+
+
+def add_ends(tokens: Settings, config: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
+    """Add the ids that end a text to the ``tokens`` of a decoder, as ``generation_config.json`` or else ``config.json``
+    names them; return notes on what was left out."""
+    place = folder / GENERATION
+    named = read_json(place) if place.is_file() else {}
+    if not isinstance(named, dict):
+        raise KinformerError(f"{place}: is no table of settings; restore it from a copy, or remove it.")
+    if "eos_token_id" not in named:
+        place, named = folder / "config.json", dict(config)
+    value = named.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+        raise KinformerError(f"{place}: eos_token_id is {excerpt(value)}, but must be an id or a list of ids.")
+    ends = [one for one in dict.fromkeys(ids) if 0 <= one < tokens["vocab_size"]]
+    if ends:
+        tokens["eos_token"] = ends[0] if len(ends) == 1 else ends
+    if len(ends) == len(set(ids)):
+        return ()
+    return (f"eos_token_id is {excerpt(value)} in {place.name}; ids that the vocabulary has not end no text",)
+
+
+def context_length(model: Mapping[str, Any], config: Mapping[str, Any], place: Path) -> int | None:
+    """Return the longest text that the model of ``config`` was trained on; None where its positions end there."""
+    for name in ("max_position_embeddings", "max_seq_len"):
+        if model["position"] == "none" and config.get(name) is not None:
+            return whole(config, place, name)
+    return None

@@ -25,6 +25,7 @@ from kinformer.interop import (
     swin,
     vit,
 )
+from kinformer.interop.architecture import add_ends, context_length
 from kinformer.interop.encoder import Family
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import load_tensors, read_json, reading
@@ -42,7 +43,7 @@ class Imported:
     """The contents of a folder in our terms: the member, the model config as data, weights under our names (float32).
 
     ``tokenizer`` is the path of its tokenizer.json, or None. ``notes`` say what was left out or added. ``classes``:
-    what an encoder of images tells.
+    what an encoder of images tells. ``length``: the longest text of training, where positions do not end there.
     """
 
     member: str
@@ -51,6 +52,7 @@ class Imported:
     tokenizer: Path | None
     notes: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
+    length: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +127,8 @@ def _imported(folder: Path) -> Imported:
         tensors = form.family.plain(tensors, config, folder / CONFIG)
         model |= form.family.head(config, folder / CONFIG, tensors)
         notes = encoder_weights.notes(tensors, model)
+    if model["kind"] == "decoder":
+        notes += add_ends(model["input"], config, folder)
     classes = images.classes(config, folder / CONFIG) if form.images else ()
     notes += images.notes(folder) if form.images else ()
     weights = form.convert(tensors, model, folder)
@@ -136,6 +140,7 @@ def _imported(folder: Path) -> Imported:
         tokenizer=tokenizer if tokenizer.is_file() else None,
         notes=notes,
         classes=classes,
+        length=context_length(model, config, folder / CONFIG),
     )
 
 

@@ -87,7 +87,8 @@ def export(
     with appearing(out) as place:
         shards = write_model(place, form, settings_of(form, run.config, run.member, dtype), weights, shard_bytes)
         if has_tokenizer:
-            write_tokenizer(place, _source(run), model.max_length, getattr(run.config.input, "eos_token", None))
+            eos = next(iter(getattr(run.config.input, "eos_tokens", ())), None)
+            write_tokenizer(place, _source(run), model.max_length, eos)
         (place / "README.md").write_text(card(run, form, parameters, dtype, out.name), encoding="utf-8")
     return Exported(out, form.model_type, form.model_class, form.auto_class, form.reason, dtype, parameters, shards)
 

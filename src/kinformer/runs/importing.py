@@ -97,7 +97,7 @@ def _write(imported: Imported, config: ModelConfig, out: Path, name: str) -> Run
             "holdout": None,
             "identity": {"classes": list(imported.classes)} if imported.classes else {},
         },
-        training={},
+        training={} if imported.length is None else {"length": imported.length},
         vocabulary=TOKENIZER if reads_ids(config) else None,
     )
     run.save()

@@ -200,7 +200,7 @@ class GenerateOptions(StoreOptions, Machine):
     repetition_penalty: float = 1.0
     """Divide the logits of tokens that were there before by X, where they are positive; multiply the others."""
     stop: tuple[str, ...] = ()
-    """End before this text appears; may be given again."""
+    """End before this text appears; may be given again. A text also ends with the model's `input.eos_token`."""
     samples: int = 1
     """Continue the prompt so many times, written one after the other when all are done; or draw so many images."""
     chunk: int = 1024

@@ -10,6 +10,7 @@ import numpy as np
 
 from kinformer.data import Tokenizer
 from kinformer.data.tokenizer import as_bytes
+from kinformer.generation.stops import ends_of_text
 from kinformer.runtime.errors import KinformerError
 from kinformer.serving.engine import Engine
 from kinformer.serving.fields import Body
@@ -133,7 +134,7 @@ class _Counting(TextListener):
     """A listener that also counts the tokens of its job."""
 
     def __init__(self, job: Job, tokenizer: Tokenizer, first: int) -> None:
-        super().__init__(job._send, tokenizer, job.body.stops, first)
+        super().__init__(job._send, tokenizer, job.body.stops, first, ends_of_text(job.engine.model))
         self._job = job
 
     def drawn(self, copy: int, token: int, score: Any) -> bool:

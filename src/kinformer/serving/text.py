@@ -41,13 +41,19 @@ class TextListener:
     """A listener that passes ``send`` the pieces of the choices of one request, the first of which has the number
     ``first``.
 
-    A token is passed on with the text in which it begins, so that a stop string takes its tokens with it.
+    A token is passed on with the text in which it begins, so that a stop string takes its tokens with it. ``ends``:
+    the tokens that end a choice and are not passed on.
     """
 
     def __init__(
-        self, send: Callable[[Piece | Failure], None], tokenizer: Tokenizer, stops: Sequence[str], first: int
+        self,
+        send: Callable[[Piece | Failure], None],
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        first: int,
+        ends: Sequence[int] = (),
     ) -> None:
-        self._send, self._tokenizer, self._stops, self._first = send, tokenizer, stops, first
+        self._send, self._tokenizer, self._stops, self._first, self._ends = send, tokenizer, stops, first, ends
         self._echo: tuple[str, list[int], int] = "", [], 0
         self._choices: dict[int, _Choice] = {}
 
@@ -68,7 +74,7 @@ class TextListener:
             self._send(Piece(self._first + copy, tokens=tokens))
 
     def drawn(self, copy: int, token: int, score: TokenScore | None) -> bool:
-        """Pass on what the token completes; return whether a stop string ends the copy."""
+        """Pass on what the token completes; return whether it or a stop string ends the copy."""
         choice = self._choice(copy)
         choice.waiting.append(ScoredToken(token, choice.begins + choice.text.decoded, score))
         if text := choice.text.feed(token):
@@ -89,7 +95,8 @@ class TextListener:
 
     def _choice(self, copy: int) -> _Choice:
         if copy not in self._choices:
-            self._choices[copy] = _Choice(StoppedText(self._tokenizer.stream(), self._stops), len(self._echo[0]))
+            text = StoppedText(self._tokenizer.stream(), self._stops, self._ends)
+            self._choices[copy] = _Choice(text, len(self._echo[0]))
         return self._choices[copy]
 
 

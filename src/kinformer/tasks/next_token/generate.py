@@ -13,7 +13,7 @@ import torch
 from kinformer.data import Tokenizer
 from kinformer.evaluation.early_exit import Exited, noting_exits, saved
 from kinformer.generation.session import Session
-from kinformer.generation.stops import StoppedText
+from kinformer.generation.stops import StoppedText, ends_of_text
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.lengths import tell_untrained
@@ -23,7 +23,8 @@ MOST_NEW = 256
 
 @dataclass
 class Sample:
-    """One continuation: its ``tokens``, its ``text``, and whether it ended before the text that was to stop it."""
+    """One continuation: its ``tokens``, its ``text``, and whether it ended before the text that was to stop it, or with
+    a token that ends a text."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -60,7 +61,8 @@ def continue_text(
     if not len(tokens):
         raise KinformerError("the prompt is empty; give at least one character with `prompt` or `prompt_file`.")
     session, new = _session(subject.model, options, len(tokens))
-    writers = [_Writer(tokenizer, options.stop, None) for _ in range(options.samples)]
+    ends = ends_of_text(subject.model)
+    writers = [_Writer(tokenizer, options.stop, ends, None) for _ in range(options.samples)]
     tell_untrained(subject.run, len(tokens) + new - 1)
     if options.samples == 1:
         writers[0].write = write
@@ -110,13 +112,14 @@ class Conversation:
 
     def _pieces(self, session: Session, new: int) -> Iterator[str]:
         pieces: list[str] = []
-        writer = _Writer(self.subject.run.tokenizer, self.options.stop, pieces.append)
+        ends = ends_of_text(self.subject.model)
+        writer = _Writer(self.subject.run.tokenizer, self.options.stop, ends, pieces.append)
         for (token,) in session.stream(new):
             writer.feed(token)
             yield from pieces
             pieces.clear()
             if writer.sample.stopped:
-                return
+                break
         writer.finish()
         yield from pieces
 
@@ -160,9 +163,11 @@ def _draw(session: Session, writers: Sequence[_Writer], new: int, result: Genera
 class _Writer:
     """One sample in the making, and where its text is written as it comes."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], write: Callable[[str], None] | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str], ends: Sequence[int], write: Callable[[str], None] | None
+    ) -> None:
         self.write, self.sample = write, Sample()
-        self._text = StoppedText(tokenizer.stream(), stops)
+        self._text = StoppedText(tokenizer.stream(), stops, ends)
 
     def feed(self, token: int) -> None:
         self.sample.tokens.append(token)

@@ -40,7 +40,8 @@ def mask_token_of(config: Any) -> int | None:
 
 def ends_of(config: Any) -> BosEos:
     """The tokens that begin and end every text of an encoder."""
-    return BosEos(getattr(config.input, "bos_token", None), getattr(config.input, "eos_token", None))
+    eos = next(iter(getattr(config.input, "eos_tokens", ())), None)
+    return BosEos(getattr(config.input, "bos_token", None), eos)
 
 
 def check_ids(plan: TrainingPlan, ids: int, special_apart: bool) -> None:
