@@ -257,9 +257,9 @@ REFUSED = {
     "no activation": ({"hidden_act": ["gelu"]}, "hidden_act is"),
     "relu in the head": ({"hidden_act": "relu"}, "which the head for masked tokens cannot have"),
     "heads": ({"num_attention_heads": 3}, "num_heads = 3 does not divide dim = 16"),
-    "width": ({"hidden_size": 32}, "belongs to another model"),
+    "width": ({"hidden_size": 32}, "which is not what config.json says"),
     "depth": ({"num_hidden_layers": 4}, "layers.3"),
-    "fewer layers": ({"num_hidden_layers": 2}, "layers.2"),
+    "fewer layers": ({"num_hidden_layers": 2}, "encoder.layer.2.*2 layers has not"),
     "huge": ({"num_hidden_layers": 10**9}, "from 1 to 10000"),
     "types": ({"type_vocab_size": 3}, "input.types.weight"),
     "positions": ({"max_position_embeddings": 41}, "position.table"),
@@ -268,7 +268,7 @@ REFUSED = {
     "no epsilon": ({"layer_norm_eps": None}, "layer_norm_eps is None"),
     "another model": (
         {"model_type": "electra"},
-        "what can: gpt2, llama, .*bert, roberta, longformer, marian, big_bird, vit",
+        "what can: gpt2, llama, .*bert, roberta, longformer, big_bird, marian, vit",
     ),
 }
 
@@ -295,7 +295,10 @@ def test_windows_are_refused(window, message, peers, tmp_path):
 SPOILT = {
     "another head": ({"qa_outputs.weight": torch.ones(2, 16)}, "question answering"),
     "a nameless classifier": ({"classifier.weight": torch.ones(2, 16)}, "does not say ForSequenceClassification"),
-    "an unknown tensor": ({"bert.adapter.weight": torch.ones(2)}, r"holds 'adapter.weight', which no such encoder"),
+    "an unknown tensor": (
+        {"bert.adapter.weight": torch.ones(2)},
+        r"holds 'adapter.weight', which a BERT with the head",
+    ),
     "an untied matrix": ({"cls.predictions.decoder.weight": torch.ones(61, 16)}, "differs from the embedding"),
     "an untied bias": ({"cls.predictions.decoder.bias": torch.ones(61)}, "two biases differ"),
     "a query of bools": (
@@ -318,5 +321,5 @@ def test_a_missing_projection_is_named(folder):
     tensors = load((folder / "model.safetensors").read_bytes())
     del tensors["bert.encoder.layer.1.attention.self.key.bias"]
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(KinformerError, match="lacks the key of stack.layers.1.mixer.projection.qkv.bias"):
+    with pytest.raises(KinformerError, match="lacks encoder.layer.1.attention.self.key.bias; restore it"):
         read_checkpoint(folder)

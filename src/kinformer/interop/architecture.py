@@ -58,7 +58,7 @@ class Architecture:
         """Return the weights under our names; a tensor that such a language model does not have is an error."""
         import torch
 
-        weights = self.key_map(model).read(tensors, model, folder, self.title) | _slopes(model)
+        weights = self.key_map(model).read(tensors, model, folder, f"{self.title} language model") | _slopes(model)
         if not model["head"]["tied"]:
             return weights
         output = weights.pop("head.output.weight", weights.pop("head.inner.output.weight", None))

@@ -11,25 +11,29 @@ from pathlib import Path
 from typing import Any
 
 from kinformer.interop.encoder import Family
+from kinformer.interop.encoder_keys import CLASSIFIER, CLS, LM_HEAD, POOLED, HeadKeys
 
-BERT = Family(defaults={"vocab_size": 30522, "pad_token_id": 0}, activated=("masked_language",))
+
+def _mixers(full: Mapping[str, Any], place: Path) -> list[dict[str, Any]]:
+    return [{}] * full["num_hidden_layers"]
+
+
+BERT = Family(
+    title="BERT",
+    member="bert",
+    prefix="bert.",
+    heads=HeadKeys(CLS, POOLED),
+    mixers=_mixers,
+    defaults={"vocab_size": 30522, "pad_token_id": 0},
+    activated=("masked_language",),
+)
 ROBERTA = Family(
+    title="RoBERTa",
+    member="bert",
+    prefix="roberta.",
+    heads=HeadKeys(LM_HEAD, CLASSIFIER),
+    mixers=_mixers,
     defaults={"vocab_size": 50265, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},
     shifted=True,
     tokens={"bos_token": "bos_token_id", "eos_token": "eos_token_id"},
 )
-
-
-def bert_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
-    """Return the model config, as data and without its head, of BERT's ``config.json``."""
-    return _model_config(BERT, config, place)
-
-
-def roberta_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
-    """Return the model config, as data and without its head, of RoBERTa's ``config.json``."""
-    return _model_config(ROBERTA, config, place)
-
-
-def _model_config(family: Family, config: Mapping[str, Any], place: Path) -> dict[str, Any]:
-    full = family.settings(config, place)
-    return family.model(full, place, [{}] * full["num_hidden_layers"])

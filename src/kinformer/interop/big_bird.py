@@ -13,9 +13,31 @@ from pathlib import Path
 from typing import Any
 
 from kinformer.interop.encoder import Family
+from kinformer.interop.encoder_keys import CLASSIFIER, CLS, HeadKeys
 from kinformer.interop.settings import choice, require, whole
 
+
+def _mixers(full: Mapping[str, Any], place: Path) -> list[dict[str, Any]]:
+    require(full, place, {"rescale_embeddings": False})
+    projection = {"projection": {"kind": "multi_head", "bias": bool(full["use_bias"])}}
+    depth = full["num_hidden_layers"]
+    if choice(full, place, "attention_type", ("block_sparse", "original_full")) == "original_full":
+        return [projection] * depth
+    pattern = {
+        "kind": "big_bird",
+        "block": whole(full, place, "block_size"),
+        "random": whole(full, place, "num_random_blocks", least=0),
+        "num_heads": whole(full, place, "num_attention_heads"),
+    }
+    return [projection | {"dropout": 0.0, "pattern": pattern | {"seed": layer}} for layer in range(depth)]
+
+
 BIG_BIRD = Family(
+    title="Big Bird",
+    member="big-bird",
+    prefix="bert.",
+    heads=HeadKeys(CLS, CLASSIFIER),
+    mixers=_mixers,
     defaults={
         "vocab_size": 50358,
         "hidden_act": "gelu_new",
@@ -30,21 +52,3 @@ BIG_BIRD = Family(
     activated=("masked_language", "classification"),
     tokens={"eos_token": "sep_token_id"},
 )
-
-
-def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
-    """Return the model config, as data and without its head, of Big Bird's ``config.json``."""
-    full = BIG_BIRD.settings(config, place)
-    require(full, place, {"rescale_embeddings": False})
-    projection = {"projection": {"kind": "multi_head", "bias": bool(full["use_bias"])}}
-    depth = full["num_hidden_layers"]
-    if choice(full, place, "attention_type", ("block_sparse", "original_full")) == "original_full":
-        return BIG_BIRD.model(full, place, [projection] * depth)
-    pattern = {
-        "kind": "big_bird",
-        "block": whole(full, place, "block_size"),
-        "random": whole(full, place, "num_random_blocks", least=0),
-        "num_heads": whole(full, place, "num_attention_heads"),
-    }
-    special = [projection | {"dropout": 0.0, "pattern": pattern | {"seed": layer}} for layer in range(depth)]
-    return BIG_BIRD.model(full, place, special)

@@ -16,7 +16,7 @@ from kinformer.interop import (
     big_bird,
     decoders,
     deit,
-    encoder_weights,
+    encoder_keys,
     gpt2,
     images,
     llama,
@@ -26,7 +26,7 @@ from kinformer.interop import (
     vit,
 )
 from kinformer.interop.architecture import add_ends, context_length
-from kinformer.interop.encoder import Family
+from kinformer.interop.encoder import Family, has_no_types, plainly
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import load_tensors, read_json, reading
 
@@ -65,24 +65,31 @@ class _Format:
 
     member: str
     model_config: Callable[[Mapping[str, Any], Path], dict[str, Any]]
-    convert: Callable[[Mapping[str, Tensor], Mapping[str, Any], Path], dict[str, Tensor]] = encoder_weights.convert
+    convert: Callable[[Mapping[str, Tensor], Mapping[str, Any], Path], dict[str, Tensor]] | None = None
     family: Family | None = None
     images: bool = False
-    buffers: re.Pattern[str] = encoder_weights.BUFFERS
+    buffers: re.Pattern[str] = encoder_keys.BUFFERS
 
 
 MASKS = re.compile(r"(.*\.)?attn\.(bias|masked_bias)")
 """Masks of old checkpoints of decoders, which may be no numbers at all."""
+FAMILIES = {
+    "bert": bert.BERT,
+    "roberta": bert.ROBERTA,
+    "longformer": longformer.LONGFORMER,
+    "big_bird": big_bird.BIG_BIRD,
+}
+"""Encoders of texts, by ``model_type``."""
 FORMATS = {
     **{
         kind: _Format(member=one.member, model_config=one.model_config, convert=one.convert, buffers=MASKS)
         for kind, one in (gpt2.ARCHITECTURES | llama.ARCHITECTURES | decoders.ARCHITECTURES).items()
     },
-    "bert": _Format(member="bert", model_config=bert.bert_config, family=bert.BERT),
-    "roberta": _Format(member="bert", model_config=bert.roberta_config, family=bert.ROBERTA),
-    "longformer": _Format(member="longformer", model_config=longformer.model_config, family=longformer.LONGFORMER),
+    **{
+        kind: _Format(member=family.member, model_config=family.model_config, family=family)
+        for kind, family in FAMILIES.items()
+    },
     "marian": _Format(member="vanilla", model_config=marian.model_config, convert=marian.convert),
-    "big_bird": _Format(member="big-bird", model_config=big_bird.model_config, family=big_bird.BIG_BIRD),
     "vit": _Format(member="vit", model_config=vit.model_config, convert=vit.convert, images=True),
     "deit": _Format(member="deit", model_config=deit.model_config, convert=deit.convert, images=True),
     **dict.fromkeys(
@@ -124,14 +131,14 @@ def _imported(folder: Path) -> Imported:
     model, notes = form.model_config(config, folder / CONFIG), tuple[str, ...]()
     tensors = _weights(_tensors(folder), form.buffers, folder)
     if form.family is not None:
-        tensors = form.family.plain(tensors, config, folder / CONFIG)
-        model |= form.family.head(config, folder / CONFIG, tensors)
-        notes = encoder_weights.notes(tensors, model)
+        model, weights, notes = _text_encoder(form.family, tensors, config, folder)
+    else:
+        assert form.convert is not None
+        weights = form.convert(tensors, model, folder)
     if model["kind"] == "decoder":
         notes += add_ends(model["input"], config, folder)
     classes = images.classes(config, folder / CONFIG) if form.images else ()
     notes += images.notes(folder) if form.images else ()
-    weights = form.convert(tensors, model, folder)
     tokenizer = folder / TOKENIZER
     return Imported(
         member=form.member,
@@ -142,6 +149,20 @@ def _imported(folder: Path) -> Imported:
         classes=classes,
         length=context_length(model, config, folder / CONFIG),
     )
+
+
+def _text_encoder(
+    family: Family, tensors: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path
+) -> tuple[dict[str, Any], dict[str, Tensor], tuple[str, ...]]:
+    """Return an encoder's model config, its weights and notes for the user; the head follows from its tensors."""
+    place, tensors = folder / CONFIG, plainly(tensors)
+    model = family.model_config(config, place) | family.head(config, place, tensors)
+    model["input"] = model["input"] | family.special_tokens(config, place)
+    if has_no_types(tensors):
+        model["input"]["types"] = 0
+    keys = family.key_map(config, place, model["head"]["kind"])
+    weights = encoder_keys.read(keys, tensors, model, folder, family.title)
+    return model, weights, encoder_keys.notes(keys, tensors, model)
 
 
 def _ours(config: Mapping[str, Any], folder: Path) -> Imported:

@@ -6,18 +6,21 @@ head; its tensors do.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kinformer.interop.encoder_weights import POSITIONS, has_language_head, plain
+from kinformer.interop import encoder_keys
+from kinformer.interop.encoder_keys import TYPES, HeadKeys, has_language_head, plain
 from kinformer.interop.settings import choice, number, require, whole
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from kinformer.interop.key_map import KeyMap
 
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 REQUIRED = {"is_decoder": False, "add_cross_attention": False, "position_embedding_type": "absolute"}
@@ -38,13 +41,19 @@ DEFAULTS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """The differences of one family of encoders from the others.
+    """One family of encoders, ``title`` in messages, and the ``member`` here.
 
-    ``defaults`` of the config's settings; ``shifted``: positions are counted from behind the padding token's number;
+    ``defaults`` of the config's settings; ``mixers``: the special settings of each layer's mixer; ``prefix`` and
+    ``heads``: the names of tensors; ``shifted``: positions are counted from behind the padding token's number;
     ``activated``: the kinds of heads that have the layers' activation; ``first_is_global``: for a classifier of texts
     the first token is global; ``tokens``: the roles of special tokens that settings tell where no tokenizer does.
     """
 
+    title: str
+    member: str
+    prefix: str
+    heads: HeadKeys
+    mixers: Callable[[Mapping[str, Any], Path], list[dict[str, Any]]]
     defaults: Mapping[str, Any]
     shifted: bool = False
     activated: Collection[str] = ()
@@ -61,15 +70,20 @@ class Family:
         choice(full, place, "hidden_act", ACTIVATIONS)
         return full
 
-    def plain(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], place: Path) -> dict[str, Tensor]:
-        """Return the weights among the tensors by their plain names, the
-        position table from the first token's row on."""
-        plain_tensors = {plain(name): tensor for name, tensor in tensors.items()}
-        if POSITIONS in plain_tensors:
-            plain_tensors[POSITIONS] = plain_tensors[POSITIONS][self._skipped(self.settings(config, place), place) :]
-        return plain_tensors
+    def model_config(self, config: Mapping[str, Any], place: Path) -> dict[str, Any]:
+        """Return the model config, as data and without its head, of a ``config.json``."""
+        full = self.settings(config, place)
+        return self.model(full, place, self.mixers(full, place))
 
-    def _skipped(self, full: Mapping[str, Any], place: Path) -> int:
+    def special_tokens(self, config: Mapping[str, Any], place: Path) -> dict[str, int]:
+        """Return the ids of special tokens, by files beside the ``config.json`` at ``place``, or by its settings."""
+        return special_tokens(place.parent, self.settings(config, place), self.tokens)
+
+    def key_map(self, config: Mapping[str, Any], place: Path, kind: str) -> KeyMap:
+        """Return the key map of a model of ``config`` with the head ``kind``."""
+        return encoder_keys.key_map(self.heads, self.prefix, kind, self.skipped(self.settings(config, place), place))
+
+    def skipped(self, full: Mapping[str, Any], place: Path) -> int:
         """Return how many rows of the position table stand before that of the first token."""
         return 1 + whole(full, place, "pad_token_id", least=0) if self.shifted else 0
 
@@ -91,7 +105,7 @@ class Family:
             "residual": "post",
             "dropout": dropout,
         }
-        skipped = self._skipped(full, place)
+        skipped = self.skipped(full, place)
         length = whole(full, place, "max_position_embeddings", least=skipped + 1) - skipped
         return {
             "kind": "encoder",
@@ -99,7 +113,6 @@ class Family:
                 "kind": "tokens",
                 "vocab_size": whole(full, place, "vocab_size"),
                 "types": whole(full, place, "type_vocab_size", least=0),
-                **special_tokens(place.parent, full, self.tokens),
             },
             "dim": whole(full, place, "hidden_size"),
             "layers": [layer | {"mixer": {**mixer, **special}} for special in mixers],
@@ -125,14 +138,32 @@ class Family:
                 )
             chosen = {"kind": kind, "classes": _classes(full, place), "dropout": _head_dropout(full, place)}
             extra = {"activation": activation} if kind in self.activated else {}
-            return {"head": chosen | extra, "global_tokens": int(self.first_is_global and kind == "classification")}
+            return {"head": chosen | extra, "global_tokens": self._global_tokens(full, place, kind)}
         like_layers = "masked_language" in self.activated
         if like_layers and activation == "relu":
             raise KinformerError(f"{place}: hidden_act is 'relu', which the head for masked tokens cannot have here.")
         tied = not has_language_head(names) or bool(full.get("tie_word_embeddings", True))
         tanh_gelu = like_layers and activation == "gelu_tanh"
         eps = number(full, place, "layer_norm_eps")
-        return {"head": {"kind": "masked_language", "tied": tied, "eps": eps, "tanh_gelu": tanh_gelu}}
+        head = {"kind": "masked_language", "tied": tied, "eps": eps, "tanh_gelu": tanh_gelu}
+        return {"head": head, "global_tokens": self._global_tokens(full, place, "masked_language")}
+
+    def _global_tokens(self, full: Mapping[str, Any], place: Path, kind: str) -> int:
+        """Return how many tokens at the beginning are global; ``global_tokens`` is a setting of our exports alone."""
+        if "global_tokens" in full:
+            return whole(full, place, "global_tokens", least=0)
+        return int(self.first_is_global and kind == "classification")
+
+
+def has_no_types(tensors: Mapping[str, Tensor]) -> bool:
+    """Return whether there is one type, whose vector is zero: RoBERTa's, which has none."""
+    types = tensors.get(TYPES)
+    return types is not None and len(types) == 1 and not bool(types.any())
+
+
+def plainly(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors by their plain names."""
+    return {plain(name): tensor for name, tensor in tensors.items()}
 
 
 def _classes(full: Mapping[str, Any], place: Path) -> int:
@@ -161,7 +192,7 @@ def special_tokens(folder: Path, config: Mapping[str, Any], settings: Mapping[st
 
     ``settings``: role to the name of the setting of ``config.json`` that holds its id.
     """
-    ids = _ids(folder / "tokenizer.json")
+    ids = ids_of(_table(folder / "tokenizer.json"))
     named = {**_table(folder / "tokenizer_config.json"), **_table(folder / "special_tokens_map.json")}
     tokens = {}
     for role, (names, usual) in ROLES.items():
@@ -175,10 +206,9 @@ def special_tokens(folder: Path, config: Mapping[str, Any], settings: Mapping[st
     return tokens
 
 
-def _ids(path: Path) -> dict[str, int]:
+def ids_of(data: Mapping[str, Any]) -> dict[str, int]:
     """Return every token of a ``tokenizer.json`` with its id; the vocabulary is a
     table, or a list of tokens and costs."""
-    data = _table(path)
     model = data.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     ids: dict[str, int] = {}

@@ -120,9 +120,14 @@ def gate_rows(layer: Config) -> tuple[int, int]:
     return width, width
 
 
+def third_rows(layer: Config) -> tuple[int, int, int]:
+    """Return how many rows queries, keys and values have where each is as wide as the model."""
+    return layer["dim"], layer["dim"], layer["dim"]
+
+
 SAME = Layout()
 TRANSPOSED, BY_HEAD, ONE_PLUS = Transposed(), ByHead(), OnePlus()
-QKV, GATE_UP = Rows(head_rows), Rows(gate_rows)
+QKV, GATE_UP, THIRDS = Rows(head_rows), Rows(gate_rows), Rows(third_rows)
 
 
 @dataclass(frozen=True)
@@ -160,7 +165,7 @@ class KeyMap:
     def read(self, tensors: Mapping[str, Tensor], model: Config, folder: Path, title: str) -> dict[str, Tensor]:
         """Return the weights under our names; ``model`` is our config as data.
 
-        Errors: ``KinformerError`` for a tensor that a language model of the kind ``title`` has not, or lacks.
+        Errors: ``KinformerError`` for a tensor that a ``title`` has not, or lacks.
         """
         weights: dict[str, Tensor] = {}
         parts: dict[tuple[str, int, Key, str], dict[int, Tensor]] = {}
@@ -172,7 +177,7 @@ class KeyMap:
             entry = _match(self._keys(number), inner, lambda one: one.theirs)
             if entry is None or number >= len(model["layers"]):
                 raise KinformerError(
-                    f"{folder}: holds {name[:99]!r}, which a {title} language model of "
+                    f"{folder}: holds {name[:99]!r}, which a {title} of "
                     f"{plural(len(model['layers']), 'layer')} has not; import one without further heads."
                 )
             one, kind, index = entry
@@ -206,7 +211,7 @@ class KeyMap:
             where = f"{self.layers}.{number}." if number >= 0 else ""
             for theirs, part in zip(one.theirs, one.layout.write(weight, _of_layer(model, number)), strict=True):
                 full = _name(where + theirs, kind)
-                tensors[full if theirs in HEADS else self.prefix + full] = part.contiguous()
+                tensors[full if theirs.split(".")[0] in HEADS else self.prefix + full] = part.contiguous()
         return tensors
 
     def _plain(self, name: str) -> str:
@@ -225,8 +230,8 @@ class KeyMap:
         return ("", -1, name) if match is None else (match[1], int(match[2]), match[3])
 
 
-HEADS = ("lm_head", "embed_out")
-"""Modules of the language model, which stand beside the model of the prefix."""
+HEADS = ("lm_head", "embed_out", "cls", "classifier")
+"""Modules of heads, which stand beside the model of the prefix."""
 
 
 def _match(keys: Sequence[Key], name: str, side: Callable[[Key], tuple[str, ...]]) -> tuple[Key, str, int] | None:

@@ -10,30 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from kinformer.interop.encoder import Family
+from kinformer.interop.encoder_keys import CLASSIFIER, LM_HEAD, HeadKeys
 from kinformer.runtime.errors import KinformerError
 
-LONGFORMER = Family(
-    defaults={
-        "vocab_size": 30522,
-        "attention_window": 512,
-        "pad_token_id": 1,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-    },
-    shifted=True,
-    first_is_global=True,
-    tokens={"bos_token": "bos_token_id", "eos_token": "eos_token_id"},
-)
 
-
-def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
-    """Return the model config, as data and without its head, of Longformer's ``config.json``."""
-    full = LONGFORMER.settings(config, place)
-    special = [
+def _mixers(full: Mapping[str, Any], place: Path) -> list[dict[str, Any]]:
+    return [
         {"projection": {"kind": "multi_head_global"}, "pattern": {"kind": "window", "window": sides // 2}}
         for sides in _windows(full, place)
     ]
-    return LONGFORMER.model(full, place, special)
 
 
 def _windows(full: Mapping[str, Any], place: Path) -> list[int]:
@@ -45,3 +30,22 @@ def _windows(full: Mapping[str, Any], place: Path) -> list[int]:
         if not isinstance(window, int) or isinstance(window, bool) or window < 2 or window % 2:
             raise KinformerError(f"{place}: attention_window has {window!r}, but must be even numbers of 2 or more.")
     return windows
+
+
+LONGFORMER = Family(
+    title="Longformer",
+    member="longformer",
+    prefix="longformer.",
+    heads=HeadKeys(LM_HEAD, CLASSIFIER),
+    mixers=_mixers,
+    defaults={
+        "vocab_size": 30522,
+        "attention_window": 512,
+        "pad_token_id": 1,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+    },
+    shifted=True,
+    first_is_global=True,
+    tokens={"bos_token": "bos_token_id", "eos_token": "eos_token_id"},
+)

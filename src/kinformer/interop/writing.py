@@ -5,7 +5,6 @@ A folder appears under its name when it is complete.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,15 +15,17 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core.config import to_dict
 from kinformer.core.model import PROTOCOLS, CausalModel
 from kinformer.core.model_config import ModelConfig
-from kinformer.interop.checkpoint import CONFIG, INDEX, TOKENIZER, WEIGHTS
+from kinformer.interop.checkpoint import CONFIG, INDEX, WEIGHTS
 from kinformer.interop.native import Native, native_form
+from kinformer.interop.routes import Padding
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import partial_of, require_utf8, save_tensors, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-GENERATION, TOKENIZER_CONFIG, CODE = "generation_config.json", "tokenizer_config.json", "modeling_kinformer.py"
+GENERATION, CODE = "generation_config.json", "modeling_kinformer.py"
+GENERATES = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
 DTYPES = ("float32", "bfloat16", "float16")
 REMOTE_CODE = '''"""A model of the package kinformer for the library transformers: pip install kinformer."""
 
@@ -61,19 +62,20 @@ class Form:
         return "kinformer" if self.native is None else self.native.model_type
 
 
-def form_of(config: ModelConfig, length: int | None = None) -> Form:
-    """Return the form in which a model of ``config`` leaves; ``length``: what it was trained at.
+def form_of(config: ModelConfig, length: int | None = None, padding: Padding | None = None) -> Form:
+    """Return the form in which a model of ``config`` leaves; ``length``: what it was trained at, ``padding``: the token
+    that its texts are padded with.
 
     Errors: ``KinformerError`` for a model that transformers has no class for.
     """
+    native = native_form(config, length, padding)
+    if isinstance(native, Native):
+        return Form(native, "", *native.classes)
     if config.protocol is not CausalModel or config.input.kind != "tokens":
         raise KinformerError(
-            f"its model is {PROTOCOLS[config.protocol]} with the input {config.input.kind!r}, which is not exported; "
-            "only a model that continues tokens is."
+            f"its model is {PROTOCOLS[config.protocol]} with the input {config.input.kind!r}, which is exported only "
+            f"as an architecture of transformers, but {native}."
         )
-    native = native_form(config, length)
-    if isinstance(native, Native):
-        return Form(native, "", native.config["architectures"][0], "AutoModelForCausalLM")
     return Form(None, native, "KinformerForCausalLM", "AutoModelForCausalLM")
 
 
@@ -118,8 +120,9 @@ def write_model(
     tensors = form.native.tensors(weights) if form.native else {f"model.{name}": one for name, one in weights.items()}
     count = _write_tensors(folder, _as_dtype(tensors, settings["dtype"]), max_shard_bytes)
     write_json(folder / CONFIG, settings)
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    write_json(folder / GENERATION, {name: settings[name] for name in names if settings[name] is not None})
+    if form.auto_class in GENERATES:
+        names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+        write_json(folder / GENERATION, {name: settings[name] for name in names if settings.get(name) is not None})
     if form.native is None:
         write_code(folder, form.model_class)
     return count
@@ -191,44 +194,3 @@ def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], max_bytes: int) 
     total = sum(tensor.nbytes for tensor in tensors.values())
     write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
     return len(shards)
-
-
-def write_tokenizer(folder: Path, source: bytes | None, length: int | None, eos: int | None) -> None:
-    """Write the tokenizer.json ``source``, or one of bytes; ``length``: the longest text of the model.
-
-    ``eos``: the id of a text's end, by whose spelling transformers knows it.
-    """
-    text = json.dumps(byte_tokenizer()) if source is None else source.decode("utf-8")
-    (folder / TOKENIZER).write_text(text, encoding="utf-8")
-    settings: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-    }
-    if length is not None:
-        settings["model_max_length"] = length
-    added = {one["id"]: one["content"] for one in json.loads(text).get("added_tokens", ())}
-    if eos in added:
-        settings |= {"eos_token": added[eos], "pad_token": added[eos]}
-    write_json(folder / TOKENIZER_CONFIG, settings)
-
-
-def byte_tokenizer() -> dict[str, Any]:
-    """Return a tokenizer.json, as data, whose 256 ids are the bytes of UTF-8.
-
-    Signs that stand for bytes are those of GPT-2: visible ones for themselves, the others from U+0100 on.
-    """
-    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    signs = [chr(byte if byte in visible else next(others)) for byte in range(256)]
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": level,
-        "post_processor": None,
-        "decoder": level,
-        "model": {"type": "BPE", "vocab": {sign: byte for byte, sign in enumerate(signs)}, "merges": []},
-    }

@@ -8,17 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kinformer.core.config import to_dict
+from kinformer.core.model import WholeModel
 from kinformer.family.table import member as member_called
-from kinformer.interop.writing import (
-    DTYPES,
-    Form,
-    appearing,
-    form_of,
-    require_new,
-    settings_of,
-    write_model,
-    write_tokenizer,
-)
+from kinformer.interop.encoder_inverse import labels_of
+from kinformer.interop.routes import Padding
+from kinformer.interop.tokenizer_files import Special, of_encoder, padding_of, write_tokenizer
+from kinformer.interop.writing import DTYPES, GENERATES, Form, appearing, form_of, require_new, settings_of, write_model
 from kinformer.runs.run import BYTES, Run, open_run
 from kinformer.runtime.errors import KinformerError, nearest
 from kinformer.runtime.fields import require_path
@@ -73,22 +69,24 @@ def export(
     if "retrieval" in run.data:
         raise KinformerError(f"{folder}: reads a datastore, which has no place in an exported folder; export its base.")
     try:
-        form = form_of(run.config, run.training.get("length"))
+        has_tokenizer = run.vocabulary == BYTES or (run.folder / str(run.vocabulary)).is_file()
+        source = _source(run) if has_tokenizer else None
+        padding = padding_of(source) if has_tokenizer else None
+        form = form_of(run.config, run.training.get("length"), padding)
     except KinformerError as error:
         raise KinformerError(f"{folder}: {error}") from None
     require_new(out)
     announce(sentence_of(form))
-    has_tokenizer = run.vocabulary == BYTES or (run.folder / str(run.vocabulary)).is_file()
-    if not has_tokenizer:
+    if run.vocabulary is not None and not has_tokenizer:
         announce(f"{folder} has no {run.vocabulary}, so the folder has none either.")
     weights = load_tensors(run.folder / WEIGHTS)[0]
     model = run.model()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     with appearing(out) as place:
-        shards = write_model(place, form, settings_of(form, run.config, run.member, dtype), weights, shard_bytes)
+        settings = settings_of(form, run.config, run.member, dtype) | _labels(run)
+        shards = write_model(place, form, settings, weights, shard_bytes)
         if has_tokenizer:
-            eos = next(iter(getattr(run.config.input, "eos_tokens", ())), None)
-            write_tokenizer(place, _source(run), model.max_length, eos)
+            write_tokenizer(place, source, model.max_length, _special(run, form, padding))
         (place / "README.md").write_text(card(run, form, parameters, dtype, out.name), encoding="utf-8")
     return Exported(out, form.model_type, form.model_class, form.auto_class, form.reason, dtype, parameters, shards)
 
@@ -108,8 +106,10 @@ def sentence_of(form: Form) -> str:
             f"the folder is remote code of kinformer, as {form.reason}; load it with {form.auto_class} and "
             "trust_remote_code=True where kinformer is installed."
         )
-    permuted = "; the rows of queries and keys change their order" if form.native.is_permuted else ""
-    return f"the folder is a {form.model_type} ({form.model_class}), which {form.auto_class} loads by itself{permuted}."
+    order = "; the rows of queries and keys change their order" if form.native.is_reordered else ""
+    notes = "".join(f"; {note}" for note in form.native.notes)
+    what = f"the folder is a {form.model_type} ({form.model_class}), which {form.auto_class} loads by itself"
+    return f"{what}{order}{notes}."
 
 
 def _source(run: Run) -> bytes | None:
@@ -117,9 +117,25 @@ def _source(run: Run) -> bytes | None:
     return None if run.vocabulary == BYTES else (run.folder / str(run.vocabulary)).read_bytes()
 
 
+def _labels(run: Run) -> dict[str, Any]:
+    """Return the names of the run's classes, if it has some."""
+    names, head = (run.data.get("identity") or {}).get("classes"), getattr(run.config, "head", None)
+    return labels_of(list(map(str, names))) if names and hasattr(head, "classes") else {}
+
+
+def _special(run: Run, form: Form, padding: Padding | None) -> Special:
+    """Return the special tokens of the folder's tokenizer."""
+    tokens = to_dict(run.config.input)
+    if run.config.protocol is WholeModel:
+        by_id = form.model_type in ("roberta", "longformer")
+        return of_encoder(tokens, padding.text if padding and padding.text else None if by_id else "sep_token")
+    end = next(iter(getattr(run.config.input, "eos_tokens", ())), None)
+    return Special({} if end is None else {"eos_token": (end, "")}, pad="eos_token")
+
+
 CARD = """---
 library_name: transformers
-pipeline_tag: text-generation
+pipeline_tag: {pipeline}
 tags:
 - kinformer
 - {member}
@@ -127,8 +143,8 @@ tags:
 
 # {name}
 
-{title} ({paper}): member `{member}` of Kinformer, recipe `{recipe}`, {parameters}, weights in {dtype}. Growth of its
-state with the tokens absorbed: {growth}.
+{title} ({paper}): member `{member}` of Kinformer, recipe `{recipe}`, {parameters}, weights in {dtype}.
+{growth}
 
 Data: `{data}`. Training: {training}.
 
@@ -140,7 +156,7 @@ from transformers import {auto_class}, AutoTokenizer
 model = {auto_class}.from_pretrained("{name}"{trust})
 tokenizer = AutoTokenizer.from_pretrained("{name}")
 inputs = tokenizer("It was ", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
+print({use})
 ```
 
 {form}
@@ -152,6 +168,15 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 Written by `kinformer export` from a run of the task {task}.
 """
 """The model card."""
+WHOLE = "It reads whole texts or images."
+GENERATED = "tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0])"
+PIPELINES = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForTokenClassification": "token-classification",
+}
+"""What a model card calls the use of a model."""
 
 
 def card(run: Run, form: Form, parameters: int, dtype: str, name: str) -> str:
@@ -166,11 +191,13 @@ def card(run: Run, form: Form, parameters: int, dtype: str, name: str) -> str:
         recipe=run.recipe,
         parameters=plural(parameters, "parameter"),
         dtype=dtype,
-        growth=record.growth,
+        growth=f"Growth of its state with the tokens absorbed: {record.growth}." if record.causal else WHOLE,
         data=run.data.get("spec") or "unknown",
         training=_training(run) or "elsewhere; the weights were imported",
         measured=_measured(run),
         auto_class=form.auto_class,
+        pipeline=PIPELINES[form.auto_class],
+        use=GENERATED if form.auto_class in GENERATES else "model(**inputs).logits",
         trust="" if form.native else ", trust_remote_code=True",
         form=sentence[0].upper() + sentence[1:],
         departures="\n".join(f"- {one}" for one in record.facts["departures"] or ("none",)),

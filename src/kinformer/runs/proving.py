@@ -15,8 +15,8 @@ from kinformer.core.model import CausalModel
 from kinformer.family.build import model_config
 from kinformer.interop import read_checkpoint
 from kinformer.interop.checkpoint import OURS
-from kinformer.interop.native import ARCHITECTURES
 from kinformer.interop.proof import LENGTHS, LIMIT, Plain, Theirs, Verdict, beside, judge
+from kinformer.interop.routes import DECODERS
 from kinformer.interop.writing import form_of
 from kinformer.runs.exporting import export
 from kinformer.runs.run import CONFIG, open_run
@@ -96,7 +96,7 @@ def _of_folder(folder: Path, config: Mapping[str, Any], trust: bool, length: int
         raise KinformerError(f"{folder / CONFIG}: has no vocab_size; give a folder with a causal language model.")
     theirs = Theirs(loaded)
     laws = tuple(judge(theirs, length, limit))
-    if kind not in (*ARCHITECTURES, OURS):
+    if kind not in (*DECODERS, OURS):
         note = f"the model_type {kind!r} is not imported as a decoder, so nothing is compared beside it."
         return Proof(str(folder), kind, laws, notes=(note,))
     imported = read_checkpoint(folder)
@@ -104,7 +104,7 @@ def _of_folder(folder: Path, config: Mapping[str, Any], trust: bool, length: int
     model.load_state_dict(dict(imported.weights))
     names: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = _prefixed
     if kind != OURS:
-        names = lambda weights: ARCHITECTURES[kind].write(weights, imported.model)  # noqa: E731
+        names = lambda weights: DECODERS[kind].write(weights, imported.model)  # noqa: E731
     return Proof(str(folder), kind, laws, tuple(beside(Plain(model), theirs, names, limit)))
 
 
