@@ -16,14 +16,19 @@ def anew():
     torch.compiler.reset()
 
 
-def test_no_member_loads_the_compiler_when_it_is_built():
+def test_neither_building_nor_running_loads_the_compiler():
     code = (
         "import sys, kinformer\n"
         "from kinformer.family.table import MEMBERS\n"
         "for name in MEMBERS:\n"
         "    kinformer.build(name)\n"
         "kinformer.generate(kinformer.build('gpt'), [[1, 2]], max_new_tokens=2)\n"
-        "import kinformer.runs.generate, kinformer.runs.evaluate\n"
+        "import kinformer.runs.generate, kinformer.runs.evaluate, torch\n"
+        "from kinformer.family.build import configure, weight_shapes\n"
+        "for name in ('gpt', 'linear-transformer', 'bert', 'vit', 'reformer'):\n"
+        "    weight_shapes(configure(name, 'tiny'))\n"
+        "for name in ('rope', 'reformer', 'sparse-transformer'):  # an operator of each kernel\n"
+        "    kinformer.build(name, recipe='tiny', vocab_size=256)(torch.zeros(1, 128, dtype=torch.int64))\n"
         "print([name for name in ('torch._dynamo', 'sympy', 'torch.distributed.tensor') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)

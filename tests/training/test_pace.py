@@ -12,6 +12,7 @@ import torch
 from kinformer.data import Corpus
 from kinformer.training.loop import Result
 from kinformer.training.pace import PROBES, Course, seconds_per_step
+from kinformer.training.settings import Settings
 from kinformer.training.update import Done
 from tests.training.tiny import train, trainer
 
@@ -146,3 +147,11 @@ def test_more_minutes_buy_a_step_however_slow_the_start_is(corpus: Corpus, tmp_p
     assert slow.run().steps == 2
     last = trainer(corpus, tmp_path, minutes=3.0, **options)
     assert last.run().steps == 2  # the time is over
+
+
+def test_validations_follow_what_is_trained() -> None:
+    settings = Settings(steps=20)
+    assert settings.cadences(20, validation=6.4) == (20, 2)
+    assert settings.cadences(20, validation=0.4) == (2, 2)
+    assert settings.cadences(1000, validation=6.4) == (100, 100)
+    assert Settings(steps=20, validate_every=3).cadences(20, validation=6.4) == (3, 2)

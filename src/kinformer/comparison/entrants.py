@@ -8,8 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import torch
-
 from kinformer.core.config import override, to_dict
 from kinformer.core.model_config import ModelConfig
 from kinformer.estimation.state_size import state_bytes
@@ -21,6 +19,7 @@ from kinformer.figures.text_picture import pictures
 from kinformer.runs.minutes import resized
 from kinformer.runtime.errors import KinformerError, nearest
 from kinformer.runtime.fields import require_kind
+from kinformer.runtime.unallocated import unallocated
 from kinformer.runtime.words import plural
 
 TOLERANCE = 0.05
@@ -118,7 +117,7 @@ def _parsed(spec: str) -> Entrant:
 
 def parameters_of(config: ModelConfig) -> int:
     """Count the parameters of a model of ``config`` without allocating any."""
-    with torch.device("meta"):
+    with unallocated():
         return sum(parameter.numel() for parameter in config.build().parameters())
 
 
@@ -197,7 +196,7 @@ def _feed_forwards(
 
 def facts(entrant: Entrant, config: Any) -> dict[str, Any]:
     """Return an entrant's fact sheet as data that JSON can hold; the model is built on the meta device."""
-    with torch.device("meta"):
+    with unallocated():
         model = config.build()
     limit = model.max_length
     lengths = [length for length in STATE_LENGTHS if limit is None or length <= limit] + ([limit] if limit else [])

@@ -24,6 +24,7 @@ from kinformer.estimation.checkpoint import held_bytes, measure_held
 from kinformer.estimation.length import at_length, through
 from kinformer.estimation.parts import Costs, distinct, in_pieces, layer_keys, measure, measure_inference, measure_state
 from kinformer.runtime.errors import KinformerError, choose
+from kinformer.runtime.unallocated import unallocated
 
 Precision = Literal["fp32", "bf16-mixed"]
 COUNTED = {
@@ -85,7 +86,7 @@ def estimate(
     Errors: ``KinformerError`` for an unknown optimiser, sizes below 1 and lengths beyond the model's positions.
     """
     choose(optimizer, OPTIMIZERS, "optimizer")
-    with torch.device("meta"):
+    with unallocated():
         model = config.build()
     _check(model, length, batch)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -252,7 +253,7 @@ def _handed_on(config: Any, model: Any, batch: int, length: int, precision: Prec
     whole, part = (_state(item, model, batch, length, dtype) for item in (config, single))
     if precision == "fp32" or not config.stack.checkpoint:
         return whole - part
-    with torch.device("meta"):
+    with unallocated():
         parameters = sum(parameter.numel() for parameter in single.build().parameters())
     return whole - part + dtype.itemsize * (sum(parameter.numel() for parameter in model.parameters()) - parameters)
 

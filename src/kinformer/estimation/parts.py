@@ -26,6 +26,7 @@ from kinformer.core import state as states
 from kinformer.core.contract import ReadsSource
 from kinformer.core.head import Likelihood
 from kinformer.core.stack import Stack, units_of
+from kinformer.runtime.unallocated import unallocated
 from kinformer.training import cross_entropy
 
 Costs = dict[tuple[str, str], int]
@@ -229,7 +230,7 @@ def _loss_in_pieces(model: Any, hidden: Tensor, tokens: Tensor) -> Tensor:
 
 def without_data(config: Any) -> Any:
     """Return the model of a config, shapes only."""
-    with torch.device("meta"):
+    with unallocated():
         return config.build()
 
 

@@ -85,7 +85,7 @@ def storable(config: ModelConfig) -> dict[str, Any]:
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of everything that a model of ``config`` stores, by name; nothing is allocated."""
-    import torch
+    from kinformer.runtime.unallocated import unallocated
 
-    with torch.device("meta"):
+    with unallocated():
         return {name: tuple(weight.shape) for name, weight in config.build().state_dict().items()}

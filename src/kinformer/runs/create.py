@@ -26,6 +26,7 @@ from kinformer.runs.run import BYTES, TOKENIZER, Run
 from kinformer.runs.stores import STORES
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.progress import tolerant
+from kinformer.runtime.unallocated import unallocated
 from kinformer.tasks.table import task_for, training_options
 from kinformer.tasks.task import Task, TrainingPlan
 from kinformer.training.distributed import Group, check_shared, started_by_torchrun
@@ -99,7 +100,7 @@ def _open_recipe(options: TrainOptions, base: Run | None) -> ModelConfig | None:
 def checked(plan: TrainingPlan, task: Task, group: Group) -> TrainingPlan:
     """``plan``, unless its model does not go with the data, the length, the objective, or several processes."""
     plan.settings.rows(group.world)
-    with torch.device("meta"):
+    with unallocated():
         model = plan.config.build()
         objective = task.objective(plan.settings.objective, model)
     _require_trained_exits(plan, task, model, objective)
@@ -134,7 +135,7 @@ def _longer(config: ModelConfig, length: int) -> str:
             longer = override(config, changes | {path: length}, kinds())
             if storable(longer) != storable(override(config, changes, kinds())):
                 changes[path] = length
-    with torch.device("meta"), suppress(KinformerError):
+    with unallocated(), suppress(KinformerError):
         if (override(config, changes, kinds()).build().max_length or length) >= length:
             return ", or " + " ".join(f"`set` {path}={value}" for path, value in changes.items())
     return ""

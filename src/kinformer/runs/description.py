@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from kinformer.core.config import override, to_dict
 from kinformer.core.model_config import ModelConfig
 from kinformer.estimation.state_size import state_bytes
@@ -21,6 +19,7 @@ from kinformer.figures.text_picture import pictures
 from kinformer.runs.run import open_run
 from kinformer.runtime.errors import KinformerError, marked
 from kinformer.runtime.fields import require_path
+from kinformer.runtime.unallocated import unallocated
 
 LENGTHS = (1, 128, 1024, 8192, 65536)
 """Tokens at which the bytes of the state are computed."""
@@ -46,7 +45,7 @@ def describe(
 ) -> Description:
     """Describe a member or a run; the public form is :func:`kinformer.show`."""
     record, recipe, config, _ = subject_of(name, recipe, vocab_size, changes or {})
-    with torch.device("meta"):
+    with unallocated():
         model = config.build()
     facts = record.facts | {
         "recipe": recipe,

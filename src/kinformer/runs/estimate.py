@@ -15,6 +15,7 @@ from kinformer.estimation.parts import without_data
 from kinformer.estimation.peak import interpreter_bytes, peak
 from kinformer.estimation.rules import RulesOfThumb, rules_of_thumb
 from kinformer.runs.description import subject_of
+from kinformer.runtime.unallocated import unallocated
 from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch
 from kinformer.tasks.table import TASKS
 
@@ -71,7 +72,7 @@ def objective_cost(config: Any, name: str, *, length: int, batch: int, optimizer
         return None
     task = next(task for task in TASKS.values() if name in task.objectives)
     model = without_data(config)
-    with torch.device("meta"):
+    with unallocated():
         objective: Any = task.objective(name, model)
     module = objective if isinstance(objective, nn.Module) else nn.Module()
     trained = sum(parameter.numel() for parameter in module.parameters())

@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from kinformer.core.model import CausalModel
 from kinformer.family.build import model_config
 from kinformer.family.table import member as member_called
@@ -18,6 +16,7 @@ from kinformer.runs.run import TOKENIZER, Run, save_weights
 from kinformer.runtime.errors import spelled
 from kinformer.runtime.fields import require_path
 from kinformer.runtime.files import load_weights, read_json, write_atomic
+from kinformer.runtime.unallocated import unallocated
 from kinformer.tasks.table import task_of
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def import_checkpoint(folder: str | Path, out: str | Path, name: str = "imported
 
 def _checked(imported: Imported, config: ModelConfig, place: str) -> int:
     """The number of parameters, after making sure that config and weights belong together; allocates nothing."""
-    with torch.device("meta"):
+    with unallocated():
         model = config.build()
     load_weights(model, {name: weight.to("meta") for name, weight in imported.weights.items()}, place)
     return sum(parameter.numel() for parameter in model.parameters())

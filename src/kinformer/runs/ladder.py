@@ -15,8 +15,7 @@ from kinformer.runs.choosing import Choosing, flags_between, measured_update
 from kinformer.runs.options import TrainOptions
 from kinformer.runtime.errors import KinformerError, spelled
 from kinformer.runtime.words import plural
-from kinformer.training.loop import FORWARD_SHARE, PROBE_SHARE
-from kinformer.training.pace import Pace
+from kinformer.training.pace import FORWARD_SHARE, PROBE_SHARE, Pace
 from kinformer.training.settings import WARM_UP_STEPS, Settings
 
 STEPS = 10 * WARM_UP_STEPS

@@ -183,9 +183,9 @@ def _file_tokenizer(path: str) -> FileTokenizer:
 
 def _longest(config: ModelConfig) -> int | None:
     """Where the positions of a model of ``config`` end; None: nowhere."""
-    import torch
+    from kinformer.runtime.unallocated import unallocated
 
-    with torch.device("meta"):
+    with unallocated():
         return getattr(config.build(), "max_length", None)
 
 

@@ -38,6 +38,19 @@ def uncompiled(reason: str) -> Callable[[F], F]:
     return decorate
 
 
+def spare_operators(*operators: Any) -> None:
+    """Let operators of ``torch.library.custom_op`` be called without loading the compiler.
+
+    PyTorch leaves their kernels out of graphs. Its mark loads the compiler at the first call, and then keeps what
+    replaces the kernel in this attribute; a PyTorch without the attribute is as slow as before.
+    """
+    for operator in operators:
+        for function in getattr(operator, "_backend_fns", {}).values():
+            kernel = getattr(function, "__wrapped__", None)
+            if kernel is not None and not hasattr(kernel, "__dynamo_disable"):
+                kernel.__dynamo_disable = uncompiled("it is an operator's kernel")(kernel)
+
+
 def constant(function: F) -> F:
     """Call a function while a graph is captured, and take its result as a constant:
     ``torch.compiler.assume_constant_result``."""

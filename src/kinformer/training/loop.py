@@ -30,14 +30,12 @@ from kinformer.training.interrupt import Interrupt
 from kinformer.training.logging import Log, Silence, TrainingProgress
 from kinformer.training.objective import Objective, ObjectiveModule
 from kinformer.training.optimiser import Optimiser, finite, gather
-from kinformer.training.pace import Course, Pace, seconds_of
+from kinformer.training.pace import FORWARD_SHARE, PROBE_SHARE, Course, Pace, seconds_of
 from kinformer.training.result import Result
 from kinformer.training.schedule import Schedule
 from kinformer.training.settings import Settings
 from kinformer.training.update import Updater, Window
 from kinformer.training.validation import Validation
-
-PROBE_SHARE, FORWARD_SHARE = 0.01, 0.4
 
 
 class Trainer:
@@ -143,7 +141,8 @@ class Trainer:
         )
 
     def _steps(self, pace: Pace | None, interrupt: Interrupt) -> None:
-        validate_every, checkpoint_every = pace.every if pace else self.settings.cadences(self.total)
+        validation = FORWARD_SHARE * self.data.validations
+        validate_every, checkpoint_every = pace.every if pace else self.settings.cadences(self.total, validation)
         look = self.step + 1
         while self.step < self.total:
             rate = self._rate()

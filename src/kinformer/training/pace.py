@@ -13,6 +13,9 @@ from kinformer.training.settings import PARTS_OF_A_RUN
 PROBES, ENOUGH = 20, 10
 LOOKS = 100
 VALIDATION_SHARE = 0.05
+PROBE_SHARE = 0.01
+FORWARD_SHARE = 0.4
+"""The time of a batch that is only read, as a share of a training step's."""
 EXIT = 0.8
 """Seconds that a process takes to end."""
 

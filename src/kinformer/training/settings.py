@@ -11,6 +11,7 @@ from kinformer.runtime.words import plural
 
 DEFAULT_STEPS = 1000
 PARTS_OF_A_RUN = 10
+VALIDATED_SHARE = 0.2
 WARM_UP_STEPS = 20
 """Fewer steps than these are no run: at the usual share, the learning rate rises for one of them."""
 
@@ -58,7 +59,8 @@ class Settings(Checked):
     seed: int = 0
     """The seed of the first weights, the order of the data and every random mask."""
     validate_every: int | None = None
-    """Steps between validations. The default is a tenth of the run; 0 means never."""
+    """Steps between validations. The default is a tenth of the run, or more where validations would take over a
+    fifth of the training's time; 0 means never."""
     validation_tokens: int = 65536
     """Tokens of the validation split on which a validation is computed."""
     checkpoint_every: int | None = None
@@ -109,9 +111,13 @@ class Settings(Checked):
             )
         return self.batch_size // (world * self.accumulate)
 
-    def cadences(self, total: int) -> tuple[int, int]:
+    def cadences(self, total: int, validation: float = 0.0) -> tuple[int, int]:
         """Return the steps from one validation to the next and from one checkpoint to the next, in a run of ``total``:
-        those of the options, or a tenth of the run."""
-        tenth = max(1, -(-total // PARTS_OF_A_RUN))
+        those of the options, or a tenth of the run. A ``validation`` takes the time of so many steps; all of them take
+        at most ``VALIDATED_SHARE`` of the training's, unless one alone takes more."""
+        number = PARTS_OF_A_RUN
+        if validation > 0:
+            number = min(number, max(1, int(VALIDATED_SHARE * total / validation)))
+        usual = (max(1, -(-total // number)), max(1, -(-total // PARTS_OF_A_RUN)))
         every = (self.validate_every, self.checkpoint_every)
-        return tuple(tenth if flag is None else flag for flag in every)  # type: ignore[return-value]
+        return tuple(item if flag is None else flag for flag, item in zip(every, usual, strict=True))  # type: ignore[return-value]

@@ -19,6 +19,7 @@ from kinformer.core.contract import state_dtype
 from kinformer.kernels.band.tiles import BandTile, Layout, limits
 from kinformer.kernels.softmax.dropout import dropout_words, keep
 from kinformer.kernels.softmax.request import Attended, Scoring, Visibility, unfilled
+from kinformer.runtime.compiling import spare_operators
 from kinformer.runtime.derivatives import check_reverse, first_order
 
 _LOG2_E = math.log2(math.e)
@@ -256,3 +257,4 @@ def _differentiate(ctx: Any, saved: Any, grad_out: Tensor, grad_lse: Tensor) -> 
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
+spare_operators(_forward, _backward)

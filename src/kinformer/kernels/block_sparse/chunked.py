@@ -26,7 +26,7 @@ from kinformer.kernels.block_sparse.tiles import LOG2_E, TileLoop
 from kinformer.kernels.softmax.dropout import dropout_words
 from kinformer.kernels.softmax.merge import merge
 from kinformer.kernels.softmax.request import Attended, Scoring, Visibility, query_positions, unfilled
-from kinformer.runtime.compiling import constant
+from kinformer.runtime.compiling import constant, spare_operators
 from kinformer.runtime.derivatives import check_reverse, first_order
 
 _PATTERNS: OrderedDict[int, Pattern] = OrderedDict()
@@ -275,3 +275,4 @@ def _differentiate(ctx: Any, saved: Any, grad_out: Tensor, grad_lse: Tensor) -> 
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
+spare_operators(_forward, _backward)

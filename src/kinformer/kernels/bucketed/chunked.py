@@ -21,6 +21,7 @@ from kinformer.kernels.bucketed.layout import Block, Layout, chunk_numbers, lay_
 from kinformer.kernels.bucketed.membership import Membership
 from kinformer.kernels.softmax.request import Attended, unfilled
 from kinformer.runtime.autocast import autocast_together
+from kinformer.runtime.compiling import spare_operators
 from kinformer.runtime.derivatives import check_reverse, first_order
 
 _LOG2_E = math.log2(math.e)
@@ -270,3 +271,4 @@ def _differentiate(ctx: Any, saved: Any, grad_out: Tensor, grad_lse: Tensor) -> 
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
+spare_operators(_forward, _backward)
