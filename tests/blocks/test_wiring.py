@@ -129,7 +129,7 @@ def test_geglu(activation, approximate):
     assert (layer(x) - want).abs().max() < 1e-12
 
 
-def test_logits_are_capped_and_embeddings_normed():
+def test_logits_are_scaled_and_capped_and_embeddings_normed():
     torch.manual_seed(0)
     plain = build("gpt", "tiny", 23, {"head.tied": False})
     tokens = torch.randint(23, (2, 9))
@@ -138,6 +138,11 @@ def test_logits_are_capped_and_embeddings_normed():
     capped.load_state_dict(weights)
     with torch.no_grad():
         assert (capped(tokens)[0] - 0.3 * (plain(tokens)[0] / 0.3).tanh()).abs().max() < 1e-6
+        capped.head.scale = 0.2
+        assert (capped(tokens)[0] - 0.3 * (plain(tokens)[0] * 0.2 / 0.3).tanh()).abs().max() < 1e-6
+        scaled = plain.config.replace(head=LanguageModelHead.Config(tied=False, scale=0.2)).build()
+        scaled.load_state_dict(weights)
+        assert (scaled(tokens)[0] - 0.2 * plain(tokens)[0]).abs().max() < 1e-6
     normed = plain.config.replace(embedding_norm=LayerNorm()).build()
     entered = []
     normed.stack.layers[0].register_forward_pre_hook(lambda module, inputs: entered.append(inputs[0].x))

@@ -49,6 +49,24 @@ def test_it_survives_a_file():
     verify_config(CONFIG, kinds(), dim=DIM, subject=subject)
 
 
+@pytest.mark.parametrize("score", ["dot", "additive", {"kind": "capped", "cap": 2.0}])
+def test_contract_with_another_score(score):
+    config = CrossAttention.Config(num_heads=2, source_dim=SOURCE_DIM, score=score)
+    verify_mixer(lambda: Bound(config, DIM), dim=DIM, skip=SKIP | {"compile": "that of the first test is enough"})
+
+
+def test_without_a_scale_it_is_that_of_scaled_queries(pair):
+    _, ours = pair
+    other = CONFIG.replace(score="dot").build(DIM).double()
+    other.load_state_dict(ours.state_dict())
+    with torch.no_grad():
+        other.query.weight.mul_((DIM // 2) ** -0.5)
+        other.query.bias.mul_((DIM // 2) ** -0.5)
+    x, source = random(3, 5, DIM), random(3, SOURCE, SOURCE_DIM, seed=1)
+    results = [model(Chunk(x), model.initial_state(3, source=source))[0] for model in (ours, other)]
+    assert (results[0] - results[1]).abs().max() < 1e-12
+
+
 @pytest.fixture
 def pair():
     """PyTorch's multi-head attention, and ours with its weights, in float64."""

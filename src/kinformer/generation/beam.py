@@ -119,7 +119,8 @@ def _continued(
     count, vocab = len(running.sentences), logits.shape[-1]
     odds = log_softmax(logits, -1)
     require_finite(bool(odds.amin().isfinite()))  # what is no number spreads to the whole row
-    odds[:, search.bos] = -torch.inf
+    if search.bos != search.eos:
+        odds[:, search.bos] = -torch.inf
     full = torch.tensor([running.length >= most[int(sentence)] for sentence in running.sentences])
     others = torch.arange(vocab) != search.eos
     # A hypothesis of the greatest length must end: all but EOS is impossible.

@@ -18,7 +18,8 @@ class LanguageModelHead(OutputProduct):
     """The head hidden_states [batch, time, dim] -> logits [batch, time, vocab].
 
     ``tied`` uses the token embedding as the output matrix (Press and Wolf 2017); the head then owns no weight.
-    ``softcap``: logits x become softcap * tanh(x / softcap) (Gemma 2).
+    ``scale`` multiplies the hidden states (T5 with a tied head: dim ** -0.5). ``softcap``: logits x become softcap *
+    tanh(x / softcap) (Gemma 2).
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,7 @@ class LanguageModelHead(OutputProduct):
         kind = "language"
         tied: bool = True
         bias: bool = False
+        scale: float | None = None
         softcap: float | None = None
 
         def check(self, dim: int, input: Input) -> None:
@@ -33,12 +35,13 @@ class LanguageModelHead(OutputProduct):
                 check_table(self, dim, input)
 
         def __post_init__(self) -> None:
-            if self.softcap is not None and not self.softcap > 0:
-                raise KinformerError(f"softcap must be above 0, but is {self.softcap:g}; null caps nothing.")
+            for name, value in (("scale", self.scale), ("softcap", self.softcap)):
+                if value is not None and not value > 0:
+                    raise KinformerError(f"{name} must be above 0, but is {value:g}; null changes no logits.")
 
         def build(self, dim: int, input: Input) -> nn.Module:
             head = LanguageModelHead(self, dim, vocab_size_of(input, self))
-            return head if self.softcap is None else SoftcappedHead(head, self.softcap)
+            return head if self.scale is self.softcap is None else AdjustedHead(head, self.scale, self.softcap)
 
     def __init__(self, config: Config, dim: int, vocab_size: int) -> None:
         super().__init__()
@@ -54,12 +57,13 @@ class LanguageModelHead(OutputProduct):
         return (input.table, self.bias) if self.output is None else (self.output.weight, self.output.bias)
 
 
-class SoftcappedHead(nn.Module):
-    """The head softcap * tanh(inner / softcap), whose logits are no product."""
+class AdjustedHead(nn.Module):
+    """The head ``inner`` of ``scale`` times the hidden states; ``softcap`` bounds its logits, which are no product."""
 
-    def __init__(self, inner: LanguageModelHead, softcap: float) -> None:
+    def __init__(self, inner: LanguageModelHead, scale: float | None, softcap: float | None) -> None:
         super().__init__()
-        self.inner, self.softcap = inner, softcap
+        self.inner, self.scale, self.softcap = inner, scale, softcap
 
     def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
-        return self.softcap * (self.inner(hidden_states, input) / self.softcap).tanh()
+        logits = self.inner(hidden_states if self.scale is None else self.scale * hidden_states, input)
+        return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()

@@ -16,6 +16,7 @@ from kinformer.interop import (
     big_bird,
     decoders,
     deit,
+    encoder_decoders,
     encoder_keys,
     gpt2,
     images,
@@ -60,6 +61,7 @@ class _Format:
     """The conversion of checkpoints of one ``model_type``: config to model config, weights to our weights.
 
     ``family`` is that of an encoder, whose head follows from its tensors. ``images``: whether it reads those.
+    ``untied``: whether tensors have an output matrix of their own although the config does not say so.
     ``buffers`` names the tensors that are no weights, which old checkpoints hold in any dtype.
     """
 
@@ -68,6 +70,7 @@ class _Format:
     convert: Callable[[Mapping[str, Tensor], Mapping[str, Any], Path], dict[str, Tensor]] | None = None
     family: Family | None = None
     images: bool = False
+    untied: Callable[[Mapping[str, Tensor]], bool] = lambda tensors: False
     buffers: re.Pattern[str] = encoder_keys.BUFFERS
 
 
@@ -90,6 +93,16 @@ FORMATS = {
         for kind, family in FAMILIES.items()
     },
     "marian": _Format(member="vanilla", model_config=marian.model_config, convert=marian.convert),
+    **{
+        kind: _Format(
+            member="vanilla",
+            model_config=model_config,
+            convert=encoder_decoders.convert,
+            untied=encoder_decoders.untied,
+        )
+        for kind, model_config in (("t5", encoder_decoders.t5_config), ("mt5", encoder_decoders.mt5_config))
+    },
+    "bart": _Format(member="vanilla", model_config=encoder_decoders.bart_config, convert=encoder_decoders.convert),
     "vit": _Format(member="vit", model_config=vit.model_config, convert=vit.convert, images=True),
     "deit": _Format(member="deit", model_config=deit.model_config, convert=deit.convert, images=True),
     **dict.fromkeys(
@@ -134,6 +147,8 @@ def _imported(folder: Path) -> Imported:
         model, weights, notes = _text_encoder(form.family, tensors, config, folder)
     else:
         assert form.convert is not None
+        if form.untied(tensors):
+            model["head"]["tied"] = False
         weights = form.convert(tensors, model, folder)
     if model["kind"] == "decoder":
         notes += add_ends(model["input"], config, folder)

@@ -1,6 +1,6 @@
 """Cross-attention (Vaswani et al. 2017, section 3.2.3): queries from the chunk, keys and values from a source.
 
-    y = softmax(scale * Q K^T) V,   Q = W_q x (``query``),   [K, V] = W_kv source (``key_value``)
+    y = softmax(score(Q, K)) V,   Q = W_q x (``query``),   [K, V] = W_kv source (``key_value``)
 
 The source is projected once, when a state is begun; its padding is masked.
 """
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, ReadsSource, activation_dtype, select_valid
-from kinformer.core.parts import ResidualOutput, head_width, merge_heads
+from kinformer.core.parts import ResidualOutput, ScoreConfig, head_width, merge_heads
 from kinformer.kernels.attention import Needs, Scoring, Visibility, attention, check_impl
 from kinformer.kernels.impls import AttentionImpl
 from kinformer.runtime.errors import KinformerError
+from kinformer.scores.scaled_dot import ScaledDot
 
 
 class CrossState(NamedTuple):
@@ -47,6 +48,7 @@ class CrossAttention(ReadsSource, CausalMixer):
         num_heads: int = 4
         head_dim: int | None = None
         source_dim: int | None = None
+        score: ScoreConfig = ScaledDot.Config()
         bias: bool = True
         impl: AttentionImpl = "auto"
 
@@ -58,7 +60,8 @@ class CrossAttention(ReadsSource, CausalMixer):
         self.dim = dim
         head_dim = config.head_dim or head_width(dim, config.num_heads)
         self.num_heads, self.head_dim, self.impl = config.num_heads, head_dim, config.impl
-        check_impl(config.impl, Needs(sets=True), "cross")
+        self.score = config.score.build(config.num_heads, head_dim)
+        check_impl(config.impl, Needs(sets=True, form=self.score.form), "cross")
         width, self.source_dim = config.num_heads * head_dim, config.source_dim or dim
         self.query = nn.Linear(dim, width, bias=config.bias)
         self.key_value = nn.Linear(self.source_dim, 2 * width, bias=config.bias)
@@ -97,8 +100,9 @@ class CrossAttention(ReadsSource, CausalMixer):
         x = select_valid(chunk.x, chunk.valid)
         # Hypotheses of a beam share a source: their queries stand side by side in one row.
         q = self.query(x).view(len(state.k), -1, self.num_heads, self.head_dim).transpose(1, 2)
+        q, scoring = self.score.queries(q), Scoring.of(self.score)
         visibility = Visibility(key_padding_mask=~state.valid[:, 0])
-        k, v, scoring = state.k.to(q.dtype), state.v.to(q.dtype), Scoring(self.head_dim**-0.5)
+        k, v = state.k.to(q.dtype), state.v.to(q.dtype)
         y = attention(q, k, v, visibility, scoring, impl=self.impl).out
         y = merge_heads(y).view(*x.shape[:2], -1)
         return select_valid(self.out(y), chunk.valid), state
