@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.blocks.feed_forward import MLP
-from kinformer.blocks.norms import LayerNorm, NormConfig
+from kinformer.blocks.norms import LayerNorm, NoNorm, NormConfig
 from kinformer.blocks.residual import PostNorm, ResidualConfig
 from kinformer.blocks.sublayers import Sublayers, encode_branch, fed, feed_forward_branch
 from kinformer.core.config import Config
@@ -33,7 +33,11 @@ class EncoderLayerConfig(Config):
 
 
 class EncoderLayer(ChecksInput, PartialOutput, Sublayers):
-    """The mixer, then the feed-forward, post-norm unless set otherwise (Devlin et al. 2018)."""
+    """The mixer, then the feed-forward, post-norm unless set otherwise (Devlin et al. 2018).
+
+    ``mixer_norm``: whether the mixer's residual has a norm. The first layer of ModernBERT (Warner et al. 2024) has none
+    there, as its input has one already.
+    """
 
     @dataclass(frozen=True, kw_only=True)
     class Config(EncoderLayerConfig):
@@ -41,6 +45,7 @@ class EncoderLayer(ChecksInput, PartialOutput, Sublayers):
         mixer: EncoderMixerConfig
         feed_forward: FeedForwardConfig = MLP.Config()
         norm: NormConfig = LayerNorm()
+        mixer_norm: bool = True
         residual: ResidualConfig = PostNorm.Config()
         dropout: float = 0.0
 
@@ -49,6 +54,8 @@ class EncoderLayer(ChecksInput, PartialOutput, Sublayers):
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, config.mixer.build(dim), config.feed_forward.build(dim), dim)
+        if not config.mixer_norm:
+            self.mixer_residual = config.residual.build(dim, NoNorm(), config.dropout)
 
     def branches(self) -> tuple[Branch, ...]:
         """Return the sublayers without their residual sums, in order."""

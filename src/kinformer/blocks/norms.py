@@ -42,3 +42,10 @@ class RMSNorm(NormConfig):
 
     def build(self, dim: int) -> nn.Module:
         return nn.RMSNorm(dim, eps=self.eps)
+
+
+class NoNorm(NormConfig):
+    """The identity, for a sublayer that has no norm; a layer says so itself."""
+
+    def build(self, dim: int) -> nn.Module:
+        return nn.Identity()

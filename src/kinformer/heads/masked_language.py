@@ -13,8 +13,10 @@ from kinformer.core.model_config import HeadConfig, check_table, vocab_size_of
 
 
 class MaskedLanguageHead(nn.Module):
-    """The head hidden_states h [..., dim] -> logits [..., vocab] = norm(gelu(W h + b))
-    E^T + c; ``tied``: E is the embedding."""
+    """The head hidden_states h [..., dim] -> logits [..., vocab] = norm(gelu(W h + b)) E^T + c.
+
+    ``tied``: E is the embedding. ``bias``: whether there is b, and one of the norm.
+    """
 
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
@@ -22,6 +24,7 @@ class MaskedLanguageHead(nn.Module):
         tied: bool = True
         eps: float = 1e-5
         tanh_gelu: bool = False
+        bias: bool = True
 
         def check(self, dim: int, input: Input) -> None:
             if self.tied:
@@ -32,8 +35,8 @@ class MaskedLanguageHead(nn.Module):
 
     def __init__(self, config: Config, dim: int, vocab_size: int) -> None:
         super().__init__()
-        self.dense = nn.Linear(dim, dim)
-        self.norm = nn.LayerNorm(dim, eps=config.eps)
+        self.dense = nn.Linear(dim, dim, bias=config.bias)
+        self.norm = nn.LayerNorm(dim, eps=config.eps, bias=config.bias)
         self.output = None if config.tied else nn.Linear(dim, vocab_size, bias=False)
         self.bias = nn.Parameter(torch.zeros(vocab_size))
         self.approximate = "tanh" if config.tanh_gelu else "none"

@@ -23,6 +23,7 @@ from kinformer.interop import (
     llama,
     longformer,
     marian,
+    modernbert,
     swin,
     vit,
 )
@@ -61,7 +62,8 @@ class _Format:
     """The conversion of checkpoints of one ``model_type``: config to model config, weights to our weights.
 
     ``family`` is that of an encoder, whose head follows from its tensors. ``images``: whether it reads those.
-    ``untied``: whether tensors have an output matrix of their own although the config does not say so.
+    ``untied``: whether tensors have an output matrix of their own although the config does not say so. ``notes``: what
+    there is to say of them.
     ``buffers`` names the tensors that are no weights, which old checkpoints hold in any dtype.
     """
 
@@ -71,6 +73,7 @@ class _Format:
     family: Family | None = None
     images: bool = False
     untied: Callable[[Mapping[str, Tensor]], bool] = lambda tensors: False
+    notes: Callable[[Mapping[str, Tensor]], tuple[str, ...]] = lambda tensors: ()
     buffers: re.Pattern[str] = encoder_keys.BUFFERS
 
 
@@ -92,6 +95,12 @@ FORMATS = {
         kind: _Format(member=family.member, model_config=family.model_config, family=family)
         for kind, family in FAMILIES.items()
     },
+    "modernbert": _Format(
+        member=modernbert.MODERNBERT.member,
+        model_config=modernbert.MODERNBERT.model_config,
+        convert=modernbert.convert,
+        notes=modernbert.notes,
+    ),
     "marian": _Format(member="vanilla", model_config=marian.model_config, convert=marian.convert),
     **{
         kind: _Format(
@@ -149,7 +158,7 @@ def _imported(folder: Path) -> Imported:
         assert form.convert is not None
         if form.untied(tensors):
             model["head"]["tied"] = False
-        weights = form.convert(tensors, model, folder)
+        weights, notes = form.convert(tensors, model, folder), form.notes(tensors)
     if model["kind"] == "decoder":
         notes += add_ends(model["input"], config, folder)
     classes = images.classes(config, folder / CONFIG) if form.images else ()
