@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kinformer.core import pattern
 from kinformer.core.parts import Relative
 from kinformer.kernels.block_sparse import chunked
 from kinformer.kernels.softmax.request import Scoring, Visibility
@@ -22,13 +23,13 @@ def test_gradients_of_tables_by_distance_are_laid_out_as_declared(table):
 
 def test_patterns_are_numbered_and_the_longest_unused_is_let_go(monkeypatch):
     """Every length and composition brings a new one; without a bound a long-lived process would keep them all."""
-    monkeypatch.setattr(chunked, "_MOST", len(chunked._PATTERNS) + 3)
+    monkeypatch.setattr(pattern, "_MOST", len(pattern._NUMBERED) + 3)
     kept, *others = (Strided(stride=stride).build() for stride in range(1000, 1010))
-    number = chunked.number_of(kept)
+    number = kept.number()
     for other in others:
-        chunked.number_of(other)
-        assert chunked.number_of(kept) == number and chunked._PATTERNS[number] is kept
-    assert len(chunked._PATTERNS) == len(chunked._NUMBERS) <= chunked._MOST
+        other.number()
+        assert kept.number() == number and pattern.numbered(number) is kept
+    assert len(pattern._NUMBERED) == len(pattern._NUMBERS) <= pattern._MOST
     q, k, v = torch.randn(3, 1, 2, 9, 4, requires_grad=True).unbind()
-    for pattern in (others[0], kept):
-        chunked.attend(q, k, v, Visibility(pattern), Scoring(0.5)).out.sum().backward(retain_graph=True)
+    for visible in (others[0], kept):
+        chunked.attend(q, k, v, Visibility(visible), Scoring(0.5)).out.sum().backward(retain_graph=True)

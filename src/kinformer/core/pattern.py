@@ -7,14 +7,17 @@ it alone a plan of what to compute is made, by splitting boxes that hold both ki
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kinformer.runtime.compiling import constant
 from kinformer.runtime.errors import KinformerError
 
 Ints = NDArray[np.int64]
@@ -88,6 +91,23 @@ class Pattern:
         """Return disjoint sets of pairs that make up the pattern, each with its stride; no two of the same stride."""
         return (Term(self, self.stride),)
 
+    @constant
+    def number(self) -> int:
+        """Return a number that stands for the pattern in the arguments of operators, which must be plain.
+
+        A method, as PyTorch 2.11 takes no frozen dataclass as an argument of a constant function.
+        """
+        # PyTorch 2.11 knows a pattern that is built while it captures a graph without its values: not to be numbered.
+        if is_dataclass(self) and fields(self) and not vars(self) and not hasattr(type(self), "__slots__"):
+            raise KinformerError(f"{type(self).__qualname__}: is built in a compiled function; build it before that.")
+        if self not in _NUMBERS:
+            _NUMBERS[self] = number = next(_next_number)
+            _NUMBERED[number] = self
+            if len(_NUMBERED) > _MOST:
+                del _NUMBERS[_NUMBERED.popitem(last=False)[1]]
+        _NUMBERED.move_to_end(_NUMBERS[self])
+        return _NUMBERS[self]
+
     def retained(self, position: int) -> range:
         """Return the key positions before ``position`` that some query at or after ``position`` may see."""
         return range(0 if self.horizon is None else max(0, position - self.horizon), position)
@@ -100,6 +120,19 @@ class Pattern:
 
     def __invert__(self) -> Pattern:
         return Not(self)
+
+
+_NUMBERED: OrderedDict[int, Pattern] = OrderedDict()
+_NUMBERS: dict[Pattern, int] = {}
+_MOST = 4096
+"""Patterns that are numbered: lengths and compositions bring new ones for ever, of which the longest unused goes."""
+_next_number = count()
+
+
+def numbered(number: int) -> Pattern:
+    """Return the pattern of a :meth:`Pattern.number`."""
+    _NUMBERED.move_to_end(number)
+    return _NUMBERED[number]
 
 
 @dataclass(frozen=True)

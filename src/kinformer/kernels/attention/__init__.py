@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 _PLACE = "attention"
+_EVERY = Band(ahead=None)
 
 
 def attention(
@@ -150,7 +151,7 @@ def _sets(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scor
     Queries beyond the number of keys become further heads of the same keys; the rest is a band without bounds.
     """
     time, slots = q.shape[2], k.shape[2]
-    visibility = visibility._replace(pattern=Band(ahead=None))
+    visibility = visibility._replace(pattern=_EVERY)
     if time <= slots:
         return _chunked(q, k, v, visibility, scoring, False)
     # The band places query i at slot past + i, so it holds no more queries than slots: fold the others into heads.

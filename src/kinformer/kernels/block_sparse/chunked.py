@@ -8,9 +8,7 @@ uses dS = P * (dP - delta), delta = rowsum(dO * O) - dlse; in the code (``tiles.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +16,7 @@ from torch import Tensor
 
 from kinformer.core.contract import state_dtype
 from kinformer.core.parts import Relative
-from kinformer.core.pattern import Pattern
+from kinformer.core.pattern import Pattern, numbered
 from kinformer.kernels.block_sparse.distances import TABLES, Distances
 from kinformer.kernels.block_sparse.forms import form_of
 from kinformer.kernels.block_sparse.sections import ByQuery, Operands, Section, Summed, sections
@@ -26,26 +24,8 @@ from kinformer.kernels.block_sparse.tiles import LOG2_E, TileLoop
 from kinformer.kernels.softmax.dropout import dropout_words
 from kinformer.kernels.softmax.merge import merge
 from kinformer.kernels.softmax.request import Attended, Scoring, Visibility, query_positions, unfilled
-from kinformer.runtime.compiling import constant, spare_operators
+from kinformer.runtime.compiling import spare_operators
 from kinformer.runtime.derivatives import check_reverse, first_order
-
-_PATTERNS: OrderedDict[int, Pattern] = OrderedDict()
-_NUMBERS: dict[Pattern, int] = {}
-_MOST = 4096
-"""Patterns that are kept: lengths and compositions bring new ones for ever, of which the longest unused is let go."""
-_next_number = count()
-
-
-@constant
-def number_of(pattern: Pattern) -> int:
-    """Return a number that stands for ``pattern`` in the operator's arguments, which must be plain."""
-    if pattern not in _NUMBERS:
-        _NUMBERS[pattern] = number = next(_next_number)
-        _PATTERNS[number] = pattern
-        if len(_PATTERNS) > _MOST:
-            del _NUMBERS[_PATTERNS.popitem(last=False)[1]]
-    _PATTERNS.move_to_end(_NUMBERS[pattern])
-    return _NUMBERS[pattern]
 
 
 class Call(NamedTuple):
@@ -53,7 +33,7 @@ class Call(NamedTuple):
 
     ``positions`` [batch, time] of the queries, ``key_padding_mask`` [batch, slots]; ``vector`` [heads, head_dim] of the
     form "additive", times the scale; the tables of a ``core.parts.Relative``, from the distance ``lowest`` on;
-    ``pattern`` as :func:`number_of` numbers it; ``scale`` of the form "modulus" (that of "dot" is in q already);
+    ``pattern`` by its number; ``scale`` of the form "modulus" (that of "dot" is in q already);
     dropout of probability ``p`` by ``seed``.
     """
 
@@ -80,9 +60,7 @@ class Call(NamedTuple):
 
     @property
     def visible(self) -> Pattern:
-        """Return the pattern that the number ``pattern`` stands for."""
-        _PATTERNS.move_to_end(self.pattern)
-        return _PATTERNS[self.pattern]
+        return numbered(self.pattern)
 
     @property
     def tables(self) -> dict[str, Tensor]:
@@ -157,7 +135,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scor
         None if scoring.vector is None else scoring.vector * scoring.scale,
         **{name: None if table is None else table.to(dtypes[name]) for name, table in tables.items()},
         lowest=relative.lowest,
-        pattern=number_of(visibility.pattern),
+        pattern=visibility.pattern.number(),
         form=scoring.form,
         scale=scoring.scale,
         p=p,
