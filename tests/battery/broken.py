@@ -198,8 +198,8 @@ class CountsInInt32(Recurrence):
         return super().state_bytes(length, dtype=dtype) - 4
 
     def forward(self, chunk, state):
-        y, end = super().forward(chunk, state._replace(seen=state.seen.long()))
-        return y, end._replace(seen=end.seen.int())
+        y, end = super().forward(chunk, type(state)(state.total, state.seen.long()))
+        return y, type(end)(end.total, end.seen.int())
 
 
 class BeginsWithOnes(Recurrence):

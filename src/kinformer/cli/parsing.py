@@ -105,7 +105,7 @@ def sentence(box: str, prog: str) -> str:
     if choice := re.fullmatch(r"invalid choice (.*) for argument '(.*)'\. Expected one of \((.*)\)", sentence_text):
         names = sorted(set(re.findall(r"'([^']*)'", choice[3])) - {"None"})
         sentence_text = f"{choice[2]}: {choice[1]} is not one of {', '.join(names)}"
-    if lacking := re.fullmatch(r"Missing value for argument '(.*)'\. Expected \d+ values", sentence_text):
+    if lacking := re.fullmatch(r"Missing value for argument '(?:\(')?([^']*).*'\. Expected .*", sentence_text):
         sentence_text = f"{lacking[1]}: needs a value"
     near = [name for hint in hints if "meant" in hint for name in re.findall(r"^ {4}(--[\w-]+)", hint, re.MULTILINE)]
     remedy = f"did you mean {' or '.join(dict.fromkeys(near))}?" if near else f"see {prog} --help."

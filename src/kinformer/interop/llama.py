@@ -217,7 +217,7 @@ def like_llama(
     """
     depth, dim = full["num_hidden_layers"], whole(full, place, "hidden_size")
     norm = {"kind": "rms_norm", "eps": number(full, place, "rms_norm_eps")}
-    mixer = attention(full, place, dim, biases)
+    mixer = attention(full, place, dim, biases) | ({} if positions else {"position": rope(full, place)})
     if normed:
         mixer["projection"] = {"kind": "normalised", "inner": mixer["projection"], "eps": norm["eps"]}
     layer = {
@@ -248,7 +248,7 @@ def like_llama(
 
 
 def attention(full: Settings, place: Path, dim: int, biases: tuple[bool, bool]) -> dict[str, Any]:
-    """Return the config, as data, of softmax attention with rotary positions and grouped queries."""
+    """Return the config, as data, of softmax attention with grouped queries, without its position."""
     heads = whole(full, place, "num_attention_heads")
     shared = full.get("num_key_value_heads")
     kv_heads = heads if shared is None else whole(full, place, "num_key_value_heads")
@@ -261,7 +261,6 @@ def attention(full: Settings, place: Path, dim: int, biases: tuple[bool, bool]) 
         "num_heads": heads,
         "head_dim": width,
         "projection": projection,
-        "position": rope(full, place),
         "bias": biases[1],
         "dropout": number(full, place, "attention_dropout"),
     }
