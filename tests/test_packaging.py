@@ -26,13 +26,13 @@ def installed(tmp_path_factory):
     pytest.importorskip("hatchling")
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, ROOT]
-    subprocess.run(build, check=True, capture_output=True, timeout=120)
+    subprocess.run(build, check=True, capture_output=True, timeout=600)
     (wheel,) = folder.glob("*.whl")
     venv.create(folder / "environment", with_pip=False)
     python = folder / "environment" / "bin" / "python"
     (site,) = (folder / "environment" / "lib").glob("python*/site-packages")
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile", "--target", site, wheel]
-    subprocess.run(install, check=True, capture_output=True, timeout=120)
+    subprocess.run(install, check=True, capture_output=True, timeout=600)
     import torch
 
     (site / "packages.pth").write_text(str(Path(torch.__file__).parents[1]), encoding="utf-8")  # after its own
@@ -44,7 +44,7 @@ def run(installed, *words):
     python, folder = installed
     alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [python, *words], cwd=folder, env=alone, capture_output=True, text=True, timeout=120, check=False
+        [python, *words], cwd=folder, env=alone, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -102,5 +102,5 @@ figures: dict[str, float] = dict(kinformer.evaluate("run").figures)
     python, _ = installed
     command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(python), str(script)]
     alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout
