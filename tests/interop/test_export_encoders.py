@@ -16,6 +16,8 @@ from kinformer.runs.run import Run, open_run, save_weights
 from kinformer.tasks.table import task_of
 from tests.interop.encoders import Peer, assert_close, imported
 from tests.interop.test_export import assert_same_weights
+from tests.interop.test_images import MEMBERS as OF_PEERS
+from tests.interop.test_images import Peer as ImagePeer
 
 VOCABULARY, MASK, BEGIN, END = 259, 256, 257, 258
 CLASSIFIER = {"head": {"kind": "classification", "classes": 3}}
@@ -125,6 +127,21 @@ def test_an_architecture_of_transformers_leaves_as_it_came(model_type, kind, tmp
     assert_same_config(tmp_path / "run", tmp_path / "again")
 
 
+@pytest.mark.parametrize("learned", [False, True])
+def test_one_type_counts_where_it_learned(learned, tmp_path):
+    """RoBERTa has one type, whose vector is zero."""
+    peer = Peer(tmp_path / "peer", "bert", type_vocab_size=1)
+    if not learned:
+        with torch.no_grad():
+            peer.model.bert.embeddings.token_type_embeddings.weight.zero_()
+        peer.model.save_pretrained(peer.folder)
+    assert imported(peer.folder, tmp_path / "run").config.input.types == int(learned)
+    done = kinformer.export(tmp_path / "run", tmp_path / "exported")
+    tokens = peer.texts((20, 20))[0]
+    with torch.no_grad():
+        assert_close(loaded(done)(tokens).logits, peer.model(tokens).logits, 1e-6)
+
+
 def test_ids_of_an_encoder_of_bytes_are_those_of_its_run(tmp_path):
     from transformers import AutoTokenizer
 
@@ -143,6 +160,119 @@ def test_classes_keep_their_names(tmp_path):
     run = saved_run("bert", tmp_path / "run", ["cat", "dog", "newt"], **CLASSIFIER)
     done = kinformer.export(run, tmp_path / "exported")
     assert loaded(done).config.id2label == {0: "cat", 1: "dog", 2: "newt"}
+
+
+def images(*size):
+    return torch.rand(3, 3, *size, generator=torch.Generator().manual_seed(1))
+
+
+NORMAL = {"input.mean": [0.5, 0.25, 0.75], "input.std": [0.5, 0.25, 1.0]}
+OF_IMAGES = {
+    "vit": ("vit", {}),
+    "deit": ("deit", {}),
+    "deit, one classifier": ("deit", {"head": {"kind": "linear_classification", "classes": 5}}),
+    "swin": ("swin", {}),
+    "vit, normalised": ("vit", NORMAL),
+}
+
+
+@pytest.mark.parametrize("name", OF_IMAGES)
+def test_members_of_images(name, tmp_path):
+    kind, changes = OF_IMAGES[name]
+    run = saved_run(name.split(",")[0], tmp_path / "run", **changes)
+    done = kinformer.export(run, tmp_path / "exported")
+    assert (done.native, done.model_type) == (True, kind)
+    x, ours = images(32, 32), kinformer.load(run)
+    normal = x
+    if "normalised" in name:
+        mean, std = (torch.tensor(NORMAL[f"input.{one}"])[:, None, None] for one in ("mean", "std"))
+        normal = (x - mean) / std
+    with torch.no_grad():
+        assert_close(loaded(done)(pixel_values=normal).logits, ours(x), 1e-5)
+    kinformer.import_checkpoint(done.folder, tmp_path / "again")
+    assert_same_weights(run, tmp_path / "again")
+    assert_same_config(run, tmp_path / "again")
+
+
+@pytest.mark.parametrize("name", OF_PEERS)
+def test_an_image_architecture_leaves_as_it_came(name, tmp_path):
+    peer = ImagePeer(tmp_path / "peer", name)
+    imported(peer.folder, tmp_path / "run")
+    done = kinformer.export(tmp_path / "run", tmp_path / "exported")
+    config = json.loads((done.folder / "config.json").read_text())
+    assert done.model_class == type(peer.model).__name__ and list(config["id2label"].values()) == ["cat", "dog", "newt"]
+    side = 24 if name.startswith("swin") else 12
+    x = torch.rand(2, 2, side, side, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert_close(loaded(done)(pixel_values=x).logits, peer(x), 1e-6)
+    kinformer.import_checkpoint(done.folder, tmp_path / "again")
+    assert_same_weights(tmp_path / "run", tmp_path / "again")
+
+
+def test_images_are_prepared_as_the_run_reads_them(tmp_path):
+    processors = pytest.importorskip("transformers.models.vit")
+    done = kinformer.export(saved_run("vit", tmp_path / "run", **NORMAL), tmp_path / "exported")
+    try:
+        processor = processors.ViTImageProcessor.from_pretrained(done.folder)
+    except ImportError as error:
+        pytest.skip(str(error).strip().split("\n")[0])
+    pixels = torch.randint(256, (32, 32, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    inputs = processor(pixels.numpy(), return_tensors="pt")
+    with torch.no_grad():
+        got = loaded(done)(**inputs).logits
+        assert_close(got, kinformer.load(tmp_path / "run")(pixels.permute(2, 0, 1)[None]), 1e-5)
+
+
+def test_images_of_another_size_are_announced(tmp_path):
+    said = []
+    run = saved_run("vit", tmp_path / "run")
+    kinformer.runs.exporting.export(run, tmp_path / "exported", announce=said.append)
+    assert "another size than 32 x 32 are resized bicubically there" in said[0]
+
+
+LAYOUT = {"position.layout": "split", "encoder.position.layout": "split"}
+
+
+@pytest.mark.parametrize("changes", [{}, LAYOUT, LAYOUT | {"head.bias": True}], ids=["as it is", "split", "bias"])
+@torch.no_grad()
+def test_a_translator(changes, tmp_path):
+    """Sines and cosines take turns in the paper's order; there all sines come first."""
+    run = saved_run("vanilla", tmp_path / "run", **changes)
+    done = kinformer.export(run, tmp_path / "exported")
+    assert (done.model_type, done.model_class) == ("marian", "MarianMTModel")
+    theirs, ours = loaded(done), kinformer.load(run)
+    source, valid = torch.randint(256, (2, 7)), torch.arange(7) < torch.tensor([[7], [4]])
+    target = torch.randint(256, (2, 5))
+    want = theirs(input_ids=source, attention_mask=valid.long(), decoder_input_ids=target).logits
+    assert_close(ours(target, ours.begin(source, valid))[0], want, 1e-5)
+    kinformer.import_checkpoint(done.folder, tmp_path / "again")
+    again = kinformer.load(tmp_path / "again")
+    assert_close(again(target, again.begin(source, valid))[0], want, 1e-5)
+    if changes:
+        assert_same_weights(run, tmp_path / "again")
+        assert_same_config(run, tmp_path / "again")
+
+
+@torch.no_grad()
+def test_a_translator_translates_text(tmp_path):
+    from transformers import AutoTokenizer
+
+    run = saved_run("vanilla", tmp_path / "run")
+    done = kinformer.export(run, tmp_path / "exported")
+    tokenizer = AutoTokenizer.from_pretrained(done.folder)
+    batch = tokenizer(["two and", "a"], padding=True, return_tensors="pt")
+    assert batch["input_ids"].tolist() == [[*b"two and", 257], [*b"a", 257, *[256] * 6]]
+    got = loaded(done).generate(**batch, max_new_tokens=6, num_beams=1, do_sample=False)
+    ours = kinformer.load(run)
+    state, token, new = ours.begin(batch["input_ids"], batch["attention_mask"].bool()), torch.full((2, 1), 256), []
+    for _ in range(6):
+        logits, state = ours(token, state)
+        token = logits[:, -1:].argmax(-1)
+        new.append(token)
+    want = torch.cat(new, dim=1)
+    for row, other in zip(got[:, 1:], want, strict=True):
+        end = other.tolist().index(257) + 1 if 257 in other else 6
+        assert torch.equal(row[:end], other[:end])
 
 
 def test_padding_decides_where_positions_begin():

@@ -90,7 +90,10 @@ _KEY = "model.decoder.layers.0.self_attn.k_proj.weight"
     [
         (lambda t: t.update(extra=torch.zeros(2)), "holds 'extra'"),
         (lambda t: t.pop("model.shared.weight"), "lacks shared.weight"),
-        (lambda t: t.pop("model.encoder.layers.0.self_attn.k_proj.bias"), "lacks the product 'k'"),
+        (
+            lambda t: t.pop("model.encoder.layers.0.self_attn.k_proj.bias"),
+            "lacks encoder.*k_proj.bias",
+        ),
         (lambda t: t.update({_KEY: t[_KEY] > 0}), "k_proj.weight is torch.bool, but weights must be"),
         (lambda t: t.update({"lm_head.weight": torch.zeros(29, 16)}), "shared.weight and lm_head.weight differ"),
     ],

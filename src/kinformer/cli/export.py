@@ -19,8 +19,9 @@ class Options(Printing):
     """Write a folder for the library transformers: config.json, safetensors, tokenizer, and a model card.
 
     Where a run's model is exactly a LLaMA, Mistral, Qwen2, Qwen3, Gemma 1 to 3, GPT-2, GPT-NeoX, OPT, BLOOM or MPT, the
-    folder is one, and whatever reads that architecture reads it; so it is with encoders of texts that are a BERT,
-    RoBERTa, Longformer or Big Bird. All other causal models of tokens leave with a file of code that imports kinformer.
+    folder is one, and whatever reads that architecture reads it; so it is with encoders that are a BERT, RoBERTa,
+    Longformer, Big Bird, ViT, DeiT or Swin, and with translators that are a Marian. All other causal models of tokens
+    leave with a file of code that imports kinformer.
     """
 
     folder: RunFolder

@@ -61,15 +61,16 @@ class Imported:
 class _Format:
     """The conversion of checkpoints of one ``model_type``: config to model config, weights to our weights.
 
-    ``family`` is that of an encoder, whose head follows from its tensors. ``images``: whether it reads those.
-    ``untied``: whether tensors have an output matrix of their own although the config does not say so. ``notes``: what
-    there is to say of them.
+    ``with_tensors`` changes what follows from tensors. ``family`` is that of an encoder, whose head does. ``images``:
+    whether it reads those. ``untied``: whether tensors have an output matrix of their own although the config does not
+    say so. ``notes``: what there is to say of tensors.
     ``buffers`` names the tensors that are no weights, which old checkpoints hold in any dtype.
     """
 
     member: str
     model_config: Callable[[Mapping[str, Any], Path], dict[str, Any]]
     convert: Callable[[Mapping[str, Tensor], Mapping[str, Any], Path], dict[str, Tensor]] | None = None
+    with_tensors: Callable[[Mapping[str, Any], Mapping[str, Tensor]], dict[str, Any]] = lambda model, _: dict(model)
     family: Family | None = None
     images: bool = False
     untied: Callable[[Mapping[str, Tensor]], bool] = lambda tensors: False
@@ -101,7 +102,9 @@ FORMATS = {
         convert=modernbert.convert,
         notes=modernbert.notes,
     ),
-    "marian": _Format(member="vanilla", model_config=marian.model_config, convert=marian.convert),
+    "marian": _Format(
+        member="vanilla", model_config=marian.model_config, convert=marian.convert, with_tensors=marian.with_bias
+    ),
     **{
         kind: _Format(
             member="vanilla",
@@ -158,11 +161,14 @@ def _imported(folder: Path) -> Imported:
         assert form.convert is not None
         if form.untied(tensors):
             model["head"]["tied"] = False
+        model = form.with_tensors(model, tensors)
         weights, notes = form.convert(tensors, model, folder), form.notes(tensors)
     if model["kind"] == "decoder":
         notes += add_ends(model["input"], config, folder)
-    classes = images.classes(config, folder / CONFIG) if form.images else ()
-    notes += images.notes(folder) if form.images else ()
+    classes: tuple[str, ...] = ()
+    if form.images:
+        model["input"] |= images.normalisation(folder, model["input"]["channels"])
+        classes, notes = images.classes(config, folder / CONFIG), images.notes(folder)
     tokenizer = folder / TOKENIZER
     return Imported(
         member=form.member,

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kinformer.interop import images, vit
+from kinformer.interop.key_map import KeyMap, key
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-NAMES = {
-    "layernorm": "norm",
-    "classifier": "head.output",
-    "cls_classifier": "head.output",
-    "distillation_classifier": "head.distilled",
-}
+TOKENS = ("cls_token", "distillation_token")
+KEYS = vit.key_map("deit.", TOKENS, key("head.output", "classifier"))
+DISTILLED_KEYS = vit.key_map(
+    "deit.", TOKENS, key("head.output", "cls_classifier"), key("head.distilled", "distillation_classifier")
+)
 HEADS = {
     "DeiTForImageClassificationWithTeacher": "distilled",
     "DeiTForImageClassification": "linear_classification",
@@ -39,9 +39,11 @@ def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
     return vit.encoder(config, place, head, distillation_token=True)
 
 
+def key_map(model: Mapping[str, Any]) -> KeyMap:
+    """Return the key map of a ``model`` config, as data: with one classifier or two."""
+    return DISTILLED_KEYS if model["head"]["kind"] == "distilled" else KEYS
+
+
 def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
     """Return the weights under our names; an unknown one is an error."""
-    plain = images.plain(tensors, "deit")
-    if "embeddings.distillation_token" not in plain:
-        raise KinformerError(f"{folder}: lacks the distillation token; restore it from a copy.")
-    return vit.converted(plain, NAMES, folder, "DeiT")
+    return vit.read(key_map(model), tensors, model, folder, "DeiT")

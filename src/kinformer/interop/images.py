@@ -6,10 +6,11 @@ channels become part of the model's input here, which takes pixels from 0 to 1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kinformer.interop.key_map import Config, Layout, key
 from kinformer.interop.settings import whole
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import read_json
@@ -19,17 +20,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PREPROCESSOR = "preprocessor_config.json"
-FUSED = ("query", "key", "value")
 
 
 def patches(full: Mapping[str, Any], place: Path, **settings: Any) -> dict[str, Any]:
-    """Return the input ``patches``, as data, of a config and of the preprocessor's beside it."""
+    """Return the input ``patches``, as data, of a config; see :func:`normalisation`."""
     size, channels = _pair(full, place, "image_size"), whole(full, place, "num_channels")
     rows, columns = _pair(full, place, "patch_size")
     if rows != columns:
         raise KinformerError(f"{place}: patch_size is {rows} x {columns}, but only square patches can be imported.")
-    normal = _normalisation(place.parent / PREPROCESSOR, channels)
-    return {"kind": "patches", "size": size, "channels": channels, "patch": rows} | normal | settings
+    return {"kind": "patches", "size": size, "channels": channels, "patch": rows} | settings
 
 
 def notes(folder: Path) -> tuple[str, ...]:
@@ -49,26 +48,64 @@ def classes(full: Mapping[str, Any], place: Path) -> tuple[str, ...]:
     return tuple(str(names[str(number)]) for number in range(len(names)))
 
 
-def plain(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors by their names without that of the model before them."""
-    return {name.removeprefix(f"{prefix}."): tensor for name, tensor in tensors.items()}
+class Leading(Layout):
+    """Their tensors are ours, one behind the other, with one axis more, of length 1, before each."""
+
+    def read(self, tensors: Sequence[Tensor], layer: Config) -> Tensor:
+        import torch
+
+        return torch.cat([tensor[0] for tensor in tensors])
 
 
-def fused(parts: Mapping[str, Mapping[str, Tensor]], folder: Path) -> dict[str, Tensor]:
-    """Return queries, keys and values, which are three products there and one here, by the place of that."""
-    import torch
+class LeadingTokens(Leading):
+    """Their tensors are one token each, [1, 1, dim]; ours are its rows."""
 
-    joined = {}
-    for place, part in parts.items():
-        if missing := [name for name in FUSED if name not in part]:
-            raise KinformerError(f"{folder}: lacks the {missing[0]} of {place}; restore it from a copy.")
-        joined[place] = torch.cat([part[name] for name in FUSED])
-    return joined
+    def write(self, tensor: Tensor, layer: Config) -> list[Tensor]:
+        return [row[None] for row in tensor.split(1)]
 
 
-def unknown(folder: Path, name: str, model: str) -> KinformerError:
-    """Return the error for a tensor that no model of this kind has."""
-    return KinformerError(f"{folder}: holds {name[:99]!r}, which no {model} for image classification has.")
+class LeadingTable(Leading):
+    """Their table is [1, rows, dim]."""
+
+    def write(self, tensor: Tensor, layer: Config) -> list[Tensor]:
+        return [tensor[None]]
+
+
+class Kernel(Layout):
+    """Their product of a patch is a convolution's kernel [dim, channels, rows, columns], ours [dim, all of them]."""
+
+    def read(self, tensors: Sequence[Tensor], layer: Config) -> Tensor:
+        (tensor,) = tensors
+        return tensor.flatten(1) if tensor.dim() == 4 else tensor
+
+    def write(self, tensor: Tensor, layer: Config) -> list[Tensor]:
+        patches = layer["input"]
+        shape = (patches["channels"], patches["patch"], patches["patch"])
+        return [tensor.unflatten(1, shape) if tensor.dim() == 2 else tensor]
+
+
+TOKENS, TABLE, KERNEL = LeadingTokens(), LeadingTable(), Kernel()
+PROJECTION = key("input.projection", "embeddings.patch_embeddings.projection", layout=KERNEL)
+
+
+def preprocessor(patches: Config, kind: str) -> dict[str, Any]:
+    """Return the ``preprocessor_config.json`` of the input ``patches``, as data, of an image processor ``kind``."""
+    rows, columns = patches["size"]
+    ones = [1.0] * patches["channels"]
+    settings = {
+        "image_processor_type": kind,
+        "do_resize": True,
+        "size": {"height": rows, "width": columns},
+        "resample": 2,
+        "do_center_crop": False,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": bool(patches["mean"] or patches["std"]),
+    }
+    if not settings["do_normalize"]:
+        return settings
+    mean = list(patches["mean"]) or [0.0 for _ in ones]
+    return settings | {"image_mean": mean, "image_std": list(patches["std"]) or ones}
 
 
 def _pair(full: Mapping[str, Any], place: Path, name: str) -> list[int]:
@@ -79,8 +116,9 @@ def _pair(full: Mapping[str, Any], place: Path, name: str) -> list[int]:
     return [whole({name: item}, place, name) for item in values]
 
 
-def _normalisation(path: Path, channels: int) -> dict[str, Any]:
-    """Return mean and standard deviation of the channels, where there is a file that says them."""
+def normalisation(folder: Path, channels: int) -> dict[str, Any]:
+    """Return mean and standard deviation of the channels, where ``folder`` has a file that says them."""
+    path = folder / PREPROCESSOR
     if not path.is_file():
         return {}
     config = read_json(path)

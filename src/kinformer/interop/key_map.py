@@ -125,9 +125,15 @@ def third_rows(layer: Config) -> tuple[int, int, int]:
     return layer["dim"], layer["dim"], layer["dim"]
 
 
+def half_rows(layer: Config) -> tuple[int, int]:
+    """Return how many rows keys and values have where each is as wide as the model."""
+    return layer["dim"], layer["dim"]
+
+
 SAME = Layout()
 TRANSPOSED, BY_HEAD, ONE_PLUS = Transposed(), ByHead(), OnePlus()
 QKV, GATE_UP, THIRDS = Rows(head_rows), Rows(gate_rows), Rows(third_rows)
+HALVES = Rows(half_rows)
 
 
 @dataclass(frozen=True)
@@ -230,7 +236,7 @@ class KeyMap:
         return ("", -1, name) if match is None else (match[1], int(match[2]), match[3])
 
 
-HEADS = ("lm_head", "embed_out", "cls", "classifier")
+HEADS = ("lm_head", "embed_out", "cls", "classifier", "cls_classifier", "distillation_classifier")
 """Modules of heads, which stand beside the model of the prefix."""
 
 

@@ -6,11 +6,11 @@ per id. A target begins with ``decoder_start_token_id``, which is our BOS; a sou
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kinformer.interop.key_map import HALVES, THIRDS, KeyMap, key
 from kinformer.interop.settings import choice, number, require, whole
 from kinformer.runtime.errors import KinformerError
 
@@ -47,15 +47,27 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """transformers' own, for what a config leaves out."""
 
-SELF = {"self_attn.out_proj": "mixer.out", "self_attn_layer_norm": "mixer_residual.norm"}
-FED = {"fc1": "feed_forward.up", "fc2": "feed_forward.down", "final_layer_norm": "feed_forward_residual.norm"}
-CROSS = {"encoder_attn.out_proj": "further_mixers.0.out", "encoder_attn_layer_norm": "further_residuals.0.norm"}
-CROSS |= {"encoder_attn.q_proj": "further_mixers.0.query"}
-JOINED = {
-    "self_attn": ("qkv", "mixer.projection.qkv"),
-    "encoder_attn": ("kv", "further_mixers.0.key_value"),
+FED = (
+    key("feed_forward.up", "fc1"),
+    key("feed_forward.down", "fc2"),
+    key("feed_forward_residual.norm", "final_layer_norm"),
+)
+SELF = (
+    key("mixer.projection.qkv", *(f"self_attn.{letter}_proj" for letter in "qkv"), layout=THIRDS),
+    key("mixer.out", "self_attn.out_proj"),
+    key("mixer_residual.norm", "self_attn_layer_norm"),
+)
+CROSS = (
+    key("further_mixers.0.query", "encoder_attn.q_proj"),
+    key("further_mixers.0.key_value", "encoder_attn.k_proj", "encoder_attn.v_proj", layout=HALVES),
+    key("further_mixers.0.out", "encoder_attn.out_proj"),
+    key("further_residuals.0.norm", "encoder_attn_layer_norm"),
+)
+SIDES = {
+    "encoder": KeyMap(model=(), layer=SELF + FED, layers="encoder.layers"),
+    "decoder": KeyMap(model=(), layer=SELF + CROSS + FED, layers="decoder.layers"),
 }
-"""Products that are one of ours: which, in this order, and its name."""
+"""The keys of the layers of both sides."""
 
 
 def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
@@ -112,37 +124,56 @@ def _layer(full: Mapping[str, Any], place: Path, side: str) -> dict[str, Any]:
     }
 
 
+def with_bias(model: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return ``model`` with a bias in its head only where that is not zero throughout."""
+    bias = tensors.get("final_logits_bias")
+    return {**model, "head": {**model["head"], "bias": bias is not None and bool(bias.any())}}
+
+
 def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
     """Return the weights under our names; a tensor that such a model does not have is an error."""
-    import torch
-
     plain = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     weights = _tables(plain, model, folder)
-    parts: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in plain.items():
-        if name in _TABLES or name.endswith("embed_positions.weight"):
-            continue
-        match = re.fullmatch(r"(encoder|decoder)\.layers\.(\d{1,5})\.(.+)\.(weight|bias)", name)
-        stem = "" if match is None else f"{'encoder.' if match[1] == 'encoder' else ''}stack.layers.{int(match[2])}"
-        names = SELF | FED | (CROSS if match is not None and match[1] == "decoder" else {})
-        part = "" if match is None else match[3]
-        owner, _, product = part.partition(".")
-        if match is not None and part in names:
-            weights[f"{stem}.{names[part]}.{match[4]}"] = tensor
-        elif match is not None and owner in JOINED and product[:1] in JOINED[owner][0] and product[1:] == "_proj":
-            parts.setdefault(f"{stem}.{JOINED[owner][1]}.{match[4]}", {})[product[0]] = tensor
-        else:
-            raise KinformerError(
-                f"{folder}: holds {name[:99]!r}, which a Marian model for translation has not; import one without "
-                "further heads."
-            )
-    order = {ours: letters for letters, ours in JOINED.values()}
-    for name, letters_of_part in parts.items():
-        letters = next(value for ours, value in order.items() if ours in name)
-        if missing := [letter for letter in letters if letter not in letters_of_part]:
-            raise KinformerError(f"{folder}: lacks the product {missing[0]!r} of {name}; restore it from a copy.")
-        weights[name] = torch.cat([letters_of_part[letter] for letter in letters])
+    plain = {
+        name: tensor
+        for name, tensor in plain.items()
+        if name not in _TABLES and not name.endswith("embed_positions.weight")
+    }
+    for side, keys in SIDES.items():
+        layers = {name: plain.pop(name) for name in list(plain) if name.startswith(f"{keys.layers}.")}
+        prefix = "encoder." if side == "encoder" else ""
+        some = keys.read(layers, _side(model, side), folder, f"Marian {side} for translation")
+        weights |= {f"{prefix}{name}": tensor for name, tensor in some.items()}
+    if plain:
+        raise KinformerError(
+            f"{folder}: holds {next(iter(plain))[:99]!r}, which a Marian model for translation has not; import one "
+            "without further heads."
+        )
     return weights
+
+
+def write(weights: Mapping[str, Tensor], model: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return our ``weights`` under their names: the inverse of :func:`convert`."""
+    import torch
+
+    tensors: dict[str, Tensor] = {}
+    for side, keys in SIDES.items():
+        before = f"{'encoder.' if side == 'encoder' else ''}stack."
+        some = {f"stack.{name.removeprefix(before)}": one for name, one in weights.items() if name.startswith(before)}
+        tensors |= keys.write(some, _side(model, side))
+    table = weights["input.embedding.weight"]
+    if model["encoder"]["input"] is None:
+        tensors["model.shared.weight"] = table
+    else:
+        tensors["model.encoder.embed_tokens.weight"] = weights["encoder.input.embedding.weight"]
+        tensors["model.decoder.embed_tokens.weight"] = table
+    bias = weights.get("head.bias", torch.zeros(len(table)))
+    return tensors | {"final_logits_bias": bias[None].contiguous()}
+
+
+def _side(model: Mapping[str, Any], side: str) -> Mapping[str, Any]:
+    """Return the config of a ``side`` of the ``model``, as a key map reads it."""
+    return {**model["encoder"], "dim": model["dim"]} if side == "encoder" else model
 
 
 _TABLES = {
@@ -171,7 +202,4 @@ def _tables(plain: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path)
                 "tables can be imported."
             )
         weights[("encoder." if side == "encoder" else "") + "input.embedding.weight"] = first
-    bias = plain.get("final_logits_bias")
-    size = model["input"]["vocab_size"]
-    weights["head.bias"] = torch.zeros(size) if bias is None else bias.flatten()
-    return weights
+    return weights | ({"head.bias": plain["final_logits_bias"].flatten()} if model["head"]["bias"] else {})

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core import kind_table
 from kinformer.core.config import from_dict, to_dict
 from kinformer.core.model_config import ModelConfig
-from kinformer.interop.routes import ROUTES, Data, Padding, Weights
+from kinformer.interop import encoder_routes, images, routes
+from kinformer.interop.routes import Data, Padding, Weights
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+ROUTES = routes.ROUTES | encoder_routes.ROUTES
 UNCOMPUTED = {"dropout", "initialisation", "impl", "std", "checkpoint", "chunks"}
 UNCOMPUTED |= {"mask_token", "bos_token", "eos_token", "mean"}
 """Settings that change no output of a trained model; mean and std of images stand in a file beside ``config.json``."""
@@ -42,6 +44,17 @@ class Native:
         """Return the class of transformers, and the one that loads it."""
         return ROUTES[self.model_type].classes(self.model)
 
+    @property
+    def reordered(self) -> str:
+        """Return what stands in another order there; empty where nothing does."""
+        return ROUTES[self.model_type].reordered if self.is_reordered else ""
+
+    @property
+    def preprocessor(self) -> dict[str, Any] | None:
+        """Return the ``preprocessor_config.json`` of a model of images, None of others."""
+        kind = ROUTES[self.model_type].processor
+        return None if kind is None else images.preprocessor(self.model["input"], kind)
+
     def tensors(self, weights: Weights) -> dict[str, Tensor]:
         """Return the ``weights`` of our model under their names and in their layouts."""
         route = ROUTES[self.model_type]
@@ -63,7 +76,7 @@ def native_form(config: ModelConfig, length: int | None = None, padding: Padding
         try:
             model = route.order(data)
             written = route.settings(model, length, padding)
-            read = from_dict(ModelConfig, route.read(written), kind_table.find())
+            read = from_dict(ModelConfig, route.read(written, model), kind_table.find())
         except (KinformerError, KeyError, TypeError, ValueError, AttributeError):
             continue
         ours, theirs = dict(_leaves(model)), dict(_leaves(to_dict(read)))

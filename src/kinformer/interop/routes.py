@@ -1,22 +1,20 @@
-"""Ways out: what turns a model of ours into each architecture of the library transformers, and reads it again."""
+"""Ways out: what turns a model of ours into each decoder of the library transformers, and reads it again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kinformer.interop import decoders, encoder_inverse, encoder_keys, gpt2, llama
-from kinformer.interop.checkpoint import CONFIG, FAMILIES
+from kinformer.interop import decoders, gpt2, llama
+from kinformer.interop.checkpoint import CONFIG
 from kinformer.interop.inverse import SETTINGS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kinformer.interop.architecture import Architecture
-    from kinformer.interop.encoder import Family
 
 Data = Mapping[str, Any]
 Weights = Mapping[str, "Tensor"]
@@ -37,21 +35,24 @@ class Route:
     """The way out to a ``model_type``, its ``title``, the ``kind`` of our model and of the input that it ``reads``.
 
     ``settings`` returns the ``config.json`` for a model of ours, as data, at a length and with a padding token;
-    ``read`` the model again, as data; ``write`` the tensors; ``classes`` the class of transformers and the one that
-    loads it. ``order`` returns the model as it is there where features stand in another order, and ``reorder`` its
-    weights. ``notes`` are sentences on what transformers does otherwise.
+    ``read`` the model again, of the settings and with the tensors of that model; ``write`` the tensors; ``classes`` the
+    class of transformers and the one that loads it. ``order`` returns the model as it is there where features stand in
+    another order, ``reorder`` its weights, and ``reordered`` says what does. ``notes`` are sentences on what
+    transformers does otherwise. ``processor``: the class that prepares images.
     """
 
     title: str
     kind: str
     reads: str
     settings: Callable[[Data, int | None, Padding | None], dict[str, Any]]
-    read: Callable[[Data], dict[str, Any]]
+    read: Callable[[Data, Data], dict[str, Any]]
     write: Callable[[Weights, Data, Data], dict[str, Tensor]]
     classes: Callable[[Data], tuple[str, str]]
     order: Callable[[Data], Data] = lambda model: model
     reorder: Callable[[Weights, Data], dict[str, Tensor]] = lambda weights, model: dict(weights)
+    reordered: str = ""
     notes: Callable[[Data], list[str]] = lambda model: []
+    processor: str | None = None
 
 
 def _ids(model: Data) -> dict[str, Any]:
@@ -133,77 +134,14 @@ def _decoder(kind: str) -> Route:
         kind="decoder",
         reads="tokens",
         settings=lambda model, length, padding: {**SETTINGS[kind](model), **_ids(model)} | _length(model, length),
-        read=lambda settings: architecture.model_config(settings, PLACE),
+        read=lambda settings, model: architecture.model_config(settings, PLACE),
         write=lambda weights, model, settings: architecture.write(weights, model),
         classes=lambda model: (CAUSAL[kind], "AutoModelForCausalLM"),
         order=_with_half_layout,
         reorder=_halved,
+        reordered="the rows of queries and keys change their order",
     )
 
 
-TEXT_CLASSES = {"bert": "Bert", "roberta": "Roberta", "longformer": "Longformer", "big_bird": "BigBird"}
-HEAD_CLASSES = {
-    "masked_language": "MaskedLM",
-    "classification": "SequenceClassification",
-    "token_classification": "TokenClassification",
-}
-HEAD_NAMES = {"masked_language": "lm_head.dense.weight"}
-"""A tensor by which the import knows a head, where that is not the classifier's."""
-
-
-def _text_settings(kind: str, model: Data, length: int | None, padding: Padding | None) -> dict[str, Any]:
-    settings = encoder_inverse.TEXT[kind](model, None if padding is None else padding.id)
-    tokens = model["input"]
-    ids = {"bos_token_id": tokens["bos_token"], "eos_token_id": tokens["eos_token"]}
-    return {**settings, **ids, "architectures": [_text_class(kind, model)[0]]}
-
-
-def _text_class(kind: str, model: Data) -> tuple[str, str]:
-    end = HEAD_CLASSES[model["head"]["kind"]]
-    return f"{TEXT_CLASSES[kind]}For{end}", f"AutoModelFor{end}"
-
-
-def _read_text(family: Family, settings: Data) -> dict[str, Any]:
-    (name,) = settings["architectures"]
-    head = next(kind for kind, end in HEAD_CLASSES.items() if name.endswith(f"For{end}"))
-    model = family.model_config(settings, PLACE)
-    model |= family.head(settings, PLACE, [HEAD_NAMES.get(head, "classifier.weight")])
-    if settings["type_vocab_size"] == 1:
-        model["input"]["types"] = 0  # the vector of the only type is written as zero
-    return model
-
-
-def _write_text(family: Family, weights: Weights, model: Data, settings: Data) -> dict[str, Tensor]:
-    return encoder_keys.write(family.key_map(settings, PLACE, model["head"]["kind"]), weights, model)
-
-
-def _text_notes(kind: str, model: Data) -> list[str]:
-    notes = []
-    if kind in ("roberta", "longformer"):
-        notes.append("padding is known there by its id, which may stand nowhere else in a text")
-    if kind == "longformer" and model["global_tokens"] and model["head"]["kind"] != "classification":
-        notes.append("give it a global_attention_mask that is 1 at the first token, which is global here")
-    if kind == "big_bird" and model["layers"][0]["mixer"]["pattern"]["kind"] != "full":
-        notes.append(
-            "transformers draws its random blocks only while it trains (train()) and reads the first block instead "
-            "where it does not, and it lets padding of a batch be global"
-        )
-    return notes
-
-
-def _text(kind: str) -> Route:
-    family = FAMILIES[kind]
-    return Route(
-        title=family.title,
-        kind="encoder",
-        reads="tokens",
-        settings=partial(_text_settings, kind),
-        read=partial(_read_text, family),
-        write=partial(_write_text, family),
-        classes=partial(_text_class, kind),
-        notes=partial(_text_notes, kind),
-    )
-
-
-ROUTES = {kind: _decoder(kind) for kind in SETTINGS} | {kind: _text(kind) for kind in encoder_inverse.TEXT}
-"""The ``model_type`` to the way out, in the order in which they are tried."""
+ROUTES = {kind: _decoder(kind) for kind in SETTINGS}
+"""The ``model_type`` of a decoder to the way out, in the order in which they are tried."""

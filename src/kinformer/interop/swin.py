@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kinformer.interop import images
 from kinformer.interop.encoder import ACTIVATIONS
+from kinformer.interop.key_map import KeyMap, key
 from kinformer.interop.settings import choice, number, require, whole
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
@@ -36,29 +37,42 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """transformers' own, for what a config leaves out."""
 
-NAMES = {
-    "embeddings.patch_embeddings.projection": "input.projection",
-    "embeddings.norm": "embedding_norm",
-    "layernorm": "norm",
-    "classifier": "head.output",
-}
-LAYER_NAMES = {
-    "layernorm_before": "mixer_residual.norm",
-    "layernorm_after": "feed_forward_residual.norm",
-    "attention.self.query": "mixer.query",
-    "attention.self.key": "mixer.key",
-    "attention.self.value": "mixer.value",
-    "attention.output.dense": "mixer.out",
-    "attention.self.continuous_position_bias_mlp.0": "mixer.biases.0",
-    "attention.self.continuous_position_bias_mlp.2": "mixer.biases.2",
-    "intermediate.dense": "feed_forward.up",
-    "output.dense": "feed_forward.down",
-}
-TABLES = {"relative_position_bias_table": "mixer.table", "logit_scale": "mixer.heat"}
-LEFT_OUT = "embeddings.mask_token"
+LAYER = (
+    key("mixer_residual.norm", "layernorm_before"),
+    key("feed_forward_residual.norm", "layernorm_after"),
+    *(key(f"mixer.{name}", f"attention.self.{name}") for name in ("query", "key", "value")),
+    key("mixer.out", "attention.output.dense"),
+    *(key(f"mixer.biases.{n}", f"attention.self.continuous_position_bias_mlp.{n}") for n in (0, 2)),
+    key("mixer.table", "attention.self.relative_position_bias_table", tensors=("",)),
+    key("mixer.heat", "attention.self.logit_scale", tensors=("",)),
+    key("feed_forward.up", "intermediate.dense"),
+    key("feed_forward.down", "output.dense"),
+)
+LEFT_OUT = re.compile(r"embeddings\.mask_token")
+"""The vector that hides patches in pretraining."""
 BUFFERS = re.compile(r".*\.(relative_position_index|relative_coords_table)")
 """Pairs of positions, which old checkpoints keep among the weights."""
-"""What follows from the window, and the vector that hides patches in pretraining."""
+
+
+def key_map(model: Mapping[str, Any]) -> KeyMap:
+    """Return the key map of a ``model`` config, as data, whose layers are numbered through all stages."""
+    merges = [
+        key(f"stack.merges.{stage}.{name}", f"encoder.layers.{stage}.downsample.{name}")
+        for stage in range(len(model["stack"]["depths"]) - 1)
+        for name in ("norm", "reduction")
+    ]
+    outside = (images.PROJECTION, key("embedding_norm", "embeddings.norm"), key("norm", "layernorm"))
+    return KeyMap(
+        model=(*outside, *merges, key("head.output", "classifier")),
+        layer=LAYER,
+        layers=BLOCKS,
+        prefix="swinv2." if model["layers"][0]["mixer"]["cosine"] else "swin.",
+        left_out=LEFT_OUT,
+    )
+
+
+BLOCKS = "encoder.blocks"
+"""What stands before a layer's number in names of :func:`key_map`."""
 
 
 def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
@@ -116,26 +130,26 @@ def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
 def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
     """Return the weights under our names; an unknown one is an error."""
     depths = model["stack"]["depths"]
-    weights: dict[str, Tensor] = {}
-    for name, tensor in images.plain(images.plain(tensors, "swin"), "swinv2").items():
-        stem, _, last = name.rpartition(".")
-        block = re.fullmatch(r"encoder\.layers\.(\d{1,5})\.blocks\.(\d{1,5})\.(.+)", stem)
-        merge = re.fullmatch(r"encoder\.layers\.(\d{1,5})\.downsample\.(norm|reduction)", stem)
-        if block is not None and int(block[1]) < len(depths):
-            place = f"stack.layers.{sum(depths[: int(block[1])]) + int(block[2])}"
-            if block[3] in LAYER_NAMES:
-                weights[f"{place}.{LAYER_NAMES[block[3]]}.{last}"] = tensor
-                continue
-            if last in TABLES:
-                weights[f"{place}.{TABLES[last]}"] = tensor
-                continue
-        if merge is not None:
-            weights[f"stack.merges.{merge[1]}.{merge[2]}.{last}"] = tensor
-        elif stem in NAMES:
-            weights[f"{NAMES[stem]}.{last}"] = tensor.flatten(1) if tensor.dim() == 4 else tensor
-        elif name != LEFT_OUT:
-            raise images.unknown(folder, name, "Swin")
-    return weights
+    flat = {}
+    for name, tensor in tensors.items():
+        block = re.fullmatch(r"((?:swin|swinv2)\.|)encoder\.layers\.([0-9]{1,5})\.blocks\.([0-9]{1,5})\.(.+)", name)
+        if block is not None and int(block[2]) < len(depths) and int(block[3]) < depths[int(block[2])]:
+            name = f"{block[1]}{BLOCKS}.{sum(depths[: int(block[2])]) + int(block[3])}.{block[4]}"
+        flat[name] = tensor
+    return key_map(model).read(flat, model, folder, "Swin for image classification")
+
+
+def write(weights: Mapping[str, Tensor], model: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return our ``weights`` under their names: the inverse of :func:`convert`."""
+    places = [
+        f"{stage}.blocks.{index}" for stage, depth in enumerate(model["stack"]["depths"]) for index in range(depth)
+    ]
+    tensors = {}
+    for name, tensor in key_map(model).write(weights, model).items():
+        before, blocks, inner = name.partition(f"{BLOCKS}.")
+        number, _, rest = inner.partition(".")
+        tensors[f"{before}encoder.layers.{places[int(number)]}.{rest}" if blocks else name] = tensor
+    return tensors
 
 
 def _whole_numbers(full: Mapping[str, Any], place: Path, name: str) -> list[int]:

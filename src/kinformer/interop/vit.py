@@ -6,12 +6,13 @@ Positions are resized there by bicubic interpolation, and only on request; here 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kinformer.interop import images
 from kinformer.interop.encoder import ACTIVATIONS
+from kinformer.interop.key_map import THIRDS, Key, KeyMap, key
 from kinformer.interop.settings import choice, number, whole
 from kinformer.runtime.errors import KinformerError
 
@@ -31,19 +32,36 @@ DEFAULTS: Mapping[str, Any] = {
     "patch_size": 16,
     "num_channels": 3,
     "qkv_bias": True,
+    "resize_positions": "bicubic",
 }
-"""transformers' own, for what a config leaves out."""
+"""transformers' own, for what a config leaves out; the last is a setting of our exports alone."""
+RESIZES = ("bicubic", "bilinear")
 
-NAMES = {"layernorm": "norm", "classifier": "head.output"}
-LAYER_NAMES = {
-    "layernorm_before": "mixer_residual.norm",
-    "layernorm_after": "feed_forward_residual.norm",
-    "attention.output.dense": "mixer.out",
-    "intermediate.dense": "feed_forward.up",
-    "output.dense": "feed_forward.down",
-}
+PRODUCTS = ("query", "key", "value")
+LAYER = (
+    key("mixer_residual.norm", "layernorm_before"),
+    key("feed_forward_residual.norm", "layernorm_after"),
+    key("mixer.projection.qkv", *(f"attention.attention.{name}" for name in PRODUCTS), layout=THIRDS),
+    key("mixer.out", "attention.output.dense"),
+    key("feed_forward.up", "intermediate.dense"),
+    key("feed_forward.down", "output.dense"),
+)
 LEFT_OUT = re.compile(r"pooler\..*|embeddings\.mask_token")
 """What neither classifies: a pooler, and the vector that hides patches in pretraining."""
+
+
+def key_map(prefix: str, tokens: Sequence[str], *heads: Key) -> KeyMap:
+    """Return the key map of an encoder whose ``tokens`` stand before the patches, with these keys of its head."""
+    model = (
+        images.PROJECTION,
+        key("input.tokens", *(f"embeddings.{name}" for name in tokens), layout=images.TOKENS, tensors=("",)),
+        key("input.positions", "embeddings.position_embeddings", layout=images.TABLE, tensors=("",)),
+        key("norm", "layernorm"),
+    )
+    return KeyMap(model=(*model, *heads), layer=LAYER, layers="encoder.layer", prefix=prefix, left_out=LEFT_OUT)
+
+
+KEYS = key_map("vit.", ("cls_token",), key("head.output", "classifier"))
 
 
 def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
@@ -78,7 +96,7 @@ def encoder(config: Mapping[str, Any], place: Path, head: Mapping[str, Any], **t
     }
     return {
         "kind": "encoder",
-        "input": images.patches(full, place, resize="bicubic", **tokens),
+        "input": images.patches(full, place, resize=choice(full, place, "resize_positions", RESIZES), **tokens),
         "dim": whole(full, place, "hidden_size"),
         "layers": [layer] * depth,
         "position": "none",
@@ -91,38 +109,14 @@ def encoder(config: Mapping[str, Any], place: Path, head: Mapping[str, Any], **t
 
 def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
     """Return the weights under our names; an unknown one is an error."""
-    return converted(images.plain(tensors, "vit"), NAMES, folder, "ViT")
+    return read(KEYS, tensors, model, folder, "ViT")
 
 
-def converted(tensors: Mapping[str, Tensor], names: Mapping[str, str], folder: Path, kind: str) -> dict[str, Tensor]:
-    """Return the weights by their plain names under ours; ``names`` are those outside of layers."""
-    if not {"embeddings.cls_token", "embeddings.position_embeddings"} <= tensors.keys():
-        raise KinformerError(f"{folder}: lacks the class token or the positions of {kind}; restore it from a copy.")
-    weights: dict[str, Tensor] = {}
-    parts: dict[str, dict[str, Tensor]] = {}
-    tokens = [tensors[name] for name in ("embeddings.cls_token", "embeddings.distillation_token") if name in tensors]
-    for name, tensor in tensors.items():
-        stem, _, last = name.rpartition(".")
-        layer = re.fullmatch(r"encoder\.layer\.(\d{1,5})\.(.+)", stem)
-        place = "" if layer is None else f"stack.layers.{int(layer[1])}."
-        inner = "" if layer is None else layer[2]
-        if name == "embeddings.position_embeddings":
-            weights["input.positions"] = tensor[0]
-        elif stem == "embeddings.patch_embeddings.projection":
-            weights[f"input.projection.{last}"] = tensor.flatten(1) if last == "weight" else tensor
-        elif stem in names:
-            weights[f"{names[stem]}.{last}"] = tensor
-        elif inner in LAYER_NAMES:
-            weights[f"{place}{LAYER_NAMES[inner]}.{last}"] = tensor
-        elif inner.removeprefix("attention.attention.") in images.FUSED:
-            qkv = parts.setdefault(f"{place}mixer.projection.qkv.{last}", {})
-            qkv[inner.removeprefix("attention.attention.")] = tensor
-        elif not LEFT_OUT.fullmatch(name) and last not in ("cls_token", "distillation_token"):
-            raise images.unknown(folder, name, kind)
-    return weights | {"input.tokens": _joined(tokens)} | images.fused(parts, folder)
-
-
-def _joined(tokens: list[Tensor]) -> Tensor:
-    import torch
-
-    return torch.cat([token[0] for token in tokens])
+def read(
+    keys: KeyMap, tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path, title: str
+) -> dict[str, Tensor]:
+    """Return the weights under our names by ``keys``; an unknown one is an error, and so is a missing token."""
+    weights = keys.read(tensors, model, folder, f"{title} for image classification")
+    if not {"input.tokens", "input.positions"} <= weights.keys():
+        raise KinformerError(f"{folder}: lacks the class token or the positions of {title}; restore it from a copy.")
+    return weights

@@ -16,6 +16,7 @@ from kinformer.core.config import to_dict
 from kinformer.core.model import PROTOCOLS, CausalModel
 from kinformer.core.model_config import ModelConfig
 from kinformer.interop.checkpoint import CONFIG, INDEX, WEIGHTS
+from kinformer.interop.images import PREPROCESSOR
 from kinformer.interop.native import Native, native_form
 from kinformer.interop.routes import Padding
 from kinformer.runtime.errors import KinformerError
@@ -120,6 +121,8 @@ def write_model(
     tensors = form.native.tensors(weights) if form.native else {f"model.{name}": one for name, one in weights.items()}
     count = _write_tensors(folder, _as_dtype(tensors, settings["dtype"]), max_shard_bytes)
     write_json(folder / CONFIG, settings)
+    if form.native is not None and form.native.preprocessor is not None:
+        write_json(folder / PREPROCESSOR, form.native.preprocessor)
     if form.auto_class in GENERATES:
         names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
         write_json(folder / GENERATION, {name: settings[name] for name in names if settings.get(name) is not None})

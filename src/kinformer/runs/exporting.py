@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from kinformer.core.config import to_dict
-from kinformer.core.model import WholeModel
+from kinformer.core.model import SourceModel, WholeModel
 from kinformer.family.table import member as member_called
-from kinformer.interop.encoder_inverse import labels_of
+from kinformer.interop.encoder_routes import labels_of
 from kinformer.interop.routes import Padding
 from kinformer.interop.tokenizer_files import Special, of_encoder, padding_of, write_tokenizer
 from kinformer.interop.writing import DTYPES, GENERATES, Form, appearing, form_of, require_new, settings_of, write_model
@@ -106,10 +106,9 @@ def sentence_of(form: Form) -> str:
             f"the folder is remote code of kinformer, as {form.reason}; load it with {form.auto_class} and "
             "trust_remote_code=True where kinformer is installed."
         )
-    order = "; the rows of queries and keys change their order" if form.native.is_reordered else ""
-    notes = "".join(f"; {note}" for note in form.native.notes)
+    notes = "".join(f"; {note}" for note in (form.native.reordered, *form.native.notes) if note)
     what = f"the folder is a {form.model_type} ({form.model_class}), which {form.auto_class} loads by itself"
-    return f"{what}{order}{notes}."
+    return f"{what}{notes}."
 
 
 def _source(run: Run) -> bytes | None:
@@ -129,6 +128,9 @@ def _special(run: Run, form: Form, padding: Padding | None) -> Special:
     if run.config.protocol is WholeModel:
         by_id = form.model_type in ("roberta", "longformer")
         return of_encoder(tokens, padding.text if padding and padding.text else None if by_id else "sep_token")
+    if run.config.protocol is SourceModel:
+        roles = {"bos_token": (tokens["bos_token"], "<s>"), "eos_token": (tokens["eos_token"], "</s>")}
+        return Special(roles, None, "eos_token", "bos_token")
     end = next(iter(getattr(run.config.input, "eos_tokens", ())), None)
     return Special({} if end is None else {"eos_token": (end, "")}, pad="eos_token")
 
@@ -151,12 +153,10 @@ Data: `{data}`. Training: {training}.
 {measured}## Use
 
 ```python
-from transformers import {auto_class}, AutoTokenizer
+from transformers import {auto_class}, {preparer}
 
 model = {auto_class}.from_pretrained("{name}"{trust})
-tokenizer = AutoTokenizer.from_pretrained("{name}")
-inputs = tokenizer("It was ", return_tensors="pt")
-print({use})
+{use}
 ```
 
 {form}
@@ -169,12 +169,20 @@ Written by `kinformer export` from a run of the task {task}.
 """
 """The model card."""
 WHOLE = "It reads whole texts or images."
-GENERATED = "tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0])"
+OF_TEXT = """tokenizer = AutoTokenizer.from_pretrained("{name}")
+inputs = tokenizer("It was ", return_tensors="pt")
+print({use})"""
+OF_IMAGES = """processor = AutoImageProcessor.from_pretrained("{name}")
+inputs = processor(image, return_tensors="pt")  # an image as PIL or NumPy has it
+print({use})"""
+GENERATED, LOGITS = "tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0])", "model(**inputs).logits"
 PIPELINES = {
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForMaskedLM": "fill-mask",
     "AutoModelForSequenceClassification": "text-classification",
     "AutoModelForTokenClassification": "token-classification",
+    "AutoModelForImageClassification": "image-classification",
+    "AutoModelForSeq2SeqLM": "translation",
 }
 """What a model card calls the use of a model."""
 
@@ -183,6 +191,7 @@ def card(run: Run, form: Form, parameters: int, dtype: str, name: str) -> str:
     """Return the model card: what the model is, what it was trained on, and what was measured."""
     record = member_called(run.member)
     sentence = sentence_of(form)
+    images, generates = form.auto_class == "AutoModelForImageClassification", form.auto_class in GENERATES
     return CARD.format(
         member=run.member,
         name=name,
@@ -197,7 +206,8 @@ def card(run: Run, form: Form, parameters: int, dtype: str, name: str) -> str:
         measured=_measured(run),
         auto_class=form.auto_class,
         pipeline=PIPELINES[form.auto_class],
-        use=GENERATED if form.auto_class in GENERATES else "model(**inputs).logits",
+        preparer="AutoImageProcessor" if images else "AutoTokenizer",
+        use=(OF_IMAGES if images else OF_TEXT).format(name=name, use=GENERATED if generates else LOGITS),
         trust="" if form.native else ", trust_remote_code=True",
         form=sentence[0].upper() + sentence[1:],
         departures="\n".join(f"- {one}" for one in record.facts["departures"] or ("none",)),
