@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core import kind_table
 from kinformer.core.config import from_dict, to_dict
 from kinformer.core.model_config import ModelConfig
-from kinformer.interop import encoder_routes, images, routes
+from kinformer.interop import encoder_routes, images, routes, translator_routes
 from kinformer.interop.routes import Data, Padding, Weights
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-ROUTES = routes.ROUTES | encoder_routes.ROUTES
+ROUTES = routes.ROUTES | encoder_routes.ROUTES | translator_routes.ROUTES
 UNCOMPUTED = {"dropout", "initialisation", "impl", "std", "checkpoint", "chunks"}
 UNCOMPUTED |= {"mask_token", "bos_token", "eos_token", "mean"}
 """Settings that change no output of a trained model; mean and std of images stand in a file beside ``config.json``."""
