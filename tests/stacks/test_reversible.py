@@ -262,6 +262,7 @@ def test_a_reserved_state_under_gradients_is_refused_in_a_sentence():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="PyTorch 2.11 cannot break a graph where a state is an argument")
 def test_compiled_it_is_left_as_it_is():
     torch._dynamo.reset()
     model = build("gpt", **DROPOUT).double().train()
