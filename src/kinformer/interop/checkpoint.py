@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kinformer.interop import (
     bert,
     big_bird,
+    decision,
     decoders,
     deit,
     encoder_decoders,
@@ -115,6 +116,13 @@ FORMATS = {
         for kind, model_config in (("t5", encoder_decoders.t5_config), ("mt5", encoder_decoders.mt5_config))
     },
     "bart": _Format(member="vanilla", model_config=encoder_decoders.bart_config, convert=encoder_decoders.convert),
+    "decision_transformer": _Format(
+        member=decision.DECISION.member,
+        model_config=decision.DECISION.model_config,
+        convert=decision.convert,
+        notes=decision.notes,
+        buffers=MASKS,
+    ),
     "vit": _Format(member="vit", model_config=vit.model_config, convert=vit.convert, images=True),
     "deit": _Format(member="deit", model_config=deit.model_config, convert=deit.convert, images=True),
     **dict.fromkeys(
@@ -163,7 +171,7 @@ def _imported(folder: Path) -> Imported:
             model["head"]["tied"] = False
         model = form.with_tensors(model, tensors)
         weights, notes = form.convert(tensors, model, folder), form.notes(tensors)
-    if model["kind"] == "decoder":
+    if model["kind"] == "decoder" and "vocab_size" in model["input"]:
         notes += add_ends(model["input"], config, folder)
     classes: tuple[str, ...] = ()
     if form.images:

@@ -111,9 +111,10 @@ def _held_out(model: Any, data: TrajectoryData, split: str, chunk: int) -> dict[
 def agent_of(subject: LoadedRun, data: TrajectoryData, task_options: Acting, seed: int) -> TrajectoryAgent:
     """The run as a policy, remembering as ``task_options`` says or as it was trained."""
     drawing = ActionSampler(data.actions, task_options.action_temperature, seed)
-    steps = max(1, subject.run.training["length"] // PER_STEP)
+    trained, longest = subject.run.training.get("length"), int(data.trajectories.lengths.max())
+    steps = longest if trained is None else max(1, trained // PER_STEP)
     context = task_options.context
-    if task_options.context_steps is None and not streamable(subject.model) and steps < data.trajectories.lengths.max():
+    if task_options.context_steps is None and not streamable(subject.model) and steps < longest:
         context = steps
     return TrajectoryAgent(subject.model, drawing, context)
 
