@@ -7,7 +7,8 @@ import pytest
 
 import kinformer
 from kinformer.cli.main import main
-from kinformer.interop.proof import LAWS, Plain, judge
+from kinformer.interop.proof import LAWS, judge
+from kinformer.interop.subjects import Plain
 from kinformer.runtime.errors import KinformerError
 from tests.interop.peers import new_model
 from tests.interop.test_export import saved_run
@@ -39,6 +40,10 @@ class Cache(Model): breaks = "cache"
 class Padding(Model): breaks = "padding"
 class Batch(Model): breaks = "batch"
 class Permutation(Model): breaks = "permutation"
+
+class Packing(Model):
+    def __call__(self, tokens, cache=None, valid=None, reset=None):
+        return super().__call__(tokens, cache, valid)
 
 class Unpadded(Model):
     def __call__(self, tokens, cache=None):
@@ -111,6 +116,7 @@ BROKEN = {
     "Cache": ({"cache", "padding left", "padding right"}, "3 rows of 2 tokens, chunks of 2 x 1"),
     "Padding": ({"padding left", "padding right"}, "3 rows of 2 tokens, 1 token of padding on the left"),
     "Batch": ({"batch", "causality"}, "3 rows of 2 tokens, row 0 alone"),
+    "Packing": ({"packing"}, "3 rows of 2 tokens, texts of 1 + 1"),
     "Permutation": ({"permutation", "batch"}, "3 rows of 2 tokens, rows in reverse order"),
 }
 

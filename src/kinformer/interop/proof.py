@@ -1,13 +1,12 @@
 """Laws of causal models, held to anybody's: of this library, of transformers, or a module of the user's.
 
-A model is a function ``logits, cache = model(tokens, cache, valid)`` of chunks [batch, time] (see :class:`Plain` and
-:class:`Theirs`). Every law is tried at growing lengths, so that what breaks it first is the smallest case.
+A model is a function ``logits, cache = model(tokens, cache, valid)`` of chunks [batch, time] (see
+``interop.subjects``). Every law is tried at growing lengths, so that what breaks it first is the smallest case.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,63 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kinformer.runtime.errors import KinformerError
+from kinformer.interop.subjects import NotJudgedError, Plain, Theirs
 from kinformer.runtime.words import plural
 
 LENGTHS = (2, 3, 4, 6, 9, 13, 18, 24, 33, 48, 64)
 ROWS = 3
 LIMIT = 1e-4
 """The largest difference of logits, of the largest logit, that rounding explains in float32."""
-
-
-class Plain:
-    """A model with the call of this library: ``logits, state = model(tokens, state, valid=valid)``."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model.eval() if isinstance(model, nn.Module) else model
-        self.vocab_size: int = getattr(model, "vocab_size", 0)
-        self.max_length = getattr(model, "max_length", None)
-        call = model.forward if isinstance(model, nn.Module) else model
-        self.takes_padding = "valid" in inspect.signature(call).parameters
-        if self.vocab_size < 2:
-            raise KinformerError("the object has no vocab_size; give it one, the number of ids that it takes.")
-
-    def __call__(self, tokens: Tensor, cache: Any = None, valid: Tensor | None = None) -> tuple[Tensor, Any]:
-        """Return logits [batch, time, vocab] and what the next chunk needs."""
-        logits, cache = self.model(tokens, cache, **({} if valid is None else {"valid": valid}))
-        return logits, cache
-
-
-class Theirs:
-    """A causal model of transformers, whose cache is its own and whose masks cover all tokens so far."""
-
-    takes_padding = True
-
-    def __init__(self, model: Any) -> None:
-        self.model = model.eval()
-        self.pad_token = model.config.get_text_config().pad_token_id
-        config = model.config.get_text_config()
-        self.vocab_size = int(config.vocab_size)
-        self.max_length = getattr(config, "max_position_embeddings", None)
-        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-
-    def __call__(self, tokens: Tensor, cache: Any = None, valid: Tensor | None = None) -> tuple[Tensor, Any]:
-        """Return logits [batch, time, vocab] and their cache with the mask so far."""
-        name, past, before = cache or ("", None, tokens.new_ones(len(tokens), 0))
-        mask = torch.cat([before, torch.ones_like(tokens) if valid is None else valid.to(tokens)], dim=1)
-        options: dict[str, Any] = {"attention_mask": mask, "use_cache": True}
-        if name:
-            options[name] = past
-        if self.takes_positions and not mask.all():
-            options["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
-        output = self.model(tokens, **options)
-        name = next((one for one in ("cache", "past_key_values", "cache_params") if output.get(one) is not None), "")
-        if not name:
-            raise KinformerError("returns no cache, although use_cache is true.")
-        return output.logits, (name, output[name], mask)
-
-
-Model = Callable[..., tuple[Tensor, Any]]
 
 
 @dataclass(frozen=True)
@@ -149,6 +98,13 @@ def padding_right(model: Any, tokens: Tensor) -> Cases:
     return padding(model, tokens, on_left=False)
 
 
+def packing(model: Any, tokens: Tensor) -> Cases:
+    """Yield logits of two texts in one row, and those of each alone."""
+    start = tokens.shape[1] // 2
+    want = torch.cat([model(part)[0] for part in (tokens[:, :start], tokens[:, start:])], dim=1)
+    yield f"texts of {start} + {tokens.shape[1] - start}", model.packed(tokens, start), want
+
+
 def batch(model: Any, tokens: Tensor) -> Cases:
     """Yield logits of every row alone and among the others."""
     want, _ = model(tokens)
@@ -166,6 +122,7 @@ LAWS: Mapping[str, Callable[[Any, Tensor], Cases]] = {
     "cache": cache,
     "padding left": padding,
     "padding right": padding_right,
+    "packing": packing,
     "batch": batch,
     "permutation": permutation,
 }
@@ -191,8 +148,13 @@ def judge(model: Any, most: int = 24, limit: float = LIMIT) -> list[Verdict]:
     for name, law in LAWS.items():
         if name.startswith("padding") and not model.takes_padding:
             verdicts.append(Verdict(name, None, None, "the model takes no mask of padding"))
-            continue
-        verdicts.append(_judged(name, law, model, most, limit))
+        elif name == "packing" and not model.takes_packing:
+            verdicts.append(Verdict(name, None, None, "the model takes no mark where a text begins"))
+        else:
+            verdict = _judged(name, law, model, most, limit)
+            if name == "packing" and verdict.holds is False and not model.promises_packing:
+                verdict = Verdict(name, None, None, "positions that begin anew part no texts")
+            verdicts.append(verdict)
     return [*verdicts, drift(model, most)]
 
 
@@ -207,6 +169,8 @@ def _judged(name: str, law: Callable[[Any, Tensor], Cases], model: Any, most: in
                 if not difference <= limit:
                     return Verdict(name, False, difference, f"{where}, {case}: logits differ by {difference:.2g}")
                 largest = max(largest, difference)
+        except NotJudgedError as error:
+            return Verdict(name, None, None, str(error))
         except Exception as error:
             reason = " ".join(str(error).split())[:160] or "no reason"
             return Verdict(name, False, None, f"{where}: {type(error).__name__}: {reason}")

@@ -15,8 +15,9 @@ from kinformer.core.model import CausalModel
 from kinformer.family.build import model_config
 from kinformer.interop import read_checkpoint
 from kinformer.interop.checkpoint import OURS
-from kinformer.interop.proof import LENGTHS, LIMIT, Plain, Theirs, Verdict, beside, judge
+from kinformer.interop.proof import LENGTHS, LIMIT, Verdict, beside, judge
 from kinformer.interop.routes import DECODERS
+from kinformer.interop.subjects import Plain, Theirs
 from kinformer.interop.writing import form_of
 from kinformer.runs.exporting import export
 from kinformer.runs.run import CONFIG, open_run
