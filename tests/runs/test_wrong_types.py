@@ -34,6 +34,7 @@ GENERATE = [
     ({"valid": [[True] * 3]}, "valid is of the type list but must be a tensor [batch, time] of torch.bool"),
     ({"valid": LONG}, "valid is of the type torch.int64 but must be a tensor"),
     ({"stop": [1]}, "stop holds 1 but must hold sequences of token ids"),
+    ({"stop": 3}, "stop is 3 but must be a list of sequences of token ids, as in [[10]]."),
     ({"stop": ["a"]}, "stop holds 'a' but must hold sequences of token ids"),
     ({"stop": [[1.5]]}, "stop holds [1.5] but must hold sequences of token ids"),
     ({"temprature": 1.0}, "'temprature' is not an option of generation; did you mean 'temperature'"),

@@ -16,6 +16,8 @@ class StopTokens:
     them; ended rows repeat their last token."""
 
     def __init__(self, sequences: Sequence[Sequence[int]], batch: int) -> None:
+        if not isinstance(sequences, list | tuple):
+            raise KinformerError(f"stop is {sequences!r} but must be a list of sequences of token ids, as in [[10]].")
         self.sequences = [_ids(sequence) for sequence in sequences]
         if not all(self.sequences):
             raise KinformerError("a stop sequence is empty; give one token or more.")
