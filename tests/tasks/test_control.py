@@ -210,7 +210,11 @@ def test_from_the_command_line(cli, tmp_path):
     assert told["steps"] == 3 and -1.5 < told["validation_mean_return"] <= 1
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert any(line.keys() >= {"entropy", "divergence", "environment_steps"} for line in lines)
-    shown = run("evaluate", out, "--episodes", 5, "--context-steps", 2)[0]
+    table = tmp_path / "episodes.csv"
+    shown = run("evaluate", out, "--episodes", 5, "--context-steps", 2, "--predictions", table)[0]
+    lines = [line.split(",") for line in table.read_text().splitlines()]
+    assert lines[0] == ["item", "return", "steps", "optimal"] and len(lines) == 6
+    assert f"{np.mean([float(line[1]) for line in lines[1:]]):.4f} mean return" in shown
     assert "the last 2 steps read again at each" in shown and "random actions" in shown
     found = json.loads(run("evaluate", out, "--episodes", 5, "--env", "t-maze:4", "--json")[0])
     assert found["env"] == "t-maze:4" and found["context_steps"] == "carried" and found["episodes"] == 5

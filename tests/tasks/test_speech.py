@@ -47,7 +47,16 @@ def test_from_the_command_line(cli, tmp_path):
     assert code == 0 and measured["utterances"] == 6 and measured["baselines"]["empty"] == 1
     edits = sum(measured[name] for name in ("substitutions", "deletions", "insertions"))
     assert measured["error_rate"] == edits / measured["symbols"]
-    code, told, err = cli("evaluate", run)
+    code, told, err = cli("evaluate", run, "--predictions", tmp_path / "heard.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "heard.jsonl").read_text().splitlines()]
+    assert [row["item"] for row in rows] == [1, 2, 3, 4, 5, 6] and list(rows[0])[1:] == [
+        "audio",
+        "label",
+        "text",
+        "errors",
+    ]
+    assert sum(len(row["label"].split()) for row in rows) == measured["symbols"]
+    assert f"{sum(row['errors'] for row in rows) / measured['symbols']:.2%}" in told
     assert code == 0 and "label error rate" in told and "writing nothing has an error rate of 100 %" in told
     code, told, _ = cli("generate", run, "--audio", call(tmp_path / "a.wav"), "--json")
     assert code == 0 and abs(json.loads(told)["sound_seconds"] - len(Calls("test").samples(0)) / RATE) < 1e-6

@@ -221,7 +221,12 @@ def test_from_the_command_line(run_cli, tmp_path):
 def test_causal_members_of_tokens_can_act_too(tmp_path, member):
     run = kinformer.train(member, out=tmp_path / "run", data="shortest-path", **SMALL)
     assert (run.config.input.kind, run.config.head.kind, run.config.head.actions) == ("steps", "discrete_actions", 20)
-    found = kinformer.evaluate(tmp_path / "run", episodes=2, cloning_steps=0, target="optimal")
+    table = tmp_path / "episodes.jsonl"
+    options = {"episodes": 2, "cloning_steps": 0, "target": "optimal", "predictions": str(table)}
+    found = kinformer.evaluate(tmp_path / "run", **options)
+    rows = [json.loads(line) for line in table.read_text().splitlines()]
+    assert [(row["item"], row["target"]) for row in rows] == [(1, "optimal"), (2, "optimal")]
+    assert np.mean([row["return"] for row in rows]) == pytest.approx(found.metrics["return_at_optimal"])
     assert found.units[-1].name == "return_at_optimal" and -20 <= found.metrics["return_at_optimal"] <= -1
     assert found.facts["returns"][0]["optimal_share"] in (0.0, 0.5, 1.0)
 

@@ -42,7 +42,7 @@ def run(tmp_path_factory, pairs):
     return kinformer.train("vanilla", data=pairs, out=tmp_path_factory.mktemp("runs") / "run", **TINY)
 
 
-def test_a_run_is_trained_and_measured(run):
+def test_a_run_is_trained_and_measured(run, tmp_path):
     assert (run.task.name, run.training["schedule"], run.training["average"]) == ("translate", "inverse-sqrt", 5)
     assert run.config.input.vocab_size == 258 and run.config.input.eos_token == 257
     assert list(run.metrics) == ["bits_per_byte", "accuracy"]
@@ -53,7 +53,9 @@ def test_a_run_is_trained_and_measured(run):
     assert list(found.metrics) == ["bleu", "chrf", "bits_per_byte"] and not found.units[0].lower_is_better
     assert found.facts["pairs"] == 3 and found.baselines["copy_chrf"] > 0
     assert found.facts["signatures"][0].startswith("nrefs:1|case:mixed") and "version:" in found.facts["signatures"][1]
-    first = kinformer.evaluate(run.folder, beam=1, first=1, device="cpu")
+    table = tmp_path / "pairs.jsonl"
+    first = kinformer.evaluate(run.folder, beam=1, first=1, device="cpu", predictions=str(table))
+    assert [json.loads(line) for line in table.read_text().splitlines()] == [{"item": 1} | first.facts["examples"][0]]
     assert first.facts["pairs"] == 1 and "greedy" in first.text[1]
 
 

@@ -6,9 +6,9 @@ every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from math import sqrt
+from math import isnan, sqrt
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -59,6 +59,11 @@ class Rollouts(NamedTuple):
     returns: np.ndarray
     lengths: np.ndarray
     optimal: np.ndarray
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield a row of a table for every episode."""
+        for result, steps, best in zip(*map(np.ndarray.tolist, self), strict=True):
+            yield {"return": result, "steps": steps} | ({} if isnan(best) else {"optimal": best})
 
 
 def draw(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kinformer.runtime.errors import KinformerError, require
+from kinformer.runtime.tables import PredictionTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class Acting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Episodes(Acting):
+class Episodes(Acting, PredictionTable):
     """Options of acting in a number of episodes."""
 
     episodes: int = 100
@@ -40,6 +41,7 @@ class Episodes(Acting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        PredictionTable.__post_init__(self)
         require("episodes", self.episodes, 1)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,26 @@ from kinformer.runtime.errors import KinformerError, marked
 
 ENDINGS = (".jsonl", ".csv", ".tsv")
 WriteRow = Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictionTable:
+    """The option of an evaluation that also writes what it predicts of every item."""
+
+    predictions: str | None = None
+    """Also write a table with a row for every item (every episode, where a run acts): what is right and what was
+    predicted; .jsonl, .csv or .tsv."""
+
+    def __post_init__(self) -> None:
+        if self.predictions is not None:
+            check_table("predictions", self.predictions)
+
+    def write_predictions(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write ``rows``, numbered from 1 as ``item``, where a table is to be written."""
+        if self.predictions is not None:
+            with writing_table(self.predictions) as write:
+                for number, row in enumerate(rows, start=1):
+                    write({"item": number, **row})
 
 
 def check_table(option: str, path: str | Path) -> None:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kinformer.core.model import WholeModel
+from kinformer.runtime.tables import PredictionTable
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.predictions import Predicted, PredictionSettings
 from kinformer.tasks.record import NOTHING_DRAWN, OF_TEXTS, DataNeeds, EvaluationNeeds, Generation, Models, Prediction
 from kinformer.tasks.runs import LoadedRun
-from kinformer.tasks.shared.options import ClassEvaluationOptions
 from kinformer.tasks.task import READS_WHOLE_TEXTS, SPECIAL_TOKENS, Source, Task, TrainingPlan
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
 
@@ -66,7 +66,7 @@ class Classify(Task):
     objectives = {"classification": _classification}
     special_apart = False
     Options: ClassVar[type] = ClassifyOptions
-    EvaluationOptions: ClassVar[type] = ClassEvaluationOptions
+    EvaluationOptions: ClassVar[type] = PredictionTable
 
     def fits(self, config: Any) -> bool:
         return super().fits(config) and config.head.kind == HEAD
@@ -109,7 +109,7 @@ class Classify(Task):
     ) -> Evaluation:
         from kinformer.tasks.classify.evaluate import evaluate
 
-        return evaluate(self, subject, evaluation_settings, task_options.predictions, quiet)
+        return evaluate(self, subject, evaluation_settings, task_options, quiet)
 
     def spec_to_measure(self, subject: LoadedRun, data: str | None) -> str:
         """What names the data to measure on."""

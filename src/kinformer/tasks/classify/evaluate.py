@@ -15,6 +15,7 @@ from kinformer.core.model import device_of
 from kinformer.data import Buckets, Examples, Labelled
 from kinformer.runtime.errors import choose, require_finite
 from kinformer.runtime.progress import ProgressCallback, progressing
+from kinformer.runtime.tables import PredictionTable
 from kinformer.runtime.words import plural
 from kinformer.tasks.classify.rows import LabelledBatch
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
@@ -74,10 +75,10 @@ def measure_labels(
 
 
 def evaluate(
-    task: Any, subject: LoadedRun, evaluation_settings: EvaluationSettings, table_path: str | None, quiet: bool
+    task: Any, subject: LoadedRun, evaluation_settings: EvaluationSettings, table: PredictionTable, quiet: bool
 ) -> Evaluation:
-    """A run on held-out examples, class by class, beside the most frequent class; ``table_path``: where to write a
-    table of all predictions."""
+    """A run on held-out examples, class by class, beside the most frequent class; all predictions are
+    written to the ``table`` that the options name."""
     run, model = subject.run, subject.model
     result, same, examples = _examples(task, subject, evaluation_settings)
     classes = classes_of(run)
@@ -85,16 +86,19 @@ def evaluate(
     rows = Buckets(examples, max(1, evaluation_settings.chunk // length), length, 0, ends_of(model.config))
     begun = time.perf_counter()
     with progressing(quiet) as progress:
-        predictions = None if table_path is None else ClassPredictions(len(examples))
+        predictions = None if table.predictions is None else ClassPredictions(len(examples))
         measured = measure_labels(model, rows, len(classes), progress, predictions)
-    if predictions is not None and table_path is not None:
-        predictions.write(table_path, examples.labels, classes, lambda index: _input(task, run, examples, index))
-    counts, table = by_class(classes, measured, "examples")
+    if predictions is not None:
+        table.write_predictions(
+            _input(task, run, examples, index) | row
+            for index, row in enumerate(predictions.rows(examples.labels, classes))
+        )
+    counts, by_name = by_class(classes, measured, "examples")
     text = (
         heading(subject, result, evaluation_settings.split),
         f"accuracy {measured.accuracy:.1%}, {measured.bits:.4f} bits per label: {plural(len(examples), 'example')}, "
         f"{measured.guessing:.1%} are of the most frequent class\n",
-        table,
+        by_name,
     )
     metrics = {ACCURACY: measured.accuracy, BITS_PER_LABEL: measured.bits}
     baselines, identity = {"guessing": measured.guessing}, identity_of_part(result, evaluation_settings.split, same)

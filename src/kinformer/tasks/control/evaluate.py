@@ -61,6 +61,7 @@ def evaluate(
     with progressing(quiet, "acting") as progress:
         acted = rollouts(agent, env, 0.0, task_options.episodes, seeds, progress)
     seconds = time.perf_counter() - begun
+    task_options.write_predictions(acted.rows())
     summary_ = summary(acted)
     chance = summary(
         rollouts(RandomPolicy(environment.actions, evaluation_settings.seed), env, 0.0, task_options.episodes, seeds)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.tables import writing_table
 from kinformer.tasks.evaluation import TextTable
 from kinformer.tasks.runs import TrainedRun
 
@@ -58,15 +57,10 @@ class ClassPredictions:
         shares, classes = logits.softmax(-1).max(-1)
         self.classes[indices], self.shares[indices] = classes.numpy(), shares.double().numpy()
 
-    def write(
-        self, path: str, labels: np.ndarray, names: Sequence[str], input: Callable[[int], Mapping[str, Any]]
-    ) -> None:
-        """Write a row for every item, numbered from 1, with what ``input`` says of it (from 0), and its label."""
-        with writing_table(path) as write:
-            for index, (predicted, share) in enumerate(zip(self.classes.tolist(), self.shares.tolist(), strict=True)):
-                label = names[int(labels[index])]
-                answer = {"label": label, "class": names[predicted], "probability": share}
-                write({"item": index + 1} | dict(input(index)) | answer)
+    def rows(self, labels: np.ndarray, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Yield what is predicted of every item, as a row of a table, beside its label."""
+        for label, predicted, share in zip(labels, self.classes.tolist(), self.shares.tolist(), strict=False):
+            yield {"label": names[int(label)], "class": names[predicted], "probability": share}
 
 
 def most_probable(probabilities: Tensor, names: Sequence[str], top_k: int) -> list[dict[str, Any]]:

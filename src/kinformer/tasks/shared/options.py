@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 from kinformer.runtime.errors import KinformerError, marked, require, require_share
 from kinformer.runtime.fields import Checked
 from kinformer.runtime.parsing import parse_counts
-from kinformer.runtime.tables import check_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,18 +83,6 @@ def whole_numbers(flag: str, text: str, of: str, example: str) -> tuple[int, ...
         return tuple(parse_counts(text))
     except ValueError:
         raise KinformerError(f"{flag} {text}: are no numbers of {of}; write as in {example}.") from None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClassEvaluationOptions:
-    """Options of evaluating classes."""
-
-    predictions: str | None = None
-    """Also write a table of every item, its class, the predicted one and its probability: .jsonl, .csv or .tsv."""
-
-    def __post_init__(self) -> None:
-        if self.predictions is not None:
-            check_table("predictions", self.predictions)
 
 
 @dataclass(frozen=True, kw_only=True)

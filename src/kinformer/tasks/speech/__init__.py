@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kinformer.core.model import CausalModel, WholeModel
 from kinformer.runtime.errors import KinformerError, require
+from kinformer.runtime.tables import PredictionTable
 from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.predictions import Predicted, PredictionSettings
@@ -70,14 +71,23 @@ class SpeechOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeechEvaluationOptions:
-    """Options of evaluating speech recognition."""
+class SpeechPredictionOptions:
+    """Options of predicting transcripts."""
 
     prefixes: int = 1
     """Search the most probable transcript among so many prefixes; 1 follows the most probable path (greedy)."""
 
     def __post_init__(self) -> None:
         require("prefixes", self.prefixes, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeechEvaluationOptions(SpeechPredictionOptions, PredictionTable):
+    """Options of evaluating speech recognition."""
+
+    def __post_init__(self) -> None:
+        SpeechPredictionOptions.__post_init__(self)
+        PredictionTable.__post_init__(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +138,7 @@ class Speech(Task):
     Options = SpeechOptions
     EvaluationOptions = SpeechEvaluationOptions
     GenerationOptions = SpeechGenerationOptions
-    PredictionOptions = SpeechEvaluationOptions
+    PredictionOptions = SpeechPredictionOptions
 
     def fits(self, config: Any) -> bool:
         return self.takes(config) and config.head.kind == HEAD
@@ -179,7 +189,7 @@ class Speech(Task):
     ) -> Evaluation:
         from kinformer.tasks.speech.evaluate import evaluate
 
-        return evaluate(self, subject, evaluation_settings, task_options.prefixes, quiet)
+        return evaluate(self, subject, evaluation_settings, task_options, quiet)
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
         from kinformer.tasks.speech.generate import transcribe

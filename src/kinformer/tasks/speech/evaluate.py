@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from math import isfinite, log
 from typing import Any
@@ -29,10 +30,10 @@ SHOWN = 8
 
 
 def evaluate(
-    task: Any, subject: LoadedRun, evaluation_settings: EvaluationSettings, prefixes: int, quiet: bool
+    task: Any, subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: Any, quiet: bool
 ) -> Evaluation:
     """A run on held-out utterances, every one of them, however long or short."""
-    run, model = subject.run, subject.model
+    run, model, prefixes = subject.run, subject.model, task_options.prefixes
     data = _data(subject, evaluation_settings)
     same = note_other_data(run, data, evaluation_settings.data is not None)
     rows = Rows(data, choose(evaluation_settings.split, data.splits, "`split`"), model.config)
@@ -41,6 +42,7 @@ def evaluate(
         heard, nats = _heard(model, rows, evaluation_settings.chunk, prefixes, progress)
     references = [split_symbols(rows.utterances.transcript(number), data.unit) for number in range(len(heard))]
     heard_symbols = [[data.symbols[symbol - 1] for symbol in item] for item in heard]
+    task_options.write_predictions(_rows(rows, references, heard_symbols))
     errors = count_errors(references, heard_symbols)
     metrics = {ERROR_RATE: errors.rate, BITS_PER_SYMBOL: nats / log(2) / errors.symbols}
     baselines = {"empty": 1.0, "most_frequent": _most_frequent(data, references).rate}
@@ -122,6 +124,14 @@ def _metrics(unit: str, errors: Errors, bits: float, prefixes: int) -> str:
         f"{unit.removesuffix('s')} error rate {errors.rate:.2%} ({how}; {kinds} of {errors.symbols:,}), "
         f"{bits:.4f} bits per symbol\n"
     )
+
+
+def _rows(rows: Rows, references: list[list[str]], heard: list[list[str]]) -> Iterator[dict[str, Any]]:
+    """Yield a row of a table for every utterance: what is said, what is heard, and how many edits are between."""
+    unit = rows.data.unit
+    for number, (reference, item) in enumerate(zip(references, heard, strict=True)):
+        texts = {"label": join_symbols(reference, unit), "text": join_symbols(item, unit)}
+        yield {"audio": rows.utterances.name(number), **texts, "errors": count_errors([reference], [item]).edits}
 
 
 def _worst(rows: Rows, references: list[list[str]], heard: list[list[str]]) -> TextTable:

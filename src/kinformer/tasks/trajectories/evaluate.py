@@ -135,14 +135,17 @@ def _acted(
     best = float(data.trajectories.returns[data.trajectories.splits["train"]].max())
     targets = (best,) if task_options.target is None else targets_of(task_options.target)
     agent = agent_of(subject, data, task_options, seed)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    episodes: list[dict[str, Any]] = []
     with progressing(quiet, "acting") as progress:
         for target in targets:
             begun = time.perf_counter()
             trajectories = rollouts(agent, env, target, task_options.episodes, MEASURED_SEEDS + seed, progress)
             seconds = time.perf_counter() - begun
+            episodes += ({"target": "optimal" if target is None else target, **row} for row in trajectories.rows())
             row = {"target": target, **summary(trajectories), "context_steps": agent.context or "carried"}
             rows.append(row | {"steps_per_second": float(trajectories.lengths.sum()) / seconds})
+        task_options.write_predictions(episodes)
         clone = None
         if task_options.cloning_steps:
             policy = Clone(data, task_options.cloning_steps, agent.drawing, seed)

@@ -82,11 +82,12 @@ def evaluate(
     examples = [
         {"source": source, "translation": translation, "reference": reference}
         for source, translation, reference in zip(sources, translations, references, strict=True)
-    ][:EXAMPLES]
+    ]
+    task_options.write_predictions(examples)
     facts = baselines | {
         "signatures": [scored.bleu_signature, scored.chrf_signature], "pairs": len(references),
         "beam": task_options.beam,
-        "length_penalty": task_options.length_penalty, "examples": examples, "seconds": seconds,
+        "length_penalty": task_options.length_penalty, "examples": examples[:EXAMPLES], "seconds": seconds,
     }  # fmt: skip
     how = (
         f"beam {task_options.beam}, length penalty {task_options.length_penalty:g}"
@@ -98,7 +99,11 @@ def evaluate(
         f"BLEU {scored.bleu:.2f}, chrF2 {scored.chrf:.2f} of {plural(len(references), 'translation')} ({how}); the "
         f"source as it is has BLEU {copied.bleu:.2f}, chrF2 {copied.chrf:.2f}",
         f"{bits:.4f} bits per byte of the references\n",
-        *(line for example in examples for line in (*(f"{name:11}  {value}" for name, value in example.items()), "")),
+        *(
+            line
+            for example in examples[:EXAMPLES]
+            for line in (*(f"{name:11}  {value}" for name, value in example.items()), "")
+        ),
         f"BLEU  {scored.bleu_signature}\nchrF2 {scored.chrf_signature}",
     )
     return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task=task.name)

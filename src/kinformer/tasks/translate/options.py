@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kinformer.runtime.errors import KinformerError, require
+from kinformer.runtime.tables import PredictionTable
 
 if TYPE_CHECKING:
     from kinformer.data.pairs import Languages
@@ -61,12 +62,13 @@ class Decoding(BeamOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TranslateEvaluationOptions(Decoding):
+class TranslateEvaluationOptions(Decoding, PredictionTable):
     """Options of evaluating translation."""
 
     first: int | None = None
     """Measure the first so many pairs only."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        Decoding.__post_init__(self)
+        PredictionTable.__post_init__(self)
         require("first", self.first, 1)

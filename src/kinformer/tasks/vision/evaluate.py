@@ -93,9 +93,9 @@ def evaluate(
     with progressing(quiet) as progress:
         predictions = None if task_options.predictions is None else ClassPredictions(count)
         measured = measure_images(subject.model, images, count, len(classes), progress, predictions)
-    if predictions is not None and task_options.predictions is not None:
+    if predictions is not None:
         assert images.labels is not None
-        predictions.write(task_options.predictions, images.labels, classes, lambda _: {})
+        task_options.write_predictions(predictions.rows(images.labels, classes))
     counts, table = by_class(classes, measured, "images")
     text = (
         heading(subject, result, evaluation_settings.split),

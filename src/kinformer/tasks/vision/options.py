@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from kinformer.runtime.errors import KinformerError, choose, marked, require
-from kinformer.tasks.shared.options import ClassEvaluationOptions
+from kinformer.runtime.tables import PredictionTable
 
 AUGMENTATIONS = ("crop", "flip", "randaugment", "erasing", "mixup", "cutmix")
 NOTHING = "none"
@@ -71,7 +71,7 @@ class VisionOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionEvaluationOptions(ClassEvaluationOptions):
+class VisionEvaluationOptions(PredictionTable):
     """Options of evaluating image classification."""
 
     max_items: int | None = None
