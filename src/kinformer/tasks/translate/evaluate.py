@@ -89,15 +89,10 @@ def evaluate(
         "beam": task_options.beam,
         "length_penalty": task_options.length_penalty, "examples": examples[:EXAMPLES], "seconds": seconds,
     }  # fmt: skip
-    how = (
-        f"beam {task_options.beam}, length penalty {task_options.length_penalty:g}"
-        if task_options.beam > 1
-        else "greedy"
-    )
     text = (
         heading(subject, data, evaluation_settings.split),
-        f"BLEU {scored.bleu:.2f}, chrF2 {scored.chrf:.2f} of {plural(len(references), 'translation')} ({how}); the "
-        f"source as it is has BLEU {copied.bleu:.2f}, chrF2 {copied.chrf:.2f}",
+        f"BLEU {scored.bleu:.2f}, chrF2 {scored.chrf:.2f} of {plural(len(references), 'translation')} "
+        f"({_search(task_options)}); the source as it is has BLEU {copied.bleu:.2f}, chrF2 {copied.chrf:.2f}",
         f"{bits:.4f} bits per byte of the references\n",
         *(
             line
@@ -107,6 +102,12 @@ def evaluate(
         f"BLEU  {scored.bleu_signature}\nchrF2 {scored.chrf_signature}",
     )
     return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task=task.name)
+
+
+def _search(task_options: TranslateEvaluationOptions) -> str:
+    if task_options.beam == 1:
+        return "greedy"
+    return f"beam {task_options.beam}, length penalty {task_options.length_penalty:g}"
 
 
 def bits_per_byte(subject: LoadedRun, data: Parallel, pairs: Pairs, tokens: int) -> float:
