@@ -140,7 +140,9 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: S
         return _sets(q, k, v, visibility, scoring)
     by_distance = visibility.pattern.band is not None and scoring.form == "dot" and scoring.relative is None
     plain = by_distance and visibility.key_padding_mask is None
-    if q.shape[2] == 1 and not lse and scoring.dropout is None and (plain or not q.is_meta):
+    # The keys that a single query sees are looked up, and no graph can hold as many as there happen to be.
+    countable = plain or not (q.is_meta or torch.compiler.is_compiling())
+    if q.shape[2] == 1 and not lse and scoring.dropout is None and countable:
         return one_query.attend(q, k, v, visibility, scoring)
     return (band.chunked if plain else block_sparse.chunked).attend(q, k, v, visibility, scoring)
 
