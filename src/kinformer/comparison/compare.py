@@ -19,7 +19,7 @@ from kinformer.comparison.options import DEFAULT_STEPS, CompareOptions
 from kinformer.comparison.plan import Clock, Contestant, contestants, guarded, still_in, with_length, with_tokenizer
 from kinformer.comparison.record import Comparison, EntrantRecord, Point, SeedRun, Trial
 from kinformer.comparison.speed import generation_speeds, length_speeds, memory_of, training_speeds
-from kinformer.comparison.training import SWEEP_SHARE, curve, measured, run, sweep, sweep_steps, validation_tokens
+from kinformer.comparison.training import SWEEP_SHARE, curve, measured, run, sweep, sweep_steps, validations
 from kinformer.estimation.estimate import estimate
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import require_utf8
@@ -160,8 +160,7 @@ def _one_seed(
 ) -> None:
     seed, metric = options.seed + number, contestant.task.metrics[0]
     with clock("training"):
-        tokens = validation_tokens(options, steps)
-        done = run(contestant, options, cache, contestant.results["lr"], seed, steps, validation_tokens=tokens)
+        done = run(contestant, options, cache, contestant.results["lr"], seed, steps, **validations(options, steps))
     if "diverged" in done:
         raise KinformerError(done["diverged"])
     with clock("measuring"):

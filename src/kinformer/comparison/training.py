@@ -24,7 +24,7 @@ from kinformer.runtime.words import plural
 from kinformer.training.checkpoint import Checkpoints
 from kinformer.training.logging import METRICS
 from kinformer.training.metric import Metric
-from kinformer.training.settings import Settings
+from kinformer.training.settings import PARTS_OF_A_RUN, Settings
 
 MOST_MOVES = 4
 SWEEP_SHARE, LEAST_SWEEP = 5, 20
@@ -40,11 +40,11 @@ def sweep_steps(options: CompareOptions, steps: int) -> int:
     return options.sweep_steps or min(steps, max(LEAST_SWEEP, steps // SWEEP_SHARE))
 
 
-def validation_tokens(options: CompareOptions, steps: int) -> int:
-    """Tokens of a validation, of which a run has ten: all runs the same ones, and few where runs are short."""
-    if options.minutes is not None:
-        return SWEEP_TOKENS
-    return min(MOST_TOKENS, max(LEAST_TOKENS, steps * options.row_length * options.batch_size // VALIDATED_SHARE))
+def validations(options: CompareOptions, steps: int) -> dict[str, Any]:
+    """Return the settings by which a run is validated: ten times, all runs on the same tokens, few for short runs."""
+    tokens = steps * options.row_length * options.batch_size // VALIDATED_SHARE
+    tokens = SWEEP_TOKENS if options.minutes is not None else min(MOST_TOKENS, max(LEAST_TOKENS, tokens))
+    return {"validation_tokens": tokens, "validate_every": -(-steps // PARTS_OF_A_RUN)}
 
 
 def sweep(contestant: Contestant, options: CompareOptions, cache: Cache, steps: int, metric: Metric) -> None:
