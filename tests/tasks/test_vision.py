@@ -33,14 +33,17 @@ def run(tmp_path_factory, cache):
     return kinformer.train("vit", out=tmp_path_factory.mktemp("vit") / "run", steps=60, lr=3e-3, **SMALL)
 
 
-def test_it_learns_and_is_measured(run):
+def test_it_learns_and_is_measured(run, tmp_path):
     found = kinformer.evaluate(run.folder)
     assert list(found.metrics) == ["accuracy", "bits_per_label", "calibration_error"]
     assert found.metrics["accuracy"] > 2 * found.baselines["guessing"]
     assert sum(each["images"] for each in found.facts["per_class"]) == 180 == found.facts["measured_images"]
     correct = sum(each["correct"] for each in found.facts["per_class"])
     assert found.metrics["accuracy"] == pytest.approx(correct / 180)
-    assert kinformer.evaluate(run.folder, max_items=7).facts["measured_images"] == 7
+    table = tmp_path / "predictions.jsonl"
+    assert kinformer.evaluate(run.folder, max_items=7, predictions=str(table)).facts["measured_images"] == 7
+    rows = [json.loads(line) for line in table.read_text().splitlines()]
+    assert [row["item"] for row in rows] == list(range(1, 8)) and {"label", "class", "probability"} <= rows[0].keys()
     validated = kinformer.evaluate(run.folder, split="validation").metrics["accuracy"]
     assert validated == pytest.approx(run.metrics["accuracy"])
 
