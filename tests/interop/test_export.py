@@ -27,26 +27,22 @@ NATIVE = IMPORTED | {"gpt2": ("gpt2", {"scale_attn_by_inverse_layer_idx": False,
 REMOTE = ("gated-deltanet", "linear-transformer", "retnet", "local", "transformer-xl", "universal", "calm")
 
 
+def save_run(member, folder, config, model, **more):
+    """Save ``model`` as a run of the recipe tiny; ``more``: what else the run's file says."""
+    folder.mkdir()
+    save_weights(folder, model.state_dict())
+    task = task_of(config)
+    data = {"spec": task.data.default, "holdout": None, "identity": {}}
+    settings = {"task": task, "options": task.Options(), "data": data, "training": {}} | more
+    Run(folder=folder, member=member, recipe="tiny", config=config, **settings).save()
+    return folder
+
+
 def saved_run(member, folder, **changes):
     """A run of the recipe tiny with random weights and bytes as tokens."""
     torch.manual_seed(0)
     config = configure(member, "tiny", 256, changes)
-    folder.mkdir()
-    save_weights(folder, config.build().state_dict())
-    task = task_of(config)
-    data = {"spec": task.data.default, "holdout": None, "identity": {}}
-    run = Run(
-        folder=folder,
-        member=member,
-        recipe="tiny",
-        config=config,
-        task=task,
-        options=task.Options(),
-        data=data,
-        training={},
-    )
-    run.save()
-    return folder
+    return save_run(member, folder, config, config.build())
 
 
 def loaded(folder, **options):

@@ -12,10 +12,10 @@ from kinformer.data import ByteTokenizer
 from kinformer.family.build import configure
 from kinformer.interop.native import native_form
 from kinformer.interop.routes import Padding
-from kinformer.runs.run import Run, open_run, save_weights
+from kinformer.runs.run import open_run
 from kinformer.tasks.table import task_of
 from tests.interop.encoders import Peer, assert_close, imported
-from tests.interop.test_export import assert_same_weights
+from tests.interop.test_export import assert_same_weights, save_run
 from tests.interop.test_images import MEMBERS as OF_PEERS
 from tests.interop.test_images import Peer as ImagePeer
 
@@ -31,24 +31,11 @@ def saved_run(member, folder, classes=(), **changes):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    folder.mkdir()
-    save_weights(folder, model.state_dict())
-    task = task_of(config)
-    identity = {"classes": list(classes)} if classes else {}
-    data = {"spec": task.data.default, "holdout": None, "identity": identity}
-    vocabulary = "bytes" if hasattr(config.input, "vocab_size") else None
-    Run(
-        folder=folder,
-        member=member,
-        recipe="tiny",
-        config=config,
-        task=task,
-        options=task.Options(),
-        data=data,
-        training={},
-        vocabulary=vocabulary,
-    ).save()
-    return folder
+    data = {"spec": task_of(config).data.default, "holdout": None, "identity": {"classes": list(classes)}}
+    more = {"data": data} if classes else {}
+    return save_run(
+        member, folder, config, model, **more, vocabulary="bytes" if hasattr(config.input, "vocab_size") else None
+    )
 
 
 def texts(lengths=(40, 26, 9)):

@@ -9,7 +9,7 @@ import tyro
 
 from kinformer.cli.options import Printing
 from kinformer.cli.output import print_json
-from kinformer.runtime.errors import require, require_above
+from kinformer.runs.options import require_proof
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,7 @@ class Options(Printing):
     """The largest difference of logits that counts as rounding, as a share of the largest logit."""
 
     def __post_init__(self) -> None:
-        require("length", self.length, 2, 64)
-        require_above("limit", self.limit, 0)
+        require_proof(self.length, self.limit)
 
 
 def run(options: Options) -> int:

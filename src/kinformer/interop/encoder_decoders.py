@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kinformer.interop.architecture import DEPTH, Settings
 from kinformer.interop.encoder import ACTIVATIONS
-from kinformer.interop.key_map import GATE_UP, QKV, Behind, Key, KeyMap, Rows, key
+from kinformer.interop.key_map import CROSS_KV, GATE_UP, QKV, Behind, Key, KeyMap, key
 from kinformer.interop.settings import choice, number, require, switch, whole
 from kinformer.runtime.errors import KinformerError
 
@@ -226,15 +226,6 @@ def _once(name: str) -> str:
     return re.sub(r"block\.0\.layer\.0\.SelfAttention\.(relative_attention_bias\.weight)$", r"\1", name)
 
 
-def _kv_rows(layer: Mapping[str, Any]) -> tuple[int, int]:
-    mixer = layer["further_mixers"][0]
-    width = mixer["num_heads"] * mixer.get("head_dim", layer["dim"] // mixer["num_heads"])
-    return width, width
-
-
-KV = Rows(_kv_rows)
-
-
 def _t5_keys(model: Mapping[str, Any], side: str) -> KeyMap:
     """Return the key map of one side of T5."""
     gated = model["layers"][0]["feed_forward"]["kind"] != "mlp"
@@ -286,6 +277,6 @@ def _cross_keys(norm: str, query: str, keys: str, values: str, out: str) -> list
     return [
         key("further_residuals.0.norm", norm),
         key("further_mixers.0.query", query),
-        key("further_mixers.0.key_value", keys, values, layout=KV),
+        key("further_mixers.0.key_value", keys, values, layout=CROSS_KV),
         key("further_mixers.0.out", out),
     ]

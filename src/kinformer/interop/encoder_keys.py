@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kinformer.interop.key_map import THIRDS, Behind, Key, KeyMap, key
+from kinformer.interop.key_map import QKV, Behind, Key, KeyMap, key
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ BUFFERS = re.compile(r".*embeddings\.(position_ids|token_type_ids)")
 """Ranges of whole numbers, which old checkpoints keep among the weights."""
 PRODUCTS = ("query", "key", "value")
 LAYER = (
-    key("mixer.projection.qkv", *(f"attention.self.{name}" for name in PRODUCTS), layout=THIRDS),
+    key("mixer.projection.qkv", *(f"attention.self.{name}" for name in PRODUCTS), layout=QKV),
     *(key(f"mixer.projection.of_global.{name}", f"attention.self.{name}_global") for name in PRODUCTS),
     key("mixer.out", "attention.output.dense"),
     key("mixer_residual.norm", "attention.output.LayerNorm"),
@@ -134,7 +134,7 @@ def _with_head(
     if model["head"]["kind"] != "masked_language":
         return weights
     if not has_language_head(names):
-        return weights | _new_head(model)
+        return weights | new_head(model)
     tied = model["head"]["tied"]
     bias = weights.pop("head.output.bias", None)
     if bias is not None:
@@ -151,18 +151,18 @@ def _with_head(
     return weights
 
 
-def _new_head(model: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return a head that passes hidden states on: norm(gelu(hidden)) times the embedding."""
+NEW_HEAD = "it has no head, so the masked-language head is a new one; hidden states are as they were"
+
+
+def new_head(model: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return a masked-language head that passes hidden states on: norm(gelu(hidden)) times the embedding."""
     import torch
 
     dim = model["dim"]
-    return {
-        "head.dense.weight": torch.eye(dim),
-        "head.dense.bias": torch.zeros(dim),
-        "head.norm.weight": torch.ones(dim),
-        "head.norm.bias": torch.zeros(dim),
-        "head.bias": torch.zeros(model["input"]["vocab_size"]),
-    }
+    weights = {"head.dense.weight": torch.eye(dim), "head.norm.weight": torch.ones(dim)}
+    if model["head"].get("bias", True):
+        weights |= {"head.dense.bias": torch.zeros(dim), "head.norm.bias": torch.zeros(dim)}
+    return weights | {"head.bias": torch.zeros(model["input"]["vocab_size"])}
 
 
 def notes(keys: KeyMap, names: Collection[str], model: Mapping[str, Any]) -> tuple[str, ...]:
@@ -171,7 +171,7 @@ def notes(keys: KeyMap, names: Collection[str], model: Mapping[str, Any]) -> tup
     if out := sorted(name for name in names if keys.left_out.fullmatch(name)):
         notes_.append(f"{', '.join(out)} left out: no model here predicts a next sentence")
     if kind == "masked_language" and not has_language_head(names):
-        notes_.append("it has no head, so the masked-language head is a new one; hidden states are as they were")
+        notes_.append(NEW_HEAD)
     if kind == "masked_language" and model["input"].get("mask_token") is None:
         notes_.append("no file of its tokenizer has the mask's id; to train it give `set` input.mask_token=ID")
     return tuple(notes_)

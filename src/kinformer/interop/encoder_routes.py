@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kinformer.interop import deit, encoder_keys, swin, vit
 from kinformer.interop.checkpoint import FAMILIES
 from kinformer.interop.encoder import ACTIVATIONS
-from kinformer.interop.routes import PLACE, Data, Padding, Route, Weights
+from kinformer.interop.routes import PLACE, Data, Padding, Route, Weights, ends
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,21 +37,37 @@ def labels_of(names: list[str]) -> dict[str, Any]:
     }
 
 
-def _text(model: Data, pad_token: int | None) -> dict[str, Any]:
-    """Return the settings that all encoders of texts share."""
-    layer, head = model["layers"][0], model["head"]
-    settings = {
-        "vocab_size": model["input"]["vocab_size"],
+def _sizes(model: Data) -> dict[str, Any]:
+    """Return the sizes of layers that are all alike."""
+    layer = model["layers"][0]
+    return {
         "hidden_size": model["dim"],
         "num_hidden_layers": len(model["layers"]),
         "num_attention_heads": layer["mixer"]["num_heads"],
         "intermediate_size": layer["feed_forward"]["hidden_dim"],
+    }
+
+
+def _sublayers(model: Data) -> dict[str, Any]:
+    """Return the settings that the layers of all encoders share."""
+    layer = model["layers"][0]
+    return {
         "hidden_act": THEIRS[layer["feed_forward"]["activation"]],
         "hidden_dropout_prob": layer["dropout"],
         "attention_probs_dropout_prob": layer["mixer"]["dropout"],
+        "layer_norm_eps": layer["norm"]["eps"],
+    }
+
+
+def _text(model: Data, pad_token: int | None) -> dict[str, Any]:
+    """Return the settings that all encoders of texts share."""
+    head = model["head"]
+    settings = {
+        "vocab_size": model["input"]["vocab_size"],
+        **_sizes(model),
+        **_sublayers(model),
         "max_position_embeddings": model["position"]["max_length"],
         "type_vocab_size": model["input"]["types"] or 1,
-        "layer_norm_eps": layer["norm"]["eps"],
         "pad_token_id": pad_token,
         "tie_word_embeddings": head.get("tied", True),
     }
@@ -104,9 +120,7 @@ HEAD_NAMES = {"masked_language": "lm_head.dense.weight"}
 
 def _text_settings(kind: str, model: Data, length: int | None, padding: Padding | None) -> dict[str, Any]:
     settings = TEXT[kind](model, None if padding is None else padding.id)
-    tokens = model["input"]
-    ids = {"bos_token_id": tokens["bos_token"], "eos_token_id": tokens["eos_token"]}
-    return {**settings, **ids, "architectures": [_text_class(kind, model)[0]]}
+    return {**settings, **ends(model), "architectures": [_text_class(kind, model)[0]]}
 
 
 def _text_class(kind: str, model: Data) -> tuple[str, str]:
@@ -168,18 +182,12 @@ def _images(model: Data) -> dict[str, Any]:
 
 
 def _vit(kind: str, model: Data, length: int | None, padding: Padding | None) -> dict[str, Any]:
-    layer, resize = model["layers"][0], model["input"]["resize"]
+    resize = model["input"]["resize"]
     return {
         **_images(model),
-        "hidden_size": model["dim"],
-        "num_hidden_layers": len(model["layers"]),
-        "num_attention_heads": layer["mixer"]["num_heads"],
-        "intermediate_size": layer["feed_forward"]["hidden_dim"],
-        "hidden_act": THEIRS[layer["feed_forward"]["activation"]],
-        "hidden_dropout_prob": layer["dropout"],
-        "attention_probs_dropout_prob": layer["mixer"]["dropout"],
-        "layer_norm_eps": layer["norm"]["eps"],
-        "qkv_bias": layer["mixer"]["projection"]["bias"],
+        **_sizes(model),
+        **_sublayers(model),
+        "qkv_bias": model["layers"][0]["mixer"]["projection"]["bias"],
         "architectures": [IMAGE_CLASSES[kind](model)],
         **({} if resize == "bicubic" else {"resize_positions": resize}),
     }
@@ -190,6 +198,7 @@ def _swin(kind: str, model: Data, length: int | None, padding: Padding | None) -
     first = [sum(depths[:stage]) for stage in range(len(depths))]
     return {
         **_images(model),
+        **_sublayers(model),
         "model_type": kind,
         "embed_dim": model["dim"],
         "depths": depths,
@@ -197,10 +206,6 @@ def _swin(kind: str, model: Data, length: int | None, padding: Padding | None) -
         "window_size": layer["mixer"]["window"],
         "mlp_ratio": layer["feed_forward"]["hidden_dim"] / model["dim"],
         "qkv_bias": layer["mixer"]["bias"],
-        "hidden_act": THEIRS[layer["feed_forward"]["activation"]],
-        "hidden_dropout_prob": layer["dropout"],
-        "attention_probs_dropout_prob": layer["mixer"]["dropout"],
-        "layer_norm_eps": layer["norm"]["eps"],
     }
 
 

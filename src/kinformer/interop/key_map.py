@@ -107,11 +107,23 @@ class Behind(Layout):
 def head_rows(layer: Config) -> tuple[int, int, int]:
     """Return how many rows queries, keys and values have in the product of the layer's mixer."""
     mixer = layer["mixer"]
-    projection = mixer["projection"]
+    projection = mixer.get("projection", {})
     projection = projection.get("inner", projection)
-    width = mixer.get("head_dim") or layer["dim"] // mixer["num_heads"]
-    keys = projection.get("num_kv_heads", mixer["num_heads"]) * width
-    return mixer["num_heads"] * width, keys, keys
+    rows, heads = _rows(mixer, layer), mixer["num_heads"]
+    keys = rows * projection.get("num_kv_heads", heads) // heads
+    return rows, keys, keys
+
+
+def cross_rows(layer: Config) -> tuple[int, int]:
+    """Return how many rows keys and values have in the product of the layer's cross-attention."""
+    (mixer,) = layer["further_mixers"]
+    rows = _rows(mixer, layer)
+    return rows, rows
+
+
+def _rows(mixer: Config, layer: Config) -> int:
+    """Return how wide all heads are together: as the model where the config names no width of one."""
+    return mixer["num_heads"] * mixer["head_dim"] if mixer.get("head_dim") else layer["dim"]
 
 
 def gate_rows(layer: Config) -> tuple[int, int]:
@@ -120,20 +132,9 @@ def gate_rows(layer: Config) -> tuple[int, int]:
     return width, width
 
 
-def third_rows(layer: Config) -> tuple[int, int, int]:
-    """Return how many rows queries, keys and values have where each is as wide as the model."""
-    return layer["dim"], layer["dim"], layer["dim"]
-
-
-def half_rows(layer: Config) -> tuple[int, int]:
-    """Return how many rows keys and values have where each is as wide as the model."""
-    return layer["dim"], layer["dim"]
-
-
 SAME = Layout()
 TRANSPOSED, BY_HEAD, ONE_PLUS = Transposed(), ByHead(), OnePlus()
-QKV, GATE_UP, THIRDS = Rows(head_rows), Rows(gate_rows), Rows(third_rows)
-HALVES = Rows(half_rows)
+QKV, CROSS_KV, GATE_UP = Rows(head_rows), Rows(cross_rows), Rows(gate_rows)
 
 
 @dataclass(frozen=True)

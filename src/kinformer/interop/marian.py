@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kinformer.interop.key_map import HALVES, THIRDS, KeyMap, key
+from kinformer.interop.key_map import CROSS_KV, QKV, KeyMap, key
 from kinformer.interop.settings import choice, number, require, whole
 from kinformer.runtime.errors import KinformerError
 
@@ -53,13 +53,13 @@ FED = (
     key("feed_forward_residual.norm", "final_layer_norm"),
 )
 SELF = (
-    key("mixer.projection.qkv", *(f"self_attn.{letter}_proj" for letter in "qkv"), layout=THIRDS),
+    key("mixer.projection.qkv", *(f"self_attn.{letter}_proj" for letter in "qkv"), layout=QKV),
     key("mixer.out", "self_attn.out_proj"),
     key("mixer_residual.norm", "self_attn_layer_norm"),
 )
 CROSS = (
     key("further_mixers.0.query", "encoder_attn.q_proj"),
-    key("further_mixers.0.key_value", "encoder_attn.k_proj", "encoder_attn.v_proj", layout=HALVES),
+    key("further_mixers.0.key_value", "encoder_attn.k_proj", "encoder_attn.v_proj", layout=CROSS_KV),
     key("further_mixers.0.out", "encoder_attn.out_proj"),
     key("further_residuals.0.norm", "encoder_attn_layer_norm"),
 )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kinformer.interop.architecture import Architecture, Settings
 from kinformer.interop.encoder import ACTIVATIONS, special_tokens
+from kinformer.interop.encoder_keys import NEW_HEAD, new_head
 from kinformer.interop.key_map import KeyMap, key
 from kinformer.interop.llama import FULL, WINDOW, layer_types
 from kinformer.interop.rotary import rope
@@ -124,17 +125,12 @@ MODERNBERT = Architecture(
 
 def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
     """Return the weights under our names; a model without a head gets one that passes hidden states on."""
-    import torch
-
     weights = MODERNBERT.convert(tensors, model, folder)
-    if notes(tensors):
-        weights["head.dense.weight"], weights["head.norm.weight"] = torch.eye(model["dim"]), torch.ones(model["dim"])
-        weights["head.bias"] = torch.zeros(model["input"]["vocab_size"])
-    return weights
+    return weights | new_head(model) if notes(tensors) else weights
 
 
 def notes(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Return a note on the head, where there is none among ``tensors``."""
     if any(name.startswith(("head.", "decoder.")) for name in tensors):
         return ()
-    return ("it has no head, so the masked-language head is a new one; hidden states are as they were",)
+    return (NEW_HEAD,)

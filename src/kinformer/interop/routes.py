@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,11 +56,9 @@ class Route:
     processor: str | None = None
 
 
-def _ids(model: Data) -> dict[str, Any]:
-    """Return the special ids, named even where there are none, as transformers has some by default."""
-    tokens = model["input"]
-    names = {"bos_token_id": "bos_token", "eos_token_id": "eos_token"}
-    return {theirs: tokens[ours] for theirs, ours in names.items()} | {"pad_token_id": None}
+def ends(model: Data) -> dict[str, Any]:
+    """Return the ids of a text's ends, named even where there are none, as transformers has some by default."""
+    return {"bos_token_id": model["input"]["bos_token"], "eos_token_id": model["input"]["eos_token"]}
 
 
 def _length(model: Data, length: int | None) -> dict[str, Any]:
@@ -127,13 +126,17 @@ def _halved(weights: Weights, model: Data) -> dict[str, Tensor]:
     return changed
 
 
+def _settings(kind: str, model: Data, length: int | None, padding: Padding | None) -> dict[str, Any]:
+    return {**SETTINGS[kind](model), **ends(model), "pad_token_id": None, **_length(model, length)}
+
+
 def _decoder(kind: str) -> Route:
     architecture = DECODERS[kind]
     return Route(
         title=architecture.title,
         kind="decoder",
         reads="tokens",
-        settings=lambda model, length, padding: {**SETTINGS[kind](model), **_ids(model)} | _length(model, length),
+        settings=partial(_settings, kind),
         read=lambda settings, model: architecture.model_config(settings, PLACE),
         write=lambda weights, model, settings: architecture.write(weights, model),
         classes=lambda model: (CAUSAL[kind], "AutoModelForCausalLM"),

@@ -56,8 +56,8 @@ class Theirs:
 
     def __init__(self, model: Any) -> None:
         self.model = model.eval()
-        self.pad_token = getattr(model.config.get_text_config(), "pad_token_id", None)
         config = model.config.get_text_config()
+        self.pad_token = getattr(config, "pad_token_id", None)
         self.vocab_size = int(config.vocab_size)
         self.max_length = getattr(config, "max_position_embeddings", None)
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters and self._counts_from_0()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kinformer.interop import images
 from kinformer.interop.encoder import ACTIVATIONS
-from kinformer.interop.key_map import THIRDS, Key, KeyMap, key
+from kinformer.interop.key_map import QKV, Key, KeyMap, key
 from kinformer.interop.settings import choice, number, whole
 from kinformer.runtime.errors import KinformerError
 
@@ -41,7 +41,7 @@ PRODUCTS = ("query", "key", "value")
 LAYER = (
     key("mixer_residual.norm", "layernorm_before"),
     key("feed_forward_residual.norm", "layernorm_after"),
-    key("mixer.projection.qkv", *(f"attention.attention.{name}" for name in PRODUCTS), layout=THIRDS),
+    key("mixer.projection.qkv", *(f"attention.attention.{name}" for name in PRODUCTS), layout=QKV),
     key("mixer.out", "attention.output.dense"),
     key("feed_forward.up", "intermediate.dense"),
     key("feed_forward.down", "output.dense"),

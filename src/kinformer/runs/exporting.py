@@ -20,6 +20,7 @@ from kinformer.runtime.errors import KinformerError, nearest
 from kinformer.runtime.fields import require_path
 from kinformer.runtime.files import load_tensors
 from kinformer.runtime.words import plural
+from kinformer.tasks.shared.text import ends_of
 from kinformer.training.best import WEIGHTS, best_of
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -131,7 +132,7 @@ def _special(run: Run, form: Form, padding: Padding | None) -> Special:
     if run.config.protocol is SourceModel:
         roles = {"bos_token": (tokens["bos_token"], "<s>"), "eos_token": (tokens["eos_token"], "</s>")}
         return Special(roles, None, "eos_token", "bos_token")
-    end = next(iter(getattr(run.config.input, "eos_tokens", ())), None)
+    end = ends_of(run.config).eos
     return Special({} if end is None else {"eos_token": (end, "")}, pad="eos_token")
 
 

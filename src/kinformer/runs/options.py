@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from kinformer.datastore.options import StoreOptions
-from kinformer.runtime.errors import KinformerError, marked, require, require_seed, require_share
+from kinformer.runtime.errors import KinformerError, marked, require, require_above, require_seed, require_share
 from kinformer.runtime.fields import Checked
 from kinformer.tasks.evaluation import EvaluationSettings
 from kinformer.training.settings import Settings
@@ -271,3 +271,10 @@ class IndexOptions(Machine):
         super().__post_init__()
         if self.lists is not None and not self.approximate:
             raise KinformerError(f"`lists` {self.lists}: is for approximate search; add `approximate`.")
+
+
+def require_proof(length: int, limit: float) -> None:
+    """Refuse a ``length`` and a ``limit`` to which :func:`kinformer.verify` cannot hold a model."""
+    require("length", length, 2, 64)
+    require_above("limit", limit, 0)
+    require("limit", limit, 0, 1)

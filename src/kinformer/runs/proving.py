@@ -15,13 +15,14 @@ from kinformer.core.model import CausalModel
 from kinformer.family.build import model_config
 from kinformer.interop import read_checkpoint
 from kinformer.interop.checkpoint import OURS
-from kinformer.interop.proof import LENGTHS, LIMIT, Verdict, beside, judge
+from kinformer.interop.proof import LIMIT, Verdict, beside, judge
 from kinformer.interop.routes import DECODERS
 from kinformer.interop.subjects import Plain, Theirs
 from kinformer.interop.writing import form_of
 from kinformer.runs.exporting import export
+from kinformer.runs.options import require_proof
 from kinformer.runs.run import CONFIG, open_run
-from kinformer.runtime.errors import KinformerError, require, require_above
+from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.fields import require_path
 from kinformer.runtime.files import read_json
 
@@ -60,9 +61,7 @@ TABLES = ("laws", "beside")
 def verify(subject: str | Path, *, trust_remote_code: bool = False, length: int = 24, limit: float = LIMIT) -> Proof:
     """Hold ``subject`` to the laws of causal models; the public form is :func:`kinformer.verify`."""
     require_path("subject", subject)
-    require("length", length, 2, LENGTHS[-1])
-    require_above("limit", limit, 0)
-    require("limit", limit, 0, 1)
+    require_proof(length, limit)
     text = str(subject)
     if not Path(text).exists() and ":" in text:
         return Proof(text, "module", tuple(judge(Plain(_object(text)), length, limit)))

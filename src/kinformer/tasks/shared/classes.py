@@ -59,7 +59,8 @@ class ClassPredictions:
 
     def rows(self, labels: np.ndarray, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Yield what is predicted of every item, as a row of a table, beside its label."""
-        for label, predicted, share in zip(labels, self.classes.tolist(), self.shares.tolist(), strict=False):
+        labels = labels[: len(self.classes)]  # of the items that were measured, the first ones
+        for label, predicted, share in zip(labels, self.classes.tolist(), self.shares.tolist(), strict=True):
             yield {"label": names[int(label)], "class": names[predicted], "probability": share}
 
 
