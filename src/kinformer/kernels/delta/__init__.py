@@ -7,7 +7,8 @@ Sequence Length". With phi(q_t) = ``q``, phi(k_t) = ``k`` and W_t [features, hea
     W_t = W_{t-1} + k_t (beta_t (v_t - W_{t-1}^T k_t))^T,    out_t = W_t^T q_t
 
 With a decay a_t in (0, 1] (Yang, Kautz and Hatamizadeh 2025, "Gated Delta Networks", equation 10; per feature: the Kimi
-team 2025, "Kimi Linear"), W_{t-1} is multiplied by a_t first.
+team 2025, "Kimi Linear"), W_{t-1} is multiplied by a_t first. :func:`delta_steps` takes several steps a token, and keys
+e_t to read and erase under that are not k_t.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from torch.nn import functional
 
 from kinformer.kernels.delta.chunked import chunked
 from kinformer.kernels.delta.reference import recurrence
+from kinformer.kernels.delta.tokens import DeltaTokens
 from kinformer.kernels.impls import LinearImpl
 from kinformer.kernels.linear import check_call, check_decay, choose_impl
 from kinformer.kernels.linear.blocks import accumulator_dtype
 from kinformer.runtime.errors import KinformerError
 
-__all__ = ["DeltaSummary", "delta_rule", "summarise"]
+__all__ = ["DeltaSummary", "DeltaTokens", "delta_rule", "delta_steps", "summarise"]
 
 
 def delta_rule(
@@ -53,41 +55,103 @@ def delta_rule(
 
     Raises KinformerError for an unknown ``impl`` or one that cannot do this, and for shapes that do not fit.
     """
-    _validate(q, k, v, beta, state, reset)
-    check_decay("delta_rule", q, log_decay)
-    kernel = {"reference": recurrence, "chunked": chunked, "triton": _triton}[choose_impl("delta_rule", impl)]
-    return kernel(q, k, v, beta, state, log_decay, reset)
+    return _absorb(DeltaTokens(q, k, v, beta, None, log_decay, reset), state, impl, "delta_rule")
 
 
-def _triton(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, log_decay: Tensor | None, reset: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def delta_steps(tokens: DeltaTokens, state: Tensor, *, impl: LinearImpl = "auto") -> tuple[Tensor, Tensor]:
+    """Absorb a chunk of which every token takes n steps of the delta rule; returns what :func:`delta_rule` returns.
+
+    W <- a_t W,   then for i = 1 .. n   W <- W + k_ti (beta_ti (v_ti - W^T e_ti))^T,   and out_t = W^T q_t
+
+    (Siems, Carstensen, Zela, Hutter, Pontil and Grazzi 2025, "DeltaProduct", equation 6.) One step with e = b * k is
+    Gated DeltaNet-2; two, an erasing and a writing one, are W <- a W - p (e^T W) + k v^T, as in RWKV-7. It is the delta
+    rule of n time tokens, whatever the ``impl``.
+
+    tokens: q and log_decay as for :func:`delta_rule`; k and ``erase`` (None: e is k) [batch, heads, time, n, features],
+    v [batch, heads, time, n, head_dim], beta [batch, heads, time, n], 0 at invalid tokens.
+    """
+    q, k, v, beta, erase, log_decay, reset = tokens
+    steps = k.shape[3] if k.dim() == 5 else 0
+    if (
+        not steps
+        or v.shape[3:4] != (steps,)
+        or beta.shape != k.shape[:4]
+        or (erase is not None and erase.shape != k.shape)
+    ):
+        raise KinformerError(
+            f"delta_steps: k {tuple(k.shape)}, v {tuple(v.shape)}, beta {tuple(beta.shape)} do not fit; pass k as "
+            "[batch, heads, time, steps, features], erase like it, v as [batch, heads, time, steps, head_dim] and beta "
+            "as [batch, heads, time, steps]."
+        )
+    check_decay("delta_steps", q, log_decay)
+    k, v, beta, erase = (None if x is None else x.flatten(2, 3) for x in (k, v, beta, erase))  # type: ignore[assignment]
+    if q.shape[2] == 1:
+        return _one_token(tokens._replace(k=k, v=v, beta=beta, erase=erase), state, impl)
+    if steps > 1:
+        # Only the first step of a token decays or begins a sequence, only the last one is read.
+        q = _among(q, steps, steps - 1)
+        log_decay = None if log_decay is None else _among(log_decay, steps, 0)
+        reset = None if reset is None else _among(reset.unsqueeze(1), steps, 0).squeeze(1)
+    out, state = _absorb(DeltaTokens(q, k, v, beta, erase, log_decay, reset), state, impl, "delta_steps")
+    return out[:, :, steps - 1 :: steps], state
+
+
+def _among(x: Tensor, steps: int, which: int) -> Tensor:
+    """Return x [batch, heads, time, ...] as [batch, heads, time * steps, ...], zero at all steps but ``which``."""
+    ends = [0, 0] * (x.dim() - 3) + [which, steps - 1 - which]
+    return functional.pad(x.unsqueeze(3), ends).flatten(2, 3)
+
+
+def _one_token(tokens: DeltaTokens, state: Tensor, impl: LinearImpl) -> tuple[Tensor, Tensor]:
+    """Absorb one token step by step, which builds no block."""
+    out = tokens.v
+    for step in range(tokens.k.shape[2]):
+        at = slice(step, step + 1)
+        k, v, beta, erase = (None if x is None else x[:, :, at] for x in tokens[1:5])
+        rest = (tokens.log_decay, tokens.reset) if step == 0 else (None, None)
+        out, state = _absorb(DeltaTokens(tokens.q, k, v, beta, erase, *rest), state, impl, "delta_steps")  # type: ignore[arg-type]
+    return out, state
+
+
+def _absorb(tokens: DeltaTokens, state: Tensor, impl: LinearImpl, name: str) -> tuple[Tensor, Tensor]:
+    """Absorb the tokens by the implementation that ``impl`` stands for in the function called ``name``."""
+    _validate(tokens, state, name)
+    kernel = {"reference": recurrence, "chunked": chunked, "triton": _triton}[choose_impl(name, impl)]
+    return kernel(tokens, state)
+
+
+def _triton(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
+    q, k, v, beta, erase, log_decay, reset = tokens
     check_call("delta_rule", q, v, log_decay)
+    if erase is not None:
+        raise KinformerError("delta_rule: impl='triton' erases under the keys that it writes to; use 'chunked'.")
     from kinformer.kernels.delta.triton import attend  # imports Triton
 
     return attend(q, k, v, beta, state, log_decay, reset)
 
 
-def _validate(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, reset: Tensor | None) -> None:
+def _validate(tokens: DeltaTokens, state: Tensor, name: str) -> None:
+    q, k, v, beta, _, log_decay, reset = tokens
     if q.dim() != 4 or q.shape != k.shape or v.dim() != 4 or q.shape[:3] != v.shape[:3] or q.shape[2] == 0:
         raise KinformerError(
-            f"delta_rule: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit; pass q and k as "
+            f"{name}: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit; pass q and k as "
             "[batch, heads, time, features] and v as [batch, heads, time, head_dim] with at least one token."
         )
     batch, heads, time, features = q.shape
     if beta.shape != (batch, heads, time):
         raise KinformerError(
-            f"delta_rule: beta {tuple(beta.shape)} does not fit; pass [batch, heads, time] = {(batch, heads, time)}."
+            f"{name}: beta {tuple(beta.shape)} does not fit; pass [batch, heads, time] = {(batch, heads, time)}."
         )
     if state.shape != (batch, heads, features, v.shape[3]):
         raise KinformerError(
-            f"delta_rule: state {tuple(state.shape)} does not fit the inputs; expected "
+            f"{name}: state {tuple(state.shape)} does not fit the inputs; expected "
             f"{(batch, heads, features, v.shape[3])}: begin with zeros of this shape."
         )
     if reset is not None and reset.shape != (batch, time):
         raise KinformerError(
-            f"delta_rule: reset {tuple(reset.shape)} does not fit; pass [batch, time] = {(batch, time)} booleans."
+            f"{name}: reset {tuple(reset.shape)} does not fit; pass [batch, time] = {(batch, time)} booleans."
         )
+    check_decay(name, q, log_decay)
 
 
 class DeltaSummary(NamedTuple):
@@ -122,5 +186,6 @@ def summarise(
     # Columns [0, V] with initial state [I, 0]: the first half ends as a, the second as b.
     nothing = functional.pad(v, (features, 0))
     start = torch.eye(features, dtype=dtype, device=k.device).expand(*k.shape[:2], -1, -1)
-    _, state = chunked(k, k, nothing, beta, functional.pad(start, (0, v.shape[-1])), log_decay, reset)
+    tokens = DeltaTokens(k, k, nothing, beta, None, log_decay, reset)
+    _, state = chunked(tokens, functional.pad(start, (0, v.shape[-1])))
     return DeltaSummary(*state.split([features, v.shape[-1]], dim=-1))

@@ -1,26 +1,28 @@
 """The delta rule block by block, in the WY form of Yang et al. 2024 (arXiv 2406.06484, section 3).
 
-Inside a block all tokens correct the memory W that the block began with. With K, Q, V, beta its tokens, A the strictly
-lower part of K K^T, P = tril(Q K^T) and R = (I + diag(beta) A)^-1, the corrections U that the tokens write are
+Inside a block all tokens correct the memory W that the block began with. With K, Q, V, beta its tokens, E the keys that
+they erase (K, unless they are given), A the strictly lower part of E K^T, P = tril(Q K^T) and R = (I + diag(beta)
+A)^-1, the corrections U that the tokens write are
 
-    U = R diag(beta) (V - K W),    out = Q W + P U,    W <- W + K^T U
+    U = R diag(beta) (V - E W),    out = Q W + P U,    W <- W + K^T U
 
 In the backward, with dW the gradient of W after the block and dO that of the outputs,
 
-    G = R^T (P^T dO + K dW)        (so that dV = diag(beta) G),      dW <- dW + Q^T dO - K^T diag(beta) G
+    G = R^T (P^T dO + K dW)        (so that dV = diag(beta) G),      dW <- dW + Q^T dO - E^T diag(beta) G
 
 runs from the last block to the first; the rest are products inside blocks. Saved for it: the inputs and one W per
-block. A decay puts its factors to Q, K, A, P and W (see ``linear.blocks``; Yang et al. 2025, arXiv 2412.06464, section
-3.3).
+block. A decay puts its factors to Q, K, E, A, P and W (see ``linear.blocks``; Yang et al. 2025, arXiv 2412.06464,
+section 3.3).
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kinformer.kernels.delta.tokens import DeltaTokens
 from kinformer.kernels.linear.blocks import (
     SequenceBlocks,
     accumulator_dtype,
@@ -34,55 +36,52 @@ from kinformer.runtime.autocast import no_autocast
 from kinformer.runtime.derivatives import first_order
 
 
-def chunked(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, log_decay: Tensor | None, reset: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return outputs [batch, heads, time, head_dim] and the final W; arguments as for ``delta_rule``."""
+def chunked(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return outputs [batch, heads, time, head_dim] and the final W; shapes as for ``delta_rule``."""
+    q, k, v, beta, erase, log_decay, reset = tokens
     cast = operand_dtype(q)
     if cast is not None:
+        erase = None if erase is None else erase.to(cast)
+        narrow = DeltaTokens(q.to(cast), k.to(cast), v.to(cast), beta.to(cast), erase, log_decay, reset)
         with no_autocast(q.device):
-            out, state = chunked(q.to(cast), k.to(cast), v.to(cast), beta.to(cast), state, log_decay, reset)
+            out, state = chunked(narrow, state)
             return out.to(v.dtype), state
     if q.shape[2] == 1:
-        return _step((q, k, v, beta), state, log_decay, reset)
+        return _step(tokens, state)
     dtype = product_dtype(q, k, v)
     accumulator = accumulator_dtype(q, k, v)
+    erase, log_decay = (None if x is None else x.to(to) for x, to in ((erase, dtype), (log_decay, accumulator)))
     operands = q.to(dtype), k.to(dtype), v.to(dtype), beta.to(dtype).unsqueeze(-1)
-    log_decay = None if log_decay is None else log_decay.to(accumulator)
-    out, state = _Chunked.apply(*operands, state.to(accumulator), log_decay, reset)
+    out, state = _Chunked.apply(*operands, erase, log_decay, reset, state.to(accumulator))
     return out.to(v.dtype), state
 
 
-def _step(
-    token: tuple[Tensor, Tensor, Tensor, Tensor], w: Tensor, log_decay: Tensor | None, reset: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Absorb one token (its q, k, v and beta) by the recurrence, in the dtype of the state."""
-    q, k, v, beta = token
-    dtype = v.dtype
-    if any(x.dtype != w.dtype for x in (q, k, v, beta)):
+def _step(tokens: DeltaTokens, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Absorb one token by the recurrence, in the dtype of the state."""
+    q, k, v, beta, erase, log_decay, reset = tokens
+    erase, dtype = k if erase is None else erase, v.dtype
+    if any(x.dtype != w.dtype for x in (q, k, v, beta, erase)):
         accumulator = accumulator_dtype(q, k, v)
-        q, k, v, beta, w = (x.to(accumulator) for x in (q, k, v, beta, w))
+        q, k, v, beta, erase, w = (x.to(accumulator) for x in (q, k, v, beta, erase, w))
     if reset is not None:
         w = w.masked_fill(reset[:, :, None, None], 0)
     if log_decay is not None:
         w = w * log_decay.to(w.dtype).exp().view(*w.shape[:2], -1, 1)
-    # W <- W + k (beta (v - W^T k))^T, with rows for k and v
-    w = torch.addcmul(w, k.mT, (v - k @ w) * beta.unsqueeze(-1))
+    # W <- W + k (beta (v - W^T e))^T, with rows for k, e and v
+    w = torch.addcmul(w, k.mT, (v - erase @ w) * beta.unsqueeze(-1))
     return (q @ w).to(dtype), w
 
 
 class _Chunked(torch.autograd.Function):
-    """The blockwise rule with a backward of its own: q, k, v, beta [batch, heads, time, 1] in the dtype of the
-    products, w in that of the accumulators."""
+    """The blockwise rule with a backward of its own: q, k, v, beta [batch, heads, time, 1] and erase in the dtype of
+    the products, log_decay and w in that of the accumulators."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, *rest: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        out, last = torch.empty_like(v), w.clone()
-        tokens = _Tokens(q, k, v, beta, *rest)
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        tokens, w = DeltaTokens(*arguments[:-1]), arguments[-1]
+        out, last = torch.empty_like(tokens.v), w.clone()
         states = []
-        for batch, time in tiles(q, v):
+        for batch, time in tiles(tokens.q, tokens.v):
             out[batch, :, time], before, last[batch] = _absorb(tokens.part(batch, time), last[batch])
             states.append(before)
         ctx.save_for_backward(*tokens, *states)
@@ -91,42 +90,30 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @first_order("the chunked delta rule")
     def backward(ctx: Any, saved: Any, grad_out: Tensor, grad_w: Tensor) -> tuple[Tensor | None, ...]:
-        tokens, states = _Tokens(*saved[:6]), list(saved[6:])
+        tokens, states = DeltaTokens(*saved[:7]), list(saved[7:])
         learns = ctx.needs_input_grad[5]
-        gradients = [torch.empty_like(x) for x in tokens[: 4 + learns] if x is not None]
+        wanted = (*tokens[:5], tokens.log_decay if learns else None)
+        gradients = [None if x is None else torch.empty_like(x) for x in wanted]
         dw = grad_w.clone()
         for batch, time in reversed(tiles(tokens.q, tokens.v)):
             at = batch, slice(None), time
             grads, dw[batch] = _gradients(tokens.part(batch, time), states.pop(), grad_out[at], dw[batch], learns)
             for gradient, item in zip(gradients, grads, strict=True):
-                gradient[at] = item
-        return *gradients[:4], dw, gradients[4] if learns else None, None
+                if gradient is not None and item is not None:
+                    gradient[at] = item
+        return *gradients, None, dw
 
 
-class _Tokens(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    beta: Tensor
-    log_decay: Tensor | None
-    reset: Tensor | None
-
-    def part(self, batch: slice, time: slice) -> _Tokens:
-        at = batch, slice(None), time
-        decay = None if self.log_decay is None else self.log_decay[at]
-        reset = None if self.reset is None else self.reset[batch, time]
-        return _Tokens(self.q[at], self.k[at], self.v[at], self.beta[at], decay, reset)
-
-
-def _absorb(tokens: _Tokens, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _absorb(tokens: DeltaTokens, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return outputs, W before every block [rows * count, features, head_dim], and W after the tile."""
-    q, k, v, beta, log_decay, reset = tokens
+    q, k, v, beta, erase, log_decay, reset = tokens
     blocks = cut(q, reset, log_decay)
     Q, K, V, B = (blocks.split(x) for x in (q, k, v, beta))
-    _, inverse = _inverse(blocks, K, B)
-    # R diag(beta), so that U = (R diag(beta)) V - (R diag(beta) K) W.
+    E = K if erase is None else blocks.split(erase)
+    _, inverse = _inverse(blocks, E, K, B)
+    # R diag(beta), so that U = (R diag(beta)) V - (R diag(beta) E) W.
     scaled = inverse * B.mT
-    U, X = torch.bmm(scaled, V), torch.bmm(scaled, gate(K, blocks.enter))
+    U, X = torch.bmm(scaled, V), torch.bmm(scaled, gate(E, blocks.enter))
     W, last = _write(blocks, U, X, gate(K, blocks.leave), w)
     P = blocks.scores(Q, K)
     out = torch.bmm(P, U).baddbmm_(gate(Q, blocks.enter), W)
@@ -134,23 +121,24 @@ def _absorb(tokens: _Tokens, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _gradients(
-    tokens: _Tokens, W: Tensor, grad_out: Tensor, grad_w: Tensor, learns: bool
-) -> tuple[list[Tensor], Tensor]:
-    """Return the gradients of q, k, v, beta and, if it ``learns``, log_decay; and that of W before the tile,
-    from those of outputs and of W after it."""
-    q, k, v, beta, log_decay, reset = tokens
+    tokens: DeltaTokens, W: Tensor, grad_out: Tensor, grad_w: Tensor, learns: bool
+) -> tuple[list[Tensor | None], Tensor]:
+    """Return the gradients of q, k, v, beta, erase (None where k erases) and log_decay (None unless it ``learns``);
+    and that of W before the tile, from those of outputs and of W after it."""
+    q, k, v, beta, erase, log_decay, reset = tokens
     blocks = cut(q, reset, log_decay)
     Q, K, V, B, Y = (blocks.split(x) for x in (q, k, v, beta, grad_out))
-    K_enter, K_leave = gate(K, blocks.enter), gate(K, blocks.leave)
-    A, inverse = _inverse(blocks, K, B)
-    # V - K W: what the keys read before the block, subtracted from what they should hold.
-    error = torch.baddbmm(V, K_enter, W, alpha=-1)
+    E = K if erase is None else blocks.split(erase)
+    E_enter, K_leave = gate(E, blocks.enter), gate(K, blocks.leave)
+    A, inverse = _inverse(blocks, E, K, B)
+    # V - E W: what the keys read before the block, subtracted from what they should hold.
+    error = torch.baddbmm(V, E_enter, W, alpha=-1)
     U = torch.bmm(inverse * B.mT, error)
     P = blocks.scores(Q, K)
     # G = R^T (P^T dO + K dW): the first term at once, the second while dW runs back through the blocks.
     G, X = torch.bmm(inverse.mT, torch.bmm(P.mT, Y)), torch.bmm(inverse.mT, K_leave)
     entering = torch.bmm(gate(Q, blocks.enter).mT, Y)
-    dW, first = _read_back(blocks, G, X, entering, K_enter * B, grad_w)
+    dW, first = _read_back(blocks, G, X, entering, E_enter * B, grad_w)
     dP = blocks.hide_(torch.bmm(Y, U.mT))
     dQ = blocks.add_to_rows_(gate(torch.bmm(Y, W.mT), blocks.enter), dP, K)
     # The gradient of M = I + diag(beta) A is -R^T dU U^T = -G U^T, since U = M^-1 (..); the sign enters below.
@@ -160,20 +148,20 @@ def _gradients(
     dA = blocks.hide_(dA, diagonal=-1).mul_(B)
     written = gate(torch.bmm(U, dW.mT), blocks.leave)
     read = gate(torch.bmm(dV, W.mT), blocks.enter)
-    if log_decay is None:
+    if log_decay is None and erase is None:
         dK = written.sub_(read).baddbmm_(dP.mT, Q).baddbmm_(dA + dA.mT, K, alpha=-1)
-    else:
-        read = blocks.add_to_rows_(read, dA, K)
-        written = blocks.add_to_columns_(blocks.add_to_columns_(written, dP, Q), -dA, K)
-        dK = written - read
-    gradients = [blocks.join(x) for x in (dQ, dK, dV, dB)]
+        return [*map(blocks.join, (dQ, dK, dV, dB)), None, None], first.view(grad_w.shape)
+    read = blocks.add_to_rows_(read, dA, K)
+    written = blocks.add_to_columns_(blocks.add_to_columns_(written, dP, Q), -dA, E)
+    dG = None
     if learns and log_decay is not None:
         wide = grad_w.dtype
-        change = Q.to(wide) * dQ - K.to(wide) * (written + read)
+        change = Q.to(wide) * dQ - K.to(wide) * written - E.to(wide) * read
         ended = _ended(blocks, W, K_leave, U).to(wide).mul_(dW).sum(-1)
         dG = blocks.decay_gradient(change, ended)
-        gradients.append(dG if log_decay.dim() == 4 else dG.squeeze(-1))
-    return gradients, first.view(grad_w.shape)
+        dG = dG if log_decay.dim() == 4 else dG.squeeze(-1)
+    keys = (written - read, None) if erase is None else (written, blocks.join(read.neg_()))
+    return [*map(blocks.join, (dQ, keys[0], dV, dB)), keys[1], dG], first.view(grad_w.shape)
 
 
 def _ended(blocks: SequenceBlocks, W: Tensor, K: Tensor, U: Tensor) -> Tensor:
@@ -182,9 +170,9 @@ def _ended(blocks: SequenceBlocks, W: Tensor, K: Tensor, U: Tensor) -> Tensor:
     return torch.baddbmm(decayed, K.mT, U)
 
 
-def _inverse(blocks: SequenceBlocks, K: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
-    """Return A, the strictly lower part of K K^T, and (I + diag(beta) A)^-1, computed in float32 at least."""
-    A = blocks.scores(K, K, diagonal=-1)
+def _inverse(blocks: SequenceBlocks, E: Tensor, K: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
+    """Return A, the strictly lower part of E K^T, and (I + diag(beta) A)^-1, computed in float32 at least."""
+    A = blocks.scores(E, K, diagonal=-1)
     # In bfloat16 the rounding errors of the substitution would grow from row to row.
     return A, unit_lower_inverse((A * B).to(accumulator_dtype(A))).to(A.dtype)
 

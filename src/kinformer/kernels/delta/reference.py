@@ -1,6 +1,7 @@
 """The delta rule as a recurrence, token by token: the truth that the fast kernels are held to.
 
-W <- a W,   W <- W + k (beta (v - W^T k))^T,   out = W^T q;   W^T k is ``stored``, beta (v - W^T k) ``correction``
+W <- a W,   W <- W + k (beta (v - W^T e))^T,   out = W^T q;   W^T e is ``stored``, beta (v - W^T e) ``correction``;
+e = k, unless it is given as ``erase``
 """
 
 from __future__ import annotations
@@ -8,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kinformer.kernels.delta.tokens import DeltaTokens
 from kinformer.kernels.linear.blocks import accumulator_dtype
 
 
-def recurrence(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, log_decay: Tensor | None, reset: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return outputs [batch, heads, time, head_dim] and the final W; arguments as for ``delta_rule``."""
+def recurrence(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return outputs [batch, heads, time, head_dim] and the final W; shapes as for ``delta_rule``."""
+    q, k, v, beta, erase, log_decay, reset = tokens
     dtype = accumulator_dtype(q, k, v)
     w = state.to(dtype)
     outputs = []
@@ -23,11 +24,11 @@ def recurrence(
             w = w.masked_fill(reset[:, t, None, None, None], 0)
         if log_decay is not None:
             w = w * log_decay[:, :, t].to(dtype).exp().view(*w.shape[:2], -1, 1)
-        query, key, value = (x[:, :, t].to(dtype) for x in (q, k, v))
-        # W^T k
-        stored = (w * key[..., :, None]).sum(-2)
+        query, key, value, erased = (x[:, :, t].to(dtype) for x in (q, k, v, k if erase is None else erase))
+        # W^T e
+        stored = (w * erased[..., :, None]).sum(-2)
         correction = beta[:, :, t, None].to(dtype) * (value - stored)
-        # W <- W + k (beta (v - W^T k))^T
+        # W <- W + k (beta (v - W^T e))^T
         w = w + key[..., :, None] * correction[..., None, :]
         outputs.append((w * query[..., :, None]).sum(-2))
     return torch.stack(outputs, 2).to(v.dtype), w
