@@ -4,9 +4,9 @@
     python benchmarks/combinations.py --count 500         # the first so many of that order
     python benchmarks/combinations.py --done FILE         # all, going on after those that FILE tells of
 
-Positions, patterns, scores and projections are crossed; heads, embeddings and numbers of heads are drawn along, mostly
-such as fit each other. It prints what is refused, with the reasons, and what fails, with its law; and ends with 1 if
-anything does.
+Positions, patterns, scores and projections are crossed; heads, embeddings, numbers of heads and gates are drawn along,
+mostly such as fit each other. It prints what is refused, with the reasons, and what fails, with its law; and ends with
+1 if anything does.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from kinformer.patterns.combined import Intersection
 from kinformer.patterns.full import Full
 from kinformer.patterns.local import Local
 from kinformer.positions.none import NoPosition
+from kinformer.projections.output_gate import GATES
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_MODEL_CHECKS, MODEL_CHECKS, ContractError, EncoderModelSubject, ModelSubject
 from kinformer.testing.errors import agree
@@ -75,10 +76,11 @@ class Combination(NamedTuple):
     model: str
     num_heads: int
     parts: dict[str, Config]
+    gate: str
 
     def __str__(self) -> str:
         told = ", ".join(f"{slot} {part.kind}" for slot, part in self.parts.items())
-        return f"{self.model} of {self.num_heads} heads: {told}"
+        return f"{self.model} of {self.num_heads} heads: {told}, gate {self.gate}"
 
     def config(self) -> Any:
         """The model's, of one layer."""
@@ -89,6 +91,7 @@ class Combination(NamedTuple):
         if not encoder and pattern.build().ahead != 0:
             pattern = Intersection(patterns=(Causal.Config(), pattern))
         settings = {slot: parts[slot] for slot in ("score", "projection")} | {"pattern": pattern}
+        settings["gate"] = self.gate
         settings["position"] = NoPosition.Config() if at_tokens else parts["position"]
         mixer = (BidirectionalAttention if encoder else SoftmaxAttention).Config(num_heads=self.num_heads, **settings)
         layer = EncoderLayer if encoder else DecoderLayer
@@ -133,7 +136,7 @@ def combinations(seed: int = 0) -> Iterator[Combination]:
     for model, *chosen in crossed:
         pair = draw.choice(fitting[model] if draw.random() < FITTING else pairs)
         found = dict(zip((*SLOTS, *ALONG), (*chosen, *pair), strict=True))
-        yield Combination(model, draw.choice((2, 4)), found)
+        yield Combination(model, draw.choice((2, 4)), found, draw.choice(GATES))
 
 
 def _fit(model: str, head: Any, embedding: Any) -> bool:

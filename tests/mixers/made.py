@@ -8,6 +8,7 @@ from kinformer.scores.capped import Capped
 from kinformer.scores.dot import Dot
 from kinformer.scores.modulus import Modulus
 from kinformer.scores.scaled_dot import ScaledDot
+from kinformer.scores.sink_logit import SinkLogit
 
 DIM = 16
 SCORES = {
@@ -17,6 +18,7 @@ SCORES = {
     "additive": Additive.Config(),
     "capped": Capped.Config(cap=2.0),
     "modulus": Modulus.Config(),
+    "sink_logit": SinkLogit.Config(),
 }
 
 

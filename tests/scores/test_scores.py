@@ -217,7 +217,7 @@ def test_scores_and_distances_are_one_in_all_kernels_or_refused(score, position)
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("position", ["none", "t5", "alibi"])
-@pytest.mark.parametrize("score", ["scaled_dot", "dot", "bilinear"])
+@pytest.mark.parametrize("score", ["scaled_dot", "dot", "bilinear", "sink_logit"])
 def test_kernels_of_torch_say_the_same_where_they_are_allowed(score, position):
     places = BY_DISTANCE | {"none": NoPosition.Config()}
     want = outputs(attention(SCORES[score], position=places[position], impl="reference"))

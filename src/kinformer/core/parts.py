@@ -165,6 +165,10 @@ class Score(nn.Module):
         """Return the vector [heads, head_dim] of the form ``additive``."""
         return None
 
+    def sink(self) -> Tensor | None:
+        """Return the scores [heads] of a key of value 0 that every query sees, or None where there is none."""
+        return None
+
 
 class ScoreConfig(Config):
     slot = "score"

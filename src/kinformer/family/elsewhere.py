@@ -31,6 +31,7 @@ _YARN = {
     f"{_MIXER}.position.factor": "4",
     f"{_MIXER}.position.original_length": "512",
 }
+_SCORE = f"{_MIXER}.score"
 _WINDOW = {f"{_MIXER}.pattern": "local"}
 _LLAMA = Nearest("rotary positions, grouped queries and SwiGLU", "rope", _GROUPED | {_FEED_FORWARD: "swiglu"})
 _GPT = Nearest("a decoder with learned positions", "gpt", exact=True)
@@ -53,6 +54,9 @@ ELSEWHERE: dict[str, Nearest] = {
     "phi": _ROTARY,
     "falcon": Nearest("rotary positions and one head of keys", "rope", _GROUPED),
     "gptj": _ROTARY,
+    "gptoss": Nearest("rotary positions, grouped queries and sink logits", "rope", _GROUPED | {_SCORE: "sink_logit"}),
+    "attentionsink": Nearest("a key of value 0 that every query sees", "gpt", {_SCORE: "sink_logit"}, exact=True),
+    "gatedattention": Nearest("a gate of what each head has read", "gpt", {f"{_MIXER}.gate": "element"}, exact=True),
     "gptneox": _ROTARY,
     "pythia": _ROTARY,
     "bloom": Nearest("a decoder with ALiBi", "alibi", exact=True),

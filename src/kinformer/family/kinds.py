@@ -31,7 +31,8 @@ def _kinds_of(slot: str, builtin: dict[str, type[Config]]) -> Registry[type[Conf
 def _builtin_kinds() -> dict[str, dict[str, type[Config]]]:
     """Return Kinformer's own slots, kinds and config classes."""
     table: dict[str, dict[str, type[Config]]] = {}
-    for some in (models(), encoders(), blocks(), _mixers(), _positions(), _patterns(), _other_parts()):
+    parts = (_mixers(), _positions(), _patterns(), _scores_and_projections(), _features_and_decays())
+    for some in (models(), encoders(), blocks(), *parts):
         for config in some:
             table.setdefault(config.slot, {})[config.kind] = config
     return table
@@ -73,8 +74,41 @@ def _mixers() -> list[type[Config]]:
     ]
 
 
-def _other_parts() -> list[type[Config]]:
-    """Return the scores, spans, projections, feature maps and decays."""
+def _scores_and_projections() -> list[type[Config]]:
+    """Return the scores, spans and projections."""
+    from kinformer.projections import complex, convolved, grouped, multi_head, normalised
+    from kinformer.scores import (
+        additive,
+        bilinear,
+        capped,
+        dot,
+        dynamic_span,
+        modulus,
+        scaled_dot,
+        sink_logit,
+        soft_span,
+    )
+
+    return [
+        scaled_dot.ScaledDot.Config,
+        dot.Dot.Config,
+        bilinear.Bilinear.Config,
+        capped.Capped.Config,
+        sink_logit.SinkLogit.Config,
+        additive.Additive.Config,
+        modulus.Modulus.Config,
+        soft_span.SoftSpan.Config,
+        dynamic_span.DynamicSpan.Config,
+        multi_head.MultiHead.Config,
+        grouped.Grouped.Config,
+        normalised.Normalised.Config,
+        convolved.Convolved.Config,
+        complex.Complex.Config,
+    ]
+
+
+def _features_and_decays() -> list[type[Config]]:
+    """Return the feature maps and decays of kernel attention."""
     from kinformer.decays import fixed, low_rank, sigmoid, softplus
     from kinformer.features import (
         dpfp,
@@ -87,23 +121,8 @@ def _other_parts() -> list[type[Config]]:
         sum_normalised,
         unit,
     )
-    from kinformer.projections import complex, convolved, grouped, multi_head, normalised
-    from kinformer.scores import additive, bilinear, capped, dot, dynamic_span, modulus, scaled_dot, soft_span
 
     return [
-        scaled_dot.ScaledDot.Config,
-        dot.Dot.Config,
-        bilinear.Bilinear.Config,
-        capped.Capped.Config,
-        additive.Additive.Config,
-        modulus.Modulus.Config,
-        soft_span.SoftSpan.Config,
-        dynamic_span.DynamicSpan.Config,
-        multi_head.MultiHead.Config,
-        grouped.Grouped.Config,
-        normalised.Normalised.Config,
-        convolved.Convolved.Config,
-        complex.Complex.Config,
         elu.Elu.Config,
         relu.Relu.Config,
         dpfp.Dpfp.Config,

@@ -47,6 +47,7 @@ from kinformer.kernels.impls import AttentionImpl
 from kinformer.patterns.full import Full
 from kinformer.positions.none import NoPosition
 from kinformer.projections.multi_head import MultiHead
+from kinformer.projections.output_gate import Gate, build_gate
 from kinformer.runtime.compiling import uncompiled
 from kinformer.runtime.errors import KinformerError
 from kinformer.scores.scaled_dot import ScaledDot
@@ -72,6 +73,7 @@ class BidirectionalAttention(EncoderMixer):
         position: PositionConfig = NoPosition.Config()
         pattern: PatternConfig = Full.Config()
         score: ScoreConfig = ScaledDot.Config()
+        gate: Gate = "none"  # of the heads' outputs
         bias: bool = True  # of the output projection
         dropout: float = 0.0  # of the attention probabilities
         impl: AttentionImpl = "auto"
@@ -100,6 +102,7 @@ class BidirectionalAttention(EncoderMixer):
         self.fixed = self.pattern.sized(1) == self.pattern
         self.num_heads, self.head_dim = config.num_heads, head_dim
         self.dropout, self.impl = config.dropout, config.impl
+        self.gate = build_gate(config.gate, dim, config.num_heads, head_dim)
         self.out = config.projection.build_output(dim, config.num_heads, head_dim, config.bias)
 
     def check(self, global_tokens: bool, global_input: bool) -> None:
@@ -120,7 +123,7 @@ class BidirectionalAttention(EncoderMixer):
         if num_global:
             k_global, v_global = k[:, :, :num_global], v[:, :, :num_global]
             visibility = Visibility(key_padding_mask=None if padding is None else padding[:, :num_global])
-            output = merge(output, self._attend(long[0], k_global, v_global, visibility, lse=True))
+            output = merge(output, self._attend(long[0], k_global, v_global, visibility, lse=True, sink=False))
         if text.global_positions is not None:
             output = merge(output, self._columns(long, text.global_positions, groups))
         y = output.out
@@ -129,7 +132,9 @@ class BidirectionalAttention(EncoderMixer):
             y = torch.cat([self._attend(q[:, :, :num_global], k, v, every).out, y], dim=2)
         if text.global_positions is not None:
             y = self._with_rows(y, x, (q, k, v), text, positions)
-        return select_valid(self.out(merge_heads(y)), text.valid)
+        heads = merge_heads(y)
+        heads = heads if self.gate is None else self.gate(heads, x)
+        return select_valid(self.out(heads), text.valid)
 
     def _groups(self, text: SequenceContext, time: int) -> dict[Pattern, list[int]]:
         """Return the patterns of sequences of different lengths, and the rows of each."""
@@ -174,9 +179,13 @@ class BidirectionalAttention(EncoderMixer):
         visibility: Visibility,
         relative: Relative | None = None,
         lse: bool = False,
+        sink: bool = True,
     ) -> Attended:
+        """Attend; ``sink``: beside the score's sink, which counts in one of the parts that are merged."""
         dropout = AttentionDropout.drawn(self.dropout, self.training)
         scoring = Scoring.of(self.score, relative, dropout)
+        if not sink:
+            scoring = scoring._replace(sink=None)
         return attention(q, k, v, visibility, scoring, impl=self.impl, lse=lse)
 
     def _columns(self, qkv: Sequence[Tensor], positions: Tensor, groups: dict[Pattern, list[int]]) -> Attended:
@@ -194,17 +203,22 @@ class BidirectionalAttention(EncoderMixer):
                 unseen = unseen & ~seen
         every = torch.arange(q.shape[2], device=q.device).expand(len(q), -1)
         k, v, visibility = _picked(k, positions), _picked(v, positions), Visibility(attn_mask=unseen)
-        return self._between(q, k, v, (every, positions), visibility, lse=True)
+        return self._between((q, k, v), (every, positions), visibility, lse=True, sink=False)
 
     def _between(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: tuple[Tensor, Tensor], visibility: Visibility, lse: bool
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        positions: tuple[Tensor, Tensor],
+        visibility: Visibility,
+        lse: bool,
+        sink: bool = True,
     ) -> Attended:
         """Return attention of queries and keys at ``positions`` [batch, n] of the long input, few of either."""
         length = max(position.shape[1] for position in positions)
         relative = self.position.relative(1 - length, length - 1)
         if relative is not None:
             visibility = visibility._replace(positions=positions[0], key_positions=positions[1])
-        return self._attend(q, k, v, visibility, relative, lse)
+        return self._attend(*qkv, visibility, relative, lse, sink)
 
     def _with_rows(
         self, y: Tensor, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], text: SequenceContext, positions: Tensor
@@ -249,9 +263,10 @@ class BidirectionalAttention(EncoderMixer):
         )
         every = torch.arange(k.shape[2] - num_global, device=k.device).expand(len(k), -1)
         k_long, v_long = k[:, :, num_global:], v[:, :, num_global:]
-        output = self._between(q, k_long, v_long, (positions, every), of_long, lse=num_global > 0)
+        output = self._between((q, k_long, v_long), (positions, every), of_long, lse=num_global > 0)
         if num_global:
-            output = merge(output, self._attend(q, k[:, :, :num_global], v[:, :, :num_global], of_global, lse=True))
+            k_global, v_global = k[:, :, :num_global], v[:, :, :num_global]
+            output = merge(output, self._attend(q, k_global, v_global, of_global, lse=True, sink=False))
         return output.out
 
 

@@ -264,6 +264,8 @@ class SegmentMemory(RecomputesKV, CausalMixer):
         relative = self.position.relative(0, min(k.shape[2] - 1, self.retained))
         scoring = Scoring.of(self.score, relative, AttentionDropout.drawn(self.dropout, self.training))
         visibility = Visibility(pattern, positions)
+        if pattern is self.older:  # a sink counts once, beside the present segment
+            scoring = scoring._replace(sink=None)
         return attention(self.score.queries(q), k, v, visibility, scoring, impl=self.impl, lse=lse)
 
     def _settled(self, hidden_states: Tensor, seen: Tensor) -> Tensor:

@@ -49,6 +49,7 @@ from kinformer.patterns.causal import Causal
 from kinformer.patterns.spanned import spanned
 from kinformer.positions.none import NoPosition
 from kinformer.projections.multi_head import MultiHead
+from kinformer.projections.output_gate import Gate, build_gate
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import is_empty_mask
 from kinformer.scores.scaled_dot import ScaledDot
@@ -95,6 +96,7 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
         pattern: PatternConfig = Causal.Config()
         score: ScoreConfig = ScaledDot.Config()
         span: SpanConfig | None = None
+        gate: Gate = "none"  # of the heads' outputs
         bias: bool = True  # of the output projection
         dropout: float = 0.0  # of the attention probabilities
         impl: AttentionImpl = "auto"
@@ -120,6 +122,7 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
         check_score(config.score, self.score, self.position)
         self.dim, self.head_dim, self.dropout, self.impl = dim, head_dim, config.dropout, config.impl
         check_impl(config.impl, self._needs(), "softmax")
+        self.gate = build_gate(config.gate, dim, config.num_heads, head_dim)
         self.out = config.projection.build_output(dim, config.num_heads, head_dim, config.bias)
         self.projected_heads = config.num_heads + 2 * self.projection.num_kv_heads
         self.growth = "linear" if self.pattern.horizon is None else "window"
@@ -193,7 +196,7 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
         past = state.k.shape[2]
         if past:
             k, v = torch.cat([state.k.to(k.dtype), k], dim=2), torch.cat([state.v.to(v.dtype), v], dim=2)
-        y = self._attend((q, k, v), positions, not past and chunk.reset is None, output_mask, z)
+        y = self._attend((q, k, v), chunk, positions, not past and chunk.reset is None, output_mask, z)
         k, v = (newest(chunk, slots, seen, self.pattern.horizon) for slots in (k, v))
         return select_valid(y, chunk.valid), KeysValues(k, v, seen), recent  # type: ignore[call-arg]
 
@@ -208,7 +211,7 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
         positions = state.positions(chunk)
         q, k, v, recent = self._project(chunk, positions, positions[:, -1] + 1, recent, output_mask)
         k, v, state, full = state.append(k, v, self.pattern.horizon)
-        return self._attend((q, k, v), positions, full, output_mask, z), state, recent
+        return self._attend((q, k, v), chunk, positions, full, output_mask, z), state, recent
 
     def _project(
         self, chunk: Chunk, positions: Tensor, seen: Tensor, recent: Tensor | None, output_mask: Tensor | None
@@ -233,6 +236,7 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
     def _attend(
         self,
         qkv: tuple[Tensor | None, Tensor, Tensor],
+        chunk: Chunk,
         positions: Tensor,
         whole: bool,
         output_mask: Tensor | None,
@@ -252,9 +256,12 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
         else:
             y = attention(q, k, v, visibility, scoring, impl=self.impl).out
         heads = merge_heads(y)
+        x = None if self.gate is None else select_valid(chunk.x, chunk.valid)
+        if output_mask is not None:
+            heads, x = heads[output_mask], None if x is None else x[output_mask]
+        y = self.out(heads if self.gate is None else self.gate(heads, x))
         if output_mask is None:
-            return self.out(heads)
-        y = self.out(heads[output_mask])
+            return y
         return y.new_zeros(*positions.shape, self.dim).index_put((output_mask,), y)
 
     def _relative(self, farthest: int) -> Relative | None:

@@ -48,7 +48,7 @@ from kinformer.positions import (
     xl,
 )
 from kinformer.projections import complex, convolved, grouped, multi_head, multi_head_global, normalised
-from kinformer.scores import additive, bilinear, capped, dot, dynamic_span, modulus, scaled_dot, soft_span
+from kinformer.scores import additive, bilinear, capped, dot, dynamic_span, modulus, scaled_dot, sink_logit, soft_span
 
 __all__ = [
     "AdditiveScore",
@@ -100,6 +100,7 @@ __all__ = [
     "SegmentsPattern",
     "ShawPositions",
     "SigmoidDecay",
+    "SinkLogitScore",
     "SinusoidalPositions",
     "SoftSpan",
     "SoftplusDecay",
@@ -157,6 +158,7 @@ ScaledDotScore = scaled_dot.ScaledDot.Config
 DotScore = dot.Dot.Config
 BilinearScore = bilinear.Bilinear.Config
 CappedScore = capped.Capped.Config
+SinkLogitScore = sink_logit.SinkLogit.Config
 AdditiveScore = additive.Additive.Config
 ModulusScore = modulus.Modulus.Config
 SoftSpan = soft_span.SoftSpan.Config

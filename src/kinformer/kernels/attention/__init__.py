@@ -18,7 +18,7 @@ from kinformer.kernels.attention import few, gathered, one_query, reference, sdp
 from kinformer.kernels.attention.route import IMPLS, Needs, check_impl, choose_impl
 from kinformer.kernels.impls import AttentionImpl
 from kinformer.kernels.softmax.dropout import AttentionDropout
-from kinformer.kernels.softmax.merge import merge
+from kinformer.kernels.softmax.merge import merge, with_sink
 from kinformer.kernels.softmax.request import Attended, Gathered, Projected, Scoring, Visibility
 from kinformer.runtime.autocast import autocast_together
 from kinformer.runtime.errors import KinformerError
@@ -64,7 +64,7 @@ def attention(
     to return the log-sum-exp, by which results over disjoint keys are merged.
 
     Returns the output [batch, q_heads, time, head_dim_v] in the dtype of q (under autocast in the autocast dtype). A
-    query that sees nothing gives 0. Softmax runs in float32 or better.
+    query that sees nothing gives 0, also beside a sink. Softmax runs in float32 or better.
 
     Errors: ``KinformerError`` for shapes that do not fit, an unknown impl, or one that lacks a feature of the call.
     """
@@ -74,7 +74,7 @@ def attention(
     if isinstance(k, Projected) and isinstance(v, Projected):
         # Fewer queries than features in a head: multiplying x by W_k^T q costs less than making the keys (see ``few``).
         if impl in ("auto", "chunked") and scoring.form == "dot" and q.shape[2] < q.shape[3]:
-            output = few.attend_projected(*_cast(q, k, v), visibility, scoring)
+            output = with_sink(few.attend_projected(*_cast(q, k, v), visibility, scoring), scoring.sink)
             return output if lse else Attended(output.out)
         k, v = k.made(q.shape[1]), v.made(q.shape[1])
     assert isinstance(k, Tensor) and isinstance(v, Tensor), "keys and values are of one kind"
@@ -136,7 +136,7 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: S
         pairs = visibility.attn_mask is not None or scoring.bias is not None or scoring.relative is not None
         small = by_onednn(q) and q.shape[2] * k.shape[2] <= few.SETS
         if lse or folds or pairs or small:
-            return few.attend(q, k, v, visibility, scoring)
+            return with_sink(few.attend(q, k, v, visibility, scoring), scoring.sink)
         return _sets(q, k, v, visibility, scoring)
     by_distance = visibility.pattern.band is not None and scoring.form == "dot" and scoring.relative is None
     plain = by_distance and visibility.key_padding_mask is None
@@ -144,7 +144,8 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: S
     countable = plain or not (q.is_meta or torch.compiler.is_compiling())
     if q.shape[2] == 1 and not lse and scoring.dropout is None and countable:
         return one_query.attend(q, k, v, visibility, scoring)
-    return (band.chunked if plain else block_sparse.chunked).attend(q, k, v, visibility, scoring)
+    attended = (band.chunked if plain else block_sparse.chunked).attend(q, k, v, visibility, scoring)
+    return with_sink(attended, scoring.sink)
 
 
 def _sets(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
@@ -161,6 +162,8 @@ def _sets(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scor
     q = pad(q, (0, 0, 0, groups * slots - time)).unflatten(2, (groups, slots)).flatten(1, 2)
     if scoring.vector is not None:
         scoring = scoring._replace(vector=scoring.vector.repeat_interleave(groups, dim=0))
+    if scoring.sink is not None:
+        scoring = scoring._replace(sink=scoring.sink.repeat_interleave(groups))
     out = _chunked(q, k, v, visibility, scoring, False).out
     return Attended(out.unflatten(1, (-1, groups)).flatten(2, 3)[:, :, :time])
 
@@ -199,6 +202,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
     if scoring.form != "dot" and scoring.relative is not None and scoring.relative.keys is not None:
         raise KinformerError(
             f"{_PLACE}: keys by distance with scores of the form {scoring.form}; they are for products, the form dot."
+        )
+    if scoring.sink is not None and scoring.sink.shape != q.shape[1:2]:
+        raise KinformerError(
+            f"{_PLACE}: sink is {list(scoring.sink.shape)}, expected one for every query head, [heads]."
         )
     if visibility.pattern is None:
         has_positions = visibility.positions is not None, visibility.key_positions is not None

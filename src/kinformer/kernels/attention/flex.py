@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from kinformer.core.pattern import ALL, SOME, Boxes, Pattern
 from kinformer.kernels.block_sparse.plan import Interval
+from kinformer.kernels.softmax.merge import with_sink
 from kinformer.kernels.softmax.request import Attended, Scoring, Visibility, query_positions
 from kinformer.runtime.errors import KinformerError
 
@@ -43,11 +44,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
     mask = _mask(visibility.pattern, interval, q.shape[1], str(q.device))
     run = _compiled() if q.device.type == "cuda" else _plain()
     padding = None if visibility.key_padding_mask is None else visibility.key_padding_mask[:, oldest:]
-    out = run(
+    out, sums = run(
         q, k, v, score_mod=_score(scoring, past - oldest, padding), block_mask=mask, scale=scoring.scale,
-        enable_gqa=q.shape[1] != k.shape[1],
+        enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=scoring.sink is not None),
     )  # fmt: skip
-    return Attended(out)
+    return with_sink(Attended(out, sums.lse), scoring.sink)
 
 
 def _plain() -> Callable[..., Any]:

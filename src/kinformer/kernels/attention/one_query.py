@@ -1,7 +1,7 @@
 """Attention of one query per head, for generation: no plan, no tiles, and of patterns that hide most slots only those
 that some head sees.
 
-out = softmax_j(scale * q . k_j + what the distance adds) v_j,   j over those slots
+out = softmax_j(scale * q . k_j + what the distance adds) v_j,   j over those slots and, of value 0, the sink
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
     if relative is not None:
         assert distance is not None
         scores = _moved(scores.flatten(1, 2).to(accumulator), q, distance, scoring.scale, relative).view(scores.shape)
+    if scoring.sink is not None:
+        sink = scoring.sink.to(scores.dtype).view(1, *grouped.shape[1:3], 1).expand(batch, -1, -1, -1)
+        scores = torch.cat([scores, sink], -1)
+        seen = None if seen is None else torch.nn.functional.pad(seen, (0, 1), value=True)
     if seen is None:
         weights = torch.softmax(scores, -1, dtype=accumulator)
     else:
@@ -40,7 +44,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
         # The lowest number instead of -inf keeps a blind row finite; the product with the mask then zeroes it.
         scores = scores.to(accumulator).masked_fill(~seen, torch.finfo(accumulator).min)
         weights = torch.softmax(scores, -1) * seen
-    weights = weights.to(v.dtype)
+    weights = weights[..., : k.shape[2]].to(v.dtype)
     out = torch.matmul(weights, v).reshape(batch, heads, 1, v.shape[-1])
     if relative is not None and relative.values is not None:
         assert distance is not None

@@ -3,7 +3,8 @@
 score_ij = scale * (q_i . k_j + (q_i + shift) . keys[d]) + bias[d] + bias_ij,   d = slot of query i - slot of key j
 p_i = softmax_j(score_ij) over the keys that query i may see,   out_i = sum_j p_ij (v_j + values[d])
 
-Where query i may see no key, or a bias of -inf hides all that it may see, out_i is 0 and its log-sum-exp -inf.
+A sink logit z adds exp(z) to the sum below p_i. Where query i may see no key, or a bias of -inf hides all that it may
+see, out_i is 0 and its log-sum-exp -inf, or z.
 """
 
 from __future__ import annotations
@@ -50,10 +51,15 @@ def _probabilities(
     # score_ij = -inf where query i may not see key j, so that p_ij = exp(-inf) / l = 0.
     scores = scores.masked_fill(~seen, -torch.inf)
     top = scores.detach().amax(-1, keepdim=True)
+    sink = None if scoring.sink is None else scoring.sink.to(accumulator)[:, None, None]
+    if sink is not None:
+        top = torch.maximum(top, sink.detach())
     sighted = (top != -torch.inf)[..., 0]
     top = top.where(sighted[..., None], 0)
     weights = (scores - top).exp()
     total = weights.sum(-1).where(sighted, 1)
+    if sink is not None:
+        total = total + (sink - top).exp()[..., 0]
     lse = (total.log() + top[..., 0]).where(sighted, -torch.inf)
     return weights / total[..., None], lse, values
 

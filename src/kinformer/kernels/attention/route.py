@@ -166,6 +166,8 @@ def choose_impl(q: Tensor, k: Tensor, visibility: Visibility, scoring: Scoring, 
         return "chunked"  # costs are counted on the meta device, which decomposes torch's kernel into dense products
     if visibility.attn_mask is not None or scoring.bias is not None:
         return "chunked"
+    if scoring.sink is not None and q.device.type != "cpu":
+        return "chunked"  # of PyTorch's kernels, we take a log-sum-exp from that of the CPU alone
     table = TABLE["cuda" if q.device.type == "cuda" else _CPU]
     time, slots = q.shape[2], k.shape[2]
     pairs = time * slots

@@ -104,7 +104,7 @@ def _allowed(visibility: Visibility, members: Sequence[int], positions: Tensor, 
 
 
 def _of_heads(scoring: Scoring, members: list[int]) -> Scoring:
-    """Return ``scoring`` with the tables and vectors of the heads ``members`` only."""
+    """Return ``scoring`` with the tables, vectors and sinks of the heads ``members`` only."""
 
     def some(table: Tensor | None) -> Tensor | None:
         return table if table is None or len(table) == 1 else table[members]
@@ -113,4 +113,4 @@ def _of_heads(scoring: Scoring, members: list[int]) -> Scoring:
     if relative is not None:
         _, *tables = relative
         relative = Relative(relative.lowest, *map(some, tables))
-    return scoring._replace(vector=some(scoring.vector), relative=relative)
+    return scoring._replace(vector=some(scoring.vector), relative=relative, sink=some(scoring.sink))

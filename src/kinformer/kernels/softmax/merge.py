@@ -7,6 +7,7 @@ already divided by its d.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from kinformer.kernels.softmax.request import Attended
 
@@ -29,3 +30,18 @@ def merge(one: Attended, two: Attended) -> Attended:
     safe = total.masked_fill(blind, 1)
     first, second = ((weight / safe)[..., None].to(one.out.dtype) for weight in (first, second))
     return Attended(one.out * first + two.out * second, (safe.log() + top).masked_fill(blind, -torch.inf))
+
+
+def with_sink(part: Attended, sink: Tensor | None) -> Attended:
+    """Return the softmax over the keys of ``part`` and one of value 0 with the score z = ``sink`` [heads] (None: none):
+
+    out sigmoid(lse - z),   lse = log(e^lse + e^z)
+
+    which is :func:`merge` with a part whose output is 0 and whose log-sum-exp is z.
+    """
+    if sink is None:
+        return part
+    assert part.lse is not None
+    z = sink.to(part.lse.dtype)[:, None]
+    share = torch.sigmoid(part.lse - z)[..., None]
+    return Attended(part.out * share.to(part.out.dtype), torch.logaddexp(part.lse, z))

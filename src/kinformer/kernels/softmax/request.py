@@ -47,7 +47,8 @@ class Scoring(NamedTuple):
 
     ``scale``, ``form`` and ``vector`` are those of a ``core.parts.Score``, ``relative`` that of a
     ``core.parts.Position``. ``bias`` broadcasts to [batch, heads, time, slots] and is added to the scores; all pairs
-    are computed. ``dropout`` is that of the probabilities.
+    are computed. ``dropout`` is that of the probabilities. ``sink`` [heads] is the score of one more key, which has the
+    value 0 and which every query sees; it counts in the log-sum-exp.
     """
 
     scale: float
@@ -56,6 +57,7 @@ class Scoring(NamedTuple):
     relative: Relative | None = None
     bias: Tensor | None = None
     dropout: AttentionDropout | None = None
+    sink: Tensor | None = None
 
     @classmethod
     def of(cls, score: Score, relative: Relative | None = None, dropout: AttentionDropout | None = None) -> Scoring:
@@ -63,7 +65,7 @@ class Scoring(NamedTuple):
         transformed as the score transforms queries."""
         if relative is not None and relative.shift is not None:
             relative = relative._replace(shift=score.queries(relative.shift))
-        return cls(score.scale, score.form, score.vector(), relative, dropout=dropout)
+        return cls(score.scale, score.form, score.vector(), relative, dropout=dropout, sink=score.sink())
 
 
 class Attended(NamedTuple):

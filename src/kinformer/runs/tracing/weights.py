@@ -86,10 +86,11 @@ def _captured(mixer: Any, probe: Probe, calls: list[Tensor]) -> Iterator[None]:
             yield
         return
 
-    def joined(_: nn.Module, inputs: tuple[Tensor]) -> None:
+    def joined(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         calls.append(inputs[0].unflatten(-1, (-1, probe.values.shape[3])).transpose(1, 2))
 
-    outs = {mixer.out, getattr(mixer, "global_out", None) or mixer.out}
+    first = getattr(mixer, "gate", None) or mixer.out  # weights are those before a gate
+    outs = {first, getattr(mixer, "global_out", None) or first}
     handles = [out.register_forward_pre_hook(joined) for out in outs]
     try:
         yield
