@@ -41,7 +41,7 @@ def live(work: Callable[[], object], killed_at: int = 0, calls: Path | None = No
     if not child:
         code = 1
         try:
-            counter = _Counter(killed_at)
+            counter = watched(killed_at)
             work()
             if calls is not None:
                 calls.write_text(str(counter.calls))
@@ -49,6 +49,11 @@ def live(work: Callable[[], object], killed_at: int = 0, calls: Path | None = No
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def watched(killed_at: int) -> _Counter:
+    """Count the disk calls of this process from now on, and kill it at number ``killed_at``."""
+    return _Counter(killed_at)
 
 
 class _Counter:

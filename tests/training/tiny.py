@@ -19,6 +19,7 @@ from kinformer.tasks.classify.rows import Labels
 from kinformer.tasks.mlm.rows import MaskedTokens
 from kinformer.tasks.next_token.rows import NextTokens
 from kinformer.tasks.table import TASKS
+from kinformer.training.checkpoint import Checkpoints
 from kinformer.training.data_module import DataModule
 from kinformer.training.distributed import Group
 from kinformer.training.loop import Result, Trainer
@@ -93,10 +94,10 @@ def train(corpus: Corpus, folder: Path, group: Group = CPU, model: Overrides = N
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights of the newest checkpoint."""
-    from safetensors.torch import load_file
-
-    return load_file(max((folder / "checkpoints").iterdir()) / "model.safetensors")
+    """The weights of the newest checkpoint, whole."""
+    checkpoints = Checkpoints(folder / "checkpoints", 1)
+    saved = checkpoints.read(checkpoints.steps()[-1])
+    return dict(saved.files["model"]) if saved.shards is None else saved.shards.whole("model")
 
 
 def gap(left: Path, right: Path) -> float:

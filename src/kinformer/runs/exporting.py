@@ -18,10 +18,9 @@ from kinformer.interop.writing import DTYPES, GENERATES, Form, appearing, form_o
 from kinformer.runs.run import BYTES, Run, open_run
 from kinformer.runtime.errors import KinformerError, nearest
 from kinformer.runtime.fields import require_path
-from kinformer.runtime.files import load_tensors
 from kinformer.runtime.words import plural
 from kinformer.tasks.shared.text import ends_of
-from kinformer.training.best import WEIGHTS, best_of
+from kinformer.training.best import best_of, best_weights
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -80,7 +79,7 @@ def export(
     announce(sentence_of(form))
     if run.vocabulary is not None and not has_tokenizer:
         announce(f"{folder} has no {run.vocabulary}, so the folder has none either.")
-    weights = load_tensors(run.folder / WEIGHTS)[0]
+    weights = best_weights(run.folder)[0]
     model = run.model()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     with appearing(out) as place:

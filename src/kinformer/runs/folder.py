@@ -15,11 +15,10 @@ from kinformer.runs.run import CONFIG, TOKENIZER
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import partial_of, remove_partials, require_utf8
 from kinformer.runtime.lock import locked
-from kinformer.training.best import WEIGHTS
-from kinformer.training.checkpoint import Checkpoints
+from kinformer.training.best import SHARDED, WEIGHTS
+from kinformer.training.checkpoint import CHECKPOINTS, Checkpoints
 from kinformer.training.logging import METRICS
 
-CHECKPOINTS = "checkpoints"
 _MADE_FIRST = (TOKENIZER, SPOOLED, WEIGHTS)
 """What creating or importing a run may write before its config."""
 
@@ -61,4 +60,5 @@ def _remove_leftovers(folder: Path) -> None:
         for name in _MADE_FIRST:
             (folder / name).unlink(missing_ok=True)
     remove_partials(folder, (CONFIG, METRICS, *_MADE_FIRST))
-    Checkpoints(folder / CHECKPOINTS, 1).clean()
+    for name in (CHECKPOINTS, SHARDED):
+        Checkpoints(folder / name, 1).clean()

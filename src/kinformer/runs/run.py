@@ -1,5 +1,7 @@
 """Run folders: ``config.json`` (what was trained, on what, how), ``model.safetensors`` (the best weights so far).
 
+Where several processes hold parts of the weights, the best ones are in ``best/``, as shards.
+
 ``config.json`` has the keys ``schema``, ``kinformer``, ``member``, ``recipe``, ``model`` (the model's config as data),
 ``tokenizer`` ("bytes", the name of a file in the folder, or null), ``task`` (its name and its own options), ``data``
 (how it was named, and its identity), ``training`` (the settings) and ``checksum`` (of all other keys); besides
@@ -26,7 +28,6 @@ from kinformer.runtime.fields import require_path, require_types
 from kinformer.runtime.files import (
     DIGEST,
     digest,
-    load_tensors,
     load_weights,
     reading,
     require_signature,
@@ -37,7 +38,7 @@ from kinformer.runtime.files import (
 )
 from kinformer.tasks.table import ALL, training_options
 from kinformer.tasks.table import task as task_called
-from kinformer.training.best import WEIGHTS, best_of
+from kinformer.training.best import WEIGHTS, best_of, best_weights, place_of_best
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -141,16 +142,16 @@ class Run:
         the shape of every weight as they are.
         """
         config = self._changed(changes) if changes else self.config
-        tensors, _ = load_tensors(self.folder / WEIGHTS)
+        place, (tensors, _) = place_of_best(self.folder), best_weights(self.folder)
         with reading(self.folder / CONFIG, "says a model that cannot be built"):
-            require_weights(weight_shapes(config), tensors, self.folder / WEIGHTS)
+            require_weights(weight_shapes(config), tensors, place)
             model = config.build()
-        load_weights(model, tensors, self.folder / WEIGHTS)
+        load_weights(model, tensors, place)
         return model.eval()
 
     def weights_digest(self) -> str:
         """What identifies the weights that :meth:`model` reads: sha256 of their names, shapes, types and bytes."""
-        tensors, metadata = load_tensors(self.folder / WEIGHTS)
+        tensors, metadata = best_weights(self.folder)
         return metadata.get(DIGEST) or digest(tensors)
 
     def _changed(self, changes: Mapping[str, Any]) -> ModelConfig:

@@ -18,19 +18,19 @@ from kinformer.family.extension import extended_weights
 from kinformer.family.table import member
 from kinformer.runs.announce import announcement, warning
 from kinformer.runs.create import create
-from kinformer.runs.folder import CHECKPOINTS, writing
+from kinformer.runs.folder import writing
 from kinformer.runs.options import TrainOptions
 from kinformer.runs.planning import plan_of
 from kinformer.runs.resume import resume
 from kinformer.runs.rows import rows_of
 from kinformer.runs.run import Run, open_run
 from kinformer.runtime.errors import KinformerError, require, spelled
-from kinformer.runtime.files import load_tensors, load_weights
+from kinformer.runtime.files import load_weights
 from kinformer.runtime.progress import tolerant
 from kinformer.runtime.words import plural
 from kinformer.training import distributed
-from kinformer.training.best import WEIGHTS
-from kinformer.training.checkpoint import Checkpoints
+from kinformer.training.best import best_weights
+from kinformer.training.checkpoint import CHECKPOINTS, Checkpoints
 from kinformer.training.distributed import Group
 from kinformer.training.loop import Result, Trainer
 from kinformer.training.metric import Metric
@@ -195,7 +195,7 @@ def _require_compiler() -> None:
 def _begin_with(model: Any, run: Run, init: str) -> None:
     """Give ``model`` the weights of the run in the folder ``init``; of an encoder without a head that differs, and with
     positions copied over and over where it is to read longer texts."""
-    tensors, _ = load_tensors(Path(init) / WEIGHTS)
+    tensors, _ = best_weights(Path(init))
     if run.config.protocol is WholeModel:
         if not _same_head(open_run(init), run):
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(HEAD)}

@@ -24,7 +24,7 @@ def gathered(tensor: Tensor) -> Tensor:
 
 def like(parameter: Tensor, value: Tensor) -> Tensor:
     """Return ``value`` sharded over processes as ``parameter`` is, where it has its shape."""
-    if not is_sharded(parameter) or value.shape != parameter.shape:
+    if not is_sharded(parameter) or is_sharded(value) or value.shape != parameter.shape:
         return value
     from torch.distributed.tensor import distribute_tensor
 

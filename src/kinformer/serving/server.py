@@ -22,7 +22,7 @@ from kinformer.serving.admission import Limits
 from kinformer.serving.chat import ChatTemplate
 from kinformer.serving.engine import Engine
 from kinformer.serving.options import ServeOptions
-from kinformer.training.best import WEIGHTS
+from kinformer.training.best import place_of_best
 
 try:
     import uvicorn
@@ -60,7 +60,7 @@ class Server:
         self._thread = threading.Thread(target=self.engine.run, name="kinformer engine", daemon=True)
         assert run.tokenizer is not None
         self.name = name = options.name or Path(folder).resolve().name
-        created = int(os.path.getmtime(run.folder / WEIGHTS))
+        created = int(os.path.getmtime(place_of_best(run.folder)))
         served = Served(name, created, self.engine, run.tokenizer, template, self._thread.is_alive, options.seed)
         host = self.socket.getsockname()[0]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.socket.getsockname()[1]}"

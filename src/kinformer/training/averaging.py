@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
-from kinformer.runtime.files import load_tensors
 from kinformer.runtime.sharding import like
 from kinformer.training.checkpoint import Checkpoints
 
@@ -56,7 +55,7 @@ def mean_weights(model: nn.Module, checkpoints: Checkpoints, steps: Sequence[int
     # Summed in float64, so that rounding is that of one division, however many checkpoints there are.
     total = {name: weight.to(torch.float64, copy=True) for name, weight in weights_now.items()}
     for step in steps:
-        weights = load_tensors(checkpoints.path(step) / "model.safetensors")[0]
+        weights = checkpoints.weights(step, weights_now)
         for name, weight in weights_now.items():
             total[name] += like(weight, weights[name]).to(weight.device)
     return {name: (weight / (len(steps) + 1)).to(weights_now[name].dtype) for name, weight in total.items()}

@@ -1,4 +1,5 @@
-"""The best weights of a run: ``model.safetensors``, whose metadata has their step and their metrics.
+"""The best weights of a run: ``model.safetensors``, whose metadata has their step and their metrics, or, where several
+processes hold parts of the weights, a checkpoint of shards in ``best/``. A run has the later one.
 
 A run that was never validated has its newest weights there, without metrics.
 """
@@ -6,31 +7,73 @@ A run that was never validated has its newest weights there, without metrics.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kinformer.runtime.files import load_tensors, reading, save_tensors
+from kinformer.runtime.files import load_tensors, reading, save_tensors, sync_folder
 from kinformer.runtime.parsing import parse_json
+from kinformer.training.checkpoint import Checkpoint, Checkpoints
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kinformer.training.distributed import Group
     from kinformer.training.metric import Metric
 
-WEIGHTS = "model.safetensors"
+WEIGHTS, SHARDED = "model.safetensors", "best"
 _METRICS, _STEP = "figures", "step"
+_MODEL = frozenset({"model"})
 
 
 def best_of(folder: Path) -> tuple[dict[str, float], int] | None:
     """Return the metrics of the best validation in a run folder, the deciding one
     first, and its step; None if there is none."""
-    if not (folder / WEIGHTS).exists():
+    place = place_of_best(folder)
+    if not place.exists():
         return None
-    metadata = load_tensors(folder / WEIGHTS)[1]
-    with reading(folder / WEIGHTS):
-        return (dict(parse_json(metadata[_METRICS])), int(metadata[_STEP])) if _METRICS in metadata else None
+    if place.name == WEIGHTS:
+        metadata: Mapping[str, Any] = load_tensors(place)[1]
+        with reading(place):
+            return (dict(parse_json(metadata[_METRICS])), int(metadata[_STEP])) if _METRICS in metadata else None
+    checkpoint = _sharded(place)
+    with reading(place):
+        metrics = checkpoint.numbers.get(_METRICS)
+        return None if metrics is None else ({str(name): float(value) for name, value in metrics}, checkpoint.step)
+
+
+def place_of_best(folder: Path) -> Path:
+    """Return the file of the best weights in a run folder, whether it is there or not, or the folder of their shards.
+
+    Both are there only where a process died between writing one and removing the other: the later one counts.
+    """
+    file, steps = folder / WEIGHTS, Checkpoints(folder / SHARDED, 1).steps()
+    if not steps:
+        return file
+    shards = Checkpoints(folder / SHARDED, 1).path(steps[-1])
+    if not file.is_file():
+        return shards
+    with reading(file):
+        return file if int(load_tensors(file)[1].get(_STEP, 0)) > steps[-1] else shards
+
+
+def best_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the best weights in a run folder, whole, and the metadata of their file (of shards none)."""
+    place = place_of_best(folder)
+    if place.name == WEIGHTS:
+        return load_tensors(place)
+    shards = _sharded(place).shards
+    assert shards is not None
+    shards.verify()
+    return shards.whole("model"), {}
+
+
+def _sharded(place: Path) -> Checkpoint:
+    step = int(place.name.rpartition("-")[2])
+    return Checkpoints(place.parent, 1).read(step, required=_MODEL, verified=False)
 
 
 class Best:
@@ -61,3 +104,16 @@ class Best:
         """Write the weights of ``step`` to the file."""
         noted = {} if self.metrics is None else {_METRICS: json.dumps(list(self.metrics.items()))}
         save_tensors(self.folder / WEIGHTS, weights, {_STEP: str(step), **noted})
+        shutil.rmtree(self.folder / SHARDED, ignore_errors=True)
+
+    def write_sharded(self, weights: Mapping[str, Tensor], step: int, group: Group) -> None:
+        """Write the weights of ``step``, of which each process of ``group`` has a part; all must call together."""
+        noted = {} if self.metrics is None else {_METRICS: list(self.metrics.items())}
+        tensors = {f"model/{name}": tensor for name, tensor in weights.items()}
+        Checkpoints(self.folder / SHARDED, 1).save_sharded(Checkpoint(step, {}, noted), tensors, group)
+        group.on_first(self._remove_file)
+
+    def _remove_file(self) -> None:
+        with suppress(FileNotFoundError):
+            (self.folder / WEIGHTS).unlink()
+            sync_folder(self.folder)

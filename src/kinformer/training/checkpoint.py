@@ -1,7 +1,8 @@
 """Checkpoints: folders of safetensors and a JSON plan that are there whole or not at all, whatever happens meanwhile.
 
 ``checkpoints/step-00000100/`` is filled under another name, flushed to the disk and renamed. The plan holds each file's
-sha256 and the numbers of the run. Nothing depends on how many processes wrote it, and nothing is a pickle.
+sha256 and the numbers of the run. One process writes whole tensors; where weights are sharded over processes, each
+writes its part (``training/shards.py``). Any number of processes can read both, and nothing is a pickle.
 """
 
 from __future__ import annotations
@@ -18,13 +19,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.files import DIGEST, load_tensors, read_json, reading, save_tensors, sync_folder, write_json
+from kinformer.runtime.files import (
+    DIGEST,
+    load_tensors,
+    load_weights,
+    read_json,
+    reading,
+    require_weights,
+    save_tensors,
+    sync_folder,
+    write_json,
+)
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
-SCHEMA = 1
-PLAN = "plan.json"
+    from kinformer.training.distributed import Group
+    from kinformer.training.shards import Shards
+
+SCHEMA, SHARDED_SCHEMA = 1, 2
+CHECKPOINTS, PLAN = "checkpoints", "plan.json"
+_NEEDED = frozenset({"model", "optimizer"})
 _GROUPS = {"model", "average", "optimizer", "objective", "carried", "rows"}
 _PREFIX, _PARTIAL = "step-", ".partial"
 PAUSE = "KINFORMER_PAUSE"
@@ -32,11 +47,33 @@ PAUSE = "KINFORMER_PAUSE"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint: ``files`` are named groups of tensors, on the CPU, ``numbers`` anything that JSON can hold."""
+    """A checkpoint: ``files`` are named groups of whole tensors, on the CPU, ``shards`` the groups of which every
+    process has written a part; ``numbers`` is anything that JSON can hold."""
 
     step: int
     files: Mapping[str, Mapping[str, Tensor]]
     numbers: Mapping[str, Any]
+    shards: Shards | None = None
+
+    def forms(self, name: str) -> Mapping[str, Tensor]:
+        """Return the tensors of a group, of sharded ones without their data."""
+        return self.files.get(name, {}) if self.shards is None else self.shards.group(name)
+
+    def into(self, name: str, module: nn.Module, place: str) -> None:
+        """Load the group ``name`` into ``module``, whose parameters may be sharded where the checkpoint is."""
+        if self.shards is None:
+            load_weights(module, self.files.get(name, {}), place)
+            return
+        tensors = module.state_dict()
+        require_weights({key: tuple(tensor.shape) for key, tensor in tensors.items()}, self.forms(name), place)
+        self.shards.fill(name, tensors)
+
+    def read(self, name: str, rooms: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the tensors of a group: whole, or where the checkpoint is sharded ``rooms`` for them, filled."""
+        if self.shards is None:
+            return self.files.get(name, {})
+        self.shards.fill(name, rooms)
+        return rooms
 
 
 REGULAR = "regular"
@@ -77,43 +114,103 @@ class Checkpoints:
 
         A failure leaves the earlier ones as they were and is reported in one sentence.
         """
-        final = self.path(checkpoint.step)
-        partial = final.with_name(f".{final.name}{_PARTIAL}")
+        partial = self._partial(checkpoint.step)
         try:
-            with self.surviving(final):
+            with self.surviving(self.path(checkpoint.step)):
                 self.clean()
-                _fill(partial, checkpoint)
-                _pause("before-fsync")
-                sync_folder(partial)
-                _pause("before-rename")
-                self._remove(final)
-                partial.rename(final)
-                sync_folder(self.folder)
+                partial.mkdir(parents=True)
+                self._commit(partial, checkpoint)
         except KinformerError:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         self.tidy()
 
-    def load(self) -> Checkpoint | None:
-        """Return the newest checkpoint, verified to the last byte; None if there is none."""
+    def save_sharded(self, checkpoint: Checkpoint, tensors: Mapping[str, Tensor], group: Group) -> None:
+        """Write ``checkpoint`` and ``tensors``, called ``"group/name"``, of which each process of ``group`` has a part;
+        all must call together, and the first one's ``checkpoint`` counts."""
+        from kinformer.training.shards import write_shards
+
+        partial = self._partial(checkpoint.step)
+
+        def begin() -> None:
+            with self.surviving(self.path(checkpoint.step)):
+                self.clean()
+                partial.mkdir(parents=True)
+
+        def commit(shards: Shards) -> None:
+            with self.surviving(self.path(checkpoint.step)):
+                self._commit(partial, checkpoint, shards)
+
+        try:
+            group.on_first(begin)
+            with self.surviving(self.path(checkpoint.step)):
+                shards = write_shards(partial, tensors, group)
+            group.on_first(lambda: commit(shards))
+        except KinformerError:
+            group.on_first(lambda: shutil.rmtree(partial, ignore_errors=True))
+            raise
+        group.on_first(self.tidy)
+
+    def _partial(self, step: int) -> Path:
+        return self.folder / f".{_PREFIX}{step:08d}{_PARTIAL}"
+
+    def _commit(self, partial: Path, checkpoint: Checkpoint, shards: Shards | None = None) -> None:
+        """Fill the folder ``partial`` with all but the ``shards`` there, and rename it."""
+        final = self.path(checkpoint.step)
+        _fill(partial, checkpoint, shards)
+        _pause("before-fsync")
+        sync_folder(partial)
+        _pause("before-rename")
+        self._remove(final)
+        partial.rename(final)
+        sync_folder(self.folder)
+
+    def load(self, group: Group | None = None) -> Checkpoint | None:
+        """Return the newest checkpoint, verified to the last byte; None if there is none. Processes that share the
+        work of verifying shards, those of ``group``, must call together."""
         steps = self.steps()
         if not steps:
             return None
         folder = self.path(steps[-1])
         try:
-            with reading(folder / PLAN):
-                plan = read_json(folder / PLAN)
-                if not isinstance(plan, dict) or plan.get("schema") != SCHEMA:
-                    raise KinformerError(f"{folder / PLAN}: is not of schema {SCHEMA}, which this version reads")
-                if plan.pop("sha256") != _digest(plan):
-                    raise KinformerError(f"{folder / PLAN}: is damaged (it does not match its checksum)")
-                _check(plan, steps[-1])
-                files = {name: _load(folder / f"{name}.safetensors", digest) for name, digest in plan["files"].items()}
-            return Checkpoint(steps[-1], files, plan["numbers"])
+            return self.read(steps[-1], group)
         except KinformerError as error:
             reason = str(error)
             remedy = f"from step {steps[-2]}" if len(steps) > 1 else "from the beginning"
             raise KinformerError(f"{reason.rstrip('.')}; or delete the folder {folder} to resume {remedy}.") from None
+
+    def read(
+        self, step: int, group: Group | None = None, required: frozenset[str] = _NEEDED, verified: bool = True
+    ) -> Checkpoint:
+        """Return the checkpoint of step ``step``, which must hold the groups ``required``; without ``verified``, the
+        bytes of shards are not read."""
+        folder = self.path(step)
+        with reading(folder / PLAN):
+            plan = read_json(folder / PLAN)
+            if not isinstance(plan, dict) or plan.get("schema") not in (SCHEMA, SHARDED_SCHEMA):
+                raise KinformerError(f"{folder / PLAN}: is not of schema {SHARDED_SCHEMA} or before, as it must be")
+            if plan.pop("sha256") != _digest(plan):
+                raise KinformerError(f"{folder / PLAN}: is damaged (it does not match its checksum)")
+            shards = _shards(folder, plan)
+            names = plan["files"].keys() | ({path.split("/")[0] for path in shards.forms} if shards else set())
+            _check(plan, step, names, required)
+            files = {name: _load(folder / f"{name}.safetensors", digest) for name, digest in plan["files"].items()}
+        if shards and group and verified:
+            group.on_all(lambda: shards.verify(group.rank, group.world))
+        elif shards and verified:
+            shards.verify()
+        return Checkpoint(step, files, plan["numbers"], shards)
+
+    def weights(self, step: int, model: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the weights of step ``step``: whole, or where they are shards sharded as those of ``model`` are."""
+        import torch
+
+        with reading(self.path(step) / PLAN):
+            whole = read_json(self.path(step) / PLAN)["schema"] == SCHEMA
+        if whole:
+            return load_tensors(self.path(step) / "model.safetensors")[0]
+        rooms = {name: torch.empty_like(weight, requires_grad=False) for name, weight in model.items()}
+        return self.read(step, verified=False).read("model", rooms)
 
     def tidy(self) -> None:
         """Remove checkpoints older than the ones to keep, and the remains of an interrupted write or removal."""
@@ -149,12 +246,13 @@ class Checkpoints:
             raise KinformerError(f"{place}: could not be written ({reason.rstrip('.')}); {remedy}.") from error
 
 
-def _fill(folder: Path, checkpoint: Checkpoint) -> None:
-    folder.mkdir(parents=True)
+def _fill(folder: Path, checkpoint: Checkpoint, shards: Shards | None) -> None:
     digests = {
         name: save_tensors(folder / f"{name}.safetensors", tensors) for name, tensors in checkpoint.files.items()
     }
     plan = {"schema": SCHEMA, "step": checkpoint.step, "files": digests, "numbers": dict(checkpoint.numbers)}
+    if shards is not None:
+        plan |= {"schema": SHARDED_SCHEMA, "shards": shards.plan}
     write_json(folder / PLAN, plan | {"sha256": _digest(plan)})
 
 
@@ -162,13 +260,21 @@ def _digest(plan: Mapping[str, Any]) -> str:
     return sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
 
-def _check(plan: Mapping[str, Any], step: int) -> None:
-    """Raise where a plan is not that of step ``step`` of a run."""
+def _shards(folder: Path, plan: Mapping[str, Any]) -> Shards | None:
+    if plan["schema"] == SCHEMA:
+        return None
+    from kinformer.training.shards import open_shards
+
+    return open_shards(folder, plan["shards"])
+
+
+def _check(plan: Mapping[str, Any], step: int, groups: set[str], required: frozenset[str]) -> None:
+    """Raise where a plan, which holds ``groups``, is not that of step ``step`` of a run."""
     if type(plan["step"]) is not int or plan["step"] != step:
         raise ValueError(f"its step is {plan['step']!r}, not {step}")
-    if missing := {"model", "optimizer"} - plan["files"].keys():
+    if missing := required - groups:
         raise ValueError(f"it has no {min(missing)}")
-    if strange := plan["files"].keys() - _GROUPS:
+    if strange := groups - _GROUPS:
         raise ValueError(f"it names {min(strange)!r}, which no checkpoint has")
     numbers = plan["numbers"]
     if not isinstance(numbers, dict):

@@ -43,6 +43,11 @@ class Group:
         """Return whether this process writes the files."""
         return self.rank == 0
 
+    @property
+    def sharded(self) -> bool:
+        """Return whether every process holds a part of the weights only."""
+        return self.world > 1 and self.strategy == "fsdp"
+
     def wrap(self, step: nn.Module) -> nn.Module:
         """Wrap ``step`` by the strategy's engine; with FSDP the layers and the rest are sharded in place."""
         check_shared(step, self)
@@ -102,6 +107,24 @@ class Group:
         if outcome[1] is not None:
             raise KinformerError(outcome[1])
         return outcome[0]
+
+    def on_all(self, function: Callable[[], T]) -> list[T]:
+        """Return the results of ``function`` on every process, in order of rank, to all of them, or raise the first
+        one's :class:`KinformerError`."""
+        outcome: list[Any] = [None, None]
+        try:
+            outcome = [function(), None]
+        except KinformerError as error:
+            if self.world == 1:
+                raise
+            outcome = [None, error.message]
+        outcomes: list[Any] = [outcome] * self.world
+        if self.world > 1:
+            distributed.all_gather_object(outcomes, outcome)
+        for _, sentence in outcomes:
+            if sentence is not None:
+                raise KinformerError(sentence)
+        return [result for result, _ in outcomes]
 
     def collect(self, tensors: list[Tensor]) -> list[list[Tensor]]:
         """Return each process's ``tensors`` (as many, of any shapes) on the CPU of

@@ -12,28 +12,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from kinformer.core.learning import regularization_metrics
 from kinformer.core.stack import units_of
-from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.files import load_weights, reading
-from kinformer.runtime.lock import is_here
+from kinformer.runtime.files import reading
 from kinformer.runtime.words import plural
 from kinformer.training.averaging import MovingAverage, mean_weights, replaced
-from kinformer.training.best import WEIGHTS, Best
 from kinformer.training.carried import Carried
-from kinformer.training.checkpoint import REGULAR, Checkpoint, Checkpoints
+from kinformer.training.checkpoint import REGULAR, Checkpoint
 from kinformer.training.data_module import DataModule
 from kinformer.training.distributed import Group
 from kinformer.training.interrupt import Interrupt
 from kinformer.training.logging import Log, Silence, TrainingProgress
 from kinformer.training.objective import Objective, ObjectiveModule
-from kinformer.training.optimiser import Optimiser, finite, gather
+from kinformer.training.optimiser import Optimiser
 from kinformer.training.pace import FORWARD_SHARE, PROBE_SHARE, Course, Pace, seconds_of
 from kinformer.training.result import Result
 from kinformer.training.schedule import Schedule
 from kinformer.training.settings import Settings
+from kinformer.training.storage import Storage
 from kinformer.training.update import Updater, Window
 from kinformer.training.validation import Validation
 
@@ -60,14 +58,15 @@ class Trainer:
         self.data, self.settings, self.folder, self.group = data, settings, folder, group
         self.silent = quiet or not group.first
         self.model = model.to(group.device).train()
-        self.checkpoints = Checkpoints(folder / "checkpoints", settings.keep, settings.average)
-        saved = self.checkpoints.load()
+        self.storage = Storage(folder, settings, data.metrics, group)
+        self.checkpoints, self.best = self.storage.checkpoints, self.storage.best
+        saved = self.checkpoints.load(group)
         carried = Carried(settings.accumulate)
         whole = ObjectiveModule(self.model, objective, settings.precision)
         self.extras = whole.extras.to(group.device)
         if saved:
-            load_weights(self.model, saved.files["model"], self._place(saved))
-            load_weights(self.extras, saved.files.get("objective", {}), self._place(saved))
+            saved.into("model", self.model, self._place(saved))
+            saved.into("objective", self.extras, self._place(saved))
             if states := saved.files.get("carried"):
                 with reading(self._place(saved), "holds states of another model", "use its own run folder"):
                     carried.load(states, model.initial_state(1), group)  # type: ignore[operator]
@@ -82,12 +81,11 @@ class Trainer:
         self.moving = MovingAverage(self.model, settings.ema)
         if saved:
             with reading(self._place(saved), "holds an optimiser of another model", "use its own run folder"):
-                optimiser.load(saved.files["optimizer"], self._place(saved))
-                self.moving.load_state_dict(saved.files.get("average", {}))
+                rooms = optimiser.rooms(saved.forms("optimizer"))
+                optimiser.load(saved.read("optimizer", rooms), self._place(saved))
+                self.moving.load_state_dict(saved.read("average", self.moving.state_dict()))
         self.update = Updater(self.engine, optimiser, carried, data, settings, group)
         self.validation = Validation(data, group)
-        self.best = Best(folder, data.metrics)
-        self.home = folder.stat() if folder.exists() else None
         self._restore(saved, begun)
 
     def _place(self, saved: Checkpoint) -> str:
@@ -200,7 +198,7 @@ class Trainer:
         first = self.step - len(losses) + 1
         for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=first):
             if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise self._diverged(f"the loss is {loss:g} and the gradient's norm {norm:g} at step {step}")
+                raise self.storage.diverged(f"the loss is {loss:g} and the gradient's norm {norm:g} at step {step}")
         if not losses:
             return
         mean = sum(losses) / len(losses)
@@ -213,14 +211,6 @@ class Trainer:
 
     def _text(self, metrics: Mapping[str, float]) -> str:
         return ", ".join(metric.text(metrics[metric.name]) for metric in self.data.metrics)
-
-    def _diverged(self, what: str) -> KinformerError:
-        steps = self.checkpoints.steps()
-        remedy = f"the checkpoint of step {steps[-1]} is kept" if steps else "there is no checkpoint yet"
-        return KinformerError(
-            f"training diverged: {what}; {remedy}; start again with a lower `lr` (now {self.settings.lr:g}), "
-            "a longer `warmup` or a smaller `clip`."
-        )
 
     def _finish(self, measures: bool) -> None:
         """Do all that belongs to the end of a run before the last checkpoint, which says that the run is over: a run
@@ -246,41 +236,18 @@ class Trainer:
             self.log.write(self.step, {f"{prefix}_loss": means[self.data.sums[0]]} | values)
         if self.best.improves(metrics):
             self.best.note(metrics, self.step)
-            weights = gather(self.model.state_dict().items(), self.group.first)
-            self.group.on_first(lambda: self._write_best(weights))
+            self.storage.save_best(self.step, self.model.state_dict())
 
     def _save(self, due: bool) -> None:
         holders: dict[str, Any] = {"model": self.model, "average": self.moving, "objective": self.extras}
-        files = {name: gather(holder.state_dict().items(), self.group.first) for name, holder in holders.items()}
-        files |= {"carried": self.update.carried.tensors(self.group), "rows": self.data.state_tensors()}
-        files = {name: tensors for name, tensors in files.items() if tensors}
-        files["optimizer"] = gather(self.update.optimiser.tensors(), self.group.first)
+        groups = {name: holder.state_dict() for name, holder in holders.items()}
+        files = {"carried": self.update.carried.tensors(self.group), "rows": self.data.state_tensors()}
+        groups["optimizer"] = dict(self.update.optimiser.tensors())
         if self.window.seconds:
             self.step_seconds = self.window.seconds / (self.step - self.first_step)
         numbers = vars(self.course) | {"seconds": self.seconds, "each_step": self.step_seconds, REGULAR: due}
-        self.group.on_first(lambda: self._write(Checkpoint(self.step, files, numbers)))
+        self.storage.save(self.step, groups, files, numbers)
         self.saved_at = time.monotonic()
-
-    def _write_best(self, weights: Mapping[str, Tensor]) -> None:
-        self._require_home()
-        with self.checkpoints.surviving(self.folder / WEIGHTS):
-            self.best.write(weights, self.step)
-
-    def _require_home(self) -> None:
-        """Raise where the folder was moved meanwhile, rather than begin a second one with half a run."""
-        if self.home is not None and not is_here(self.folder, self.home):
-            raise KinformerError(
-                f"{self.folder}: was moved or removed while it was trained in, so nothing after its last checkpoint is "
-                "kept; go on where it is now with `resume`."
-            )
-
-    def _write(self, checkpoint: Checkpoint) -> None:
-        self._require_home()
-        if not finite(checkpoint.files["model"]):
-            raise self._diverged(f"a weight is no longer finite after step {self.step}")
-        if self.best.step is None:
-            self._write_best({**checkpoint.files["model"], **checkpoint.files.get("average", {})})
-        self.checkpoints.save(checkpoint)
 
     def _pace(self) -> Pace:
         """Return the pace of the run: how many steps the minutes buy, and how often to validate and to save."""

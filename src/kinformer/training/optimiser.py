@@ -87,6 +87,20 @@ class Optimiser:
                 for key, value in optimiser.state.get(parameter, {}).items():
                     yield f"{name}:{key}", torch.as_tensor(value)
 
+    def rooms(self, forms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return memory for tensors of :meth:`tensors` with these forms, sharded as their parameters are."""
+        names = [name for part in self.names for name in part]
+        groups = [group for optimiser in self.optimisers for group in optimiser.param_groups]
+        parameters = dict(zip(names, [item for group in groups for item in group["params"]], strict=True))
+        rooms = {}
+        for path, form in forms.items():
+            parameter = parameters.get(path.rpartition(":")[0])
+            if parameter is not None and is_sharded(parameter) and parameter.shape == form.shape:
+                rooms[path] = torch.empty_like(parameter, dtype=form.dtype, requires_grad=False)
+            else:
+                rooms[path] = torch.empty_like(form, device="cpu")
+        return rooms
+
     def load(self, tensors: Mapping[str, Tensor], place: str) -> None:
         """Restore whole tensors of :meth:`tensors`, whatever the number of processes was then and is now."""
         parameter_names = {name for names in self.names for name in names}

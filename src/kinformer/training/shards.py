@@ -1,0 +1,220 @@
+"""Tensors that several processes write together, each its own part: PyTorch's distributed checkpoint as safetensors.
+
+Every process fills files of its own, ``shards/shard-00001-model-00001-of-00002.safetensors`` and so on; the metadata of
+a file says where the rows of its tensors begin. Any number of processes can read them again, each what it needs.
+A plan beside the folder holds the sha256 of every file. Files are trusted only after their heads agree: the parts of a
+tensor must follow each other from its first row to its last. Nothing is a pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import reading, require_file, sync_folder
+from kinformer.runtime.parsing import parse_json
+from kinformer.runtime.sharding import is_sharded
+from kinformer.training.distributed import Group
+
+SHARDS = "shards"
+_PIECE, _PIECES = 32 << 20, 16
+"""A process's part is written in files of a sixteenth, or of 32 MiB if that is more: PyTorch's writer holds one file
+in memory, once or twice (``benchmarks/sharded_checkpoint.py``)."""
+_NAME = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+_OFFSETS, _BEGIN = "DCP_SHARDING_INFO", "saved_offsets"
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The files of some tensors in ``folder``: the sha256 of each, and the ``aliases``, names of tensors that share
+    the memory of another one. ``forms`` are the tensors without their data (on the device "meta"), by name."""
+
+    folder: Path
+    files: Mapping[str, str]
+    aliases: Mapping[str, str]
+    forms: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """Return what a plan holds of the files."""
+        return {"files": dict(self.files), "aliases": dict(self.aliases)}
+
+    def group(self, name: str) -> dict[str, Tensor]:
+        """Return the forms of the tensors called ``"name/..."``, without that prefix."""
+        return {path.removeprefix(f"{name}/"): form for path, form in self.forms.items() if path.startswith(f"{name}/")}
+
+    def fill(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Read ``"name/..."`` into ``tensors``, which may be sharded over processes: each reads its own part."""
+        import torch.distributed.checkpoint as dcp
+
+        targets = {f"{name}/{key}": tensor for key, tensor in tensors.items()}
+        wanted: dict[str, Tensor] = {}
+        for path, tensor in targets.items():
+            wanted.setdefault(self.aliases.get(path, path), tensor)
+        with reading(self.folder), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            try:
+                dcp.load(dict(wanted), storage_reader=dcp.HuggingFaceStorageReader(str(self.folder)), no_dist=True)
+            except dcp.api.CheckpointException as error:  # no Exception
+                raise _cause(error) from None
+        with torch.no_grad():
+            for path, tensor in targets.items():
+                if tensor is not (source := wanted[self.aliases.get(path, path)]):
+                    tensor.copy_(source)
+
+    def whole(self, name: str) -> dict[str, Tensor]:
+        """Return the tensors ``"name/..."`` whole, in this process alone."""
+        rooms = {path: torch.empty_like(form, device="cpu") for path, form in self.group(name).items()}
+        self.fill(name, rooms)
+        return rooms
+
+    def verify(self, rank: int = 0, world: int = 1) -> None:
+        """Raise a :class:`KinformerError` where a file is not the plan's; ``world`` processes share the files."""
+        for name in sorted(self.files)[rank::world]:
+            require_file(self.folder / name)
+            if _sha256(self.folder / name) != self.files[name]:
+                raise KinformerError(
+                    f"{self.folder / name}: is damaged or not the file that the checkpoint's plan names; restore it "
+                    "from a copy"
+                )
+
+
+def write_shards(folder: Path, tensors: Mapping[str, Tensor], group: Group) -> Shards:
+    """Write ``tensors``, sharded or the same in all processes, into the new folder ``folder``/shards. All processes
+    must call together; an ``OSError`` of one is raised by all."""
+    import torch.distributed.checkpoint as dcp
+
+    aliases = group.on_first(lambda: _aliases(tensors))
+    unique = {name: _plain(tensor) for name, tensor in tensors.items() if name not in aliases}
+    place = folder / SHARDS
+    writer = dcp.HuggingFaceStorageWriter(
+        str(place), fqn_to_index_mapping=_pieces(unique, group.world), save_distributed=True
+    )
+    try:
+        dcp.save(dict(unique), storage_writer=writer)
+    except dcp.api.CheckpointException as error:  # no Exception
+        raise _cause(error) from None
+    ours = sorted(place.glob(f"shard-{group.rank + 1:05d}-*.safetensors"))
+    files: dict[str, str] = {}
+    for part in group.on_all(lambda: {path.name: _sha256(path) for path in ours}):
+        files |= part
+    group.on_first(lambda: sync_folder(place))
+    return Shards(place, files, aliases)
+
+
+def open_shards(folder: Path, plan: Any) -> Shards:
+    """Return the shards in ``folder``/shards that ``plan`` names; one whose parts are not whole is an error."""
+    place = folder / SHARDS
+    files, aliases = plan["files"], plan["aliases"]
+    for table in (files, aliases):
+        if not isinstance(table, dict) or not all(isinstance(value, str) for value in table.values()):
+            raise ValueError("its shards are no table of names")
+    for name in files:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"it names {name!r}, which is no shard")
+    if strange := {path.name for path in place.glob("*.safetensors")} - files.keys():
+        raise KinformerError(f"{place / min(strange)}: is not named by the checkpoint's plan; remove it")
+    forms = _forms(place, files)
+    for alias, name in aliases.items():
+        if name not in forms or alias in forms:
+            raise ValueError(f"its alias {alias!r} is of {name!r}, which it has not")
+    return Shards(place, files, aliases, forms | {alias: forms[name] for alias, name in aliases.items()})
+
+
+def _aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the names of tensors that lie in the memory of an earlier one, with its name."""
+    owners: dict[Any, str] = {}
+    aliases = {}
+    for name, tensor in tensors.items():
+        local = _local(tensor)
+        if local.numel():
+            owner = owners.setdefault((local.data_ptr(), tensor.shape, tensor.dtype), name)
+            if owner != name:
+                aliases[name] = owner
+    return aliases
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor if is_sharded(tensor) else tensor.contiguous()
+
+
+def _pieces(tensors: Mapping[str, Tensor], world: int) -> dict[str, int]:
+    """Return the number of the file, from 1, of every tensor: the same in all processes."""
+    sizes = {name: tensor.numel() * tensor.element_size() / world for name, tensor in tensors.items()}
+    piece = max(_PIECE, sum(sizes.values()) / _PIECES)
+    numbers, index, filled = {}, 1, 0.0
+    for name, size in sizes.items():
+        if filled and filled + size > piece:
+            index, filled = index + 1, 0.0
+        numbers[name] = index
+        filled += size
+    return numbers
+
+
+def _forms(place: Path, files: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return the form of every tensor from the heads of ``files``, whose rows must follow each other without gaps."""
+    from safetensors import safe_open
+
+    parts: dict[str, list[tuple[int, tuple[int, ...], torch.dtype]]] = {}
+    for name in sorted(files):
+        require_file(place / name)
+        with reading(place / name), safe_open(place / name, framework="pt") as file:
+            begins = parse_json((file.metadata() or {})[_OFFSETS])
+            for key in file.keys():  # noqa: SIM118 (no mapping)
+                part = file.get_slice(key)
+                shape, offsets = tuple(part.get_shape()), begins[key][_BEGIN]
+                if not isinstance(offsets, list) or len(offsets) != len(shape) or any(offsets[1:]):
+                    raise ValueError(f"{key} begins at {offsets!r}")
+                begin = offsets[0] if offsets else 0
+                if type(begin) is not int or begin < 0:
+                    raise ValueError(f"{key} begins at row {begin!r}")
+                parts.setdefault(key, []).append((begin, shape, _dtype(part.get_dtype())))
+    return {key: _joined(place, key, chunks) for key, chunks in parts.items()}
+
+
+def _joined(place: Path, key: str, chunks: list[tuple[int, tuple[int, ...], torch.dtype]]) -> Tensor:
+    full = sorted((chunk for chunk in chunks if 0 not in chunk[1][:1]), key=lambda chunk: chunk[0]) or chunks[:1]
+    _, shape, dtype = full[0]
+    rows = 0
+    for begin, part, kind in full:
+        if begin != rows or part[1:] != shape[1:] or kind != dtype or len(part) != len(shape):
+            raise KinformerError(f"{place}: the parts of {key} do not follow each other; restore it from a copy")
+        rows += part[0] if part else 1
+    if not shape and rows != 1:
+        raise KinformerError(f"{place}: the number {key} is there {rows} times; restore it from a copy")
+    return torch.empty((rows, *shape[1:]) if shape else (), dtype=dtype, device="meta")
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise ValueError(f"it holds numbers of type {name}")
+    return _DTYPES[name]
+
+
+def _sha256(path: Path) -> str:
+    with reading(path, "cannot be read", "check its permissions"), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _cause(error: Any) -> Exception:
+    """Return the first failure of a process, of those that PyTorch reports."""
+    failures = [failure[0] for failure in error.failures.values()]
+    return next((failure for failure in failures if isinstance(failure, Exception)), OSError(0, str(error)))
