@@ -1,4 +1,4 @@
-"""RetNet, Gated DeltaNet, GLA and RFA against what others computed, or against their definitions over all pairs."""
+"""Members of kernel attention against what others computed, or against their definitions over all pairs."""
 
 from pathlib import Path
 
@@ -9,9 +9,10 @@ from torch.nn import functional
 
 from kinformer.core.contract import Chunk
 from kinformer.decays.fixed import Fixed
+from kinformer.decays.softplus_channels import SoftplusChannels
 from kinformer.family.build import configure
 from kinformer.features.random_fourier import RandomFourier
-from kinformer.kernels.delta import delta_rule
+from kinformer.kernels.delta import DeltaTokens, delta_rule, delta_steps
 from kinformer.mixers.linear import LinearAttention
 
 DIM, TIME = 16, 70
@@ -162,9 +163,155 @@ def test_gated_deltanet_without_decay_and_convolution_is_the_delta_rule():
     close(absorbed(mixer, inputs()), absorbed(fast, inputs()), 1e-14)
 
 
-def test_hybrid_has_three_layers_to_one_of_softmax():
-    kinds = [layer.mixer.kind for layer in configure("gated-deltanet", "hybrid").layers]
+@pytest.mark.parametrize("member", ["gated-deltanet", "kda"])
+def test_hybrid_has_three_layers_to_one_of_softmax(member):
+    kinds = [layer.mixer.kind for layer in configure(member, "hybrid").layers]
     assert kinds == ["linear", "linear", "linear", "softmax"]
+
+
+def disturbed(theirs):
+    with torch.no_grad():
+        for weight in theirs.parameters():
+            weight.copy_(torch.randn_like(weight) * 0.3)
+    return theirs
+
+
+def copied_taps(mixer, taps, rows):
+    """Copy a convolution's weight [channels, 1, width], whose channels are ``rows`` of q, k and v, head by head."""
+    taps = taps.squeeze(1).flip(1).T  # the token itself first
+    parts = [part.unflatten(-1, (mixer.key_heads, -1)) for part in taps.split(rows, dim=-1)]
+    mixer.convolution.weight.copy_(torch.cat(parts, dim=-1))
+
+
+def test_kda_is_the_layer_of_kimi_linear():
+    """With its weights; the rows of q, k, v and beta stand head by head in ours."""
+    kimi = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+    from transformers import KimiLinearConfig
+
+    sizes = {"linear_head_dim": 4, "linear_num_heads": 2, "num_hidden_layers": 1, "rms_norm_eps": 1e-6}
+    torch.manual_seed(0)
+    theirs = disturbed(kimi.KimiLinearDeltaAttention(KimiLinearConfig(hidden_size=DIM, **sizes), 0))
+    mixer = built(configure("kda", "tiny").layers[0].mixer.replace(head_dim=4, gate_rank=4)).float()
+    with torch.no_grad():
+        parts = [getattr(theirs, f"{name}_proj").weight.unflatten(0, (2, -1)) for name in "qkvb"]
+        mixer.qkv.weight.copy_(torch.cat(parts, dim=1).flatten(0, 1))
+        mixer.gate.down.weight.copy_(theirs.g_a_proj.weight)
+        mixer.gate.up.weight.copy_(theirs.g_b_proj.weight)
+        mixer.decay.down.weight.copy_(theirs.forget_gate.f_a_proj.weight)
+        mixer.decay.up.weight.copy_(theirs.forget_gate.f_b_proj.weight)
+        mixer.decay.log_rate.copy_(theirs.forget_gate.A_log.flatten())
+        mixer.decay.step.copy_(theirs.forget_gate.dt_bias.view(2, 4))
+        copied_taps(mixer, theirs.conv1d.weight, [8, 8, 8])
+        mixer.norm.weight.copy_(theirs.o_norm.weight)
+        mixer.out.weight.copy_(theirs.o_proj.weight)
+        x = inputs().float()
+        close(absorbed(mixer, x), theirs(x), 1e-5)
+
+
+def test_kda_with_equal_decays_of_a_heads_channels_is_gated_deltanet():
+    mixer = mixer_of("kda")
+    scalar = mixer_of("gated-deltanet", gate_rank=16, gate_activation="sigmoid")
+    weights = {name: weight for name, weight in mixer.state_dict().items() if not name.startswith("decay")}
+    scalar.load_state_dict(weights, strict=False)
+    decay = mixer.decay
+    with torch.no_grad():
+        for weight in (decay.step, decay.up.weight.view(2, 8, 8)):
+            weight.copy_(weight[:, :1].clone().expand_as(weight))
+        scalar.decay.log_rate.copy_(decay.log_rate)
+        scalar.decay.step.copy_(decay.step[:, 0])
+        scalar.decay.gate.weight.copy_(decay.up.weight.view(2, 8, 8)[:, 0] @ decay.down.weight)
+    want = absorbed(scalar, inputs())
+    close(absorbed(mixer, inputs()), want, 1e-12)
+    with torch.no_grad():
+        decay.step[:, 1:] += 1.0
+    assert (absorbed(mixer, inputs()) - want).abs().max() > 1e-3
+
+
+def test_a_decay_with_a_lower_bound_is_that_of_flash_linear_attention():
+    """log a = l sigmoid(exp(A_log) (W_2 W_1 x + b)), the newer form of KDA's gate."""
+    decay = SoftplusChannels.Config(rank=3, lower_bound=-5.0).build(DIM, 2, 4).double()
+    x = inputs()
+    gate = (x @ decay.down.weight.T @ decay.up.weight.T).unflatten(-1, (2, 4)) + decay.step
+    want = -5 * (decay.log_rate.exp()[:, None] * gate).sigmoid()
+    close(decay(x), want.transpose(1, 2), 1e-14)
+    assert decay(100 * x).min() >= -5
+
+
+def mamba(groups):
+    return mixer_of("mamba2", num_heads=4, head_dim=3, value_dim=8, key_heads=groups)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_mamba2_is_that_of_transformers(groups):
+    """With its weights; their convolution has no bias here, and our rows are those of C, B and x."""
+    theirs = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
+    from transformers import Mamba2Config
+
+    sizes = {"num_heads": 4, "head_dim": 8, "state_size": 3, "n_groups": groups, "expand": 2, "chunk_size": 16}
+    config = Mamba2Config(hidden_size=DIM, use_conv_bias=False, layer_norm_epsilon=1e-6, num_hidden_layers=1, **sizes)
+    torch.manual_seed(0)
+    theirs = disturbed(theirs.Mamba2Mixer(config, 0))
+    mixer, size = mamba(groups).float(), 3 * groups
+    with torch.no_grad():
+        z, x, b, c, dt = theirs.in_proj.weight.split([32, 32, size, size, 4])
+        mixer.qkv.weight.copy_(torch.cat([c, b, x]))
+        mixer.gate.weight.copy_(z)
+        mixer.decay.gate.weight.copy_(dt)
+        mixer.decay.log_rate.copy_(theirs.A_log)
+        mixer.decay.step.copy_(theirs.dt_bias)
+        x, b, c = theirs.conv1d.weight.split([32, size, size])
+        copied_taps(mixer, torch.cat([c, b, x]), [size, size, 32])
+        mixer.skip.copy_(theirs.D)
+        mixer.norm.weight.copy_(theirs.norm.weight.view(4, 8))
+        mixer.out.weight.copy_(theirs.out_proj.weight)
+        x = inputs().float()
+        close(absorbed(mixer, x), theirs(x), 1e-5)
+
+
+def test_mamba2_is_masked_attention_and_without_rates_linear_attention():
+    """Equation 16 of the paper, y = (L * C B^T) (dt x) with L the products of decays, 1 where A is 0; D x beside it."""
+    mixer = mamba(1)
+    plain = built(mixer.config.replace(convolution=0, head_norm="none", gate=False, gate_first=False))
+    x = inputs()
+    with torch.no_grad():
+        c, b, v = (each.unflatten(-1, (-1, width)).transpose(1, 2) for each, width in zip(
+            plain.qkv(x).split([3, 3, 32], -1), (3, 3, 8), strict=True
+        ))  # fmt: skip
+        steps = functional.softplus(plain.decay.gate(x) + plain.decay.step).transpose(1, 2)
+        sums = -(steps * plain.decay.log_rate.exp()[:, None]).cumsum(-1)
+        left = (sums[..., None] - sums[..., None, :]).tril().exp().tril()
+        skipped = plain.skip[:, None, None] * v
+        want = [
+            ((c @ b.mT) * mask) @ (steps[..., None] * v) + skipped
+            for mask in (left, left.new_ones(()).expand_as(left).tril())
+        ]
+        want = [plain.out(y.transpose(1, 2).flatten(2)) for y in want]
+        close(absorbed(plain, x), want[0])
+        assert (want[0] - want[1]).abs().max() > 1e-2
+        plain.decay.log_rate.fill_(-60.0)
+        close(absorbed(plain, x), want[1])
+
+
+def test_one_step_of_deltaproduct_is_the_delta_rule_and_more_reflect():
+    """Two steps with beta = 2, reflections at e1 and (e1 + e2) / sqrt(2), turn the state by 90 degrees."""
+    one, two = (mixer_of("gated-deltanet", steps=steps, convolution=0) for steps in (1, 2))
+    with torch.no_grad():
+        rows = two.qkv.weight.view(2, -1, DIM)
+        q, k, _, v, _, beta, off = rows.split([8, 8, 8, 8, 8, 1, 1], dim=1)
+        one.qkv.weight.copy_(torch.cat([q, k, v, beta], 1).flatten(0, 1))
+        x = inputs()
+        for name, weight in two.named_parameters():
+            if name != "qkv.weight":
+                one.get_parameter(name).copy_(weight)
+        x[..., 0] = 1.0
+        off.zero_()[..., 0] = -1e3  # the second step's beta is 0
+        close(absorbed(two, x), absorbed(one, x), 1e-12)
+        off.zero_()
+        assert (absorbed(two, x) - absorbed(one, x)).abs().max() > 1e-3
+    keys = torch.tensor([[1.0, 0.0], [0.5**0.5, 0.5**0.5]], dtype=torch.float64).view(1, 1, 1, 2, 2)
+    tokens = DeltaTokens(keys[..., 0, :], keys, torch.zeros_like(keys), torch.full((1, 1, 1, 2), 2.0).double())
+    _, state = delta_steps(tokens, torch.eye(2).double().view(1, 1, 2, 2))
+    close(state[0, 0], torch.tensor([[0.0, -1.0], [1.0, 0.0]]).double(), 1e-14)
 
 
 @pytest.fixture(scope="module")

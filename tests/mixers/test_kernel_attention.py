@@ -15,6 +15,7 @@ from kinformer.decays.fixed import Fixed
 from kinformer.decays.low_rank import LowRank
 from kinformer.decays.sigmoid import Sigmoid
 from kinformer.decays.softplus import Softplus
+from kinformer.decays.softplus_channels import SoftplusChannels
 from kinformer.family.kinds import kinds
 from kinformer.features.dpfp import Dpfp
 from kinformer.features.elu import Elu
@@ -51,6 +52,24 @@ PUBLISHED = {
         num_heads=2, value_dim=3, feature_map=Unit.Config(), rule="delta", decay=Softplus.Config(), normaliser="none",
         scale=True, convolution=4, head_norm="rms", gate=True, bias=False,
     ),
+    "kda": LinearAttention.Config(
+        num_heads=2, feature_map=Unit.Config(), rule="delta", decay=SoftplusChannels.Config(rank=3), normaliser="none",
+        scale=True, convolution=4, head_norm="rms", gate=True, gate_rank=3, gate_activation="sigmoid", bias=False,
+    ),
+    "gated deltaproduct, two heads to a key head": LinearAttention.Config(
+        num_heads=4, key_heads=2, value_dim=3, feature_map=Unit.Config(), rule="delta", steps=3,
+        negative_eigenvalues=True, decay=Softplus.Config(), normaliser="none", scale=True, convolution=2,
+        head_norm="rms", gate=True, bias=False,
+    ),
+    "mamba-2, two groups": LinearAttention.Config(
+        num_heads=4, head_dim=3, value_dim=2, key_heads=2, feature_map=Identity.Config(),
+        decay=Softplus.Config(coupled=True), normaliser="none", convolution=4, skip=True, head_norm="rms_group",
+        gate=True, gate_first=True, bias=False,
+    ),
+    "performer, one key head, rope": LinearAttention.Config(
+        num_heads=2, head_dim=4, key_heads=1, feature_map=Favor.Config(features=5), position=Rope.Config(),
+        decay=SoftplusChannels.Config(rank=2, lower_bound=-2.0), eps=1e-30,
+    ),
     "gla": LinearAttention.Config(
         num_heads=2, head_dim=2, value_dim=4, feature_map=Identity.Config(), decay=LowRank.Config(rank=3),
         normaliser="none", scale=True, head_norm="rms", gate=True, bias=False,
@@ -59,6 +78,7 @@ PUBLISHED = {
         num_heads=2, feature_map=RandomFourier.Config(features=12), decay=Sigmoid.Config(), floor=1e-2
     ),
 }  # fmt: skip
+DELTA = {"rule": "delta", "normaliser": "none", "feature_map": Unit.Config()}
 PARTS = {
     "feature_map": (
         Elu.Config(), Identity.Config(), Unit.Config(), SumNormalised.Config(inner=Dpfp.Config(nu=2)),
@@ -128,6 +148,14 @@ def test_what_is_refused():
     ("changes", "sentence"),
     [
         ({"convolution": 1}, "convolution must be 2 or more, or 0 for none, but is 1"),
+        ({"key_heads": 3}, "key_heads = 3 must divide num_heads = 2"),
+        ({"steps": 2}, "steps = 2 does nothing with rule = 'linear'"),
+        ({"gate_rank": 2}, "gate_rank = 2 does nothing without a gate"),
+        ({"gate": True, "gate_first": True}, "gate_first = True does nothing with head_norm = 'none'"),
+        ({**DELTA, "steps": 0}, "steps must be 1 or more, but is 0"),
+        ({**DELTA, "steps": 2, "position": Rope.Config()}, "the position 'rope' turns one key a token"),
+        ({**DELTA, "steps": 2, "skip": True}, "skip adds one value a token"),
+        ({**DELTA, "decay": Softplus.Config(coupled=True)}, "a coupled decay weighs the keys of sums"),
         ({"position": Alibi.Config()}, "the position 'alibi' does not act by turning queries and keys"),
         ({"normaliser": "none", "eps": 0.1}, "eps = 0.1 does nothing with normaliser = 'none'"),
         *(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from kinformer.core.config import Config
@@ -11,8 +12,7 @@ class Decay(nn.Module):
     """A decay; ``forward(x)`` returns its logarithms, not above 0, for inputs x [batch, time, dim] of the mixer.
 
     [batch, heads, time], or [batch, heads, time, features] where every feature has its own; in float32 at least.
-    ``coupled``: a token enters with what it leaves of the state taken from one, (1 - a) k. ``by_channel``: every
-    feature has its own.
+    ``coupled``: a token enters the state as :meth:`entering` times its key. ``by_channel``: every feature has its own.
     """
 
     coupled: bool = False
@@ -20,6 +20,11 @@ class Decay(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         raise NotImplementedError
+
+    def entering(self, log_decay: Tensor) -> Tensor:
+        """Return the factors of keys, from what :meth:`forward` gave: what is taken of the state, 1 - a."""
+        # 1 - a = -expm1(log a), exact where a is near 1
+        return -torch.expm1(log_decay)
 
 
 class DecayConfig(Config):

@@ -36,7 +36,7 @@ _WINDOW = {f"{_MIXER}.pattern": "local"}
 _LLAMA = Nearest("rotary positions, grouped queries and SwiGLU", "rope", _GROUPED | {_FEED_FORWARD: "swiglu"})
 _GPT = Nearest("a decoder with learned positions", "gpt", exact=True)
 _ROTARY = Nearest("a decoder with rotary positions", "rope")
-_SPACE = Nearest("a state-space model, whose decay depends on the token", "gla")
+_SPACE = Nearest("a state-space model, whose decay depends on the token", "mamba2")
 _EXPERTS = Nearest("sparsely used feed-forward weights", "pkm")
 _IMAGE = Nearest("an encoder of patches of an image", "vit")
 _KERNEL = Nearest("an implementation of exact attention", "gpt", {f"{_MIXER}.impl": "sdpa"}, exact=True)
@@ -79,11 +79,13 @@ ELSEWHERE: dict[str, Nearest] = {
     "clip": _IMAGE,
     "beit": _IMAGE,
     "mamba": _SPACE,
-    "mamba2": _SPACE,
+    "ssd": Nearest("Mamba-2", "mamba2", exact=True),
+    "kimilinear": Nearest("Kimi Delta Attention", "kda"),
     "s4": Nearest("a state-space model, whose decay is fixed", "retnet"),
     "rwkv": Nearest("linear attention with a decay that depends on the token", "gla"),
     "hyena": Nearest("long convolutions instead of attention", "retnet"),
     "deltanet": Nearest("linear attention with the delta rule", "fast-weights"),
+    "deltaproduct": Nearest("several steps of the delta rule a token", "gated-deltanet", {f"{_MIXER}.steps": "2"}),
     "lstm": Nearest("a recurrent model with little attention", "sha-rnn"),
     "rnn": Nearest("a recurrent model with little attention", "sha-rnn"),
     "gqa": Nearest("queries share the heads of keys and values", "gpt", _GROUPED, exact=True),

@@ -109,7 +109,7 @@ def _scores_and_projections() -> list[type[Config]]:
 
 def _features_and_decays() -> list[type[Config]]:
     """Return the feature maps and decays of kernel attention."""
-    from kinformer.decays import fixed, low_rank, sigmoid, softplus
+    from kinformer.decays import fixed, low_rank, sigmoid, softplus, softplus_channels
     from kinformer.features import (
         dpfp,
         elu,
@@ -136,6 +136,7 @@ def _features_and_decays() -> list[type[Config]]:
         sigmoid.Sigmoid.Config,
         softplus.Softplus.Config,
         low_rank.LowRank.Config,
+        softplus_channels.SoftplusChannels.Config,
     ]
 
 

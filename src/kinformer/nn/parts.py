@@ -9,7 +9,7 @@ named by their ``kind`` in strings and mappings.
 """
 
 from kinformer.decays import fixed as fixed_decay
-from kinformer.decays import low_rank, sigmoid, softplus
+from kinformer.decays import low_rank, sigmoid, softplus, softplus_channels
 from kinformer.features import dpfp, elu, favor, identity, quadratic, random_fourier, relu, sum_normalised, unit
 from kinformer.patterns import (
     big_bird,
@@ -103,6 +103,7 @@ __all__ = [
     "SinkLogitScore",
     "SinusoidalPositions",
     "SoftSpan",
+    "SoftplusChannelsDecay",
     "SoftplusDecay",
     "StridedPattern",
     "SumNormalisedFeatures",
@@ -178,6 +179,7 @@ FixedDecay = fixed_decay.Fixed.Config
 SigmoidDecay = sigmoid.Sigmoid.Config
 SoftplusDecay = softplus.Softplus.Config
 LowRankDecay = low_rank.LowRank.Config
+SoftplusChannelsDecay = softplus_channels.SoftplusChannels.Config
 
 # Projections
 MultiHeadProjection = multi_head.MultiHead.Config

@@ -7,8 +7,9 @@
 
 The Linear Transformer (Katharopoulos et al. 2020) has the rule linear, elu + 1 and the normaliser; fast weights (Schlag
 et al. 2021, equations 23-25) the delta rule; RetNet, Random Feature Attention, GLA and Gated DeltaNet decays a_t.
-Behind it stand a norm of every head and a gate, y <- norm(y) * silu(W_g x), where the config has them. The state is
-constant.
+Mamba-2 (Dao and Gu 2024) is the rule linear of keys B_t and queries C_t that heads share, with values x_t that enter by
+a step, and D x_t added to y_t; DeltaProduct (Siems et al. 2025) takes several steps of the rule delta a token. Behind
+it stand a norm of every head and a gate, y <- norm(y) * silu(W_g x), where the config has them. The state is constant.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kinformer.core.config import check_unused
 from kinformer.core.contract import (
     CausalMixer,
     Chunk,
@@ -32,24 +32,25 @@ from kinformer.core.contract import (
     state_dtype,
 )
 from kinformer.core.feature_map import FeatureMapConfig
-from kinformer.core.parts import Position, PositionConfig, ResidualOutput, head_width, merge_heads
+from kinformer.core.parts import PositionConfig, ResidualOutput, head_width, merge_heads
 from kinformer.decays.decay import DecayConfig
 from kinformer.features.elu import Elu
-from kinformer.kernels.delta import delta_rule
+from kinformer.kernels.delta import DeltaTokens, delta_rule, delta_steps
 from kinformer.kernels.impls import LinearImpl
-from kinformer.kernels.linear import IMPLS, LinearState, check_triton, linear_attention
+from kinformer.kernels.linear import LinearState, linear_attention
 from kinformer.kernels.linear.running import running_maximum
+from kinformer.mixers.linear.checks import check_parts, check_settings
+from kinformer.mixers.linear.output import ACTIVATIONS, Activation, HeadNorm, LowRankGate, head_norm
 from kinformer.positions.none import NoPosition
 from kinformer.projections.short_convolution import ShortConvolution
-from kinformer.runtime.errors import KinformerError, choose
 
 
 class KernelState(NamedTuple):
     """The state of kernel attention; a leaf that the config does not use has no elements.
 
-    kv: [batch, heads, features, value_dim]; z: [batch, heads, features], the normaliser's sum; recent: [batch, heads,
-    convolution - 1, channels], projected tokens; maximum: [batch, heads] int64 (see ``kernels.linear.running``);
-    seen: [batch] int64, for positions and the maximum.
+    kv: [batch, heads, features, value_dim]; z: [batch, heads, features], the normaliser's sum; recent: [batch,
+    key_heads, convolution - 1, channels], projected tokens; maximum: [batch, key_heads] int64 (see
+    ``kernels.linear.running``); seen: [batch] int64, for positions and the maximum.
     """
 
     kv: Tensor
@@ -63,9 +64,13 @@ class LinearAttention(CausalMixer):
     """The mixer x [batch, time, dim] -> y [batch, time, dim].
 
     ``head_dim`` is the width of a head's queries and keys, ``value_dim`` that of its values (head_dim if None).
-    ``scale``: y is divided by sqrt(head_dim). ``convolution``: the width of a causal convolution of q, k and v (0:
-    none). ``position`` turns queries and keys. ``floor``: the normaliser is no less than this. The rows of ``qkv`` are
-    those of q, k and v; with the delta rule, a head's q, k, v and beta stand together, as in its authors' code.
+    ``key_heads``: heads of queries and keys, which as many heads of values share each (num_heads if None). ``scale``: y
+    is divided by sqrt(head_dim). ``convolution``: the width of a causal convolution of q, k and v (0: none).
+    ``position`` turns queries and keys. ``floor``: the normaliser is no less than this. ``skip``: D_h v_t is added to a
+    head's output. ``gate_rank``: of W_g (None: full); ``gate_first``: the gate stands before the norm. ``steps``: of
+    the delta rule a token, each with a key, a value and a beta of its own. ``negative_eigenvalues``: beta is in (0, 2)
+    (Grazzi et al. 2025). The rows of ``qkv`` are those of q, k and v; with the delta rule, a key head's q, k, v and
+    beta stand together, as in its authors' code.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -74,8 +79,11 @@ class LinearAttention(CausalMixer):
         num_heads: int = 4
         head_dim: int | None = None
         value_dim: int | None = None
+        key_heads: int | None = None
         feature_map: FeatureMapConfig = Elu.Config()
         rule: Literal["linear", "delta"] = "linear"
+        steps: int = 1
+        negative_eigenvalues: bool = False
         decay: DecayConfig | None = None
         normaliser: Literal["sum", "none"] = "sum"
         eps: float = 1e-6
@@ -83,27 +91,17 @@ class LinearAttention(CausalMixer):
         scale: bool = False
         position: PositionConfig = NoPosition.Config()
         convolution: int = 0
-        head_norm: Literal["none", "layer", "rms"] = "none"
+        skip: bool = False
+        head_norm: HeadNorm = "none"
         gate: bool = False
+        gate_rank: int | None = None
+        gate_activation: Activation = "silu"
+        gate_first: bool = False
         bias: bool = True
         impl: LinearImpl = "auto"
 
         def __post_init__(self) -> None:
-            choose(self.impl, IMPLS, "impl of linear")
-            if self.rule == "delta" and self.normaliser == "sum":
-                raise KinformerError(
-                    "normaliser = 'sum' is for rule = 'linear', as keys are overwritten by rule = 'delta' and not "
-                    "summed; use normaliser = 'none'."
-                )
-            if self.normaliser == "none":
-                check_unused(self, "with normaliser = 'none'", "eps", "floor")
-            elif self.floor:
-                check_unused(self, "with a floor", "eps")
-            if self.convolution < 0 or self.convolution == 1:
-                raise KinformerError(
-                    f"convolution must be 2 or more, or 0 for none, but is {self.convolution}: one of a single token "
-                    "mixes nothing."
-                )
+            check_settings(self)
 
         def build(self, dim: int) -> LinearAttention:
             return LinearAttention(self, dim)
@@ -114,51 +112,30 @@ class LinearAttention(CausalMixer):
         self.config, heads = config, config.num_heads
         self.head_dim = config.head_dim or head_width(dim, heads)
         self.value_dim = config.value_dim or self.head_dim
-        self.feature_map = config.feature_map.build_heads(heads, self.head_dim)
+        self.key_heads = config.key_heads or heads
+        self.shared_by = heads // self.key_heads
+        self.feature_map = config.feature_map.build_heads(self.key_heads, self.head_dim)
         self.features = self.feature_map.size(self.head_dim)
-        self.widths = [self.head_dim, self.head_dim, self.value_dim]
-        rows = sum(self.widths) + (config.rule == "delta")
-        self.qkv = nn.Linear(dim, heads * rows, bias=config.bias)
+        written = config.steps * self.shared_by
+        # Of a key head: q, k of every step, v of every head and step.
+        self.widths = [self.head_dim, config.steps * self.head_dim, written * self.value_dim]
+        self.strengths = written if config.rule == "delta" else 0
+        self.qkv = nn.Linear(dim, self.key_heads * (sum(self.widths) + self.strengths), bias=config.bias)
         self.out = ResidualOutput(heads * self.value_dim, dim, bias=config.bias)
-        self.position = config.position.build_heads(dim, heads, self.head_dim)
+        self.position = config.position.build_heads(dim, self.key_heads, self.head_dim)
         self.decay = None if config.decay is None else config.decay.build(dim, heads, self.features)
-        self.convolution = ShortConvolution(config.convolution, heads, sum(self.widths)) if config.convolution else None
-        self.gate = nn.Linear(dim, heads * self.value_dim, bias=False) if config.gate else None
-        self.norm = _head_norm(config.head_norm, self.value_dim)
+        self.convolution = (
+            ShortConvolution(config.convolution, self.key_heads, sum(self.widths)) if config.convolution else None
+        )
+        self.skip = nn.Parameter(torch.ones(heads)) if config.skip else None
+        self.gate = self._gate() if config.gate else None
+        self.norm = head_norm(config.head_norm, self.value_dim, heads, self.key_heads)
         self.counts = self.feature_map.scaled or not isinstance(self.position, NoPosition)
-        self._check()
+        check_parts(self, self._columns)
 
-    def _check(self) -> None:
-        config, kind = self.config, self.config.feature_map.kind
-        if config.impl == "triton":
-            check_triton("linear", self.features, self._columns, self.decay is not None and self.decay.by_channel)
-        if self.feature_map.signed and config.normaliser == "sum":
-            raise KinformerError(
-                f"the feature map {kind!r} has products of either sign, whose sum may vanish; use normaliser = 'none', "
-                "or a feature map of positive features (elu, relu, favor)."
-            )
-        if self.feature_map.scaled and config.normaliser == "none":
-            raise KinformerError(
-                f"the feature map {kind!r} is known up to a factor only, which nothing but a quotient forgets; use "
-                f"normaliser = 'sum', or the feature map 'unit' or 'sum_normalised' with inner = {kind!r}."
-            )
-        if config.rule == "delta" and not self.feature_map.bounded:
-            raise KinformerError(
-                f"the feature map {kind!r} gives keys of any length, with which rule = 'delta' diverges where "
-                f"beta |k|^2 exceeds 2; norm them by the feature map 'unit' or 'sum_normalised' with inner = {kind!r}."
-            )
-        if self.decay is not None and self.decay.coupled and config.rule == "delta":
-            raise KinformerError(
-                "a coupled decay weighs the keys of sums, but rule = 'delta' has beta for that; set decay.coupled = "
-                "false, or use rule = 'linear'."
-            )
-        position = type(self.position)
-        rotates = position.rotate is not Position.rotate and position.relative is Position.relative
-        if not rotates and not isinstance(self.position, NoPosition):
-            raise KinformerError(
-                f"the position {config.position.kind!r} does not act by turning queries and keys, and kernel attention "
-                "has no scores of pairs that another could act on; use rope, or none and a position of the model."
-            )
+    def _gate(self) -> nn.Module:
+        width, rank = self.config.num_heads * self.value_dim, self.config.gate_rank
+        return LowRankGate(self.dim, rank, width) if rank else nn.Linear(self.dim, width, bias=False)
 
     def initial_state(
         self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
@@ -170,8 +147,8 @@ class LinearAttention(CausalMixer):
         return KernelState(
             torch.zeros(batch, heads, self.features, self._columns, **options),
             torch.zeros(batch, heads, self.features if self._has_sum else 0, **options),
-            torch.zeros(batch, heads, context, sum(self.widths), **options),
-            torch.zeros(batch, heads if self.feature_map.scaled else 0, **counters),
+            torch.zeros(batch, self.key_heads, context, sum(self.widths), **options),
+            torch.zeros(batch, self.key_heads if self.feature_map.scaled else 0, **counters),
             torch.zeros((batch,) if self.counts else (batch, 0), **counters),
         )
 
@@ -186,9 +163,10 @@ class LinearAttention(CausalMixer):
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
         context = self.convolution.context if self.convolution else 0
-        numbers = self.features * (self._columns + self._has_sum) + context * sum(self.widths)
-        counters = self.config.num_heads * self.feature_map.scaled + self.counts
-        return self.config.num_heads * numbers * state_dtype(dtype).itemsize + 8 * counters
+        numbers = self.config.num_heads * self.features * (self._columns + self._has_sum)
+        numbers += self.key_heads * context * sum(self.widths)
+        counters = self.key_heads * self.feature_map.scaled + self.counts
+        return numbers * state_dtype(dtype).itemsize + 8 * counters
 
     def forward(self, chunk: Chunk, state: KernelState) -> tuple[Tensor, KernelState]:
         x = select_valid(chunk.x, chunk.valid)
@@ -202,35 +180,58 @@ class LinearAttention(CausalMixer):
             q, k = self.position.rotate(q, k, positions)
             seen = advance(seen, chunk, positions)
         log_decay = None if self.decay is None else self.decay(x)
-        q, (k, lacking) = self.feature_map.queries(q), self.feature_map.keys(k)
-        if log_decay is not None:
-            k, log_decay = self._decayed(k, log_decay, chunk.valid)
+        q, (k, lacking) = (
+            self.feature_map.queries(q),
+            self.feature_map.keys(k.unflatten(-1, (-1, self.head_dim)).flatten(2, 3)),
+        )
         if lacking is not None:
             running = running_maximum(lacking, maximum, state.seen > 0, chunk.valid, reset)
             k, maximum = k * running.factor.unsqueeze(-1).to(k.dtype), running.last
-            log_decay = running.log_decay if log_decay is None else _joined(log_decay, running.log_decay)
+        q, k = self._shared(q), self._shared(k)
+        if log_decay is not None:
+            k, log_decay = self._decayed(k, log_decay, chunk.valid)
+        if lacking is not None:
+            more = self._shared(running.log_decay)
+            log_decay = more if log_decay is None else _joined(log_decay, more)
+        v = self._by_head(v, self.value_dim)
         if chunk.valid is not None:
             # ``where`` rather than a product: 0 * inf of a padding key would be NaN.
-            k = torch.where(chunk.valid[:, None, :, None], k, k.new_zeros(()))
-            beta = None if beta is None else torch.where(chunk.valid[:, None], beta, beta.new_zeros(()))
+            mask = chunk.valid[:, None]
+            mask = mask if self.config.steps == 1 else mask.repeat_interleave(self.config.steps, -1)
+            k = torch.where(mask.unsqueeze(-1), k, k.new_zeros(()))
+            beta = None if beta is None else torch.where(mask, beta, beta.new_zeros(()))
         y, s, z = self._update((q, k, v, beta), state, log_decay, reset)
         return self._output(y, x, chunk.valid), KernelState(s, z, recent, maximum, seen)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return q, k, v [batch, heads, time, width] and, for the delta rule, beta [batch, heads, time]."""
-        heads, projected = self.config.num_heads, self.qkv(x)
-        if self.config.rule == "delta":
-            q, k, v, beta = projected.unflatten(-1, (heads, -1)).transpose(1, 2).split([*self.widths, 1], dim=-1)
-            return q, k, v, beta.squeeze(-1).sigmoid()
-        parts = projected.split([heads * width for width in self.widths], dim=-1)
-        q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in parts)
+        """Return q, k, v [batch, key_heads, time, width], those of all steps and of all heads that share keys side by
+        side, and, for the delta rule, beta [batch, heads, time * steps]."""
+        groups, projected = self.key_heads, self.qkv(x)
+        if self.strengths:
+            parts = projected.unflatten(-1, (groups, -1)).transpose(1, 2).split([*self.widths, self.strengths], dim=-1)
+            q, k, v, beta = parts
+            beta = self._by_head(beta, 1).squeeze(-1).sigmoid()
+            return q, k, v, 2 * beta if self.config.negative_eigenvalues else beta
+        parts = projected.split([groups * width for width in self.widths], dim=-1)
+        q, k, v = (part.unflatten(-1, (groups, -1)).transpose(1, 2) for part in parts)
         return q, k, v, None
+
+    def _by_head(self, x: Tensor, width: int) -> Tensor:
+        """Return x [batch, key_heads, time, shared_by * steps * width] as [batch, heads, time * steps, width]."""
+        if self.shared_by == self.config.steps == 1:
+            return x
+        # To [batch, key_heads, shared_by, time, steps, width]
+        x = x.unflatten(-1, (self.shared_by, self.config.steps, width)).transpose(2, 3)
+        return x.flatten(3, 4).flatten(1, 2)
+
+    def _shared(self, x: Tensor) -> Tensor:
+        """Return x [batch, key_heads, ...] for all heads."""
+        return x if self.shared_by == 1 else x.repeat_interleave(self.shared_by, 1)
 
     def _decayed(self, k: Tensor, log_decay: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the keys as they enter the state, and the logarithms of the decay, 0 at padding."""
         if self.decay is not None and self.decay.coupled:
-            # 1 - a = -expm1(log a), exact where a is near 1
-            enters = -torch.expm1(log_decay)
+            enters = self.decay.entering(log_decay)
             k = k * (enters if enters.dim() == 4 else enters.unsqueeze(-1)).to(k.dtype)
         if valid is not None:
             mask = valid[:, None] if log_decay.dim() == 3 else valid[:, None, :, None]
@@ -244,48 +245,48 @@ class LinearAttention(CausalMixer):
         log_decay: Tensor | None,
         reset: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the heads' outputs [batch, heads, time, value_dim], s and z, from q and k of heads, v and beta."""
         q, k, v, beta = tokens
         options: dict[str, Any] = {"log_decay": log_decay, "reset": reset, "impl": self.config.impl}
         if beta is not None:
-            return *delta_rule(q, k, v, beta, state.kv, **options), state.z
+            y, s = self._corrected(q, k, v, beta, state.kv, options)
+            return self._skipped(y, v), s, state.z
         if self._has_sum:
             y, (s, z) = linear_attention(q, k, v, LinearState(state.kv, state.z), eps=self.config.eps, **options)
-            return y, s, z
-        if self.config.floor:
-            # A column of ones sums the keys: the normaliser z is the last column of S.
-            v = functional.pad(v, (0, 1), value=1.0)
+            return self._skipped(y, v), s, z
+        # A column of ones sums the keys: with a floor, the normaliser z is the last column of S.
+        columns = functional.pad(v, (0, 1), value=1.0) if self.config.floor else v
         sums = state.kv.new_zeros(state.kv.shape[:3])
-        y, (s, _) = linear_attention(q, k, v, LinearState(state.kv, sums), eps=None, **options)
+        y, (s, _) = linear_attention(q, k, columns, LinearState(state.kv, sums), eps=None, **options)
         if self.config.floor:
             y = y[..., :-1] / y[..., -1:].clamp_min(self.config.floor)
-        return y, s, state.z
+        return self._skipped(y, v), s, state.z
+
+    def _corrected(
+        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, s: Tensor, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the outputs and the state of the delta rule, of one step a token or of several."""
+        if self.config.steps == 1:
+            return delta_rule(q, k, v, beta, s, **options)
+        k, v, beta = (x.unflatten(2, (-1, self.config.steps)) for x in (k, v, beta))
+        tokens = DeltaTokens(q, k, v, beta, None, options["log_decay"], options["reset"])
+        return delta_steps(tokens, s, impl=options["impl"])
+
+    def _skipped(self, y: Tensor, v: Tensor) -> Tensor:
+        return y if self.skip is None else y + self.skip.to(y.dtype).view(-1, 1, 1) * v
 
     def _output(self, y: Tensor, x: Tensor, valid: Tensor | None) -> Tensor:
         if self.config.scale:
             y = y * self.head_dim**-0.5
+        gate = None if self.gate is None else ACTIVATIONS[self.config.gate_activation](self.gate(x))
+        if gate is not None and self.config.gate_first:
+            y = y * gate.unflatten(-1, (-1, self.value_dim)).transpose(1, 2)
         y = merge_heads(y if self.norm is None else self.norm(y))
-        if self.gate is not None:
-            y = y * functional.silu(self.gate(x))
+        if gate is not None and not self.config.gate_first:
+            y = y * gate
         return select_valid(self.out(y), valid)
 
 
 def _joined(log_decay: Tensor, more: Tensor) -> Tensor:
     """Add the logarithms of both decays, of which the first may be one per channel."""
     return log_decay + (more if log_decay.dim() == 3 else more.unsqueeze(-1))
-
-
-def _head_norm(name: str, width: int) -> nn.Module | None:
-    """Return the norm over a head's values: "layer" without weights (RetNet's group
-    norm), "rms" with one weight for all heads."""
-    if name == "layer":
-        return nn.LayerNorm(width, elementwise_affine=False)
-    return _RMSNorm(width) if name == "rms" else None
-
-
-class _RMSNorm(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), eps=1e-6)

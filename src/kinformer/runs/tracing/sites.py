@@ -36,6 +36,7 @@ from kinformer.mixers.star import StarAttention
 from kinformer.mixers.tensorized import TensorizedAttention
 from kinformer.mixers.windows import WindowAttention
 from kinformer.projections.by_piece import Pieces
+from kinformer.runtime.errors import KinformerError
 
 Keys = Literal["text", "source", "summaries"]
 
@@ -168,20 +169,19 @@ def _routing(mixer: RoutingAttention, probe: Probe) -> Any:
 
 
 def _kernel(mixer: LinearAttention, probe: Probe) -> Any:
-    """Replace the values behind the short convolution, if there is one."""
-    project = mixer._project
+    """Replace the values as they enter the state."""
+    if mixer.config.steps > 1:
+        raise KinformerError(
+            f"a token writes {mixer.config.steps} values in this layer, so no weight belongs to a token; trace a model "
+            "with steps = 1."
+        )
+    update = mixer._update
 
-    def projected(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        q, k, v, beta = project(x)
-        return q, k, probe(v), beta
+    def updated(tokens: Any, *rest: Any) -> Any:
+        q, k, v, beta = tokens
+        return update((q, k, probe(v), beta), *rest)
 
-    def convolved(_: nn.Module, __: Any, result: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        *qk, v = result[0].split(mixer.widths, dim=-1)
-        return torch.cat([*qk, probe(v)], -1), result[1]
-
-    if mixer.convolution is not None:
-        return _hooked(mixer.convolution, convolved)
-    return patch.object(mixer, "_project", projected)
+    return patch.object(mixer, "_update", updated)
 
 
 def _single_head(mixer: SingleHead, probe: Probe) -> Any:
