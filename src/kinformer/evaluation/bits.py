@@ -9,7 +9,7 @@ different tokenizers compare.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import isfinite, log
 from typing import Any, NamedTuple
@@ -104,19 +104,21 @@ def measure(
 
 def negative_log_likelihood(model: CausalModel, inputs: Any, targets: Tensor) -> Tensor:
     """Return -ln p of ``targets`` [batch, n] by the head's ``inputs`` (leaves [batch, n, ...]), [batch, n] float64."""
-    wanted, flat = targets.flatten(), map_tensors(lambda x: x.flatten(0, 1), inputs)
-    # Logits of a whole chunk over a large vocabulary would be the peak of memory.
-    step = max(1, _LOGITS_AT_ONCE // model.vocab_size)
-    nats = []
-    for start in range(0, len(wanted), step):
-        part = slice(start, start + step)
-        logits = model.logits(map_tensors(lambda x, part=part: x[None, part], flat))[0]  # type: ignore[misc]
-        nats.append(nn.functional.cross_entropy(_wide(logits), wanted[part], reduction="none"))
+    parts = logits_in_parts(model, inputs, targets)
+    nats = [nn.functional.cross_entropy(logits, wanted, reduction="none") for logits, wanted in parts]
     return torch.cat(nats).double().view(targets.shape)
 
 
-def _wide(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+def logits_in_parts(model: CausalModel, inputs: Any, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield logits [n, vocab], float32 at least, of the head's ``inputs`` (leaves [batch, time, ...]) and the
+    ``targets`` [batch, time] of the same positions, [n], some positions at a time."""
+    wanted, flat = targets.flatten(), map_tensors(lambda x: x.flatten(0, 1), inputs)
+    # Logits of a whole chunk over a large vocabulary would be the peak of memory.
+    step = max(1, _LOGITS_AT_ONCE // model.vocab_size)
+    for start in range(0, len(wanted), step):
+        part = slice(start, start + step)
+        logits = model.logits(map_tensors(lambda x, part=part: x[None, part], flat))[0]  # type: ignore[misc]
+        yield logits.to(torch.promote_types(logits.dtype, torch.float32)), wanted[part]
 
 
 def _check(model: CausalModel, split: Split, windows: Windows | None, chunk: int) -> None:

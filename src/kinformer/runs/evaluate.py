@@ -27,6 +27,10 @@ def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: boo
     runs = [open_run(folder) for folder in folders]
     _check_alike(runs)
     options_of_task = [evaluation_options(run.task, options.task_options, str(run.folder)) for run in runs]
+    if getattr(options_of_task[0], "harness", None) is not None:
+        from kinformer.runs.harness.evaluate import evaluate_by_harness
+
+        return evaluate_by_harness(runs, options, options_of_task[0], quiet)
     for run in runs:
         refuse_options(run.task.evaluation.refused, options)
     with spooled(options.data) as data:

@@ -9,13 +9,12 @@ from collections.abc import Callable
 from json import dumps
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 
-from kinformer.core.head import NeedsStore
 from kinformer.generation.packed import pack
-from kinformer.runs.run import Run, open_run
+from kinformer.runs.continuing import require_continuing
+from kinformer.runs.run import open_run
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.progress import note
 from kinformer.serving.admission import Limits
@@ -43,7 +42,7 @@ class Server:
         from kinformer.serving.app import Served, application
 
         run = open_run(folder)
-        _require_continuing(run)
+        require_continuing(run, "kinformer generate")
         template = None
         if options.chat_template is not None:
             template = ChatTemplate(options.chat_template, options.chat_stop)
@@ -109,22 +108,6 @@ def serve(folder: str | Path, options: ServeOptions, json: bool = False) -> None
     elif not options.quiet:
         note(f"serving {folder} at {server.url} (the page), {server.url}/v1 (OpenAI's clients); Ctrl-C ends it.")
     server.run()
-
-
-def _require_continuing(run: Run) -> None:
-    generation = run.task.generation
-    run.task.check_generation(run)
-    if generation.prompt != "text" or not generation.reads or run.tokenizer is None:
-        raise KinformerError(
-            f"{run.folder}: is a run of the task {run.task.name}, and only texts are continued here; give a run of "
-            "next-token."
-        )
-    config: Any = run.config
-    if isinstance(getattr(config, "head", None), NeedsStore):
-        raise KinformerError(
-            f"{run.folder}: is a run of {run.member!r}, which looks things up for all of its sequences together, so "
-            "that none can join; use kinformer generate."
-        )
 
 
 def _listening(host: str, port: int) -> socket.socket:

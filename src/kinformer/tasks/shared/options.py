@@ -18,6 +18,10 @@ class NextTokenOptions:
     """Train on consecutive segments of `length` tokens: the state is carried from one to the next, gradients not."""
 
 
+OF_HARNESS = ("fewshot", "limit")
+"""The options of tasks of lm-evaluation-harness."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class NextTokenEvaluationOptions(Checked):
     """Options of evaluating models of the next token."""
@@ -42,9 +46,17 @@ class NextTokenEvaluationOptions(Checked):
     """Take the last share of the data for validation and test, instead of the run's."""
     baseline: bool = False
     """Also count 5-grams of the training split and measure their prediction."""
+    harness: str | None = None
+    """Instead do these tasks of lm-evaluation-harness, by name or as YAML files, as in blimp,own/task.yaml."""
+    fewshot: int | None = None
+    """With `harness`: so many examples before every question (what the task says if not given)."""
+    limit: int | None = None
+    """With `harness`: the first N items of every task."""
 
     def __post_init__(self) -> None:
         require("positions", self.positions, 1)
+        require("fewshot", self.fewshot, 0)
+        require("limit", self.limit, 1)
         require_share("overlap", self.overlap, zero=True)
         require_share("holdout", self.holdout)
         if not 0 < self.hardest <= 1:
@@ -59,6 +71,10 @@ class NextTokenEvaluationOptions(Checked):
                 continue
             if option.name in ("hardest", "positions") and not self.recl:
                 raise KinformerError(f"{marked(option.name)}: says how `recl` is measured; give `recl` too.")
+            if option.name in OF_HARNESS and self.harness is None:
+                raise KinformerError(f"{marked(option.name)}: is for tasks of a harness; give `harness` TASKS too.")
+            if option.name not in ("context", "harness", *OF_HARNESS) and self.harness is not None:
+                raise KinformerError(f"{marked(option.name)}: means nothing to tasks of a `harness`; leave it out.")
             if option.name in ("context", "overlap", "baseline") and self.recl:
                 raise KinformerError(f"{marked(option.name)}: does not go together with `recl`; leave one out.")
 
