@@ -202,17 +202,17 @@ def index(run: str | Path, *, datastore: str | Path, quiet: bool = True, **optio
 
 
 @preserving
-def embed(run: str | Path, texts: str | Path | Sequence[str], **options: Any) -> np.ndarray:
-    """Vectors of texts, float32 [texts, dim]: the last hidden states of a trained run, one vector for each text.
+def embed(run: str | Path, texts: str | Path | Sequence[str | Path], **options: Any) -> np.ndarray:
+    """Vectors float32 [items, dim] of texts, images or sounds: the last hidden states of a trained run, pooled.
 
-    run: the folder of a run whose model reads text, an encoder or a causal one.
-    texts: a list of them; or the path of a file or folder, as for the command.
-    options: ``pooling`` ("mean" over a text's tokens, "first" or "last"), ``batch_size`` (32), ``max_items``,
+    run: the folder of a run whose model reads text (an encoder or a causal one), images or speech.
+    texts: a list of texts, or of the paths of images or sounds; or the path of a file or folder, as for the command.
+    options: ``pooling`` ("mean" over an item's positions, "first" or "last"), ``batch_size`` (32), ``max_items``,
         ``text_field``, ``format``, ``set``, ``device``, ``threads``, ``quiet`` (True);
         see ``runs.prediction_options.EmbedOptions``.
 
-    Texts longer than the training length count by their beginning. Errors: ``KinformerError`` for a run that reads no
-    text, and for a text that is empty or not UTF-8.
+    Texts longer than the training length count by their beginning. Errors: ``KinformerError`` for a run that reads
+    none of these, for a text that is empty or not UTF-8, and for a damaged file.
     """
     from kinformer.runs.functions import embed
 

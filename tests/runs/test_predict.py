@@ -8,8 +8,14 @@ import pytest
 import torch
 
 import kinformer
+from kinformer.data.filterbank import Filterbank
+from kinformer.data.images import read_images
+from kinformer.data.wav import read_sound
 from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.speech.rows import features_of
 from tests.cli.conftest import gpt_run, make_run  # noqa: F401 (fixtures)
+from tests.data.test_sound import tone
+from tests.data.test_sound import write as write_sound
 
 TINY = {"recipe": "tiny", "length": 32, "batch_size": 16, "device": "cpu", "quiet": True, "validation_tokens": 200}
 
@@ -186,3 +192,38 @@ def test_evaluation_writes_a_table_of_its_predictions(cli, classes_run, tmp_path
         assert row["class"] == item["classes"][0]["class"]
         assert float(row["probability"]) == pytest.approx(item["classes"][0]["probability"], abs=1e-5)
     assert cli("evaluate", classes_run, "--predictions", tmp_path / "a.txt")[0] == 2
+
+
+def test_vectors_of_pictures_are_pooled_hidden_states(cli, tmp_path):
+    tiny = {"recipe": "tiny", "steps": 2, "batch_size": 8, "device": "cpu", "quiet": True}
+    run = kinformer.train("vit", task="vision", data="digits", out=tmp_path / "vit", **tiny).folder
+    from PIL import Image
+
+    images = read_images("digits").test
+    for number in range(3):
+        Image.fromarray(np.asarray(images.pixels[number])[..., 0]).save(tmp_path / f"{number}.png")
+    vectors = kinformer.embed(run, [tmp_path / f"{number}.png" for number in range(3)], batch_size=2)
+    pixels = torch.from_numpy(np.stack([images.pixels[number] for number in range(3)])).permute(0, 3, 1, 2)
+    with torch.inference_mode():
+        expected = kinformer.load(run).hidden(pixels.contiguous()).long_input.mean(1)
+    np.testing.assert_allclose(vectors, expected.numpy(), rtol=1e-3, atol=1e-4)
+    code, out, err = cli("embed", run, tmp_path / "1.png")
+    row = json.loads(out)
+    assert code == 0 and row["image"].endswith("1.png"), err
+    np.testing.assert_allclose(row["vector"], vectors[1], rtol=1e-3, atol=1e-4)
+    code, _, err = cli("embed", run, tmp_path / "1.png", "--text-field", "title")
+    assert code == 2 and "reads none; leave it out" in err
+
+
+@pytest.mark.parametrize("member", ["speech-softmax", "speech-linear"])
+def test_vectors_of_sounds_are_pooled_hidden_states(member, tmp_path):
+    tiny = {"recipe": "tiny", "steps": 2, "batch_size": 4, "device": "cpu", "quiet": True}
+    run = kinformer.train(member, data="dtmf", out=tmp_path / "run", **tiny)
+    rate = run.data["identity"]["rate"]
+    write_sound(tmp_path / "tone.wav", tone(1.0, rate), rate)
+    (vector,) = kinformer.embed(run.folder, tmp_path / "tone.wav", pooling="last")
+    samples, _ = read_sound(tmp_path / "tone.wav")
+    frames = features_of(torch.from_numpy(samples), Filterbank(rate, run.config.input.mels), run.config)
+    with torch.inference_mode():
+        expected = kinformer.load(run.folder).hidden(frames[None])[0][0, -1]
+    np.testing.assert_allclose(vector, expected.numpy(), rtol=1e-3, atol=1e-4)

@@ -1,4 +1,4 @@
-"""``kinformer embed DIR [FILE|FOLDER|-] --out FILE``: a vector for every text."""
+"""``kinformer embed DIR [FILE|FOLDER|-] --out FILE``: a vector for every text, image or sound."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from kinformer.runs.prediction_options import EmbedOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Options(EmbedOptions, Printing):
-    """Make a vector of every text: the last hidden states of a trained run, their mean, the first or the last."""
+    """Make a vector of every text, image or sound: the last hidden states of a trained run, their mean, the first or
+    the last."""
 
     folder: RunFolder
     """The run folder."""
     inputs: Inputs = "-"
-    """The texts: a file (lines, .tsv, .csv, .jsonl), a folder of texts, or - for lines on standard input."""
+    """Texts: a file (lines, .tsv, .csv, .jsonl), a folder of them, or - for lines on standard input. Of a run of images
+    or speech: a file, or a folder of them."""
     set: Changes = ()  # type: ignore[assignment]
     """A change that leaves the weights as they are, as in --set layers.*.mixer.position.scaling=yarn."""
     out: str | None = None
-    """Write the vectors to this file: .npz (the array `vectors` [texts, dim]) or .jsonl (text and vector)."""
+    """Write the vectors to this file: .npz (the array `vectors` [items, dim]) or .jsonl (item and vector)."""
     json: bool = False
-    """Print a JSON object for every text, one on a line, as without `out`."""
+    """Print a JSON object for every item, one on a line, as without `out`."""
 
 
 def run(options: Options) -> int:
@@ -37,10 +39,10 @@ def run(options: Options) -> int:
         refuse_same("out", options.out, options.inputs)
     vectors = embeddings(options.folder, options.inputs, options_as(EmbedOptions, options))
     if options.out is None:
-        for item, vector in vectors:
-            print(json.dumps({"text": item.text, "vector": vector.tolist()}, ensure_ascii=False), flush=True)
+        for kind, name, vector in vectors:
+            print(json.dumps({kind: name, "vector": vector.tolist()}, ensure_ascii=False), flush=True)
         return 0
     with writing_vectors(options.out) as write:
-        for item, vector in vectors:
-            write(item.text, vector)
+        for embedded in vectors:
+            write(embedded)
     return 0

@@ -65,7 +65,7 @@ def embed(run: str | Path, texts: Any, options: Mapping[str, Any]) -> np.ndarray
     if not isinstance(texts, str | Path):
         require_list("texts", texts)
     wanted = request(EmbedOptions, {"quiet": True, **options}, "embed")
-    return np.stack([vector for _, vector in embeddings(run, texts, wanted)])
+    return np.stack([embedded.vector for embedded in embeddings(run, texts, wanted)])
 
 
 def trace(run: str | Path, text: str, options: Mapping[str, Any]) -> Trace:

@@ -1,4 +1,4 @@
-"""Files of vectors: .npz, which NumPy reads, or JSON lines of texts and vectors; written vector by vector."""
+"""Files of vectors: .npz, which NumPy reads, or JSON lines of items and vectors; written vector by vector."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ import numpy as np
 from kinformer.data.files import atomic_write
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.tables import require_folder_of
+from kinformer.tasks.predictions import Embedded
 
-WriteVector = Callable[[str, np.ndarray], None]
+WriteVector = Callable[[Embedded], None]
 
 
 def check_vectors(path: str | Path) -> None:
@@ -29,26 +30,27 @@ def check_vectors(path: str | Path) -> None:
 
 @contextmanager
 def writing_vectors(path: str | Path) -> Iterator[WriteVector]:
-    """Give a function that writes a text's vector, float32 [dim], to ``path``. One vector is in memory at a time.
+    """Give a function that writes an item's vector, float32 [dim], to ``path``. One vector is in memory at a time.
 
-    An .npz, whose array ``vectors`` is [texts, dim], appears when all are written; JSON lines are there as they come.
+    An .npz, whose array ``vectors`` is [items, dim], appears when all are written; JSON lines are there as they come.
     """
     path = Path(path).expanduser()
     if path.suffix.lower() == ".jsonl":
         with _opened(path, lambda: path.open("w", encoding="utf-8")) as lines:
 
-            def write_line(text: str, vector: np.ndarray) -> None:
-                print(json.dumps({"text": text, "vector": vector.tolist()}, ensure_ascii=False), file=lines, flush=True)
+            def write_line(embedded: Embedded) -> None:
+                row = {embedded.kind: embedded.name, "vector": embedded.vector.tolist()}
+                print(json.dumps(row, ensure_ascii=False), file=lines, flush=True)
 
             yield write_line
         return
     with _opened(path, lambda: tempfile.TemporaryFile(dir=path.parent)) as bare:
         dim = 0
 
-        def write_bytes(text: str, vector: np.ndarray) -> None:
+        def write_bytes(embedded: Embedded) -> None:
             nonlocal dim
-            dim = len(vector)
-            bare.write(vector.astype("<f4").tobytes())
+            dim = len(embedded.vector)
+            bare.write(embedded.vector.astype("<f4").tobytes())
 
         yield write_bytes
         count = bare.tell() // (4 * max(1, dim))

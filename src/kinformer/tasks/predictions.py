@@ -1,13 +1,16 @@
-"""What predicting gives: of every item a row of values for tables and JSON, and a line for people."""
+"""What predicting and embedding give: of every item a row of values and a line for people, or a vector."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kinformer.runtime.errors import require
 from kinformer.runtime.fields import Checked
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,38 @@ class PredictionSettings(Checked):
         for name in ("top_k", "batch_size", "max_items"):
             require(name, getattr(self, name), 1)
         super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingSettings(Checked):
+    """How runs of any task make vectors."""
+
+    pooling: Literal["mean", "first", "last"] = "mean"
+    """What the vector of an item is: the mean over its positions, or the vector of the first or of the last one."""
+    text_field: str | None = None
+    """The column or field with the text, where it is not called text or sentence."""
+    format: Literal["lines", "tsv", "csv", "jsonl"] | None = None
+    """How the rows of the input are written. If not given, by the file's ending, and lines on standard input."""
+    batch_size: int = 32
+    """Items that are computed at a time; bounds the memory, does not change the result."""
+    max_items: int | None = None
+    """Embed the first N items only."""
+    quiet: bool = False
+    """Tell nothing but the result: no progress, no notes."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "max_items"):
+            require(name, getattr(self, name), 1)
+        super().__post_init__()
+
+
+class Embedded(NamedTuple):
+    """A vector, float32 [dim], of the item ``name``: a text, or the path of a file. ``kind``: what it is the name of,
+    ``text``, ``image`` or ``audio``."""
+
+    kind: str
+    name: str
+    vector: np.ndarray
 
 
 class Predicted(NamedTuple):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import Evaluation, EvaluationReport, EvaluationSettings
-from kinformer.tasks.predictions import Predicted, PredictionSettings
+from kinformer.tasks.predictions import Embedded, EmbeddingSettings, Predicted, PredictionSettings
 from kinformer.tasks.record import DataNeeds, EvaluationNeeds, Generation, Models, Prediction
 from kinformer.tasks.runs import LoadedRun, TrainedRun
 from kinformer.training.metric import Metric
@@ -209,3 +209,12 @@ class Task:
         """The predictions of the items of ``source`` (a path, "-", or a list of items), in their order and one by one;
         the task has a ``prediction`` without a refusal."""
         raise NotImplementedError
+
+    def embed(self, subject: LoadedRun, source: Any, settings: EmbeddingSettings) -> Iterator[Embedded]:
+        """Yield the vectors of the items of ``source`` (a path, "-", or a list), in their order; by default of texts.
+
+        Errors: ``KinformerError`` for a run whose model reads no text, and for a bad item.
+        """
+        from kinformer.tasks.shared.embedding import embed_texts
+
+        return embed_texts(subject, source, settings)

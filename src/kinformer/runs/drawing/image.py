@@ -22,7 +22,8 @@ from kinformer.runs.run import open_run
 from kinformer.runs.tracing.weights import weights_of
 from kinformer.runtime.errors import KinformerError, marked
 from kinformer.tasks.shared.classes import classes_of
-from kinformer.tasks.vision.predict import pictures, probabilities_of
+from kinformer.tasks.shared.pictures import pictures
+from kinformer.tasks.vision.predict import probabilities_of
 
 TASK = "vision"
 

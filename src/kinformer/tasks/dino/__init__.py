@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core.model import WholeModel
 from kinformer.tasks.dino.options import DinoEvaluationOptions, DinoOptions
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
+from kinformer.tasks.predictions import Embedded, EmbeddingSettings
 from kinformer.tasks.record import DataNeeds, Generation, Models, Prediction
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.task import Source, Task, TrainingPlan
@@ -14,6 +15,7 @@ from kinformer.tasks.vision import INPUTS, OF_IMAGES
 from kinformer.training.metric import ACCURACY
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from torch import nn
@@ -111,6 +113,11 @@ class Dino(Task):
         from kinformer.tasks.dino.evaluate import evaluate
 
         return evaluate(subject, evaluation_settings, task_options, quiet)
+
+    def embed(self, subject: LoadedRun, source: Any, settings: EmbeddingSettings) -> Iterator[Embedded]:
+        from kinformer.tasks.shared.pictures import embed_pictures
+
+        return embed_pictures(subject, source, settings)
 
 
 TASK = Dino()

@@ -14,7 +14,7 @@ from kinformer.runtime.errors import KinformerError, require
 from kinformer.runtime.tables import PredictionTable
 from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.predictions import Predicted, PredictionSettings
+from kinformer.tasks.predictions import Embedded, EmbeddingSettings, Predicted, PredictionSettings
 from kinformer.tasks.record import NOTHING_DRAWN, DataNeeds, EvaluationNeeds, Generation, Models, Prediction
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.task import Source, Task, TrainingPlan
@@ -206,6 +206,11 @@ class Speech(Task):
         from kinformer.tasks.speech.predict import predict
 
         return predict(subject, source, settings, task_options.prefixes)
+
+    def embed(self, subject: LoadedRun, source: Any, settings: EmbeddingSettings) -> Iterator[Embedded]:
+        from kinformer.tasks.speech.embed import embed
+
+        return embed(subject, source, settings)
 
 
 TASK = Speech()

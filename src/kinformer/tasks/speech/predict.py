@@ -24,7 +24,7 @@ def predict(subject: LoadedRun, source: Any, settings: PredictionSettings, prefi
     """What is said in the files of ``source`` (a WAV or FLAC file, a folder of them, or a list of paths), in order; the
     heads of all files are looked at before the first is computed."""
     symbols, unit, rate = writing_of(subject.run)
-    files = _files(source)[: settings.max_items]
+    files = sound_files(source)[: settings.max_items]
     for file in files:
         sound_info(file)
     with progressing(settings.quiet, "predicting") as progress:
@@ -40,7 +40,8 @@ def predict(subject: LoadedRun, source: Any, settings: PredictionSettings, prefi
                 progress(number, len(files))
 
 
-def _files(source: Any) -> list[Path]:
+def sound_files(source: Any) -> list[Path]:
+    """Return the paths of ``source``: a file, those of a folder and its folders in order, or a list of paths."""
     if source == STDIN:
         raise KinformerError("-: sound files are not read from standard input; give a folder, or a WAV or FLAC file.")
     if not isinstance(source, str | Path):

@@ -58,8 +58,7 @@ class Rows:
     """
 
     def __init__(self, data: Sound, split: str, config: Any, length: int | None = None) -> None:
-        self.data, self.utterances, self.input = data, data.splits[split], config.input
-        self.causal = config.protocol is CausalModel
+        self.data, self.utterances, self.config, self.input = data, data.splits[split], config, config.input
         self.bank = Filterbank(data.rate, config.input.mels)
         number = {symbol: index for index, symbol in enumerate(data.symbols, start=1)}
         count = len(self.utterances.lengths)
@@ -109,9 +108,15 @@ class Rows:
 
     def features(self, number: int) -> Tensor:
         """An utterance as positions [time, width, mels]; for a causal model normalised by what was heard so far."""
-        features = self.bank(self.utterances.samples(number))
-        features = RunningNorm()(features) if self.causal else normalised(features)
-        return windows(features, self.input.width, self.input.stride)
+        return features_of(self.utterances.samples(number), self.bank, self.config)
+
+
+def features_of(samples: Tensor, bank: Filterbank, config: Any) -> Tensor:
+    """Return sound, float32 [time], as positions [positions, width, mels] of a model of ``config``; for a causal one
+    normalised by what was heard so far."""
+    features = bank(samples)
+    features = RunningNorm()(features) if config.protocol is CausalModel else normalised(features)
+    return windows(features, config.input.width, config.input.stride)
 
 
 class SpeechRows(DataModule):

@@ -8,7 +8,7 @@ from kinformer.core.model import WholeModel
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.predictions import Predicted, PredictionSettings
+from kinformer.tasks.predictions import Embedded, EmbeddingSettings, Predicted, PredictionSettings
 from kinformer.tasks.record import NOTHING_DRAWN, DataNeeds, EvaluationNeeds, Generation, Models, Prediction
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.task import Source, Task, TrainingPlan
@@ -137,6 +137,11 @@ class Vision(Task):
         from kinformer.tasks.vision.predict import predict
 
         return predict(subject, source, settings)
+
+    def embed(self, subject: LoadedRun, source: Any, settings: EmbeddingSettings) -> Iterator[Embedded]:
+        from kinformer.tasks.shared.pictures import embed_pictures
+
+        return embed_pictures(subject, source, settings)
 
 
 TASK = Vision()

@@ -1,0 +1,128 @@
+"""Pictures to predict from and to make vectors of: files, those of a folder, or the test images of data."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kinformer.core.model import device_of
+from kinformer.data.image_files import SUFFIXES, decode, read_head
+from kinformer.data.images import read_images
+from kinformer.data.items import STDIN, Inputs
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import reading, require_file
+from kinformer.runtime.progress import progressing
+from kinformer.runtime.words import plural
+from kinformer.tasks.predictions import Embedded, EmbeddingSettings
+from kinformer.tasks.runs import LoadedRun, TrainedRun
+from kinformer.tasks.shared.arriving import batched
+from kinformer.tasks.shared.embedding import pooled
+from kinformer.tasks.shared.text import spec_of
+
+
+class Picture(NamedTuple):
+    """``pixels`` uint8 [height, width, channels]; ``label`` where the data say which class it is of."""
+
+    name: str
+    pixels: np.ndarray
+    label: str | None = None
+
+
+def pictures_in(run: TrainedRun, source: Any, most: int | None, classes: Sequence[str] = ()) -> Inputs:
+    """Return the pictures of ``source`` at the size of the model of ``run``, at most ``most``: a picture, all in a
+    folder and its folders, the test images of data, or a list of paths. A folder named as one of ``classes`` labels its
+    own.
+
+    The heads of all files are looked at before the first is decoded.
+    """
+    if source == STDIN:
+        raise KinformerError("-: images are not read from standard input; give a picture, a folder of them, or data.")
+    if isinstance(source, str | Path):
+        path = Path(source).expanduser()
+        with reading(path):
+            inside = sorted(path.rglob("*")) if path.is_dir() else [path] if path.suffix.lower() in SUFFIXES else None
+        if inside is None:
+            return Inputs(pictures(run, str(source), sys.maxsize if most is None else most), most)
+        files = [file for file in inside if file.suffix.lower() in SUFFIXES and not file.is_dir()]
+    else:
+        files = [Path(file) for file in source]
+    files = files[:most]
+    if not files:
+        raise KinformerError(f"{source}: holds no pictures; give a PNG or JPEG, a folder of them, or data.")
+    for file in files:
+        read_head(file)
+    input: Any = run.config.input
+    shape = (*input.size, input.channels)
+    labels = (file.parent.name if file.parent.name in classes else None for file in files)
+    items = (Picture(str(file), decode(file, shape), label) for file, label in zip(files, labels, strict=True))
+    return Inputs(items, len(files))
+
+
+def laid(batch: Sequence[Picture], model: Any) -> Tensor:
+    """Return uint8 [images, channels, height, width] of pictures of one size, on the device of ``model``."""
+    pixels = np.stack([picture.pixels for picture in batch]).transpose(0, 3, 1, 2)
+    return torch.from_numpy(np.ascontiguousarray(pixels)).to(device_of(model))
+
+
+def pictures(run: TrainedRun, spec: str, count: int) -> Iterator[Picture]:
+    """A PNG or JPEG, or those that stand in a folder, scaled and cropped to the size that the model of ``run`` was made
+    for; or the first ``count`` test images of the data ``spec``.
+
+    Raises :class:`KinformerError` for what is missing or damaged, and for images of other channels than the model's.
+    """
+    input: Any = run.config.input
+    shape = (*input.size, input.channels)
+    path = Path(spec).expanduser()
+    if files := _files(path):
+        if count > 1:
+            raise KinformerError(
+                f"`samples` {count}: says how many test images of data are taken, but all pictures of {spec} are; "
+                "leave it out."
+            )
+        for file in files:
+            read_head(file)
+            yield Picture(str(file), decode(file, shape))
+        return
+    images = read_images(spec_of(run, spec), holdout=run.data.get("holdout"), size=run.options.resize)
+    test = images.test
+    if test.shape[2] != input.channels:
+        raise KinformerError(
+            f"{images.name}: its images have {plural(test.shape[2], 'channel')}, but {run.folder} reads "
+            f"{input.channels}; give others."
+        )
+    for index in range(min(count, len(test))):
+        label = None if test.labels is None else test.classes[int(test.labels[index])]
+        yield Picture(f"test image {index + 1} of {images.name}", np.asarray(test.pixels[index]), label)
+
+
+def _files(path: Path) -> list[Path]:
+    """The picture ``path``, or those that stand in this folder beside no folder of more; none of other data."""
+    if path.suffix.lower() in SUFFIXES and not path.is_dir():
+        require_file(path)
+        return [path]
+    with reading(path):
+        inside = sorted(path.iterdir()) if path.is_dir() else []
+    if any(item.is_dir() for item in inside):
+        return []
+    return [item for item in inside if item.suffix.lower() in SUFFIXES]
+
+
+def embed_pictures(subject: LoadedRun, source: Any, settings: EmbeddingSettings) -> Iterator[Embedded]:
+    """Yield the vectors of the pictures of ``source``, in order: the last hidden states of an encoder, pooled."""
+    taken, model, done = pictures_in(subject.run, source, settings.max_items), subject.model, 0
+    with progressing(settings.quiet or taken.total is None, "embedding") as progress:
+        for batch in batched(taken.items, settings.batch_size):
+            with torch.inference_mode():
+                states = model.hidden(laid(batch, model)).long_input
+                vectors = pooled(states, states.new_ones(states.shape[:2], dtype=torch.bool), settings.pooling)
+            for picture, vector in zip(batch, vectors.numpy(), strict=True):
+                yield Embedded("image", picture.name, vector)
+            done += len(batch)
+            if progress is not None and taken.total is not None:
+                progress(done, taken.total)
