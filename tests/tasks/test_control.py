@@ -275,3 +275,23 @@ def test_mistakes_of_acting(tmp_path):
     ):
         with pytest.raises(KinformerError, match=told):
             kinformer.evaluate(tmp_path / "run", **options)
+
+
+def test_a_run_acts_on_observations_that_come_line_by_line(cli, tmp_path):
+    run = kinformer.train("linear-transformer", out=tmp_path / "run", steps=2, **SMALL)
+    model = run.model()
+    size = run.config.input.observation_dim
+    numbers = np.random.default_rng(0).normal(size=(5, size)).round(3)
+    rows = kinformer.predict(run.folder, [*numbers[:3].tolist(), None, *numbers[3:].tolist()])
+    assert [(row["episode"], row["step"]) for row in rows] == [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2)]
+    with torch.inference_mode():
+        whole = torch.tensor(numbers[None], dtype=torch.float32)
+        expected = torch.cat([model(whole[:, :3])[0], model(whole[:, 3:])[0]], 1)[0, :, :-1].argmax(-1)
+    assert [row["action"] for row in rows] == expected.tolist()
+    lines = [",".join(map(str, row)) for row in numbers[:3].tolist()] + ["", *map(str, numbers[3:].tolist())]
+    code, out, err = cli("predict", run.folder, "-", stdin="\n".join(lines).encode())
+    assert code == 0 and out.split() == [str(action) for action in expected.tolist()], err
+    code, _, err = cli("predict", run.folder, "-", stdin=b"1, 2, x")
+    assert code == 2 and f"standard input, line 1: is '1, 2, x', but must be {size} numbers" in err
+    code, _, err = cli("predict", run.folder, "-", stdin=b"[1]")
+    assert code == 2 and f"has 1 numbers, but an observation of this run has {size} finite ones" in err

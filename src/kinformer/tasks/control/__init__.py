@@ -3,12 +3,13 @@ state carried from step to step (Schulman et al. 2017; Parisotto et al. 2019 for
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from kinformer.control.online.options import ControlEvaluationOptions, ControlGenerationOptions, ControlOptions
 from kinformer.core.model import CausalModel
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
+from kinformer.tasks.predictions import Predicted, PredictionSettings
 from kinformer.tasks.record import DataNeeds, EvaluationNeeds, Generation, Models, Prediction
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.task import Source, Task, TrainingPlan
@@ -63,7 +64,7 @@ class Control(Task):
     generation = Generation(
         prompt=None, reads=(), unread="one episode is played, and `action_temperature` says how actions are drawn"
     )
-    prediction = Prediction(refusal="it acts in an environment; use kinformer generate or kinformer evaluate.")
+    prediction = Prediction()
     metrics = (RETURN,)
     objectives = {"policy": _policy}
     Options = ControlOptions
@@ -119,6 +120,13 @@ class Control(Task):
         from kinformer.tasks.control.evaluate import play_episode
 
         return play_episode(subject, options, options.task_options, write)
+
+    def predict(
+        self, subject: LoadedRun, source: Any, settings: PredictionSettings, task_options: Any
+    ) -> Iterator[Predicted]:
+        from kinformer.tasks.control.predict import predict
+
+        return predict(subject, source, settings)
 
 
 TASK = Control()
