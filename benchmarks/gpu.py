@@ -1,0 +1,297 @@
+"""What needs a GPU, in one run of some 20 minutes: kernels, patterns, steps of training and generation, a comparison.
+
+    python benchmarks/gpu.py                          # on a machine with a CUDA device; writes results/gpu.json
+    TRITON_INTERPRET=1 python benchmarks/gpu.py --quick   # tiny shapes, Triton's interpreter where there is no GPU
+
+    kernels      forward and backward of kernel attention: ours in PyTorch and in Triton, beside fla's where installed
+    patterns     forward and backward of softmax attention: tiles of ours, FlexAttention, dense SDPA
+    training     a step of the recipe benchmark in fp32 and under bf16 autocast, beside x-transformers and GPT-2
+    generation   one more token in Python, and replayed from a CUDA graph where the state is constant
+    comparison   `kinformer compare` of three members, bf16-mixed
+
+Every kernel must first give the values and gradients of its reference for a short text.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import kinformer
+from common import Contestant, arguments, gate_equal, gate_learning, interleave, peer, prepare, save, show
+from common import kinformer as kinformer_command
+from kinformer.core import state as states
+from kinformer.kernels.attention import Scoring, Visibility, attention
+from kinformer.kernels.delta import delta_rule
+from kinformer.kernels.linear import LinearState, linear_attention
+from kinformer.patterns.causal import Causal
+from kinformer.patterns.local import Local
+from kinformer.patterns.strided import Strided
+from peers import PeerShape, hugging_face, x_transformers
+
+Attend = Callable[..., Tensor]
+MEMBERS = ("gpt", "linear-transformer", "fast-weights", "gated-deltanet", "local")
+CONSTANT = ("linear-transformer", "fast-weights", "gated-deltanet")
+COMPARED = ("gpt", "linear-transformer", "gated-deltanet")
+TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
+
+
+def finished() -> None:
+    """Wait for the device, which works ahead of Python."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def rule(name: str, impl: str) -> Attend:
+    """Kernel attention by the rule ``name`` of q, k, v, beta and log decays, both [batch, heads, time]."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
+        empty = q.new_zeros(*q.shape[:2], q.shape[3], v.shape[3], dtype=torch.float32)
+        if name == "gated delta":
+            return delta_rule(q, k, v, beta, empty, log_decay=decay, impl=impl)[0]  # type: ignore[arg-type]
+        log_decay = decay if name == "decayed sums" else None
+        state = LinearState(empty, empty[..., 0])
+        return linear_attention(q, k, v, state, log_decay=log_decay, eps=None, impl=impl)[0]  # type: ignore[arg-type]
+
+    return attend
+
+
+def fla(name: str) -> Attend | None:
+    """The same rule by the package fla on a CUDA device, or None where there is none."""
+    if not torch.cuda.is_available() or peer("fla.ops") is None:
+        return None
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.linear_attn import chunk_linear_attn
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
+        q, k, v, beta, decay = (x.transpose(1, 2).contiguous() for x in (q, k, v, beta, decay))
+        if name == "gated delta":
+            y = chunk_gated_delta_rule(q, k, v, decay, beta, scale=1.0)[0]
+        elif name == "decayed sums":
+            y = chunk_simple_gla(q, k, v, decay, scale=1.0)[0]
+        else:
+            y = chunk_linear_attn(q, k, v, scale=1.0, normalize=False)[0]
+        return y.transpose(1, 2)
+
+    return attend
+
+
+def tokens(shape: Sequence[int], device: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """q, k of length 1, v, beta and log decays, all requiring gradients but the last two."""
+    q, k, v = (torch.randn(*shape, device=device) for _ in range(3))
+    beta, gate = (torch.randn(*shape[:3], device=device) for _ in range(2))
+    q, k = functional.normalize(q, dim=-1), functional.normalize(k, dim=-1)
+    moving = tuple(x.to(dtype).requires_grad_() for x in (q, k, v))
+    return (*moving, beta.sigmoid(), functional.logsigmoid(gate + 3))
+
+
+def differentiated(attend: Attend, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The output of ``attend``, and the gradients of q, k and v."""
+    y = attend(*inputs)
+    gradients = torch.autograd.grad(y, inputs[:3], torch.ones_like(y))
+    finished()
+    return (y.detach(), *gradients)
+
+
+def timed(contestants: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Median seconds of each."""
+    racing = [Contestant(name, step) for name, step in contestants.items()]
+    interleave(racing, rounds, warm_up=2)
+    return {contestant.name: contestant.median for contestant in racing}
+
+
+def kernels(device: str, quick: bool, rounds: int) -> list[dict[str, Any]]:
+    """Rows of kernel attention by rule, dtype and length."""
+    shapes = [(1, 1, 40, 16)] if quick else [(4, 16, 2048, 64), (1, 16, 16384, 64), (1, 16, 4096, 128)]
+    rows = []
+    for dtype in (torch.float32,) if quick else (torch.float32, torch.bfloat16):
+        for shape in shapes:
+            for name in ("sums", "decayed sums", "gated delta"):
+                ways = {impl: rule(name, impl) for impl in ("chunked", "triton")}
+                ways |= {"fla": found} if (found := fla(name)) is not None else {}
+                short = tokens((1, 2, 40 if quick else 200, shape[3]), device, dtype)
+                expected = differentiated(rule(name, "reference"), short)
+                for way, attend in ways.items():
+                    for ours, theirs in zip(differentiated(attend, short), expected, strict=True):
+                        gate_equal(f"{name}, {way}", ours.float(), theirs.float(), TOLERANCE[dtype])
+                inputs = tokens(shape, device, dtype)
+                seconds = timed({way: partial(differentiated, ways[way], inputs) for way in ways}, rounds)
+                rows.append({"rule": name, "dtype": str(dtype), "shape": shape, "seconds": seconds})
+    return rows
+
+
+def patterns(device: str, quick: bool, rounds: int) -> list[dict[str, Any]]:
+    """Rows of softmax attention by pattern and dtype, beside dense SDPA of the causal triangle."""
+    shape, short = ((1, 2, 64, 16), 64) if quick else ((1, 16, 16384, 64), 1024)
+    configs = {
+        "causal": Causal.Config(),
+        "window": Local.Config(window=short // 4),
+        "strided": Strided(stride=8 if quick else 128),
+    }
+    rows = []
+    for dtype in (torch.float32,) if quick else (torch.float32, torch.bfloat16):
+        for name, config in configs.items():
+            impls = ("chunked",) if device == "cpu" else ("chunked", "flex")
+            ways = {impl: patterned(config, impl) for impl in impls}
+            inputs = tokens((1, 2, short, shape[3]), device, dtype)[:3]
+            expected = differentiated(patterned(config, "reference"), inputs)
+            for way, attend in ways.items():
+                for ours, theirs in zip(differentiated(attend, inputs), expected, strict=True):
+                    gate_equal(f"{name}, {way}", ours.float(), theirs.float(), TOLERANCE[dtype])
+            ways["dense SDPA"] = partial(functional.scaled_dot_product_attention, is_causal=True)
+            inputs = tokens(shape, device, dtype)[:3]
+            seconds = timed({way: partial(differentiated, ways[way], inputs) for way in ways}, rounds)
+            rows.append({"pattern": name, "dtype": str(dtype), "shape": shape, "seconds": seconds})
+    return rows
+
+
+def patterned(config: Any, impl: str) -> Attend:
+    """Softmax attention of q, k and v within a pattern."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        positions = torch.arange(q.shape[2], device=q.device).expand(q.shape[0], -1)
+        visibility = Visibility(config.build(), positions, True)
+        return attention(q, k, v, visibility, Scoring(q.shape[3] ** -0.5), impl=impl).out  # type: ignore[arg-type]
+
+    return attend
+
+
+def training(device: str, quick: bool, rounds: int) -> list[dict[str, Any]]:
+    """Rows of training steps: forward, cross entropy, backward and fused AdamW."""
+    batch, length = (2, 32) if quick else (32, 1024)
+    shape = PeerShape(layers=4, dim=256, heads=4, head_dim=64, hidden=1024, length=length)
+    window = torch.randint(256, (batch, length + 1), device=device)
+    rows = []
+    for bf16 in (False,) if quick else (False, True):
+        models: dict[str, nn.Module | None] = {
+            member: kinformer.build(member, recipe="tiny" if quick else "benchmark", vocab_size=256)
+            for member in (MEMBERS[:2] if quick else MEMBERS)
+        }
+        if not quick:
+            models |= {"x-transformers": x_transformers(shape, flash=True), "GPT-2": hugging_face(shape)}
+        steps = {name: step_of(model.to(device), window, bf16) for name, model in models.items() if model is not None}
+        for name, step in steps.items():
+            gate_learning(name, [step() for _ in range(3)])
+        for name, seconds in timed(dict(steps), rounds).items():
+            row = {"model": name, "bf16": bf16, "batch": batch, "length": length, "seconds": seconds}
+            rows.append(row | {"tokens_per_second": batch * length / seconds})
+    return rows
+
+
+def step_of(model: nn.Module, window: Tensor, bf16: bool) -> Callable[[], float]:
+    """A training step of ``model`` on ``window`` [batch, time + 1], which returns the loss before it."""
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def step() -> float:
+        with torch.autocast(window.device.type, torch.bfloat16) if bf16 else nullcontext():
+            logits = model(window[:, :-1])
+        logits = logits if isinstance(logits, Tensor) else logits[0]
+        loss = functional.cross_entropy(logits.flatten(0, 1).float(), window[:, 1:].flatten())
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        return float(loss.detach())
+
+    return step
+
+
+def generation(device: str, quick: bool, rounds: int) -> list[dict[str, Any]]:
+    """Rows of steps of one token, batch 1 and 64: in Python, and as a CUDA graph."""
+    rows = []
+    for member in CONSTANT:
+        model = kinformer.build(member, recipe="tiny" if quick else "benchmark", vocab_size=256).to(device).eval()
+        for batch in (1,) if quick else (1, 64):
+            with torch.inference_mode():
+                prompt = torch.randint(256, (batch, 16), device=device)
+                ways: dict[str, Callable[[], Any]] = {"in Python": in_python(model, prompt)}
+                if device == "cuda":
+                    ways["CUDA graph"] = replayed(model, prompt)
+                    gate_equal(f"{member}, CUDA graph", ways["CUDA graph"](), ways["in Python"](), 1e-3)
+                rows.append({"member": member, "batch": batch, "seconds": timed(ways, rounds)})
+    return rows
+
+
+def in_python(model: nn.Module, prompt: Tensor) -> Callable[[], Tensor]:
+    """One more token after ``prompt`` [batch, time], with the logits [batch, 1, vocab] as result."""
+    _, state = model(prompt)
+    token = prompt[:, -1:]
+
+    def step() -> Tensor:
+        logits: Tensor = model(token, state)[0]
+        finished()
+        return logits
+
+    return step
+
+
+def replayed(model: nn.Module, prompt: Tensor) -> Callable[[], Tensor]:
+    """The same from a CUDA graph, whose state stays where it was captured."""
+    _, state = model(prompt)
+    token = prompt[:, -1:].clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # what is allocated at the first call is so before the capture
+        for _ in range(3):
+            model(token, state)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits, after = model(token, state)
+    assert states.nbytes(after) == states.nbytes(state)
+
+    def step() -> Tensor:
+        graph.replay()
+        finished()
+        return logits
+
+    return step
+
+
+def comparison(quick: bool) -> dict[str, Any]:
+    """What ``kinformer compare`` writes of three members in bfloat16."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = ("--steps", 4 if quick else 1000, "--seeds", 2 if quick else 3, "--precision", "bf16-mixed")
+        small = ("--recipe", "tiny", "--length", 32, "--max-bytes", 4000, "--sweep", 0, "--rounds", 1) * quick
+        return kinformer_command("compare", *COMPARED, *words, *small, "--out", folder)
+
+
+def table(rows: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[list[Any]]]:
+    """The header and cells of ``rows``, seconds as milliseconds, those of several contestants in a column each."""
+    ways = (
+        list(dict.fromkeys(way for row in rows for way in row["seconds"]))
+        if isinstance(rows[0]["seconds"], dict)
+        else []
+    )
+    names = [name for name in rows[0] if name != "seconds"]
+    cells = []
+    for row in rows:
+        seconds = row["seconds"]
+        times = [seconds.get(way) for way in ways] if ways else [seconds]
+        cells.append([str(row[name]) for name in names] + [None if time is None else 1000 * time for time in times])
+    return (*names, *(f"{way} ms" for way in ways or ("",))), cells
+
+
+def main() -> None:
+    options = prepare(arguments(__doc__))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not options.quick:
+        raise SystemExit("there is no CUDA device here; try the script out with --quick and TRITON_INTERPRET=1.")
+    rounds = options.rounds or (1 if options.quick else 20)
+    result: dict[str, Any] = {"device": torch.cuda.get_device_name() if device == "cuda" else "none, interpreted"}
+    for part in (kernels, patterns, training, generation):
+        result[part.__name__] = rows = part(device, options.quick, rounds)
+        show(part.__name__, *table(rows))
+    result["comparison"] = comparison(options.quick)
+    save(options, "gpu", result)
+
+
+if __name__ == "__main__":
+    main()
