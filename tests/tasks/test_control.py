@@ -294,4 +294,4 @@ def test_a_run_acts_on_observations_that_come_line_by_line(cli, tmp_path):
     code, _, err = cli("predict", run.folder, "-", stdin=b"1, 2, x")
     assert code == 2 and f"standard input, line 1: is '1, 2, x', but must be {size} numbers" in err
     code, _, err = cli("predict", run.folder, "-", stdin=b"[1]")
-    assert code == 2 and f"has 1 numbers, but an observation of this run has {size} finite ones" in err
+    assert code == 2 and f"has 1 number, but an observation of this run has {size} finite ones" in err

@@ -21,6 +21,7 @@ from kinformer.control.online.data import open_environment
 from kinformer.data.items import STDIN
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import reading, require_file
+from kinformer.runtime.words import plural
 from kinformer.tasks.predictions import Predicted, PredictionSettings
 from kinformer.tasks.runs import LoadedRun
 
@@ -91,10 +92,11 @@ def _numbers(line: Any, place: str, size: int) -> np.ndarray:
         numbers = [float(item) for item in items]
     except (TypeError, ValueError):
         raise KinformerError(
-            f"{place}: is {str(line).strip()[:40]!r}, but must be {size} numbers, as in 0.1, 0.2; correct it."
+            f"{place}: is {str(line).strip()[:40]!r}, but must be {plural(size, 'number')}, as in 0.1, 0.2; correct it."
         ) from None
     if len(numbers) != size or not all(map(math.isfinite, numbers)):
         raise KinformerError(
-            f"{place}: has {len(numbers)} numbers, but an observation of this run has {size} finite ones; correct it."
+            f"{place}: has {plural(len(numbers), 'number')}, but an observation of this run has {size} finite ones; "
+            "correct it."
         )
     return np.array(numbers, np.float32)
