@@ -60,6 +60,9 @@ MEMBERS: dict[str, dict[str, Any]] = {
     "gla": {"head_dim": 32, "value_dim": 64},
     "fast-weights": {},
     "gated-deltanet": {"convolution": 0},
+    "kda": {"convolution": 0},
+    "mamba2": {"convolution": 0},
+    "rwkv7": {},
     "reformer": {"num_buckets": 8, "chunk_size": 8, "rounds": 4},
     "routing": {"local_heads": 0, "num_clusters": 8, "window": 8},
 }

@@ -82,7 +82,7 @@ ELSEWHERE: dict[str, Nearest] = {
     "ssd": Nearest("Mamba-2", "mamba2", exact=True),
     "kimilinear": Nearest("Kimi Delta Attention", "kda"),
     "s4": Nearest("a state-space model, whose decay is fixed", "retnet"),
-    "rwkv": Nearest("linear attention with a decay that depends on the token", "gla"),
+    "rwkv": Nearest("a state that forgets by channel, behind token shifts", "rwkv7"),
     "hyena": Nearest("long convolutions instead of attention", "retnet"),
     "deltanet": Nearest("linear attention with the delta rule", "fast-weights"),
     "deltaproduct": Nearest("several steps of the delta rule a token", "gated-deltanet", {f"{_MIXER}.steps": "2"}),

@@ -35,6 +35,7 @@ from kinformer.mixers import (
     lstm,
     memorizing,
     routing,
+    rwkv7,
     segment_memory,
     separable_convolution,
     separable_transition,
@@ -76,6 +77,7 @@ __all__ = [
     "PreNorm",
     "ProductKeys",
     "RMSNorm",
+    "RWKV7TimeMix",
     "ReorderedResidual",
     "ResPostNorm",
     "ReversibleStack",
@@ -100,6 +102,7 @@ __all__ = [
 SoftmaxAttention = softmax.SoftmaxAttention.Config
 CrossAttention = cross.CrossAttention.Config
 LinearAttention = linear.LinearAttention.Config
+RWKV7TimeMix = rwkv7.RWKV7.Config
 LSHAttention = lsh.LSHAttention.Config
 RoutingAttention = routing.RoutingAttention.Config
 MemorizingAttention = memorizing.Memorizing.Config

@@ -13,6 +13,26 @@ from kinformer.core.contract import right_align
 from kinformer.projections.shifted import shifted_sum
 
 
+def convolve(
+    x: Tensor, weight: Tensor, recent: Tensor, valid: Tensor | None, reset: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return x [batch, heads, time, channels] convolved by ``weight`` [width, heads, channels], and the tokens that
+    later ones need; arguments as of :class:`CausalConvolution`. One head of x may serve all of the weight."""
+    context = len(weight) - 1
+    time = x.shape[2]
+    tokens = torch.cat([recent.to(x.dtype), x], dim=2)
+    if reset is None:
+        mixed = shifted_sum(tokens, weight, None)
+    else:
+        sequence = functional.pad(reset.long().cumsum(1), (context, 0))
+        output = sequence[:, context:]
+        mixed = shifted_sum(tokens, weight, lambda back: output == sequence[:, context - back :][:, :time])
+        tokens = torch.where((sequence == sequence[:, -1:])[:, None, :, None], tokens, tokens.new_zeros(()))
+    if valid is not None:
+        tokens = right_align(tokens, valid.sum(dim=1), time)
+    return mixed, tokens[:, :, time:].to(recent.dtype, copy=True)
+
+
 class CausalConvolution(nn.Module):
     """The convolution x [batch, heads, time, channels] -> the same shape; tokens before a sequence are zero.
 
@@ -30,20 +50,7 @@ class CausalConvolution(nn.Module):
         recent: [batch, heads, width - 1, channels], the tokens before the chunk, right-aligned; valid, reset:
         [batch, time] bool or None, the valid tokens being a prefix and resets standing on valid ones.
         """
-        time = x.shape[2]
-        tokens = torch.cat([recent.to(x.dtype), x], dim=2)
-        if reset is None:
-            mixed = shifted_sum(tokens, self.weight, None)
-        else:
-            sequence = functional.pad(reset.long().cumsum(1), (self.context, 0))
-            output = sequence[:, self.context :]
-            mixed = shifted_sum(
-                tokens, self.weight, lambda back: output == sequence[:, self.context - back :][:, :time]
-            )
-            tokens = torch.where((sequence == sequence[:, -1:])[:, None, :, None], tokens, tokens.new_zeros(()))
-        if valid is not None:
-            tokens = right_align(tokens, valid.sum(dim=1), time)
-        return mixed, tokens[:, :, time:].to(recent.dtype, copy=True)
+        return convolve(x, self.weight, recent, valid, reset)
 
 
 class ShortConvolution(CausalConvolution):

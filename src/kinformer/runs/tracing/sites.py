@@ -26,6 +26,7 @@ from kinformer.mixers.lsh import LSHAttention
 from kinformer.mixers.lstm import LSTM
 from kinformer.mixers.memorizing import Memorizing
 from kinformer.mixers.routing import RoutingAttention
+from kinformer.mixers.rwkv7 import RWKV7
 from kinformer.mixers.segment_memory import SegmentMemory
 from kinformer.mixers.separable_convolution import SeparableConvolution
 from kinformer.mixers.separable_transition import CausalTransition, TwoSidedConvolution
@@ -168,9 +169,9 @@ def _routing(mixer: RoutingAttention, probe: Probe) -> Any:
     return _hooked(mixer.qkv, hook)
 
 
-def _kernel(mixer: LinearAttention, probe: Probe) -> Any:
+def _kernel(mixer: LinearAttention | RWKV7, probe: Probe) -> Any:
     """Replace the values as they enter the state."""
-    if mixer.config.steps > 1:
+    if isinstance(mixer, LinearAttention) and mixer.config.steps > 1:
         raise KinformerError(
             f"a token writes {mixer.config.steps} values in this layer, so no weight belongs to a token; trace a model "
             "with steps = 1."
@@ -178,8 +179,8 @@ def _kernel(mixer: LinearAttention, probe: Probe) -> Any:
     update = mixer._update
 
     def updated(tokens: Any, *rest: Any) -> Any:
-        q, k, v, beta = tokens
-        return update((q, k, probe(v), beta), *rest)
+        q, k, v, *strengths = tokens
+        return update((q, k, probe(v), *strengths), *rest)
 
     return patch.object(mixer, "_update", updated)
 
@@ -235,6 +236,7 @@ SITES: dict[type, Site] = {
     SingleHead: Site(_single_head),
     CrossAttention: Site(_cross, keys="source"),
     LinearAttention: Site(_kernel, _KERNEL),
+    RWKV7: Site(_kernel, _KERNEL),
     BidirectionalLinear: Site(_rows("qkv", _shape_of), _KERNEL),
     Linformer: Site(_summaries, keys="summaries"),
     SinkhornAttention: Site(

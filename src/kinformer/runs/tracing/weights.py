@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from kinformer.core.contract import PartialOutput
 from kinformer.mixers.etc import EtcAttention
 from kinformer.mixers.linear import LinearAttention
+from kinformer.mixers.rwkv7 import RWKV7
 from kinformer.mixers.single_head import SingleHead
 from kinformer.runs.tracing.sites import Probe, Site, site_of
 
@@ -73,8 +74,8 @@ def _heads(mixer: Any, inputs: Sequence[Any], probe: Probe, site: Site) -> Tenso
 @contextmanager
 def _captured(mixer: Any, probe: Probe, calls: list[Tensor]) -> Iterator[None]:
     """Collect the heads' outputs of a call."""
-    if isinstance(mixer, LinearAttention | SingleHead):
-        name = "_output" if isinstance(mixer, LinearAttention) else "_mix"
+    if isinstance(mixer, LinearAttention | RWKV7 | SingleHead):
+        name = "_mix" if isinstance(mixer, SingleHead) else "_output"
         method = getattr(mixer, name)
 
         def noting(*call: Any) -> Tensor:

@@ -1,0 +1,49 @@
+"""RWKV-7: a state that forgets by channel, erases under one key and writes under another, behind token shifts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kinformer.family.assemble import ModelShape, decoder
+from kinformer.family.record import Member, Recipe
+
+if TYPE_CHECKING:
+    from kinformer.models.decoder import Decoder
+
+
+def _recipe(shape: ModelShape, ranks: tuple[int, int, int] = (64, 64, 128)) -> Recipe:
+    """Return the recipe; ``ranks``: of the decay, the rate and the gate."""
+
+    def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.mixers.rwkv7 import RWKV7
+
+        decay, rate, gate = ranks
+        mixer = RWKV7.Config(num_heads=shape.num_heads, decay_rank=decay, rate_rank=rate, gate_rank=gate)
+        return decoder(shape, vocab or 256, mixer=mixer)
+
+    return recipe
+
+
+MEMBER = Member(
+    name="rwkv7",
+    title="RWKV-7",
+    paper="Peng et al. 2025, RWKV-7 Goose with Expressive Dynamic State Evolution (arXiv 2503.14456)",
+    year=2025,
+    axes=("kernel", "recurrence", "projection"),
+    causal=True,
+    growth="constant",
+    departures=(
+        "every layer has values of its own (the authors' mix those of the first layer in)",
+        "a GELU feed-forward (the authors': squared ReLU behind a token shift)",
+        "shifts and biases begin as in a middle layer of the authors', weights as in all members",
+    ),
+    exact_limit="no finite limit; where nothing is erased, and without shifts, it is linear attention with a decay by "
+    "channel",
+    parity=("the layer of flash-linear-attention with the naive form of its kernel (tests/mixers/test_rwkv7.py)",),
+    recipes={
+        "tiny": _recipe(ModelShape(32, 2, 2), (8, 8, 8)),
+        "small": _recipe(ModelShape(256, 4, 4), (32, 32, 64)),
+        "benchmark": _recipe(ModelShape(256, 4, 4, activation="relu"), (32, 32, 64)),
+        "paper": _recipe(ModelShape(768, 12, 12)),
+    },
+)

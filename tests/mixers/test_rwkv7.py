@@ -1,0 +1,75 @@
+"""RWKV-7's time mixing: its contract, the layer of flash-linear-attention, and the limit in which it erases nothing."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kinformer.core.contract import Chunk
+from kinformer.kernels.linear import LinearState, linear_attention
+from kinformer.mixers.rwkv7 import RWKV7
+from kinformer.runtime.errors import KinformerError
+from kinformer.testing import CHECKS, MixerSubject
+
+DIM = 8
+CONFIG = RWKV7.Config(num_heads=2, decay_rank=3, rate_rank=3, gate_rank=5)
+
+
+@pytest.mark.parametrize("check", [check for check in CHECKS if check != "compile"])
+def test_the_contract(check):
+    reference = CONFIG.replace(impl="reference")
+    CHECKS[check](MixerSubject(lambda: CONFIG.build(DIM), dim=DIM, impls={"reference": lambda: reference.build(DIM)}))
+
+
+def absorbed(mixer, x):
+    return mixer(Chunk(x), mixer.initial_state(len(x), dtype=x.dtype))[0]
+
+
+def test_parity_with_the_layer_of_flash_linear_attention():
+    """fla 0.6.0, its first layer, with the naive forms of its kernels, in float64."""
+    with np.load(Path(__file__).parents[1] / "golden" / "rwkv7.npz", allow_pickle=False) as arrays:
+        golden = {name: torch.from_numpy(arrays[name]) for name in arrays}
+    theirs = {name.partition(".")[2]: each for name, each in golden.items() if name.startswith("weights")}
+    names = {"r": "r_proj", "k": "k_proj", "v": "v_proj", "out": "o_proj"}
+    weights = {f"{ours}.weight": theirs[f"{name}.weight"] for ours, name in names.items()}
+    for ours, name in {"decay": "w", "rate": "a", "gate": "g"}.items():
+        weights[f"{ours}_down.weight"] = theirs[f"{name}_lora.lora.0.weight"]
+        weights[f"{ours}_up.weight"] = theirs[f"{name}_lora.lora.2.weight"]
+    weights |= {"decay_bias": theirs["w_lora.lora.2.bias"], "rate_bias": theirs["a_lora.lora.2.bias"]}
+    weights |= {"erased": theirs["k_k"], "replaced": theirs["k_a"], "bonus": theirs["r_k"].flatten()}
+    weights |= {"norm_weight": theirs["g_norm.weight"], "norm_bias": theirs["g_norm.bias"]}
+    weights["shift"] = torch.stack([theirs[f"x_{name}"].flatten() for name in "rwkvag"])
+    mixer = CONFIG.build(DIM).double()
+    mixer.load_state_dict(weights)
+    torch.testing.assert_close(absorbed(mixer, golden["x"]), golden["y"], rtol=1e-10, atol=1e-10)
+
+
+def test_where_nothing_is_erased_it_is_linear_attention_with_a_decay_by_channel():
+    torch.manual_seed(0)
+    mixer = CONFIG.build(DIM).double()
+    x = torch.randn(2, 40, DIM, dtype=torch.float64)
+    with torch.no_grad():
+        for weight in mixer.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.3)
+        mixer.shift.zero_()
+        mixer.replaced.zero_()
+        mixer.bonus.zero_()
+        mixer.rate_bias.fill_(-60.0)
+        r, k, v = (mixer._heads(part(x)) for part in (mixer.r, mixer.k, mixer.v))
+        tilted = mixer.decay_up(mixer.decay_down(x).tanh()) + mixer.decay_bias
+        decay = mixer._heads(-(-torch.tensor(0.5, dtype=torch.float64)).exp() * tilted.sigmoid())
+        state = LinearState(r.new_zeros(2, 2, 4, 4), r.new_zeros(2, 2, 4))
+        y, _ = linear_attention(r, k, v, state, log_decay=decay, eps=None)
+        gate = mixer.gate_up(mixer.gate_down(x).sigmoid())
+        want = mixer._output(y, torch.zeros_like(y), gate, None)
+        torch.testing.assert_close(absorbed(mixer, x), want, rtol=1e-10, atol=1e-10)
+        mixer.rate_bias.fill_(0.0)
+        assert (absorbed(mixer, x) - want).abs().max() > 1e-2
+
+
+def test_what_is_refused():
+    with pytest.raises(KinformerError, match="impl = 'triton' knows no decay by channel"):
+        RWKV7.Config(impl="triton")
+    with pytest.raises(KinformerError, match="gate_rank = 0 must be 1 or more"):
+        RWKV7.Config(gate_rank=0)
