@@ -66,7 +66,7 @@ def test_begins_with_the_weights_of_another_run(text: Path, tmp_path: Path, caps
     assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
     assert main(["train", "gpt", "--out", str(out), "--resume", "--steps", "2"]) == 0
     capsys.readouterr()
-    for wrong in (["linear-transformer", "--init", str(base)], ["gpt", "--init", str(tmp_path / "nothing")]):
+    for wrong in (["gpt", "--init", str(base), "--set", "dim=32"], ["gpt", "--init", str(tmp_path / "nothing")]):
         assert main(["train", *wrong, "--data", str(text), "--out", str(tmp_path / "third")]) == 2
         assert "kinformer: " in capsys.readouterr().err and not (tmp_path / "third").exists()
 

@@ -1,4 +1,4 @@
-"""What a training is going to do, in two lines before it begins."""
+"""What a training is going to do, in a few lines before it begins."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kinformer.runs.inheriting import inheritance_text
 from kinformer.runs.run import Run
 from kinformer.runtime.errors import spelled
 from kinformer.runtime.words import plural
@@ -18,16 +19,19 @@ _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def announcement(run: Run, settings: Settings, parameters: int, group: Group, frozen: int = 0) -> str:
-    """Member, recipe, parameters and task; the data with its size, the device, the precision and tokens a step; and a
-    note where ``frozen`` parameters beside others that learn begin at random."""
+    """Member, recipe, parameters and task; what the run that it begins with gives it; the data with its size, the
+    device, the precision and tokens a step; and a note where ``frozen`` parameters beside others begin at random."""
     rows, length = settings.batch_size, settings.length
     work = f"{rows} x {length} = {plural(rows * length, 'token')} a step"
     note = spelled(
         f"\nkinformer: note: {plural(frozen, 'parameter')} frozen at random values: `init` RUN takes "
         "those of a run in which they learnt, as by `task` dino; `set` input.frozen=false lets them learn"
     )
+    begins = inheritance_text(run.data)
+    begins = f"{begins}\n" if begins else ""
     return (
         f"kinformer: {run.member} ({run.recipe}), {plural(parameters, 'parameter')}, task {run.task.name}\n"
+        f"{begins}"
         f"kinformer: data {_data(run.data)}; {_device(group)}, {settings.precision}, {work}"
         f"{note if 0 < frozen < parameters and not run.data.get('init') else ''}"
     )

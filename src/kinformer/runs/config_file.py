@@ -29,6 +29,7 @@ _DATA: Mapping[str, tuple[type, ...]] = {
     "holdout": (float, int, NoneType),
     "identity": (dict, NoneType),
     "init": (str,),
+    "inherited": (dict,),
     "retrieval": (dict,),
 }
 _RETRIEVAL: Mapping[str, tuple[type, ...]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from kinformer.data import FileTokenizer, open_corpus
 from kinformer.family.build import storable
 from kinformer.family.kinds import kinds
 from kinformer.runs.folder import creating, require_empty
+from kinformer.runs.inheriting import inherited_by
 from kinformer.runs.ladder import Ladder
 from kinformer.runs.minutes import Chooser, decides, with_vocabulary
 from kinformer.runs.options import TrainOptions
@@ -66,6 +68,8 @@ def create(options: TrainOptions, device: str, begun: float, quiet: bool = True)
         if isinstance(tokenizer, FileTokenizer):
             tokenizer.save(folder / TOKENIZER)
         init = {} if base is None else {"init": str(base.folder.resolve())}
+        if base is not None:
+            _require_same_ids(base, task, options)
         column = {"text_field": options.text_field} if task.data.columns and options.text_field else {}
         run = Run(
             folder=folder,
@@ -79,8 +83,20 @@ def create(options: TrainOptions, device: str, begun: float, quiet: bool = True)
             vocabulary=None if tokenizer is None else TOKENIZER if isinstance(tokenizer, FileTokenizer) else BYTES,
         )
         rows_of(run, plan, device, quiet)
+        if base is not None:
+            facts = {"member": base.member} | inherited_by(run, base).facts
+            run = replace(run, data=dict(run.data) | {"inherited": facts})
         run.save()
     return run, plan.settings
+
+
+def _require_same_ids(base: Run, task: Task, options: TrainOptions) -> None:
+    """Refuse a run whose ids are not those of the task's data: of text where these are not, or the other way round."""
+    if hasattr(base.config.input, "vocab_size") and base.task.data.tokenized != task.data.tokenized:
+        raise KinformerError(
+            f"`init` {options.init}: is a run of the task {base.task.name}, whose ids mean other things than those of "
+            f"{task.name}; begin with a run of {task.name}, or with none."
+        )
 
 
 def _completed(chooser: Chooser | Ladder, quiet: bool) -> TrainOptions:

@@ -124,8 +124,8 @@ class TrainOptions(Settings, Machine):
     holdout: float | None = None
     """Hold out the last share of the data for validation, instead of the usual 5 %."""
     init: str | None = None
-    """Begin with the model, weights and tokenizer of another run folder, trained or imported. A head of another task
-    is replaced by a new one."""
+    """Begin with the model, weights and tokenizer of another run folder, trained or imported. One of another member
+    gives all that the member has a place for. A head of another task is replaced by a new one."""
     datastore: str | None = None
     """For a member that looks things up (spalm): a datastore of the training data (see: kinformer index)."""
     retriever: str | None = None

@@ -18,7 +18,8 @@ from kinformer.data.corpus import STDLIB
 from kinformer.data.files import atomic_write
 from kinformer.data.formats import write_field
 from kinformer.family.build import configure
-from kinformer.family.extension import check_extension, extended_config
+from kinformer.family.inheritance import inherited_config
+from kinformer.family.inherited_weights import require_width
 from kinformer.family.kinds import kinds
 from kinformer.family.table import member
 from kinformer.runs.options import TrainOptions
@@ -85,9 +86,12 @@ def base_of(options: TrainOptions) -> Run | None:
     if options.init is None:
         return None
     base = open_run(options.init)
-    if base.member != options.member and (member(base.member).causal or member(options.member).causal):
+    records = [member(name) for name in (base.member, options.member)]
+    if records[0].causal != records[1].causal:
+        kinds = ["a causal model" if record.causal else "an encoder" for record in records]
         raise KinformerError(
-            f"`init` {options.init}: is a run of {base.member!r}, not of {options.member!r}; train that."
+            f"`init` {options.init}: is a run of {base.member!r}, {kinds[0]}, which {options.member!r}, {kinds[1]}, "
+            f"cannot begin with; give a run of {kinds[1]}, or none."
         )
     for name, option in (("tokenizer", options.tokenizer), ("train_tokenizer", options.train_tokenizer)):
         if option:
@@ -103,7 +107,7 @@ def recipe_config(options: TrainOptions, base: Run | None, vocab_size: int | Non
     if base.member == options.member:
         return base.config
     recipe = configure(options.member, options.recipe or "small")
-    return extended_config(base.config, recipe, base.folder)
+    return inherited_config(base.config, recipe, f"`init` {options.init}")
 
 
 def plan_config(options: TrainOptions, base: Run | None, task: Task, data: Any | None) -> ModelConfig:
@@ -111,8 +115,8 @@ def plan_config(options: TrainOptions, base: Run | None, task: Task, data: Any |
     config = recipe_config(options, base, None if data is None else task.vocab_size(data))
     config = override(config, task.fit(config, data), kinds())
     config = override(config, options.set, kinds())
-    if base is not None and not member(options.member).causal:
-        check_extension(base.config, config, base.folder)
+    if base is not None:
+        require_width(base.config, config, base.folder)
     return config
 
 

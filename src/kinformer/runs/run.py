@@ -58,7 +58,7 @@ class Run:
     config: the model's.
     task, options: what it is trained for, and the task's own options.
     data: ``spec`` (the data as it was named), ``holdout``, ``identity``; and where there are some, ``init`` (the run it
-        began with) and ``retrieval`` (its datastore).
+        began with), ``inherited`` (what of its weights is that run's) and ``retrieval`` (its datastore).
     training: the settings; empty of an imported run.
     vocabulary: "bytes", the name of a tokenizer's file in the folder, or None where the task reads no text.
     tokenizer_fingerprint: what identifies that file; None until there is one.

@@ -13,30 +13,25 @@ from typing import Any, Literal
 
 import torch
 
-from kinformer.core.model import WholeModel
-from kinformer.family.extension import extended_weights
 from kinformer.family.table import member
 from kinformer.runs.announce import announcement, warning
 from kinformer.runs.create import create
 from kinformer.runs.folder import writing
+from kinformer.runs.inheriting import begin_with
 from kinformer.runs.options import TrainOptions
 from kinformer.runs.planning import plan_of
 from kinformer.runs.resume import resume
 from kinformer.runs.rows import rows_of
-from kinformer.runs.run import Run, open_run
+from kinformer.runs.run import Run
 from kinformer.runtime.errors import KinformerError, require, spelled
-from kinformer.runtime.files import load_weights
 from kinformer.runtime.progress import tolerant
 from kinformer.runtime.words import plural
 from kinformer.training import distributed
-from kinformer.training.best import best_weights
 from kinformer.training.checkpoint import CHECKPOINTS, Checkpoints
 from kinformer.training.distributed import Group
 from kinformer.training.loop import Result, Trainer
 from kinformer.training.metric import Metric
 from kinformer.training.settings import Settings
-
-HEAD = "head."
 
 
 @dataclass(frozen=True)
@@ -57,7 +52,7 @@ class Job:
         model = self.run.build()
         init = self.run.data.get("init")
         if init and not Checkpoints(self.run.folder / CHECKPOINTS, 1).steps():
-            _begin_with(model, self.run, init)
+            begin_with(model, self.run, init)
         return model
 
 
@@ -190,22 +185,3 @@ def _require_compiler() -> None:
         raise KinformerError(
             f"`compile`: the C++ compiler {compiler!r} is not there; install it, set CXX, or leave `compile` out."
         )
-
-
-def _begin_with(model: Any, run: Run, init: str) -> None:
-    """Give ``model`` the weights of the run in the folder ``init``; of an encoder without a head that differs, and with
-    positions copied over and over where it is to read longer texts."""
-    tensors, _ = best_weights(Path(init))
-    if run.config.protocol is WholeModel:
-        if not _same_head(open_run(init), run):
-            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(HEAD)}
-            tensors |= {name: tensor for name, tensor in model.state_dict().items() if name.startswith(HEAD)}
-        tensors = extended_weights(tensors, model, init)
-    load_weights(model, tensors, init)
-
-
-def _same_head(base: Run, run: Run) -> bool:
-    """Whether both predict the same things with the same head."""
-    names = [(run_.data.get("identity") or {}).get("classes") for run_ in (base, run)]
-    heads = [getattr(run_.config, "head", None) for run_ in (base, run)]
-    return names[0] == names[1] and heads[0] == heads[1]
