@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from kinformer.core.config import Config
+from kinformer.runtime.errors import KinformerError
 
 
 class FeatureMap(nn.Module):
@@ -12,13 +13,15 @@ class FeatureMap(nn.Module):
     width.
 
     ``signed``: products of features may be negative or vanish, so that their sum normalises nothing. ``negative``:
-    features themselves may be. ``bounded``: no token's features are longer than 1, which keeps the delta rule stable.
+    features themselves may be. ``positive_on_average``: products are positive on average alone, so that a sum of a few
+    may vanish. ``bounded``: no token's features are longer than 1, which keeps the delta rule stable.
     ``scaled``: the result of ``keys`` lacks a factor, whose logarithm comes with it, as it may be too large or too
     small for a number; the result of ``queries`` may lack any factor, as only quotients are used.
     """
 
     signed: bool = False
     negative: bool = False
+    positive_on_average: bool = False
     bounded: bool = False
     scaled: bool = False
 
@@ -36,6 +39,17 @@ class FeatureMap(nn.Module):
         """Return features, and the logarithm [batch, heads, time] of the factor
         that they lack (None: they lack none)."""
         return self(k), None
+
+
+def check_normaliser(feature_map: FeatureMap, kind: str, floor: float, otherwise: str = "") -> None:
+    """Refuse the ``feature_map`` of this ``kind`` under a normaliser that sums its products, no less than ``floor``;
+    ``otherwise`` is a further remedy."""
+    if feature_map.signed or (feature_map.positive_on_average and not floor):
+        remedy = "" if feature_map.signed else "floor = 0.1, or "
+        raise KinformerError(
+            f"the feature map {kind!r} has products of either sign, whose sum may vanish, but the normaliser divides "
+            f"by it; use {remedy}a feature map of positive features (elu, relu, favor){otherwise}."
+        )
 
 
 class FeatureMapConfig(Config):

@@ -82,10 +82,15 @@ def encoder(
 
 
 def encoder_decoder(
-    base: Decoder.Config, mixer: EncoderMixerConfig, depth: int | None = None, dropout: float = 0.0
+    base: Decoder.Config,
+    mixer: EncoderMixerConfig,
+    depth: int | None = None,
+    dropout: float = 0.0,
+    cross: MixerConfig | None = None,
 ) -> EncoderDecoder.Config:
-    """The decoder's config with cross-attention behind the mixer of every layer, and ``depth`` encoder layers (as many
-    as the decoder has, if not given) of ``mixer`` that are otherwise like the decoder's first.
+    """The decoder's config with cross-attention (``cross``, exact if not given) behind the mixer of every layer, and
+    ``depth`` encoder layers (as many as the decoder has, if not given) of ``mixer`` that are otherwise like the
+    decoder's first.
 
     Both read by one input, whose last two ids are BOS and EOS, at positions of the same kind; ``dropout`` is that of
     embeddings and of sublayers.
@@ -98,7 +103,7 @@ def encoder_decoder(
 
     settings = {field.name: getattr(base, field.name) for field in fields(base)}
     first: Any = base.layers[0]
-    cross = CrossAttention.Config(num_heads=first.mixer.num_heads)
+    cross = cross or CrossAttention.Config(num_heads=first.mixer.num_heads)
     layers = tuple(layer.replace(further_mixers=(cross,), dropout=dropout) for layer in base.layers)
     layer = EncoderLayer.Config(
         mixer=mixer, feed_forward=first.feed_forward, norm=first.norm, residual=first.residual, dropout=dropout

@@ -43,6 +43,7 @@ def _mixers() -> list[type[Config]]:
     from kinformer.mixers import (
         compressive,
         cross,
+        cross_linear,
         linear,
         lsh,
         lstm,
@@ -68,6 +69,7 @@ def _mixers() -> list[type[Config]]:
         memorizing.Memorizing.Config,
         routing.RoutingAttention.Config,
         cross.CrossAttention.Config,
+        cross_linear.LinearCrossAttention.Config,
         tensorized.TensorizedAttention.Config,
         compression.Pool.Config,
         compression.Convolution.Config,

@@ -63,7 +63,7 @@ class Favor(FeatureMap, Resampled):
         super().__init__()
         self.form, self.eps, self.redraw = config.form, config.eps, config.redraw
         self.orthogonal, self.scaled = config.orthogonal, config.form != "relu"
-        self.negative = config.form == "trigonometric"
+        self.negative = self.positive_on_average = config.form == "trigonometric"
         self.count = config.features or max(1, int(head_dim * math.log(head_dim)))
         self.register_buffer("weight", directions((self.count, head_dim), self.orthogonal))
 

@@ -16,6 +16,7 @@ class Nested(FeatureMap):
     def __init__(self, inner: FeatureMap) -> None:
         super().__init__()
         self.inner, self.signed, self.negative = inner, inner.signed, inner.negative
+        self.positive_on_average = inner.positive_on_average
 
     def size(self, head_dim: int) -> int:
         return self.inner.size(head_dim)

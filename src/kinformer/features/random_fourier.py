@@ -58,7 +58,7 @@ class RandomFourier(FeatureMap, Resampled):
         self.form, self.eps, self.redraw = config.form, config.eps, config.redraw
         self.orthogonal, self.temperature = config.orthogonal, config.temperature
         self.count = config.features or head_dim
-        self.negative = self.bounded = config.form == "gaussian"
+        self.negative = self.bounded = self.positive_on_average = config.form == "gaussian"
         self.register_buffer("weight", directions((num_heads, self.count, head_dim), self.orthogonal))
         self.sigma = nn.Parameter(torch.ones(num_heads, 1, head_dim)) if config.learned else None
 

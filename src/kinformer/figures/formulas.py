@@ -12,7 +12,7 @@ from kinformer.core.config import Config, parts_in
 
 SLOTS = (
     "mixer", "encoder_mixer", "projection", "position", "embedding", "pattern", "score", "span", "feature_map", "decay",
-    "feed_forward", "stack", "head",
+    "feed_forward", "stack", "exit_rule", "halting", "head",
 )  # fmt: skip
 """Whose formulas are told, in this order."""
 PLAIN = {

@@ -13,16 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from kinformer.core.config import check_unused
 from kinformer.core.contract import select_valid
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext
-from kinformer.core.feature_map import FeatureMapConfig
+from kinformer.core.feature_map import FeatureMapConfig, check_normaliser
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.features.elu import Elu
-from kinformer.runtime.errors import KinformerError
 
 
 class BidirectionalLinear(EncoderMixer):
-    """The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads."""
+    """The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads; ``floor``: the
+    normaliser is no less than this, and eps is not added."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
@@ -31,7 +32,12 @@ class BidirectionalLinear(EncoderMixer):
         head_dim: int | None = None
         feature_map: FeatureMapConfig = Elu.Config()
         eps: float = 1e-6
+        floor: float = 0.0
         bias: bool = True
+
+        def __post_init__(self) -> None:
+            if self.floor:
+                check_unused(self, "with a floor", "eps")
 
         def build(self, dim: int) -> BidirectionalLinear:
             return BidirectionalLinear(self, dim)
@@ -39,15 +45,11 @@ class BidirectionalLinear(EncoderMixer):
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
         self.dim = dim
-        self.eps = config.eps
+        self.eps, self.floor = config.eps, config.floor
         head_dim = config.head_dim or head_width(dim, config.num_heads)
         self.shape = (3, config.num_heads, head_dim)
         self.feature_map = config.feature_map.build_heads(config.num_heads, head_dim)
-        if self.feature_map.signed:
-            raise KinformerError(
-                f"the feature map {config.feature_map.kind!r} has products of either sign, whose sum may vanish, but "
-                "linear attention over a text divides by it; use a feature map of positive features (elu, relu, favor)."
-            )
+        check_normaliser(self.feature_map, config.feature_map.kind, config.floor)
         self.qkv = nn.Linear(dim, 3 * config.num_heads * head_dim, bias=config.bias)
         self.out = ResidualOutput(config.num_heads * head_dim, dim, bias=config.bias)
 
@@ -64,5 +66,6 @@ class BidirectionalLinear(EncoderMixer):
             # ``where`` rather than a product: 0 * inf of a padding key would be NaN.
             k = torch.where(valid.unsqueeze(-1), k, k.new_zeros(()))
         # phi(q)^T S / (phi(q) . z + eps), S = sum_j phi(k_j) v_j^T, z = sum_j phi(k_j)
-        y = (q @ (k.mT @ v)) / (q @ k.sum(2).unsqueeze(-1) + self.eps)
+        total = q @ k.sum(2).unsqueeze(-1)
+        y = (q @ (k.mT @ v)) / (total.clamp_min(self.floor) if self.floor else total + self.eps)
         return select_valid(self.out(merge_heads(y)), text.valid)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, ReadsSource, activation_dtype, select_valid
 from kinformer.core.parts import ResidualOutput, ScoreConfig, head_width, merge_heads
-from kinformer.kernels.attention import Needs, Scoring, Visibility, attention, check_impl
+from kinformer.core.source import checked_source
+from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
 from kinformer.kernels.impls import AttentionImpl
-from kinformer.runtime.errors import KinformerError
 from kinformer.scores.scaled_dot import ScaledDot
 
 
@@ -50,6 +50,7 @@ class CrossAttention(ReadsSource, CausalMixer):
         source_dim: int | None = None
         score: ScoreConfig = ScaledDot.Config()
         bias: bool = True
+        dropout: float = 0.0  # of the attention probabilities
         impl: AttentionImpl = "auto"
 
         def build(self, dim: int) -> CrossAttention:
@@ -60,8 +61,9 @@ class CrossAttention(ReadsSource, CausalMixer):
         self.dim = dim
         head_dim = config.head_dim or head_width(dim, config.num_heads)
         self.num_heads, self.head_dim, self.impl = config.num_heads, head_dim, config.impl
+        self.dropout = config.dropout
         self.score = config.score.build(config.num_heads, head_dim)
-        check_impl(config.impl, Needs(sets=True, form=self.score.form), "cross")
+        check_impl(config.impl, Needs(sets=True, form=self.score.form, dropout=config.dropout > 0), "cross")
         width, self.source_dim = config.num_heads * head_dim, config.source_dim or dim
         self.query = nn.Linear(dim, width, bias=config.bias)
         self.key_value = nn.Linear(self.source_dim, 2 * width, bias=config.bias)
@@ -78,18 +80,8 @@ class CrossAttention(ReadsSource, CausalMixer):
     ) -> CrossState:
         """Return the state of ``batch`` sequences over ``source`` [batch, length, source_dim], of which
         ``source_valid`` [batch, length] bool is real (None: all)."""
-        if source is None:
-            raise KinformerError(
-                "cross-attention has nothing to look at; begin with initial_state(batch, source=[batch, length, "
-                f"{self.source_dim}])."
-            )
-        if source.dim() != 3 or source.shape[0] != batch or source.shape[2] != self.source_dim:
-            raise KinformerError(
-                f"source has the shape {tuple(source.shape)}, expected [{batch}, length, {self.source_dim}]."
-            )
-        if source_valid is None:
-            source_valid = torch.ones(source.shape[:2], dtype=torch.bool, device=source.device)
-        kv = self.key_value(select_valid(source, source_valid)).to(device, dtype or activation_dtype(self.out.weight))
+        source, source_valid = checked_source(source, source_valid, batch, self.source_dim)
+        kv = self.key_value(source).to(device, dtype or activation_dtype(self.out.weight))
         k, v = kv.view(batch, source.shape[1], 2, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind()
         return CrossState(k, v, source_valid[:, None].to(kv.device))  # type: ignore[call-arg]
 
@@ -100,7 +92,8 @@ class CrossAttention(ReadsSource, CausalMixer):
         x = select_valid(chunk.x, chunk.valid)
         # Hypotheses of a beam share a source: their queries stand side by side in one row.
         q = self.query(x).view(len(state.k), -1, self.num_heads, self.head_dim).transpose(1, 2)
-        q, scoring = self.score.queries(q), Scoring.of(self.score)
+        dropout = AttentionDropout.drawn(self.dropout, self.training)
+        q, scoring = self.score.queries(q), Scoring.of(self.score, None, dropout)
         visibility = Visibility(key_padding_mask=~state.valid[:, 0])
         k, v = state.k.to(q.dtype), state.v.to(q.dtype)
         y = attention(q, k, v, visibility, scoring, impl=self.impl).out

@@ -28,6 +28,7 @@ from kinformer.mixers import (
     bidirectional_routing,
     compressive,
     cross,
+    cross_linear,
     etc,
     linear,
     linformer,
@@ -59,6 +60,7 @@ __all__ = [
     "Boom",
     "CompressiveAttention",
     "CrossAttention",
+    "LinearCrossAttention",
     "DecoderLayer",
     "EncoderLayer",
     "EtcAttention",
@@ -101,6 +103,7 @@ __all__ = [
 # Mixers of causal layers
 SoftmaxAttention = softmax.SoftmaxAttention.Config
 CrossAttention = cross.CrossAttention.Config
+LinearCrossAttention = cross_linear.LinearCrossAttention.Config
 LinearAttention = linear.LinearAttention.Config
 RWKV7TimeMix = rwkv7.RWKV7.Config
 LSHAttention = lsh.LSHAttention.Config

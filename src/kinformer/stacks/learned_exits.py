@@ -4,8 +4,9 @@
     geometric-like    q_t(n) = chi^n prod_{m < n} (1 - chi^m), q_t(N) the rest, with chi^n = sigmoid(w . h_t^n + b);
                       a token leaves by the first exit with chi^n >= threshold
 
-What they learn is an oracle's choice, from the log-likelihoods LL_t^n of the right token, or from C_t^n, 1 where the
-most probable token is the right one, else 0 (equations 13 to 16):
+The geometric-like distribution is also called Poisson binomial. What they learn is an oracle's choice, from the
+log-likelihoods LL_t^n of the right token, or from C_t^n, 1 where the most probable token is the right one, else 0
+(equations 13 to 16):
 
     likelihood     q*_t = argmax_n (smoothed LL_t^n - lambda n)
     correctness    q*_t = argmax_n (smoothed C_t^n - lambda n)
@@ -81,7 +82,8 @@ class Multinomial(ExitRule):
 
 
 class Geometric(ThresholdRule):
-    """The geometric-like rule: one w and b for all exits, as in the paper, or with ``per_exit`` one each."""
+    """The geometric-like rule (Poisson binomial): one w and b for all exits, as in the paper, or one each by
+    ``per_exit``."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(OracleConfig, ThresholdConfig):

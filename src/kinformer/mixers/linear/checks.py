@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kinformer.core.config import check_unused
+from kinformer.core.feature_map import check_normaliser
 from kinformer.core.parts import Position
 from kinformer.kernels.linear import IMPLS, check_triton
 from kinformer.positions.none import NoPosition
@@ -59,11 +60,8 @@ def check_parts(mixer: LinearAttention, columns: int) -> None:
     config, kind, decay = mixer.config, mixer.config.feature_map.kind, mixer.decay
     if config.impl == "triton":
         check_triton("linear", mixer.features, columns, decay is not None and decay.by_channel)
-    if mixer.feature_map.signed and config.normaliser == "sum":
-        raise KinformerError(
-            f"the feature map {kind!r} has products of either sign, whose sum may vanish; use normaliser = 'none', "
-            "or a feature map of positive features (elu, relu, favor)."
-        )
+    if config.normaliser == "sum":
+        check_normaliser(mixer.feature_map, kind, config.floor, ", or normaliser = 'none'")
     if mixer.feature_map.scaled and config.normaliser == "none":
         raise KinformerError(
             f"the feature map {kind!r} is known up to a factor only, which nothing but a quotient forgets; use "

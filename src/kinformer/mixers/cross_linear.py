@@ -1,0 +1,116 @@
+"""Linear cross-attention (Peng et al. 2021, section 4.2): the source is summed up once, as kernel attention does.
+
+    y = phi(q)^T S / (phi(q) . z + eps),   S = sum_j phi(k_j) v_j^T,   z = sum_j phi(k_j)   over all real tokens j
+    with a floor   y = phi(q)^T S / max(phi(q) . z, floor)
+    q = W_q x (``query``),   [k, v] = W_kv source (``key_value``)
+
+A step costs as much for a long source as for a short one, and so does the state. With random features (``favor``,
+``random_fourier``) it approximates the cross-attention of ``cross``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.config import check_unused
+from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, ReadsSource, select_valid, state_dtype
+from kinformer.core.feature_map import FeatureMapConfig, check_normaliser
+from kinformer.core.parts import ResidualOutput, head_width, merge_heads
+from kinformer.core.source import checked_source
+from kinformer.features.elu import Elu
+from kinformer.runtime.autocast import no_autocast
+
+
+class SourceSums(NamedTuple):
+    """The source: ``kv`` [batch, heads, features, head_dim] and ``z`` [batch, heads, features].
+
+    A chunk of n times as many rows looks at it too: n neighbours share a row's source, as hypotheses of a beam do.
+    """
+
+    kv: Tensor
+    z: Tensor
+
+    outlives_reset = True  # type: ignore[misc]
+
+
+class LinearCrossAttention(ReadsSource, CausalMixer):
+    """The mixer x [batch, time, dim] -> y [batch, time, dim]; every token sees the whole source of its row.
+
+    ``source_dim`` is the width of the source, ``dim`` if None. ``floor``: the normaliser is no less than this. A reset
+    begins a new sequence over the same source. A row whose source is all padding gets the output projection's bias.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(MixerConfig):
+        kind = "cross_linear"
+        num_heads: int = 4
+        head_dim: int | None = None
+        source_dim: int | None = None
+        feature_map: FeatureMapConfig = Elu.Config()
+        eps: float = 1e-6
+        floor: float = 0.0
+        bias: bool = True
+
+        def __post_init__(self) -> None:
+            if self.floor:
+                check_unused(self, "with a floor", "eps")
+
+        def build(self, dim: int) -> LinearCrossAttention:
+            return LinearCrossAttention(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.dim, self.config, self.num_heads = dim, config, config.num_heads
+        self.head_dim = config.head_dim or head_width(dim, config.num_heads)
+        self.feature_map = config.feature_map.build_heads(config.num_heads, self.head_dim)
+        check_normaliser(self.feature_map, config.feature_map.kind, config.floor)
+        self.features = self.feature_map.size(self.head_dim)
+        width, self.source_dim = config.num_heads * self.head_dim, config.source_dim or dim
+        self.query = nn.Linear(dim, width, bias=config.bias)
+        self.key_value = nn.Linear(self.source_dim, 2 * width, bias=config.bias)
+        self.out = ResidualOutput(width, dim, bias=config.bias)
+
+    def initial_state(
+        self,
+        batch: int,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        source: Tensor | None = None,
+        source_valid: Tensor | None = None,
+    ) -> SourceSums:
+        """Return the state of ``batch`` sequences over ``source`` [batch, length, source_dim], of which
+        ``source_valid`` [batch, length] bool is real (None: all)."""
+        source, valid = checked_source(source, source_valid, batch, self.source_dim)
+        kv = self.key_value(source)
+        k, v = kv.view(batch, source.shape[1], 2, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind()
+        k, lacking = self.feature_map.keys(k)
+        wide = state_dtype(dtype or self.out.weight.dtype)
+        k, v, mask = k.to(wide), v.to(wide), valid[:, None]
+        if lacking is not None:  # a factor that all keys of a row share is in both sums
+            lacking = torch.where(mask, lacking, lacking.new_full((), torch.finfo(lacking.dtype).min))
+            k = k * (lacking - lacking.detach().amax(-1, keepdim=True)).exp().unsqueeze(-1).to(wide)
+        k = torch.where(mask.unsqueeze(-1), k, k.new_zeros(()))
+        with no_autocast(k.device):
+            sums = k.mT @ v  # S = sum_j phi(k_j) v_j^T
+        return SourceSums(sums.to(device), k.sum(2).to(device))  # type: ignore[call-arg]
+
+    def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32, source_length: int = 0) -> int:
+        return self.num_heads * self.features * (self.head_dim + 1) * state_dtype(dtype).itemsize
+
+    def forward(self, chunk: Chunk, state: SourceSums) -> tuple[Tensor, SourceSums]:
+        x = select_valid(chunk.x, chunk.valid)
+        # Hypotheses of a beam share a source: their queries stand side by side in one row.
+        q = self.query(x).view(len(state.kv), -1, self.num_heads, self.head_dim).transpose(1, 2)
+        q, dtype = self.feature_map.queries(q), q.dtype
+        with no_autocast(q.device):
+            q = q.to(state.kv.dtype)
+            total = q @ state.z.unsqueeze(-1)
+            total = total.clamp_min(self.config.floor) if self.config.floor else total + self.config.eps
+            y = (q @ state.kv) / total
+        y = merge_heads(y.to(dtype)).view(*x.shape[:2], -1)
+        return select_valid(self.out(y), chunk.valid), state
