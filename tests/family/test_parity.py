@@ -111,6 +111,9 @@ DELTA = LinearAttention.Config(
 LAYERS = {
     "delta_dpfp": DELTA,
     "delta_elu": DELTA.replace(feature_map=SumNormalised.Config(inner=Elu.Config(), eps=0.0)),
+    "deltanorm_elu": DELTA.replace(
+        feature_map=SumNormalised.Config(inner=Elu.Config(), eps=0.0), normaliser="attention", eps=1e-5
+    ),
     "sum_elu": LinearAttention.Config(num_heads=2, eps=1e-5, scale=True, bias=False),
 }
 

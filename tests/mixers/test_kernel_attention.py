@@ -44,6 +44,10 @@ PUBLISHED = {
         num_heads=2, feature_map=Unit.Config(inner=Favor.Config(features=5, form="relu")), rule="delta",
         normaliser="none",
     ),
+    "fast weights, attention normalised": LinearAttention.Config(
+        num_heads=2, feature_map=SumNormalised.Config(inner=Elu.Config()), rule="delta", normaliser="attention",
+        scale=True, bias=False,
+    ),
     "retnet": LinearAttention.Config(
         num_heads=2, value_dim=6, feature_map=Identity.Config(), decay=Fixed.Config(first=2.0), normaliser="none",
         scale=True, position=Rope.Config(layout="interleaved"), head_norm="layer", gate=True, bias=False,
@@ -88,7 +92,7 @@ PARTS = {
     "rule": ("linear", "delta"),
     "decay": (None, Fixed.Config(first=1.0), Sigmoid.Config(), Sigmoid.Config(coupled=False), Softplus.Config(),
               LowRank.Config(rank=2)),
-    "normaliser": ("sum", "none"),
+    "normaliser": ("sum", "attention", "none"),
     "convolution": (0, 2, 4),
     "value_dim": (None, 3),
 }  # fmt: skip
@@ -138,8 +142,14 @@ def test_a_sample_of_the_product_keeps_the_laws_of_time(number):
 
 def test_what_is_refused():
     """Each for one of five reasons, which say what to do."""
-    assert (len(BUILT), len(REFUSED)) == (450, 9)
-    reasons = ("is for rule = 'linear'", "whose sum may vanish", "known up to a factor only", "but rule = 'delta' has")
+    assert (len(BUILT), len(REFUSED)) == (468, 15)
+    reasons = (
+        "is not for rule = ",
+        "does nothing with normaliser = 'attention'",
+        "whose sum may vanish",
+        "known up to a factor only",
+        "but rule = 'delta' has",
+    )
     reasons += ("gives keys of any length",)
     assert all(any(reason in sentence for reason in reasons) and sentence.endswith(".") for sentence in REFUSED)
 

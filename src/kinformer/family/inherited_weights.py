@@ -121,22 +121,22 @@ class Inheritance:
             "left": list(self.left),
         }
 
-    def weights(self, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the model's weights from the run's ``tensors``; what is new is the model's ``own``."""
-        return {name: self._weight(name, tensors, weight) for name, weight in own.items()}
+    def weights(self, tensors: Mapping[str, Tensor], fresh: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the model's weights from the run's ``tensors``; what is new is as in ``fresh``."""
+        return {name: self._weight(name, tensors, weight) for name, weight in fresh.items()}
 
-    def _weight(self, name: str, tensors: Mapping[str, Tensor], own: Tensor) -> Tensor:
+    def _weight(self, name: str, tensors: Mapping[str, Tensor], fresh: Tensor) -> Tensor:
         import torch
 
         origin = self.origins.get(name)
         if origin is None:
-            return own
+            return fresh
         if isinstance(origin, str):
             return tensors[origin]
         parts, at = [], 0
         for item in origin:
-            rows = own[at : at + item] if isinstance(item, int) else tensors[item.name][item.first : item.last]
-            parts.append(rows.to(own.dtype))
+            rows = fresh[at : at + item] if isinstance(item, int) else tensors[item.name][item.first : item.last]
+            parts.append(rows.to(fresh.dtype))
             at += len(rows)
         return torch.cat(parts)
 
@@ -165,8 +165,8 @@ def inheritance(base: ModelConfig, config: ModelConfig, place: Path | str, head:
             origin = _repeated(name, before[name][0], shape[0])
         if origin is None and UNTIED.fullmatch(name) and getattr(getattr(base, "head", None), "tied", False):
             origin = TABLE if before.get(TABLE) == shape else None
-        if origin is None and (found := MIXER.fullmatch(name)):
-            origin = _projected(found, (base, config), before, shape)
+        if origin is None and (match := MIXER.fullmatch(name)):
+            origin = _projected(match, (base, config), before, shape)
         if origin is not None:
             origins[name] = origin
     result = Inheritance(before, after, origins)
@@ -227,10 +227,10 @@ def _repeated(name: str, rows: int, count: int) -> Origin:
 
 
 def _projected(
-    found: re.Match[str], configs: tuple[ModelConfig, ModelConfig], before: Mapping[str, Shape], shape: Shape
+    match: re.Match[str], configs: tuple[ModelConfig, ModelConfig], before: Mapping[str, Shape], shape: Shape
 ) -> Origin | None:
     """Return the origin of a mixer's projection of ``shape`` in the mixer of the same layer of the run."""
-    prefix, layer, name, kind = found.groups()
+    prefix, layer, name, kind = match.groups()
     if not prefix.endswith(f".{layer}.mixer") or prefix.startswith("encoder."):
         return None
     layers = [model.layers for model in configs]
@@ -274,7 +274,8 @@ def _layouts(mixer: Any, dim: int) -> tuple[dict[str, list[Block]], dict[str, li
         kind = "projection" if projection.kind in ("multi_head", "grouped", "multi_head_global") else ""
     elif getattr(mixer, "rule", None) == "delta":
         kind = "delta"
-    if kind not in LAYOUTS:
+    grouped = getattr(mixer, "key_heads", None) or getattr(mixer, "steps", 1) > 1
+    if kind not in LAYOUTS or grouped:
         return {}, {}
     further = FURTHER.get(mixer.kind if projection is None else projection.kind, {})
     heads = mixer.num_heads

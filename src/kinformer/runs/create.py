@@ -67,9 +67,7 @@ def create(options: TrainOptions, device: str, begun: float, quiet: bool = True)
         retrieval = STORES.choose(options, plan.config)
         if isinstance(tokenizer, FileTokenizer):
             tokenizer.save(folder / TOKENIZER)
-        init = {} if base is None else {"init": str(base.folder.resolve())}
-        if base is not None:
-            _require_same_ids(base, task, options)
+        init = _named(base, task, options)
         column = {"text_field": options.text_field} if task.data.columns and options.text_field else {}
         run = Run(
             folder=folder,
@@ -83,20 +81,28 @@ def create(options: TrainOptions, device: str, begun: float, quiet: bool = True)
             vocabulary=None if tokenizer is None else TOKENIZER if isinstance(tokenizer, FileTokenizer) else BYTES,
         )
         rows_of(run, plan, device, quiet)
-        if base is not None:
-            facts = {"member": base.member} | inherited_by(run, base).facts
-            run = replace(run, data=dict(run.data) | {"inherited": facts})
+        run = run if base is None else _inheriting(run, base)
         run.save()
     return run, plan.settings
 
 
-def _require_same_ids(base: Run, task: Task, options: TrainOptions) -> None:
-    """Refuse a run whose ids are not those of the task's data: of text where these are not, or the other way round."""
+def _named(base: Run | None, task: Task, options: TrainOptions) -> dict[str, str]:
+    """The run to begin with, as a run's data name it; one whose ids are not those of the task's data (of text where
+    these are not, or the other way round) is refused."""
+    if base is None:
+        return {}
     if hasattr(base.config.input, "vocab_size") and base.task.data.tokenized != task.data.tokenized:
         raise KinformerError(
             f"`init` {options.init}: is a run of the task {base.task.name}, whose ids mean other things than those of "
             f"{task.name}; begin with a run of {task.name}, or with none."
         )
+    return {"init": str(base.folder.resolve())}
+
+
+def _inheriting(run: Run, base: Run) -> Run:
+    """The run, whose data say what of its weights is of ``base``."""
+    facts = {"member": base.member} | inherited_by(run, base).facts
+    return replace(run, data=dict(run.data) | {"inherited": facts})
 
 
 def _completed(chooser: Chooser | Ladder, quiet: bool) -> TrainOptions:

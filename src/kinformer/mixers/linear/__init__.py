@@ -3,7 +3,8 @@
     rule linear   S_t = a_t S_(t-1) + phi(k_t) v_t^T
     rule delta    S_t = a_t S_(t-1) + phi(k_t) (beta_t (v_t - a_t S_(t-1)^T phi(k_t)))^T,    beta_t = sigmoid(w . x_t)
                   for features of length 1 at most: longer ones make S_t grow as a power of t
-    y_t = S_t^T phi(q_t),  with the normaliser sum divided by phi(q_t) . z_t + eps,  z_t = a_t z_(t-1) + phi(k_t)
+    y_t = S_t^T phi(q_t),  with the normaliser sum divided by phi(q_t) . z_t + eps,  z_t = a_t z_(t-1) + phi(k_t);
+    the normaliser attention divides what the delta rule corrects, too (see ``kernels.delta.normalised``)
 
 The Linear Transformer (Katharopoulos et al. 2020) has the rule linear, elu + 1 and the normaliser; fast weights (Schlag
 et al. 2021, equations 23-25) the delta rule; RetNet, Random Feature Attention, GLA and Gated DeltaNet decays a_t.
@@ -36,6 +37,7 @@ from kinformer.core.parts import PositionConfig, ResidualOutput, head_width, mer
 from kinformer.decays.decay import DecayConfig
 from kinformer.features.elu import Elu
 from kinformer.kernels.delta import DeltaTokens, delta_rule, delta_steps
+from kinformer.kernels.delta.normalised import normalised_delta_rule
 from kinformer.kernels.impls import LinearImpl
 from kinformer.kernels.linear import LinearState, linear_attention
 from kinformer.kernels.linear.running import running_maximum
@@ -85,7 +87,7 @@ class LinearAttention(CausalMixer):
         steps: int = 1
         negative_eigenvalues: bool = False
         decay: DecayConfig | None = None
-        normaliser: Literal["sum", "none"] = "sum"
+        normaliser: Literal["sum", "attention", "none"] = "sum"
         eps: float = 1e-6
         floor: float = 0.0
         scale: bool = False
@@ -130,7 +132,8 @@ class LinearAttention(CausalMixer):
         self.skip = nn.Parameter(torch.ones(heads)) if config.skip else None
         self.gate = self._gate() if config.gate else None
         self.norm = head_norm(config.head_norm, self.value_dim, heads, self.key_heads)
-        self.counts = self.feature_map.scaled or not isinstance(self.position, NoPosition)
+        self.averages = config.normaliser == "attention"
+        self.counts = self.feature_map.scaled or self.averages or not isinstance(self.position, NoPosition)
         check_parts(self, self._columns)
 
     def _gate(self) -> nn.Module:
@@ -154,7 +157,7 @@ class LinearAttention(CausalMixer):
 
     @property
     def _has_sum(self) -> bool:
-        return self.config.normaliser == "sum" and not self.config.floor
+        return self.averages or (self.config.normaliser == "sum" and not self.config.floor)
 
     @property
     def _columns(self) -> int:
@@ -200,7 +203,7 @@ class LinearAttention(CausalMixer):
             mask = mask if self.config.steps == 1 else mask.repeat_interleave(self.config.steps, -1)
             k = torch.where(mask.unsqueeze(-1), k, k.new_zeros(()))
             beta = None if beta is None else torch.where(mask, beta, beta.new_zeros(()))
-        y, s, z = self._update((q, k, v, beta), state, log_decay, reset)
+        y, s, z = self._update((q, k, v, beta), state, log_decay, reset, positions)
         return self._output(y, x, chunk.valid), KernelState(s, z, recent, maximum, seen)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -244,10 +247,15 @@ class LinearAttention(CausalMixer):
         state: KernelState,
         log_decay: Tensor | None,
         reset: Tensor | None,
+        positions: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the heads' outputs [batch, heads, time, value_dim], s and z, from q and k of heads, v and beta."""
         q, k, v, beta = tokens
         options: dict[str, Any] = {"log_decay": log_decay, "reset": reset, "impl": self.config.impl}
+        if beta is not None and self.averages and positions is not None:
+            options = {"eps": self.config.eps, "reset": reset, "impl": self.config.impl}
+            y, sums = normalised_delta_rule((q, k, v, beta), LinearState(state.kv, state.z), positions == 0, **options)
+            return self._skipped(y, v), *sums
         if beta is not None:
             y, s = self._corrected(q, k, v, beta, state.kv, options)
             return self._skipped(y, v), s, state.z
@@ -256,8 +264,8 @@ class LinearAttention(CausalMixer):
             return self._skipped(y, v), s, z
         # A column of ones sums the keys: with a floor, the normaliser z is the last column of S.
         columns = functional.pad(v, (0, 1), value=1.0) if self.config.floor else v
-        sums = state.kv.new_zeros(state.kv.shape[:3])
-        y, (s, _) = linear_attention(q, k, columns, LinearState(state.kv, sums), eps=None, **options)
+        nothing = LinearState(state.kv, state.kv.new_zeros(state.kv.shape[:3]))
+        y, (s, _) = linear_attention(q, k, columns, nothing, eps=None, **options)
         if self.config.floor:
             y = y[..., :-1] / y[..., -1:].clamp_min(self.config.floor)
         return self._skipped(y, v), s, state.z

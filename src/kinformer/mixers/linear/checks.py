@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 def check_settings(config: LinearAttention.Config) -> None:
     """Refuse settings that contradict each other, or do nothing."""
     choose(config.impl, IMPLS, "impl of linear")
-    if config.rule == "delta" and config.normaliser == "sum":
+    if config.normaliser == ("sum" if config.rule == "delta" else "attention"):
         raise KinformerError(
-            "normaliser = 'sum' is for rule = 'linear', as keys are overwritten by rule = 'delta' and not "
-            "summed; use normaliser = 'none'."
+            f"normaliser = {config.normaliser!r} is not for rule = {config.rule!r}; use normaliser = 'none', or 'sum' "
+            "for what rule = 'linear' sums and 'attention' for what rule = 'delta' overwrites."
         )
+    if config.normaliser == "attention":
+        check_unused(config, "with normaliser = 'attention'", "floor", "decay", "steps")
     if config.rule == "linear":
         check_unused(config, "with rule = 'linear'", "steps", "negative_eigenvalues")
     if config.normaliser == "none":
@@ -60,14 +62,14 @@ def check_parts(mixer: LinearAttention, columns: int) -> None:
     config, kind, decay = mixer.config, mixer.config.feature_map.kind, mixer.decay
     if config.impl == "triton":
         check_triton("linear", mixer.features, columns, decay is not None and decay.by_channel)
-    if config.normaliser == "sum":
+    if config.normaliser != "none":
         check_normaliser(mixer.feature_map, kind, config.floor, ", or normaliser = 'none'")
-    if mixer.feature_map.scaled and config.normaliser == "none":
+    if mixer.feature_map.scaled and config.normaliser != "sum":
         raise KinformerError(
             f"the feature map {kind!r} is known up to a factor only, which nothing but a quotient forgets; use "
             f"normaliser = 'sum', or the feature map 'unit' or 'sum_normalised' with inner = {kind!r}."
         )
-    if config.rule == "delta" and not mixer.feature_map.bounded:
+    if config.rule == "delta" and not (mixer.feature_map.bounded or config.normaliser == "attention"):
         raise KinformerError(
             f"the feature map {kind!r} gives keys of any length, with which rule = 'delta' diverges where "
             f"beta |k|^2 exceeds 2; norm them by the feature map 'unit' or 'sum_normalised' with inner = {kind!r}."
