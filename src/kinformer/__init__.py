@@ -40,7 +40,7 @@ from kinformer.commands import (
     trace,
 )
 from kinformer.core import kind_table
-from kinformer.folders import export, import_checkpoint, verify
+from kinformer.folders import check_shards, export, import_checkpoint, pack, verify
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,6 +75,7 @@ __all__ = [
     "bench",
     "build",
     "calibrate",
+    "check_shards",
     "compare",
     "draw",
     "embed",
@@ -89,6 +90,7 @@ __all__ = [
     "load",
     "members",
     "open_run",
+    "pack",
     "predict",
     "serve",
     "show",

@@ -1,4 +1,5 @@
-"""Functions of the package for folders of the library transformers, free of PyTorch until it is needed."""
+"""Functions of the package that write folders: of the library transformers, and of token shards. Free of PyTorch until
+it is needed."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from kinformer.commands import preserving
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from kinformer.data.packed import Packed
     from kinformer.runs.exporting import Exported
     from kinformer.runs.importing import ImportedRun
     from kinformer.runs.proving import Proof
@@ -67,3 +69,55 @@ def verify(subject: str | Path, *, trust_remote_code: bool = False, length: int 
     from kinformer.runs.proving import verify
 
     return verify(subject, trust_remote_code=trust_remote_code, length=length, limit=limit)
+
+
+def pack(
+    data: str | Path,
+    out: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    text_field: str | None = None,
+    holdout: float | None = None,
+    shard_mb: int = 256,
+    workers: int | None = None,
+    quiet: bool = True,
+) -> Packed:
+    """Turn text into token shards with a manifest, which training reads where they are: ``data=`` takes the folder.
+
+    What a killed call has done is kept, and the same call goes on. The result has ``folder``, ``manifest``, ``tokens``
+    (by split), ``bytes`` and ``facts``.
+
+    data: a file, a folder or "stdlib"; JSON lines (.jsonl) and Parquet tables are documents, row by row.
+    out: a new folder.
+    tokenizer: the path of a tokenizer.json; bytes if not given.
+    text_field: the field or column of tables with the text ("text" if not given).
+    holdout: hold out this share for validation and test at once; else 5 % each, of tables by the documents' contents.
+    shard_mb: megabytes of the data that make a shard.
+    workers: processes, one for each processor if not given. With more than one, scripts need the usual
+        ``if __name__ == "__main__":``.
+    quiet: no progress on a terminal.
+
+    Errors: ``KinformerError`` for data that cannot be read, and for a folder that holds something else.
+    """
+    from kinformer.data.packing import packed
+
+    return packed(
+        data,
+        out,
+        tokenizer=tokenizer,
+        text_field=text_field,
+        holdout=holdout,
+        shard_mb=shard_mb,
+        workers=workers,
+        quiet=quiet,
+    )
+
+
+def check_shards(folder: str | Path) -> Packed:
+    """Hold every byte of a folder of token shards to its manifest's checksums.
+
+    Errors: ``KinformerError`` that names the first file that differs.
+    """
+    from kinformer.data.packed import check_shards
+
+    return check_shards(folder)

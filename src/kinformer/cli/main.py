@@ -112,6 +112,11 @@ COMMANDS = {
         "Build a datastore of a run: its vector of each context, and the next token.",
         "kinformer index runs/book --data book.txt --datastore stores/book",
     ),
+    "pack": Command(
+        "kinformer.cli.pack",
+        "Turn text into token shards, for training on data of any size.",
+        "kinformer pack texts --out shards --tokenizer tokenizer.json",
+    ),
     "import": Command(
         "kinformer.cli.import_",
         "Turn a Hugging Face checkpoint folder into a run folder.",

@@ -16,6 +16,7 @@ from pathlib import Path
 from kinformer.data.extents import HASHED_WHOLE, Extent, Extents, fingerprint_of
 from kinformer.data.files import SourceFile, folder_files, reading, single_file, stdlib_files
 from kinformer.data.formats import check_folder, check_plain
+from kinformer.data.packed import is_packed, open_packed
 from kinformer.data.split import Split
 from kinformer.data.stored import default_cache
 from kinformer.data.tokenised import encode_split
@@ -57,11 +58,15 @@ def open_corpus(
     """Open the data that ``spec`` names, without reading more of it than its fingerprint needs.
 
     ``spec`` is ``"stdlib"``, the path of a file (text or binary, any size) or of a folder (write ``./stdlib`` for a
-    folder of that name). About 90 % trains, 5 % validates, 5 % tests; ``holdout=0.1`` holds out the last tenth
+    folder of that name), or a folder of token shards (``data/packed.py``), which are read where they are.
+
+    About 90 % trains, 5 % validates, 5 % tests; ``holdout=0.1`` holds out the last tenth
     instead, which is then validation and test at once. See :func:`kinformer.data.corpus.partition`.
     ``cache`` is the folder for token ids, written once per corpus and tokenizer; ``~/.cache/kinformer`` if not given.
     Raises :class:`KinformerError` for a path that is missing, unreadable, empty or not data.
     """
+    if is_packed(spec):
+        return _packed(spec, tokenizer or ByteTokenizer(), holdout)
     name, version, files = _find(spec)
     fingerprint = fingerprint_of(files)
     splits = {
@@ -76,6 +81,15 @@ def open_corpus(
         for split in splits.values():
             _held_if_small(split.extents)
     return Corpus(name, version or fingerprint.split(":")[1][:12], fingerprint, tokenizer, splits)
+
+
+def _packed(spec: str, tokenizer: Tokenizer, holdout: float | None) -> Corpus:
+    if holdout is not None:
+        raise KinformerError(f"`holdout` {holdout}: what {spec} holds out was chosen when it was packed; leave it out.")
+    name, fingerprint, splits = open_packed(Path(spec).expanduser(), tokenizer)
+    for split in splits.values():
+        _held_if_small(split.extents)
+    return Corpus(name, fingerprint.split(":")[1][:12], fingerprint, tokenizer, splits)
 
 
 def _find(spec: str) -> tuple[str, str, list[SourceFile]]:

@@ -104,9 +104,9 @@ class TrainOptions(Settings, Machine):
     out: str
     """The run folder: new, or with `resume` an existing one."""
     data: str | None = None
-    """What to learn from: a file or folder of text or bytes, - for standard input, or stdlib, Python's standard
-    library (the default of tasks of text). For classify: a folder per class, or a .csv, .tsv or .jsonl. For
-    image: a folder of pictures, IDX files, .npz, or digits."""
+    """What to learn from: a file or folder of text or bytes, token shards (`kinformer pack`), - for standard input, or
+    stdlib, Python's standard library (the default of tasks of text). For classify: a folder per class, or a .csv, .tsv
+    or .jsonl. For image: a folder of pictures, IDX files, .npz, or digits."""
     text_field: str | None = None
     """The field with the text, where the data are JSON lines; the texts are written into the run folder. For classify:
     the column with the text."""

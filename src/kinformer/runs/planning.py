@@ -17,6 +17,7 @@ from kinformer.data import ByteTokenizer, FileTokenizer, Tokenizer, spool, train
 from kinformer.data.corpus import STDLIB
 from kinformer.data.files import atomic_write
 from kinformer.data.formats import write_field
+from kinformer.data.packed import is_packed, packed_tokenizer
 from kinformer.family.build import configure
 from kinformer.family.inheritance import inherited_config
 from kinformer.family.inherited_weights import require_width
@@ -169,6 +170,8 @@ def _tokenizer_for(options: TrainOptions, task: Task, source: Source, base: Run 
         if size is not None:
             raise KinformerError(f"`tokenizer` {options.tokenizer} and `train_tokenizer` {size} contradict; give one.")
         return ByteTokenizer() if options.tokenizer == BYTES else _file_tokenizer(options.tokenizer)
+    if size is None and is_packed(source.spec):
+        return packed_tokenizer(source.spec)
     size = task.default_vocabulary(source, task_options) if size is None else size
     if size is None:
         return ByteTokenizer()

@@ -22,7 +22,7 @@ from kinformer.runs.options import TrainOptions
 from kinformer.runs.planning import plan_of
 from kinformer.runs.resume import resume
 from kinformer.runs.rows import rows_of
-from kinformer.runs.run import Run
+from kinformer.runs.run import CONFIG, Run
 from kinformer.runtime.errors import KinformerError, require, spelled
 from kinformer.runtime.progress import tolerant
 from kinformer.runtime.words import plural
@@ -168,9 +168,15 @@ def _under_torchrun(options: TrainOptions, quiet: bool, begun: float) -> Summary
 
         def prepared() -> Job:
             held.enter_context(writing(Path(options.out)))
-            return prepare(options, quiet, begun)
+            return prepare(replace(options, resume=True) if _started_again(options) else options, quiet, begun)
 
         return work(group.on_first(prepared), group)
+
+
+def _started_again(options: TrainOptions) -> bool:
+    """Whether torchrun, with --max-restarts, starts this command for another time: a process of the last time died."""
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return restarts.isdigit() and int(restarts) > 0 and (Path(options.out) / CONFIG).exists()
 
 
 def _device_type(device: str) -> str:

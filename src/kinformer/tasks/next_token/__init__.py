@@ -82,7 +82,7 @@ class NextToken(Task):
     def data_module(self, plan: TrainingPlan) -> DataModule:
         from kinformer.tasks.next_token.rows import NextTokens
 
-        return NextTokens(plan.data, plan.settings, plan.options.segments)
+        return NextTokens(plan.data, plan.settings, plan.options.segments, plan.options.reset_documents)
 
     def objective(self, name: str | None, model: nn.Module, data: DataModule | None = None) -> Objective:
         from kinformer.tasks.next_token.rows import RetrievedNextToken, RetrievedTokens

@@ -38,18 +38,22 @@ class NextTokens(DataModule):
     """Windows of text, or with ``segments`` consecutive segments, whose state is carried.
 
     Validation: windows as training has them, each of which begins a new sequence; with segments the state is carried.
+    With ``reset_documents`` (as always with segments) every document begins a new sequence, too.
     """
 
     metrics = (BITS_PER_BYTE,)
 
-    def __init__(self, corpus: Corpus, settings: Settings, segments: bool = False) -> None:
+    def __init__(
+        self, corpus: Corpus, settings: Settings, segments: bool = False, reset_documents: bool = False
+    ) -> None:
         self.corpus, self.settings, self.carries = corpus, settings, segments
-        self.sampler = (SegmentStreams if segments else RandomWindows)(
-            corpus.splits["train"], settings.batch_size, settings.length, settings.seed
+        place = (corpus.splits["train"], settings.batch_size, settings.length, settings.seed)
+        self.sampler: SegmentStreams | RandomWindows = (
+            SegmentStreams(*place) if segments else RandomWindows(*place, reset_documents=reset_documents)
         )
         held_out = corpus.splits["validation"].take(settings.validation_tokens)
         streams = max(1, min(settings.batch_size, (len(held_out) - 1) // settings.length))
-        self.stream = EvaluationStream(held_out, settings.length, streams, reset_documents=segments)
+        self.stream = EvaluationStream(held_out, settings.length, streams, reset_documents=segments or reset_documents)
 
     @property
     def validations(self) -> int:

@@ -16,6 +16,12 @@ class NextTokenOptions:
 
     segments: bool = False
     """Train on consecutive segments of `length` tokens: the state is carried from one to the next, gradients not."""
+    reset_documents: bool = False
+    """Begin a new sequence at every document in a row: no token sees an earlier document. `segments` always does."""
+
+    def __post_init__(self) -> None:
+        if self.segments and self.reset_documents:
+            raise KinformerError("`reset_documents`: `segments` begin a new sequence at every document; leave one out.")
 
 
 OF_HARNESS = ("fewshot", "limit")

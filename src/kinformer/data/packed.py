@@ -1,0 +1,185 @@
+"""Token shards: the ids of a corpus in files that a manifest lists, read where they lie, however many there are.
+
+``manifest.json``, signed, has for every split its shards in order (file, tokens, bytes of text, sha256) and two tables
+that are mapped: where documents begin, and marks, pairs of token and byte positions. Opening reads the manifest and the
+sizes of the files alone; small corpora are held to their checksums as well. Ids are little-endian, of 1, 2 or 4 bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kinformer.data.extents import HASHED_WHOLE, Extent, Extents
+from kinformer.data.split import Split
+from kinformer.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import CHECKSUM, read_json, reading, require_file, require_signature
+
+MANIFEST, PACKED_SCHEMA, TOKENIZER_FILE = "manifest.json", 1, "tokenizer.json"
+UNFINISHED = "packing.json"
+"""What is to be packed; it is there until the manifest is."""
+PACKED_SPLITS = ("train", "validation", "test")
+TABLES = ("documents", "marks")
+_WIDTHS = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A folder of token shards, and its manifest."""
+
+    folder: Path
+    manifest: Mapping[str, Any]
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Return the tokens of every split."""
+        splits = self.manifest["splits"].items()
+        return {name: sum(shard["tokens"] for shard in part["shards"]) for name, part in splits}
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of all shards."""
+        names = {
+            shard["file"]: shard["tokens"] for part in self.manifest["splits"].values() for shard in part["shards"]
+        }
+        return sum(names.values()) * self.manifest["width"]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return what the command prints, as data for JSON."""
+        shards = {name: len(part["shards"]) for name, part in self.manifest["splits"].items()}
+        about = {name: self.manifest[name] for name in ("tokenizer", "vocab_size", "width")}
+        return {"out": str(self.folder), "tokens": self.tokens, "shards": shards, "bytes": self.bytes, **about}
+
+
+def check_shards(folder: str | Path) -> Packed:
+    """Hold every byte of a folder of token shards to its manifest; see :func:`kinformer.check_shards`."""
+    place = Path(folder).expanduser()
+    manifest = read_manifest(place)
+    require_shards(place, manifest, thorough=True)
+    return Packed(place, manifest)
+
+
+def is_packed(spec: str | Path) -> bool:
+    """Return whether ``spec`` is a folder of token shards, finished or not."""
+    folder = Path(spec).expanduser()
+    return str(spec) != "stdlib" and any((folder / name).is_file() for name in (MANIFEST, UNFINISHED))
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of ``folder``; one that is damaged or strange is one clear sentence."""
+    place = folder / MANIFEST
+    if not place.exists() and (folder / UNFINISHED).exists():
+        raise KinformerError(f"{folder}: is unfinished; give the command that packs it again, and it goes on.")
+    manifest = read_json(place)
+    require_signature(manifest, place, required=True)
+    with reading(place, "is no manifest of token shards", "pack the data again"):
+        if manifest["schema"] != PACKED_SCHEMA:
+            raise ValueError(f"schema {manifest['schema']!r}, not {PACKED_SCHEMA}")
+        if manifest["width"] not in _WIDTHS or manifest["splits"].keys() != set(PACKED_SPLITS):
+            raise ValueError("its width or its splits are none")
+        for file, size, digest in _files(manifest):
+            plain = isinstance(file, str) and Path(file).name == file and not file.startswith(".")
+            if not plain or type(size) is not int or size < 0 or not isinstance(digest, str):
+                raise ValueError(f"its file {file!r} is none")
+        for part in manifest["splits"].values():
+            if any(type(shard["bytes"]) is not int or shard["bytes"] < 0 for shard in part["shards"]):
+                raise ValueError("its bytes are no number")
+    return manifest
+
+
+def _files(manifest: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield name, size in bytes and sha256 of every file of a manifest."""
+    for part in manifest["splits"].values():
+        for shard in part["shards"]:
+            yield shard["file"], shard["tokens"] * manifest["width"], shard["sha256"]
+        for name in TABLES:
+            yield part[name]["file"], part[name]["size"], part[name]["sha256"]
+
+
+def packed_tokenizer(spec: str | Path) -> Tokenizer:
+    """Return the tokenizer whose ids the shards hold."""
+    folder = Path(spec).expanduser()
+    fingerprint = read_manifest(folder).get("tokenizer")
+    return ByteTokenizer() if fingerprint == "bytes" else FileTokenizer(folder / TOKENIZER_FILE, fingerprint)
+
+
+def open_packed(folder: Path, tokenizer: Tokenizer) -> tuple[str, str, dict[str, Split]]:
+    """Return name, fingerprint and splits of the shards in ``folder``, which must hold ids of ``tokenizer``."""
+    manifest = read_manifest(folder)
+    if manifest["tokenizer"] != tokenizer.fingerprint:
+        raise KinformerError(
+            f"{folder}: holds ids of another tokenizer ({str(manifest['tokenizer'])[:19]} instead of "
+            f"{tokenizer.fingerprint[:19]}); pack the data with this one, or leave the tokenizer out."
+        )
+    require_shards(folder, manifest)
+    with reading(folder / MANIFEST, "is no manifest of token shards", "pack the data again"):
+        splits = {name: _split(folder, name, manifest, tokenizer) for name in PACKED_SPLITS}
+        return str(manifest["name"]), f"sha256:{manifest[CHECKSUM]}", splits
+
+
+def require_shards(folder: Path, manifest: Mapping[str, Any], thorough: bool = False) -> None:
+    """Raise where a file of ``folder`` has not the manifest's size, or, if all are small or with ``thorough``, not its
+    contents."""
+    thorough = thorough or sum(size for _, size, _ in _files(manifest)) <= HASHED_WHOLE
+    for name, size, digest in _files(manifest):
+        path = folder / name
+        require_file(path)
+        if (present := path.stat().st_size) != size or (thorough and sha256_of(path) != digest):
+            what = "its contents differ" if present == size else f"{present} bytes instead of {size}"
+            raise KinformerError(
+                f"{path}: is not the shard that the manifest names ({what}); restore it from a copy, or pack again."
+            )
+
+
+def sha256_of(path: Path) -> str:
+    """Return the sha256 of a file's contents."""
+    with reading(path, "cannot be read", "check its permissions"), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _split(folder: Path, name: str, manifest: Mapping[str, Any], tokenizer: Tokenizer) -> Split:
+    part, width = manifest["splits"][name], manifest["width"]
+    corpus = str(manifest["name"])
+    documents, marks = (np.load(folder / part[table]["file"], mmap_mode="r", allow_pickle=False) for table in TABLES)
+    extents = Extents([Extent(str(folder / shard["file"]), 0, shard["tokens"] * width) for shard in part["shards"]])
+    if documents.ndim != 1 or documents.dtype != np.int64 or marks.shape[1:] != (2,) or marks.dtype != np.int64:
+        raise ValueError(f"the tables of {name} have another shape")
+    text_bytes = sum(shard["bytes"] for shard in part["shards"])
+    if len(marks) and marks[-1].tolist() != [len(extents) // width, text_bytes]:
+        raise ValueError(f"the marks of {name} do not end where its shards end")
+    whole = isinstance(tokenizer, ByteTokenizer)
+    return Split(
+        name,
+        corpus,
+        extents,
+        documents,
+        vocab_size=tokenizer.vocab_size,
+        dtype=np.dtype(f"<u{width}"),
+        encoded_from=None if whole else Split.of_bytes(name, corpus, _Absent([Extent(str(folder), 0, text_bytes)])),
+        marks=None if whole else np.asarray(marks),
+    )
+
+
+class _Absent(Extents):
+    """The bytes of a text that shards stand for: their number is known, they are not there."""
+
+    def read(self, start: int, stop: int) -> bytes:
+        if start == stop:
+            return b""
+        raise KinformerError(
+            f"{self.pieces[0].path}: holds token ids, and the text that they stand for is not there; give the data "
+            "that they were packed from."
+        )
+
+    def head(self, size: int) -> Extents:
+        return _Absent(super().head(size).pieces)
+
+    def tail(self, start: int) -> Extents:
+        return _Absent(super().tail(start).pieces)

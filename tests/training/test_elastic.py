@@ -1,0 +1,28 @@
+"""A process that dies under torchrun: all are started again, go on from the last checkpoint, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kinformer.cli.main import main
+from tests.training.tiny import curve
+
+OPTIONS = "--recipe tiny --length 16 --batch-size 4 --steps 8 --checkpoint-every 2 --validate-every 0 --seed 3"
+OPTIONS += " --device cpu --threads 1 --set training.log_every=1 --quiet"
+
+
+def test_the_curve_goes_on_after_a_process_was_killed(text: Path, tmp_path: Path) -> None:
+    out, alone = tmp_path / "elastic", tmp_path / "alone"
+    arguments = [str(out), str(text), *OPTIONS.split(), "--strategy", "fsdp"]
+    command = [sys.executable, "-m", "tests.training.elastic", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    killed, again = json.loads(done.stdout)
+    assert -9 in killed and 0 not in killed and again == [0, 0], done.stderr
+    assert main(["train", "gpt", "--data", str(text), "--out", str(alone), *OPTIONS.split()]) == 0
+    assert curve(out) == pytest.approx(curve(alone), rel=1e-6) and len(curve(out)) == 8
