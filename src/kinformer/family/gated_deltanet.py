@@ -76,6 +76,7 @@ MEMBER = Member(
     ),
     exact_limit="no finite limit; without decay and convolutions it is the delta rule of fast weights",
     parity=("Qwen3-Next's gated delta net of transformers (tests/family/test_kernel_members.py)",),
+    results=("state_tracking",),
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2)),
         "small": _recipe(ModelShape(256, 4, 4)),
