@@ -80,7 +80,7 @@ def done(lm: Any, task: Path, items: int) -> tuple[float, list[float], list[Any]
 
 def raced(member: str, folder: Path, task: Path, items: int, rounds: int) -> dict[str, Any]:
     """Both models of one run in turns, behind the gate."""
-    sizes = {"lm_eval": version("lm_eval"), "dim": DIM, "layers": LAYERS}
+    sizes = {"dim": DIM, "layers": LAYERS}
     run = folder / member
     kinformer.train(
         member, data="stdlib", out=run, steps=STEPS, length=LENGTH, batch_size=4, set=sizes, device="cpu", quiet=True
@@ -134,8 +134,9 @@ def main(members: Sequence[str] = MEMBERS) -> None:
     options = prepare(arguments(__doc__))
     items, rounds = (2, 1) if options.quick else (ITEMS, 3)
     result: dict[str, Any] = {
-        "dim": DIM, "layers": LAYERS, "dtype": "float32", "steps": STEPS, "items": items, "choices": CHOICES,
-        "shots": SHOTS, "question_bytes": QUESTION, "choice_bytes": CHOICE, "context": CONTEXT, "rounds": rounds,
+        "lm_eval": version("lm_eval"), "dim": DIM, "layers": LAYERS, "dtype": "float32", "steps": STEPS, "items": items,
+        "choices": CHOICES, "shots": SHOTS, "question_bytes": QUESTION, "choice_bytes": CHOICE, "context": CONTEXT,
+        "rounds": rounds,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as place:
         task = written_task(Path(place))
