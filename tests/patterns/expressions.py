@@ -21,6 +21,7 @@ from kinformer.patterns.local import Local
 from kinformer.patterns.per_head import PerHead
 from kinformer.patterns.random_blocks import RandomBlocks
 from kinformer.patterns.segments import Segments
+from kinformer.patterns.sinks import Sinks
 from kinformer.patterns.strided import Strided
 from kinformer.patterns.summaries import Summaries
 
@@ -29,6 +30,7 @@ CONFIGS = {
     "full": Full.Config(),
     "local": Local.Config(window=5),
     "local, two-sided": Local.Config(window=4, ahead=2),
+    "sinks": Sinks.Config(count=3, window=5),
     "dilated": Dilated.Config(window=4, dilation=3),
     "dilated, two-sided": Dilated.Config(window=3, ahead=2, dilation=4),
     "dilated, per head": Dilated.Config(window=3, dilations=(1, 2, 4)),

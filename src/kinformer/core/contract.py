@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.config import Config
+from kinformer.core.first_values import FirstValues
 from kinformer.runtime.autocast import autocast_dtype
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import checks_calls
@@ -37,13 +38,15 @@ class Chunk(NamedTuple):
     ``valid``  [batch, time] bool or None (all valid): False marks padding. Inside the model the valid tokens of a
                row are a prefix of the chunk; :func:`left_align` makes them so at the model's edge.
     ``reset`` [batch, time] bool or None (never): this token begins a new sequence in its row. ``positions`` [batch,
-    time] int64 or None: the result of :func:`positions_of`, where the model has computed it already.
+    time] int64 or None: the result of :func:`positions_of`, where the model has computed it already. ``values``: the
+    channel of a stack whose layers read the values of the first.
     """
 
     x: Tensor
     valid: Tensor | None = None
     reset: Tensor | None = None
     positions: Tensor | None = None
+    values: FirstValues | None = None
 
 
 class ChecksChunk:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kinformer.core.config import Config
 from kinformer.core.contract import require_input
+from kinformer.core.first_values import FirstValues
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import checks_calls
 from kinformer.runtime.words import plural
@@ -37,6 +38,7 @@ class SequenceContext(NamedTuple):
                           to, or that one of the global input stands for; -1 is none.
     ``num_global`` how many tokens of the global input stand before the long input; they have no position in it.
     ``grid`` rows and columns of an image's patches, which are the last tokens, row by row; None without an image.
+    ``values`` the channel of a stack whose layers read the values of the first.
     """
 
     valid: Tensor | None = None
@@ -44,6 +46,7 @@ class SequenceContext(NamedTuple):
     sentences: Tensor | None = None
     num_global: int = 0
     grid: tuple[int, int] | None = None
+    values: FirstValues | None = None
 
     @property
     def long_valid(self) -> Tensor | None:

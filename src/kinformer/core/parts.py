@@ -146,6 +146,15 @@ def check_heads(config: PatternConfig, pattern: Pattern, num_heads: int) -> None
         )
 
 
+def check_unpinned(config: PatternConfig, pattern: Pattern) -> None:
+    """Refuse a ``pattern`` that counts positions in a decoder's cache."""
+    if pattern.pinned:
+        raise KinformerError(
+            f"the pattern {config.kind!r} is that of a decoder, which keeps its first tokens; here, use a union of "
+            "global_tokens and window, or local."
+        )
+
+
 class Score(nn.Module):
     """The score of a query and a key. ``scale`` multiplies their product.
 

@@ -51,6 +51,7 @@ class Pattern:
     ``stride``: all distances between a query and the keys it sees are multiples of it.
     ``num_heads``: how many heads it distinguishes, None where all see the same; ``at`` is then one head's pattern.
     ``domain`` names what its positions are ("sequence", or "image": pixels of a raster).
+    ``pinned``: how many first positions a decoder keeps beside those that ``recent`` lets it see.
     """
 
     behind: int | None = None
@@ -58,6 +59,11 @@ class Pattern:
     stride: int = 1
     num_heads: int | None = None
     domain: str = "sequence"
+    pinned: int = 0
+
+    @property
+    def recent(self) -> Pattern:  # without its pinned positions
+        return self
 
     @property
     def horizon(self) -> int | None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from kinformer.core.config import Config
-from kinformer.core.parts import Relative
+from kinformer.core.parts import Position, Relative
 from kinformer.core.pattern import Pattern
 from kinformer.runtime.host import has_data
 
@@ -92,6 +92,16 @@ class SpanConfig(Config):
     def build(self, dim: int, num_heads: int, cut: Cut) -> Span | TokenSpan:
         """Build a span; ``cut(windows)`` is the mixer's pattern where heads see so far."""
         raise NotImplementedError
+
+
+def relative_of(position: Position, span: Span | TokenSpan | None, farthest: int) -> Relative | None:
+    """Return the tables of a ``position`` up to the distance ``farthest``, with the bias of a ``span``."""
+    if span is None:
+        return position.relative(0, farthest)
+    farthest = min(farthest, max(span.windows))
+    if isinstance(span, TokenSpan):
+        return position.relative(1, farthest) if farthest > 0 else None
+    return span.joined(position.relative(1, farthest), farthest)
 
 
 def _widened(table: Tensor, before: int, count: int) -> Tensor:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from kinformer.core import state as states
 from kinformer.core.config import Config
 from kinformer.core.contract import Chunk, PartialOutput
+from kinformer.core.first_values import FirstValues, shares_values
 
 if TYPE_CHECKING:
     from kinformer.core.encoder import SequenceContext
@@ -106,9 +107,11 @@ class Stack(nn.Module):
     stack (see :func:`share`). ``shardable``: whether an engine may cut the weights of units (FSDP). ``halting``: a
     module ``(progress, x, y)`` that decides after each pass which tokens take another, or None. ``exits``: the uses
     after which a token may leave for the head, the last included; empty where all tokens go through every use.
+    ``opens_values``: whether layers may read the values of the first.
     """
 
     shardable: bool = True
+    opens_values: bool = False
     exits: tuple[int, ...] = ()
 
     def __init__(self, config: StackConfig, layers: Sequence[nn.Module]) -> None:
@@ -116,6 +119,7 @@ class Stack(nn.Module):
         self.config = config
         self.layers = nn.ModuleList(layers)
         self.shared = share(self.layers)
+        self._values = shares_values(self.layers, config.kind, self.opens_values)
         self.order = config.uses(len(self.layers))
         self.halting: Any = None
 
@@ -154,6 +158,8 @@ class Stack(nn.Module):
         """Return outputs [batch, time, dim] of a decoder's layers, the states after,
         and the outputs of the uses in ``taps``."""
         after: list[Any] = []
+        if self._values:
+            chunk = chunk._replace(values=FirstValues())
 
         def use(layer: nn.Module, x: Tensor, number: int) -> Tensor:
             y, new_state = self._applied(layer, chunk._replace(x=x), state[number])
@@ -174,6 +180,8 @@ class Stack(nn.Module):
         self, x: Tensor, text: SequenceContext, before: BeforeUse, taps: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return outputs [batch, time, dim] of an encoder's layers, and those of the uses in ``taps``."""
+        if self._values:
+            text = text._replace(values=FirstValues())
         return self.through(x, lambda layer, x, _: self._read(layer, x, text), before, taps)
 
     def _read(self, layer: nn.Module, x: Tensor, text: SequenceContext, output_mask: Tensor | None = None) -> Tensor:

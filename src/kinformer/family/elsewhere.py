@@ -56,6 +56,8 @@ ELSEWHERE: dict[str, Nearest] = {
     "gptj": _ROTARY,
     "gptoss": Nearest("rotary positions, grouped queries and sink logits", "rope", _GROUPED | {_SCORE: "sink_logit"}),
     "attentionsink": Nearest("a key of value 0 that every query sees", "gpt", {_SCORE: "sink_logit"}, exact=True),
+    "streamingllm": Nearest("a window and the first tokens", "rope", {f"{_MIXER}.pattern": "sinks"}, exact=True),
+    "difftransformer": Nearest("the difference of two softmaxes", "differential", exact=True),
     "gatedattention": Nearest("a gate of what each head has read", "gpt", {f"{_MIXER}.gate": "element"}, exact=True),
     "gptneox": _ROTARY,
     "pythia": _ROTARY,

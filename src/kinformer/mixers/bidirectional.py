@@ -28,6 +28,7 @@ from kinformer.core.parts import (
     ScoreConfig,
     check_heads,
     check_score,
+    check_unpinned,
     head_width,
     merge_heads,
 )
@@ -48,6 +49,7 @@ from kinformer.patterns.full import Full
 from kinformer.positions.none import NoPosition
 from kinformer.projections.multi_head import MultiHead
 from kinformer.projections.output_gate import Gate, build_gate
+from kinformer.projections.value_residual import ValueResidual
 from kinformer.runtime.compiling import uncompiled
 from kinformer.runtime.errors import KinformerError
 from kinformer.scores.scaled_dot import ScaledDot
@@ -74,6 +76,7 @@ class BidirectionalAttention(EncoderMixer):
         pattern: PatternConfig = Full.Config()
         score: ScoreConfig = ScaledDot.Config()
         gate: Gate = "none"  # of the heads' outputs
+        value_residual: bool = False
         bias: bool = True  # of the output projection
         dropout: float = 0.0  # of the attention probabilities
         impl: AttentionImpl = "auto"
@@ -89,6 +92,7 @@ class BidirectionalAttention(EncoderMixer):
         self.position = config.position.build_heads(dim, config.num_heads, head_dim)
         self.score = config.score.build(config.num_heads, head_dim)
         self.pattern = config.pattern.build()
+        check_unpinned(config.pattern, self.pattern)
         check_heads(config.pattern, self.pattern, config.num_heads)
         check_score(config.score, self.score, self.position)
         if self.projection.context or self.projection.num_kv_heads != config.num_heads:
@@ -102,6 +106,7 @@ class BidirectionalAttention(EncoderMixer):
         self.fixed = self.pattern.sized(1) == self.pattern
         self.num_heads, self.head_dim = config.num_heads, head_dim
         self.dropout, self.impl = config.dropout, config.impl
+        self.value_residual = ValueResidual(config.num_heads, head_dim) if config.value_residual else None
         self.gate = build_gate(config.gate, dim, config.num_heads, head_dim)
         self.out = config.projection.build_output(dim, config.num_heads, head_dim, config.bias)
 
@@ -112,6 +117,7 @@ class BidirectionalAttention(EncoderMixer):
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         x = select_valid(x, text.valid)
         q, k, v = self.projection(x)
+        v = v if self.value_residual is None else self.value_residual(v, text.values)
         num_global, time = text.num_global, x.shape[1]
         positions = (torch.arange(time, device=x.device) - num_global).clamp_min(0).expand(x.shape[0], -1)
         q, k = self.position.rotate(q, k, positions)

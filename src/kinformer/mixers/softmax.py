@@ -5,18 +5,29 @@
 (Vaswani et al. 2017, equation 1). The state holds the keys and values that a later query can still see, right-aligned:
 a difference of slots is a difference of positions for every row, and ``seen`` says how many slots of a row are valid.
 With a learnt ``span`` the pattern, and with it the state, is cut to what the heads look at as the weights are now.
-Where each token has spans of its own, their cost adds up in the state.
+Where each token has spans of its own, their cost adds up in the state. Where the pattern pins the first tokens, the
+state holds these too, and attention to them is merged with that to the others.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kinformer.core.attention_state import (
+    AttentionCall,
+    ContextState,
+    NewTokens,
+    Pinned,
+    PinnedState,
+    Slots,
+    SpanState,
+    State,
+)
 from kinformer.core.contract import (
     CausalMixer,
     Chunk,
@@ -33,51 +44,39 @@ from kinformer.core.parts import (
     PatternConfig,
     PositionConfig,
     ProjectionConfig,
-    Relative,
     ScoreConfig,
     check_heads,
     check_score,
+    check_unpinned,
     head_width,
     merge_heads,
 )
 from kinformer.core.pattern import Pattern
 from kinformer.core.reserved import KeysValues, ReservedKeysValues
-from kinformer.core.span import SpanConfig, TokenSpan
-from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl, spans
+from kinformer.core.span import SpanConfig, TokenSpan, relative_of
+from kinformer.kernels.attention import (
+    Attended,
+    AttentionDropout,
+    Needs,
+    Scoring,
+    Visibility,
+    attention,
+    check_impl,
+    merge,
+    spans,
+)
+from kinformer.kernels.attention import pinned as pinned_tokens
 from kinformer.kernels.impls import AttentionImpl
 from kinformer.patterns.causal import Causal
 from kinformer.patterns.spanned import spanned
 from kinformer.positions.none import NoPosition
+from kinformer.projections.differential import build_differential
 from kinformer.projections.multi_head import MultiHead
-from kinformer.projections.output_gate import Gate, build_gate
+from kinformer.projections.output_gate import Gate, build_gate, written
+from kinformer.projections.value_residual import ValueResidual
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import is_empty_mask
 from kinformer.scores.scaled_dot import ScaledDot
-
-
-class ContextState(NamedTuple):
-    """The state of attention whose projection has a context; ``recent`` [batch, heads, up to context, head_dim] are the
-    projections of the last tokens, right-aligned."""
-
-    attention: KeysValues | ReservedKeysValues
-    recent: Tensor
-
-    slots = ("recent",)  # type: ignore[misc]
-
-
-Slots = KeysValues | ReservedKeysValues | ContextState
-
-
-class SpanState(NamedTuple):
-    """The state ``attention`` of tokens with spans of their own, and ``aux`` [batch], the cost of the spans."""
-
-    attention: Slots
-    aux: Tensor
-
-    aux_name = "span"  # type: ignore[misc]
-
-
-State = Slots | SpanState
 
 
 class SoftmaxAttention(PartialOutput, CausalMixer):
@@ -97,6 +96,8 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
         score: ScoreConfig = ScaledDot.Config()
         span: SpanConfig | None = None
         gate: Gate = "none"  # of the heads' outputs
+        value_residual: bool = False
+        differential: float | None = None  # lam_init of differential attention
         bias: bool = True  # of the output projection
         dropout: float = 0.0  # of the attention probabilities
         impl: AttentionImpl = "auto"
@@ -119,9 +120,16 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
         check_heads(config.pattern, self.whole_pattern, config.num_heads)
         cut = partial(spanned, self.whole_pattern)
         self.span = None if config.span is None else config.span.build(dim, config.num_heads, cut)
+        if self.span is not None:
+            check_unpinned(config.pattern, self.whole_pattern)
+        self.pins = self.whole_pattern.pinned, (self.whole_pattern.recent.behind or 0) + 1
         check_score(config.score, self.score, self.position)
         self.dim, self.head_dim, self.dropout, self.impl = dim, head_dim, config.dropout, config.impl
         check_impl(config.impl, self._needs(), "softmax")
+        kv_heads = self.projection.num_kv_heads
+        self.value_residual = ValueResidual(kv_heads, head_dim) if config.value_residual else None
+        pairs = config.differential, config.num_heads, kv_heads, head_dim, self.position
+        self.differential = build_differential(*pairs)
         self.gate = build_gate(config.gate, dim, config.num_heads, head_dim)
         self.out = config.projection.build_output(dim, config.num_heads, head_dim, config.bias)
         self.projected_heads = config.num_heads + 2 * self.projection.num_kv_heads
@@ -129,13 +137,15 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
 
     @property
     def pattern(self) -> Pattern:
-        """Return the pattern; with a span, as its weights are now."""
-        return self.whole_pattern if self.span is None else self.span.pattern
+        """Return the pattern, without pinned tokens; with a span, as its weights are now."""
+        return self.whole_pattern.recent if self.span is None else self.span.pattern
 
     def _needs(self) -> Needs:
         needs = Needs.of_parts(self.pattern, self.score, self.position, self.dropout)
         if isinstance(self.span, TokenSpan):
             return needs._replace(pairs=True)
+        if self.pins[0]:
+            return needs._replace(pairs=True, lse=True)
         return needs if self.span is None else needs._replace(tables=(*needs.tables, "bias"))
 
     @property
@@ -154,75 +164,79 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
         state: Any = KeysValues(empty, empty, seen)  # type: ignore[call-arg]
         if self.projection.context:
             state = ContextState(state, empty.new_zeros(batch, self.projected_heads, 0, self.head_dim))  # type: ignore[call-arg]
+        if self.pins[0]:
+            first = empty.new_zeros(*empty.shape[:2], self.pins[0], self.head_dim)
+            state = PinnedState(state, first, first)  # type: ignore[call-arg]
         if isinstance(self.span, TokenSpan):
             state = SpanState(state, torch.zeros(batch, device=device, dtype=state_dtype(dtype)))  # type: ignore[call-arg]
         return state
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
         past = length if self.pattern.horizon is None else min(length, self.pattern.horizon)
+        past += self.pins[0]
         slots = 2 * self.projection.num_kv_heads * past + self.projected_heads * min(length, self.projection.context)
         aux = state_dtype(dtype).itemsize if isinstance(self.span, TokenSpan) else 0
         return slots * self.head_dim * dtype.itemsize + 8 + aux
 
     def forward(self, chunk: Chunk, state: State, output_mask: Tensor | None = None) -> tuple[Tensor, State]:
+        call = AttentionCall(chunk, output_mask)
+        if isinstance(state, PinnedState):
+            y, after, first = self._step(
+                call._replace(first=Pinned(state.first_keys, state.first_values)), state.attention
+            )
+            assert first is not None
+            return y, PinnedState(after, *first)  # type: ignore[call-arg]
         if not isinstance(state, SpanState):
-            return self._step(chunk, state, output_mask)
+            return self._step(call, state)[:2]
         assert isinstance(self.span, TokenSpan)
         z = self.span.of(select_valid(chunk.x, chunk.valid))
-        y, after = self._step(chunk, state.attention, output_mask, z)
+        y, after, _ = self._step(call._replace(z=z), state.attention)
         return y, SpanState(after, state.aux + self.span.cost(z, chunk.valid).to(state.aux.dtype))  # type: ignore[call-arg]
 
-    def _step(
-        self, chunk: Chunk, state: Slots, output_mask: Tensor | None, z: Tensor | None = None
-    ) -> tuple[Tensor, Slots]:
-        """Absorb a chunk; ``z`` [batch, heads, time] are the spans of the tokens, where each has its own."""
+    def _step(self, call: AttentionCall, state: Slots) -> tuple[Tensor, Slots, Pinned | None]:
         attention, recent = state if isinstance(state, ContextState) else (state, None)  # type: ignore[misc]
         if isinstance(attention, KeysValues):
-            y, attention, recent = self._absorb(chunk, attention, recent, output_mask, z)
-        elif chunk.valid is None and chunk.reset is None:
-            y, attention, recent = self._extend(chunk, attention, recent, output_mask, z)
+            y, attention, recent, first = self._absorb(call, attention, recent)
+        elif call.chunk.valid is None and call.chunk.reset is None:
+            y, attention, recent, first = self._extend(call, attention, recent)
         else:
             room = attention.room
-            y, value, recent = self._absorb(chunk, attention.release(), recent, output_mask, z)
+            y, value, recent, first = self._absorb(call, attention.release(), recent)
             attention = value.reserve(room)
-        return y, attention if recent is None else ContextState(attention, recent)  # type: ignore[call-arg]
+        return y, attention if recent is None else ContextState(attention, recent), first  # type: ignore[call-arg]
 
     def _absorb(
-        self, chunk: Chunk, state: KeysValues, recent: Tensor | None, output_mask: Tensor | None, z: Tensor | None
-    ) -> tuple[Tensor, KeysValues, Tensor | None]:
+        self, call: AttentionCall, state: KeysValues, recent: Tensor | None
+    ) -> tuple[Tensor, KeysValues, Tensor | None, Pinned | None]:
+        chunk = call.chunk
         positions = positions_of(chunk, state.seen)
         seen = advance(state.seen, chunk, positions)
-        q, k, v, recent = self._project(chunk, positions, seen, recent, output_mask)
-        past = state.k.shape[2]
+        new = self._project(call, positions, seen, recent)
+        first, pinned = self._pinned(call, new, positions, seen)
+        k, v, past = new.k, new.v, state.k.shape[2]
         if past:
             k, v = torch.cat([state.k.to(k.dtype), k], dim=2), torch.cat([state.v.to(v.dtype), v], dim=2)
-        y = self._attend((q, k, v), chunk, positions, not past and chunk.reset is None, output_mask, z)
+        y = self._attend(call, (new.q, k, v), positions, not past and chunk.reset is None, pinned)
         k, v = (newest(chunk, slots, seen, self.pattern.horizon) for slots in (k, v))
-        return select_valid(y, chunk.valid), KeysValues(k, v, seen), recent  # type: ignore[call-arg]
+        return select_valid(y, chunk.valid), KeysValues(k, v, seen), new.recent, first  # type: ignore[call-arg]
 
     def _extend(
-        self,
-        chunk: Chunk,
-        state: ReservedKeysValues,
-        recent: Tensor | None,
-        output_mask: Tensor | None,
-        z: Tensor | None,
-    ) -> tuple[Tensor, ReservedKeysValues, Tensor | None]:
-        positions = state.positions(chunk)
-        q, k, v, recent = self._project(chunk, positions, positions[:, -1] + 1, recent, output_mask)
-        k, v, state, full = state.append(k, v, self.pattern.horizon)
-        return self._attend((q, k, v), chunk, positions, full, output_mask, z), state, recent
+        self, call: AttentionCall, state: ReservedKeysValues, recent: Tensor | None
+    ) -> tuple[Tensor, ReservedKeysValues, Tensor | None, Pinned | None]:
+        positions = state.positions(call.chunk)
+        seen = positions[:, -1] + 1
+        new = self._project(call, positions, seen, recent)
+        first, pinned = self._pinned(call, new, positions, seen)
+        k, v, state, full = state.append(new.k, new.v, self.pattern.horizon)
+        return self._attend(call, (new.q, k, v), positions, full, pinned), state, new.recent, first
 
-    def _project(
-        self, chunk: Chunk, positions: Tensor, seen: Tensor, recent: Tensor | None, output_mask: Tensor | None
-    ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
-        """Return q (None where the output mask is empty), k and v of the chunk, turned by position, and the projections
-        that later tokens need where the projection has a context."""
+    def _project(self, call: AttentionCall, positions: Tensor, seen: Tensor, recent: Tensor | None) -> NewTokens:
+        chunk, output_mask = call.chunk, call.output_mask
         x = select_valid(chunk.x, chunk.valid)
         # No output is needed: the keys and values are absorbed without queries.
         if recent is None and output_mask is not None and is_empty_mask(output_mask):
             k, v = self.projection.keys_values(x)
-            return None, self.position.rotate_keys(k, positions), self.position.values(v), None
+            return NewTokens(None, self.position.rotate_keys(k, positions), self._values(v, chunk), None, None)
         q, k, v = self.projection(x)
         if recent is not None:
             batch, heads, past, head_dim = recent.shape
@@ -230,44 +244,57 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
             tokens = torch.cat([nothing, recent.to(q.dtype), torch.cat([q, k, v], dim=1)], dim=2)
             q, k, v = self.projection.combine(tokens, None if chunk.reset is None else positions)
             recent = newest(chunk, tokens, seen, min(self.projection.context, past + q.shape[2]))
+        far = None
+        if call.first is not None:
+            far = self.position.rotate(q, k, pinned_tokens.ranks(positions, *self.pins))[0]
         q, k = self.position.rotate(q, k, positions)
-        return q, k, self.position.values(v), recent
+        return NewTokens(q, k, self._values(v, chunk), far, recent)
+
+    def _values(self, v: Tensor, chunk: Chunk) -> Tensor:
+        return self.position.values(v if self.value_residual is None else self.value_residual(v, chunk.values))
+
+    def _pinned(
+        self, call: AttentionCall, new: NewTokens, positions: Tensor, seen: Tensor
+    ) -> tuple[Pinned | None, Attended | None]:
+        """Return the pinned tokens after the chunk, and its attention to those of them that have left the window."""
+        if call.first is None:
+            return None, None
+        kv, first, chunk, attended = Pinned(new.k, new.v), call.first, call.chunk, None
+        if new.far is not None:
+            count, window = self.pins
+            dropout = AttentionDropout.drawn(self.dropout, self.training)
+            scoring = Scoring.of(self.score, self.position.relative(0, count + window - 1), dropout)
+            if self.differential is not None:
+                kv, first = (one._replace(v=self.differential.values(one.v)) for one in (kv, first))
+            attended = pinned_tokens.attend(
+                self.score.queries(new.far), kv, first, positions, window, chunk.reset is not None,
+                scoring._replace(sink=None), self.impl,
+            )  # fmt: skip
+        return pinned_tokens.renewed(call.first, Pinned(new.k, new.v), chunk.valid, seen), attended
 
     def _attend(
         self,
+        call: AttentionCall,
         qkv: tuple[Tensor | None, Tensor, Tensor],
-        chunk: Chunk,
         positions: Tensor,
         whole: bool,
-        output_mask: Tensor | None,
-        z: Tensor | None,
+        pinned: Attended | None,
     ) -> Tensor:
-        """Attend and project; ``whole``: every slot belongs to the sequence of every query of its row."""
-        q, k, v = qkv
+        """Attend, merge with what was attended to of ``pinned`` tokens, and project; ``whole``: every slot belongs to
+        the sequence of every query of its row."""
+        (q, k, v), output_mask = qkv, call.output_mask
         if q is None or (output_mask is not None and not output_mask.numel()):
             return v.new_zeros(*positions.shape, self.dim)
         dropout = AttentionDropout.drawn(self.dropout, self.training)
-        scoring = Scoring.of(self.score, self._relative(k.shape[2] - 1), dropout)
+        scoring = Scoring.of(self.score, relative_of(self.position, self.span, k.shape[2] - 1), dropout)
         visibility = Visibility(self.pattern, positions, whole)
         q = self.score.queries(q)
+        v = v if self.differential is None else self.differential.values(v)
         if isinstance(self.span, TokenSpan):
-            assert z is not None
-            y = spans.attend(q, k, v, z, self.span, visibility, scoring, self.impl)
+            assert call.z is not None
+            y = spans.attend(q, k, v, call.z, self.span, visibility, scoring, self.impl)
         else:
-            y = attention(q, k, v, visibility, scoring, impl=self.impl).out
-        heads = merge_heads(y)
-        x = None if self.gate is None else select_valid(chunk.x, chunk.valid)
-        if output_mask is not None:
-            heads, x = heads[output_mask], None if x is None else x[output_mask]
-        y = self.out(heads if self.gate is None else self.gate(heads, x))
-        if output_mask is None:
-            return y
-        return y.new_zeros(*positions.shape, self.dim).index_put((output_mask,), y)
-
-    def _relative(self, farthest: int) -> Relative | None:
-        if self.span is None:
-            return self.position.relative(0, farthest)
-        farthest = min(farthest, max(self.span.windows))
-        if isinstance(self.span, TokenSpan):
-            return self.position.relative(1, farthest) if farthest > 0 else None
-        return self.span.joined(self.position.relative(1, farthest), farthest)
+            attended = attention(q, k, v, visibility, scoring, impl=self.impl, lse=pinned is not None)
+            y = (attended if pinned is None else merge(attended, pinned)).out
+        y = y if self.differential is None else self.differential(y)
+        return written(self.out, self.gate, merge_heads(y), call.chunk, output_mask)

@@ -10,7 +10,16 @@ from torch import Tensor, nn
 
 from kinformer.core import kind_table
 from kinformer.core.config import Config, describe, from_dict
-from kinformer.core.parts import PatternConfig, Position, PositionConfig, Relative, Score, ScoreConfig, check_score
+from kinformer.core.parts import (
+    PatternConfig,
+    Position,
+    PositionConfig,
+    Relative,
+    Score,
+    ScoreConfig,
+    check_score,
+    check_unpinned,
+)
 from kinformer.core.pattern import Pattern
 from kinformer.kernels import attention as softmax
 from kinformer.kernels.attention import AttentionDropout, Scoring, Visibility
@@ -103,7 +112,10 @@ def _pattern(pattern: Any) -> Pattern | None:
     """Return the built pattern of a config, a name or a mapping, or the pattern that it is."""
     if pattern is None or isinstance(pattern, Pattern):
         return pattern
-    return _config(PatternConfig, pattern).build()
+    config = _config(PatternConfig, pattern)
+    built = config.build()
+    check_unpinned(config, built)
+    return built
 
 
 def _part(config: type[C], module: type[Any], part: Any, build: Any) -> Any:

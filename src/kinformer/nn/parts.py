@@ -29,6 +29,7 @@ from kinformer.patterns import (
     per_head,
     random_blocks,
     segments,
+    sinks,
     strided,
     summaries,
     window,
@@ -101,6 +102,7 @@ __all__ = [
     "ShawPositions",
     "SigmoidDecay",
     "SinkLogitScore",
+    "SinksPattern",
     "SinusoidalPositions",
     "SoftSpan",
     "SoftplusChannelsDecay",
@@ -133,6 +135,7 @@ TimingSignal = timing.Timing.Config
 # Patterns
 CausalPattern = causal.Causal.Config
 LocalPattern = local.Local.Config
+SinksPattern = sinks.Sinks.Config
 FullPattern = full.Full.Config
 WindowPattern = window.Window
 StridedPattern = strided.Strided

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from kinformer.core.contract import Chunk, select_valid
 from kinformer.runtime.errors import choose
 
 Gate = Literal["none", "head", "element"]
@@ -35,3 +36,15 @@ def build_gate(gate: Gate, dim: int, num_heads: int, head_dim: int) -> OutputGat
     """Return the module of a mixer's field ``gate``, or None for "none"."""
     choose(gate, GATES, "gate")
     return None if gate == "none" else OutputGate(dim, num_heads, 1 if gate == "head" else head_dim)
+
+
+def written(
+    out: nn.Module, gate: OutputGate | None, heads: Tensor, chunk: Chunk, output_mask: Tensor | None = None
+) -> Tensor:
+    """Return merged ``heads`` [batch, time, width] through ``gate`` and the output projection ``out``, where
+    ``output_mask`` [batch, time] (None: everywhere), zeros elsewhere."""
+    shape, x = heads.shape[:2], None if gate is None else select_valid(chunk.x, chunk.valid)
+    if output_mask is not None:
+        heads, x = heads[output_mask], None if x is None else x[output_mask]
+    y: Tensor = out(heads if gate is None else gate(heads, x))
+    return y if output_mask is None else y.new_zeros(*shape, y.shape[-1]).index_put((output_mask,), y)

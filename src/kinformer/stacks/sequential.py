@@ -13,6 +13,8 @@ from kinformer.core.stack import Stack, StackConfig
 class Sequential(Stack):
     """The sequential stack: x -> layer n (... layer 2 (layer 1 (x)))."""
 
+    opens_values = True
+
     @dataclass(frozen=True, kw_only=True)
     class Config(StackConfig):
         kind = "sequential"

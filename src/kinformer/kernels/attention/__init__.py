@@ -81,7 +81,7 @@ def attention(
     q, k, v = autocast_together(q, k, v)
     _check(q, k, v, visibility, scoring)
     if impl == "auto":
-        impl = choose_impl(q, k, visibility, scoring, lse)
+        impl = choose_impl(q, k, visibility, scoring, lse, v.shape[3])
     else:
         check_impl(impl, Needs.of_call(visibility, scoring, lse))
     output = _by(impl, q, k, v, visibility, scoring, lse)
@@ -142,8 +142,8 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: S
     plain = by_distance and visibility.key_padding_mask is None
     # The keys that a single query sees are looked up, and no graph can hold as many as there happen to be.
     countable = plain or not (q.is_meta or torch.compiler.is_compiling())
-    if q.shape[2] == 1 and not lse and scoring.dropout is None and countable:
-        return one_query.attend(q, k, v, visibility, scoring)
+    if q.shape[2] == 1 and scoring.dropout is None and countable:
+        return one_query.attend(q, k, v, visibility, scoring, lse)
     attended = (band.chunked if plain else block_sparse.chunked).attend(q, k, v, visibility, scoring)
     return with_sink(attended, scoring.sink)
 

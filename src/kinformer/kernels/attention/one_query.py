@@ -17,8 +17,9 @@ from kinformer.kernels.softmax.request import Attended, Scoring, Visibility, que
 from kinformer.kernels.softmax.scores import products, relative_at
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
-    """Return the output [batch, q_heads, 1, head_dim_v] without dropout, by operations that autograd differentiates.
+def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring, lse: bool = False) -> Attended:
+    """Return the output [batch, q_heads, 1, head_dim_v] without dropout, and ``lse`` on request, by operations that
+    autograd differentiates.
 
     A bias by distance of -inf may hide keys, but of a band that rows see whole not all: the output would be NaN. No
     span does, for which the nearest key always counts. A weight of 0 there, by PyTorch's safe softmax or a mask, would
@@ -44,12 +45,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
         # The lowest number instead of -inf keeps a blind row finite; the product with the mask then zeroes it.
         scores = scores.to(accumulator).masked_fill(~seen, torch.finfo(accumulator).min)
         weights = torch.softmax(scores, -1) * seen
+    sums = _sums(scores.to(accumulator), seen).view(batch, heads, 1) if lse else None
     weights = weights[..., : k.shape[2]].to(v.dtype)
     out = torch.matmul(weights, v).reshape(batch, heads, 1, v.shape[-1])
     if relative is not None and relative.values is not None:
         assert distance is not None
         out = out + weights.flatten(1, 2)[:, :, None] @ relative_at(relative.values, distance, relative.lowest).to(v)
-    return Attended(out.to(q.dtype))
+    return Attended(out.to(q.dtype), sums)
+
+
+def _sums(scores: Tensor, seen: Tensor | None) -> Tensor:
+    """Return the log-sum-exps of the last axis, -inf where nothing is ``seen``."""
+    sums = scores.logsumexp(-1)
+    return sums if seen is None else sums.masked_fill(~seen.any(-1), -torch.inf)
 
 
 def _seen_slots(

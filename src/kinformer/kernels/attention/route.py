@@ -159,13 +159,18 @@ def _slow_to_begin(q: Tensor, k: Tensor) -> bool:
 _CPU = processor_class()  # found when imported, not while a graph is captured
 
 
-def choose_impl(q: Tensor, k: Tensor, visibility: Visibility, scoring: Scoring, lse: bool = False) -> AttentionImpl:
-    """Return what impl="auto" stands for: it depends on device, shapes, dtype and options, never on the data."""
+def choose_impl(
+    q: Tensor, k: Tensor, visibility: Visibility, scoring: Scoring, lse: bool = False, width: int | None = None
+) -> AttentionImpl:
+    """Return what impl="auto" stands for: it depends on device, shapes, dtype and options, never on the data.
+    ``width`` is that of values, that of q if None."""
     pattern = visibility.pattern
     if q.is_meta or lse or scoring.dropout is not None or scoring.relative is not None or scoring.form != "dot":
         return "chunked"  # costs are counted on the meta device, which decomposes torch's kernel into dense products
     if visibility.attn_mask is not None or scoring.bias is not None:
         return "chunked"
+    if q.device.type == "cpu" and width not in (None, q.shape[3]):
+        return "chunked"  # PyTorch's kernel of the CPU has one width for all, and dense products for others
     if scoring.sink is not None and q.device.type != "cpu":
         return "chunked"  # of PyTorch's kernels, we take a log-sum-exp from that of the CPU alone
     table = TABLE["cuda" if q.device.type == "cuda" else _CPU]
