@@ -431,7 +431,9 @@ MEASURES = {
         else MIXER.replace(projection=config)
     ),
     "feature_map": lambda config: seen(
-        LinearAttention.Config(feature_map=config, normaliser="none" if config.kind in ("identity", "unit") else "sum")
+        LinearAttention.Config(
+            feature_map=config, normaliser="none" if config.kind in ("identity", "unit", "random_fourier") else "sum"
+        )
     ),
     "decay": lambda config: seen(LinearAttention.Config(decay=config)),
     "compression": lambda config: seen(smallest(Compressive.Config).replace(compression=config)),

@@ -19,6 +19,7 @@ from kinformer.mixers.bidirectional_lstm import BidirectionalLSTM
 from kinformer.mixers.bidirectional_routing import BidirectionalRouting
 from kinformer.mixers.compressive import Compressive
 from kinformer.mixers.cross import CrossAttention
+from kinformer.mixers.cross_linear import LinearCrossAttention
 from kinformer.mixers.etc import EtcAttention
 from kinformer.mixers.linear import LinearAttention
 from kinformer.mixers.linformer import Linformer
@@ -252,6 +253,8 @@ NO_WEIGHTS: dict[type, str] = {
     "tokens say what reaches an output.",
     TensorizedAttention: "Tensorized attention multiplies queries, keys and values in a core tensor; it weighs no "
     "tokens by probabilities.",
+    LinearCrossAttention: "Linear cross-attention holds sums over the source, which do not say what each of its tokens "
+    "adds.",
     **dict.fromkeys(
         (SeparableConvolution, TwoSidedConvolution, CausalTransition),
         "A convolution has no attention: its weights are the same for every text.",
