@@ -1,5 +1,5 @@
-"""Functions of the package that write folders: of the library transformers, and of token shards. Free of PyTorch until
-it is needed."""
+"""Functions of the package that write folders: of the library transformers, of graphs, and of token shards. Free of
+PyTorch until it is needed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from kinformer.data.packed import Packed
     from kinformer.runs.exporting import Exported
+    from kinformer.runs.graphs import ExportedGraph
     from kinformer.runs.importing import ImportedRun
     from kinformer.runs.proving import Proof
 
@@ -34,22 +35,33 @@ def import_checkpoint(folder: str | Path, out: str | Path, name: str = "imported
 
 
 @preserving
-def export(run: str | Path, out: str | Path, *, dtype: str = "float32", max_shard_size: str | int = "5GB") -> Exported:
-    """Write a run as a folder that the library transformers loads: config.json, safetensors, tokenizer, model card.
+def export(
+    run: str | Path,
+    out: str | Path,
+    *,
+    format: str = "hf",
+    dtype: str = "float32",
+    max_shard_size: str | int = "5GB",
+) -> Exported | ExportedGraph:
+    """Write a run as a folder that the library transformers loads: config.json, safetensors, tokenizer, model card; or
+    as a graph without Python.
 
     The result has ``folder``, ``model_type``, ``native`` (whether transformers loads it without code of ours),
-    ``reason`` (why not), ``model_class``, ``auto_class``, ``parameters``, ``shards`` and ``dtype``.
+    ``reason`` (why not), ``model_class``, ``auto_class``, ``parameters``, ``shards`` and ``dtype``; of a graph
+    ``folder``, ``format``, ``file``, ``leaves``, ``parameters`` and ``difference``.
 
-    run: the folder of a run whose model continues tokens.
+    run: the folder of a run; of one whose model continues tokens for a graph.
     out: the folder to write, which must be new or empty.
+    format: "hf" (transformers), "onnx" (one graph for prompts and steps), or "aoti" (a step compiled for this
+        processor, for ``package`` of ``kinformer generate``).
     dtype: the type of the weights there: "float32", "bfloat16" or "float16".
     max_shard_size: the most that a file of weights holds, such as "500MB" or a number of bytes.
 
-    Errors: ``KinformerError`` for a model that transformers has no class for, and wrong options.
+    Errors: ``KinformerError`` for a model that the format has no place for, and wrong options.
     """
     from kinformer.runs.exporting import export
 
-    return export(run, out, dtype=dtype, max_shard_size=max_shard_size)
+    return export(run, out, format=format, dtype=dtype, max_shard_size=max_shard_size)
 
 
 @preserving

@@ -1,4 +1,4 @@
-"""``kinformer export DIR --out FOLDER``: a run folder becomes a folder that the library transformers loads."""
+"""``kinformer export DIR --out FOLDER``: a run becomes a folder that transformers loads, or a graph."""
 
 from __future__ import annotations
 
@@ -16,18 +16,24 @@ from kinformer.runtime.words import plural
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Printing):
-    """Write a folder for the library transformers: config.json, safetensors, tokenizer, and a model card.
+    """Write a folder for the library transformers (config.json, safetensors, tokenizer, and a model card), or a graph.
 
     Where a run's model is exactly a LLaMA, Mistral, Qwen2, Qwen3, Gemma 1 to 3, GPT-2, GPT-NeoX, OPT, BLOOM or MPT, the
     folder is one, and whatever reads that architecture reads it; so it is with encoders that are a BERT, RoBERTa,
     Longformer, Big Bird, ViT, DeiT or Swin, and with translators that are a Marian. All other causal models of tokens
     leave with a file of code that imports kinformer.
+
+    A graph takes and returns tokens and the state. As onnx it is one file for prompts and steps, which onnxruntime
+    runs without kinformer or PyTorch. As aoti it is a step that PyTorch compiles for this processor, and that generate
+    takes by --package.
     """
 
     folder: RunFolder
     """The run folder."""
     out: Annotated[str, tyro.conf.arg(metavar="FOLDER")]
     """The folder to write, which must be new or empty."""
+    format: Literal["hf", "onnx", "aoti"] = "hf"
+    """What is written: a folder for transformers, an ONNX file, or a compiled step."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """The type of the weights in the folder."""
     max_shard_size: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "5GB"
@@ -37,16 +43,19 @@ class Options(Printing):
 def run(options: Options) -> int:
     """Read, say what the folder will be, and write; returns the exit status."""
     from kinformer.runs.exporting import export
+    from kinformer.runs.graphs import ExportedGraph
 
     def announce(sentence: str) -> None:
         if not options.quiet:
             print(f"kinformer: {spelled(sentence)}", file=sys.stderr, flush=True)
 
-    done = export(
-        options.folder, options.out, dtype=options.dtype, max_shard_size=options.max_shard_size, announce=announce
-    )
+    settings = {name: getattr(options, name) for name in ("format", "dtype", "max_shard_size")}
+    done = export(options.folder, options.out, **settings, announce=announce)
     if options.json:
         print_json(done.facts)
+    elif isinstance(done, ExportedGraph):
+        tensors, parameters = plural(len(done.leaves), "tensor"), plural(done.parameters, "parameter")
+        print(f"{done.folder / done.file}: {parameters}, a state of {tensors}")
     else:
         files = plural(done.shards, "file")
         print(f"{done.folder}: {done.model_type}, {plural(done.parameters, 'parameter')} in {files} of {done.dtype}")

@@ -124,7 +124,7 @@ COMMANDS = {
     ),
     "export": Command(
         "kinformer.cli.export",
-        "Write a run as a folder that the library transformers loads.",
+        "Write a run as a folder that transformers loads, an ONNX file or a compiled step.",
         "kinformer export runs/book --out exported/book",
     ),
     "verify": Command(

@@ -1,4 +1,4 @@
-"""A run folder becomes a folder that the library transformers loads."""
+"""A run folder becomes a folder that the library transformers loads, or a graph (``runs.graphs``)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from kinformer.interop.encoder_routes import labels_of
 from kinformer.interop.routes import Padding
 from kinformer.interop.tokenizer_files import Special, of_encoder, padding_of, write_tokenizer
 from kinformer.interop.writing import DTYPES, GENERATES, Form, appearing, form_of, require_new, settings_of, write_model
+from kinformer.runs.graphs import FORMATS, ExportedGraph, export_graph
 from kinformer.runs.run import BYTES, Run, open_run
-from kinformer.runtime.errors import KinformerError, nearest
+from kinformer.runtime.errors import KinformerError, choose, marked, nearest
 from kinformer.runtime.fields import require_path
 from kinformer.runtime.words import plural
 from kinformer.tasks.shared.text import ends_of
@@ -57,17 +58,23 @@ def export(
     folder: str | Path,
     out: str | Path,
     *,
+    format: str = "hf",
     dtype: str = "float32",
     max_shard_size: str | int = "5GB",
     announce: Callable[[str], object] = lambda sentence: None,
-) -> Exported:
+) -> Exported | ExportedGraph:
     """Write the run in ``folder`` into the new folder ``out``; ``announce`` is called with what it will be and why."""
     require_path("out", out)
+    if choose(format, ("hf", *FORMATS), "format") != "hf":
+        usual = {"dtype": (dtype, "float32"), "max_shard_size": (max_shard_size, "5GB")}
+        if changed := [name for name, (value, default) in usual.items() if value != default]:
+            raise KinformerError(
+                f"{marked(changed[0])}: is for `format` hf, but a graph is one file of float32; omit it."
+            )
+        return export_graph(_exportable(folder), Path(out), format, announce)
     if dtype not in DTYPES:
         raise KinformerError(f"`dtype` {dtype!r}: is no type of exported weights; {nearest(str(dtype), DTYPES)}")
-    shard_bytes, run, out = size_in_bytes(max_shard_size), open_run(folder), Path(out)
-    if "retrieval" in run.data:
-        raise KinformerError(f"{folder}: reads a datastore, which has no place in an exported folder; export its base.")
+    shard_bytes, run, out = size_in_bytes(max_shard_size), _exportable(folder), Path(out)
     try:
         has_tokenizer = run.vocabulary == BYTES or (run.folder / str(run.vocabulary)).is_file()
         source = _source(run) if has_tokenizer else None
@@ -89,6 +96,14 @@ def export(
             write_tokenizer(place, source, model.max_length, _special(run, form, padding))
         (place / "README.md").write_text(card(run, form, parameters, dtype, out.name), encoding="utf-8")
     return Exported(out, form.model_type, form.model_class, form.auto_class, form.reason, dtype, parameters, shards)
+
+
+def _exportable(folder: str | Path) -> Run:
+    """Return the run in ``folder``; refuse one that is not complete without a datastore."""
+    run = open_run(folder)
+    if "retrieval" in run.data:
+        raise KinformerError(f"{folder}: reads a datastore, which has no place in an exported folder; export its base.")
+    return run
 
 
 def size_in_bytes(size: str | int) -> int:

@@ -70,8 +70,24 @@ def _prepared(run: Run, options: GenerateOptions) -> tuple[LoadedRun, GenerateOp
     device = options.prepare(options.seed)
     model = run.model(options.set).to(device, torch.bfloat16 if options.weights == "bf16" else None)
     packed = model if run.task.generation.prompt == "lines" else pack(model, options.samples)
+    if options.package is not None:
+        _attach_package(run, packed, options)
     model = STORES.attach(run, packed, options, options.samples)
     return LoadedRun(run, model), options
+
+
+def _attach_package(run: Run, model: Any, options: GenerateOptions) -> None:
+    """Let ``model`` step by the package that the options name; refuse options that it was not made for."""
+    from kinformer.runs.graphs import attach_package
+
+    changed = {"set": bool(options.set), "samples": options.samples > 1, "weights": options.weights != "fp32"}
+    changed |= {"device": next(model.parameters()).device.type != "cpu"}
+    if names := [name for name, differs in changed.items() if differs]:
+        raise KinformerError(
+            f"{marked(names[0])}: does not go with `package`, which holds one sequence's step with the run's weights "
+            "in float32, for a CPU; leave one of both out."
+        )
+    attach_package(run, model, options.package or "")
 
 
 def _check_prompt(task: Task, prompt: str | bytes | Iterable[bytes] | None) -> None:

@@ -207,6 +207,8 @@ class GenerateOptions(StoreOptions, Machine):
     """Tokens of the prompt that the model sees at a time."""
     weights: Literal["fp32", "bf16"] = "fp32"
     """Type of the weights in memory."""
+    package: str | None = None
+    """Step by the package in this folder, which kinformer export wrote with its format aoti."""
     seed: int | None = None
     """The seed of the draws; another one every time if not given."""
     quiet: bool = False

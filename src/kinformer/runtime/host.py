@@ -48,7 +48,7 @@ def trusted_arguments() -> Iterator[None]:
 
 def arguments_trusted() -> bool:
     """Return whether arguments need no check, as :func:`trusted_arguments` says."""
-    return not torch.compiler.is_compiling() and _trusted.get()
+    return not torch.compiler.is_dynamo_compiling() and _trusted.get()
 
 
 def checks_calls() -> bool:

@@ -26,6 +26,7 @@ from kinformer.kernels.impls import LinearImpl
 from kinformer.kernels.linear import check_call, check_decay, choose_impl
 from kinformer.kernels.linear.blocks import accumulator_dtype
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.substitutes import substitute
 
 __all__ = ["DeltaSummary", "DeltaTokens", "delta_rule", "delta_steps", "summarise"]
 
@@ -116,6 +117,8 @@ def _one_token(tokens: DeltaTokens, state: Tensor, impl: LinearImpl) -> tuple[Te
 def _absorb(tokens: DeltaTokens, state: Tensor, impl: LinearImpl, name: str) -> tuple[Tensor, Tensor]:
     """Absorb the tokens by the implementation that ``impl`` stands for in the function called ``name``."""
     _validate(tokens, state, name)
+    if (operator := substitute("delta_rule")) is not None and tokens.reset is None and tokens.erase is None:
+        return operator(tokens.q, tokens.k, tokens.v, tokens.beta, state, tokens.log_decay)
     kernel = {"reference": recurrence, "chunked": chunked, "triton": _triton}[choose_impl(name, impl)]
     return kernel(tokens, state)
 

@@ -25,6 +25,7 @@ from kinformer.kernels.linear.reference import recurrence
 from kinformer.kernels.linear.sequence import LinearSequence, LinearState
 from kinformer.runtime.autocast import no_autocast
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.substitutes import substitute
 
 __all__ = [
     "IMPLS",
@@ -64,6 +65,9 @@ def linear_attention(
     """
     _validate(q, k, v, state, reset)
     check_decay("linear_attention", q, log_decay)
+    if (operator := substitute("linear_attention")) is not None and reset is None:
+        out, s, z = operator(q, k, v, state.s, state.z, log_decay, eps)
+        return out, LinearState(s, z)
     kernel = {"reference": recurrence, "chunked": chunked, "triton": _triton}[choose_impl("linear_attention", impl)]
     out, s, z = kernel(LinearSequence(q, k, v, log_decay, eps, reset), state.s, state.z)
     return out, LinearState(s, z)

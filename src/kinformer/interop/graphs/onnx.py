@@ -1,0 +1,134 @@
+"""A causal model as one ONNX graph for prompts and steps: any batch, any time, any number of past slots.
+
+Kernel attention becomes ``LinearAttention`` and ``CausalConvWithState`` of opset 27; all else is operators of
+``torch.export``. Attention is dense in the graph: a pattern is a mask.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kinformer.core.leaves import Leaf, named_leaves
+from kinformer.interop.graphs.flat import FlatStep, captured, without_notes
+from kinformer.interop.graphs.operators import OPSET, SUBSTITUTES
+from kinformer.runtime.errors import KinformerError
+
+FILE = "model.onnx"
+PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+CONVERTED = 25
+"""The opset that the converter of onnxscript reaches. What it writes means the same in opset 27."""
+LIMIT = 1e-3
+"""The largest difference of logits, of the largest logit, that rounding explains in float32."""
+
+
+def require_packages() -> None:
+    """Raise where a package is missing that an ONNX file is written or checked with."""
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        raise KinformerError(
+            f"`format` onnx: needs {' and '.join(missing)}; pip install 'kinformer[onnx]' brings what is missing."
+        )
+
+
+def write_onnx(model: Any, folder: Path, facts: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
+    """Write ``model`` into ``folder`` with ``facts`` as metadata; return what is to be known of the file, and the
+    largest difference from the model of the logits that onnxruntime computes, of the largest logit.
+
+    Errors: ``KinformerError`` for a model that is no graph, and for a file that computes something else.
+    """
+    step = FlatStep(model, SUBSTITUTES)
+    program = captured(step)
+    leaves = [leaf.name for leaf in step.leaves]
+    inputs, outputs = ["tokens", *leaves], ["logits", *(f"next.{name}" for name in leaves)]
+    try:
+        with without_notes():
+            program = program.run_decompositions({torch.ops.aten.cummax.default: _running_maximum})
+            program._guards_code = []  # conditions on open sizes, which a graph of ONNX cannot hold
+            written = torch.onnx.export(
+                program, (), input_names=inputs, output_names=outputs, dynamo=True, verbose=False,
+                opset_version=CONVERTED,
+            )  # fmt: skip
+    except Exception as error:
+        cause = error.__cause__ or error
+        raise KinformerError(f"ONNX has no counterpart to this model: {str(cause).splitlines()[0]}") from error
+    assert written is not None
+    written.model.opset_imports[""] = OPSET
+    described = {"file": FILE, "opset": OPSET, "inputs": inputs, "outputs": outputs}
+    described["state"] = [leaf.facts for leaf in step.leaves]
+    written.model.metadata_props["kinformer"] = json.dumps({**facts, **described})
+    written.save(str(folder / FILE))
+    difference = gap(model, folder / FILE, step.leaves)
+    if not difference <= LIMIT:
+        raise KinformerError(
+            f"the ONNX file computes other logits than the model, by {difference:.1e} of the largest; nothing is "
+            "written."
+        )
+    return described, difference
+
+
+def session_of(path: Path, threads: int = 0) -> Any:
+    """Return a session of onnxruntime on the processor, with ``threads`` threads (0: its default)."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = threads, 3
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+class OnnxModel:
+    """A file in onnxruntime as a function of chunks: ``logits, state = model(tokens, state)``, in NumPy."""
+
+    def __init__(self, path: Path, leaves: Sequence[Leaf]) -> None:
+        self.session = session_of(path, 1)
+        self.leaves = leaves
+
+    def begin(self, batch: int) -> list[np.ndarray]:
+        """Return the state of ``batch`` new sequences."""
+        return [leaf.zeros(batch).numpy() for leaf in self.leaves]
+
+    def __call__(self, tokens: np.ndarray, state: Sequence[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Return logits [batch, time, vocab] of ``tokens`` [batch, time] and the state behind them."""
+        names = ("tokens", *(leaf.name for leaf in self.leaves))
+        logits, *after = self.session.run(None, dict(zip(names, (tokens, *state), strict=True)))
+        return logits, after
+
+
+@torch.no_grad()
+def gap(model: Any, path: Path, leaves: Sequence[Leaf], times: Sequence[int] = (7, 1, 1, 3, 1)) -> float:
+    """Return the largest difference of logits and of constant leaves between the file at ``path`` and ``model``, of
+    the largest number, over chunks of ``times`` tokens of two sequences."""
+    graph = OnnxModel(path, leaves)
+    held, state, worst = graph.begin(2), model.initial_state(2), 0.0
+    numbers = np.random.default_rng(0)
+    for time in times:
+        tokens = numbers.integers(model.vocab_size, size=(2, time))
+        logits, state = model(torch.from_numpy(tokens), state)
+        theirs, held = graph(tokens, held)
+        worst = max(worst, _relative(torch.from_numpy(theirs), logits))
+    for (_, ours), item in zip(named_leaves(state), held, strict=True):
+        if ours.shape == item.shape and ours.numel():
+            worst = max(worst, _relative(torch.from_numpy(item), ours))
+    return worst
+
+
+def _relative(one: Tensor, other: Tensor) -> float:
+    difference = (one.double() - other.double()).abs().max() / other.double().abs().max().clamp_min(1)
+    return float(difference.nan_to_num(nan=torch.inf))
+
+
+def _running_maximum(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return cummax over the last axis, which ONNX has no operator for: the maximum of what a triangle leaves. Its
+    indices are never read."""
+    assert dim in (-1, x.dim() - 1)
+    index = torch.arange(x.shape[-1], device=x.device)
+    least = torch.iinfo(x.dtype).min if not x.is_floating_point() else -torch.inf
+    values = torch.where(index[:, None] >= index, x.unsqueeze(-2), least).amax(-1)
+    return values, torch.zeros_like(values, dtype=torch.int64)

@@ -1,0 +1,187 @@
+"""Graphs without Python: an ONNX file computes the run's logits and state, and a package is used, or refused."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+import kinformer
+from kinformer.cli.main import main
+from kinformer.core.leaves import Leaf, leaves_of
+from kinformer.family.build import configure
+from kinformer.generation.packaged import use_package
+from kinformer.generation.recordings import recordings_of
+from kinformer.interop.graphs import onnx, package
+from kinformer.interop.graphs.flat import FlatStep
+from kinformer.runs.graphs import attach_package
+from kinformer.runs.run import open_run, save_weights
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import checksum, signed
+from kinformer.runtime.substitutes import substitute, substituting
+from tests.interop.test_export import saved_run
+
+HYBRID = {"layers.1": configure("gpt", "tiny", 256).layers[0]}
+OPERATORS = {"linear-transformer": {"LinearAttention"}, "gated-deltanet": {"LinearAttention", "CausalConvWithState"}}
+
+
+@pytest.mark.parametrize("member, changes", [("linear-transformer", {}), ("gated-deltanet", HYBRID)])
+@torch.no_grad()
+def test_onnxruntime_computes_logits_and_state_of_a_prompt_and_of_steps(tmp_path, member, changes):
+    """Kernel attention by its operators; in the hybrid, softmax attention with a growing cache beside it."""
+    import onnx as library
+
+    run = saved_run(member, tmp_path / "run", **changes)
+    done = kinformer.export(run, tmp_path / "out", format="onnx")
+    assert done.difference < 1e-5 and done.format == "onnx"
+    facts = json.loads((tmp_path / "out" / "graph.json").read_text())
+    assert facts["tokenizer"] == "bytes" and facts["opset"] == 27 and facts["inputs"][0] == "tokens"
+    file = library.load(tmp_path / "out" / facts["file"])
+    library.checker.check_model(file)
+    names = {"LinearAttention", "CausalConvWithState"}
+    assert {node.op_type for node in file.graph.node} & names == OPERATORS[member]
+    assert json.loads(file.metadata_props[0].value)["state"] == facts["state"]
+
+    session = onnx.session_of(tmp_path / "out" / facts["file"], 1)
+    held = [
+        np.zeros([{"batch": 2, "past": 0}.get(size, size) for size in leaf["shape"]], leaf["dtype"])
+        for leaf in facts["state"]
+    ]
+    model, state = kinformer.load(run), None
+    tokens = torch.randint(256, (2, 100), generator=torch.Generator().manual_seed(1))
+    for chunk in (tokens[:, :31], *tokens[:, 31:].split(1, dim=1)):
+        want, state = model(chunk, state)
+        logits, *held = session.run(None, dict(zip(facts["inputs"], (chunk.numpy(), *held), strict=True)))
+        assert np.abs(logits - want.numpy()).max() < 1e-5
+    other = configure(member, "tiny", 256, changes).build().eval()
+    assert onnx.gap(other, tmp_path / "out" / facts["file"], leaves_of(model)) > 0.01
+
+
+def test_leaves_have_names_and_windows_are_full_from_the_start():
+    growing = {leaf.name: leaf for leaf in leaves_of(configure("gpt", "tiny", 256).build().eval())}
+    assert growing["layers.0.0.k"].shape == ("batch", 2, "past", 16) and growing["layers.0.0.k"].grows
+    assert growing["seen"] == Leaf("seen", "int64", ("batch",))
+    window = {leaf.name: leaf for leaf in leaves_of(configure("local", "tiny", 256).build().eval())}
+    size = window["layers.0.0.k"].shape[2]
+    assert isinstance(size, int) and window["layers.0.0.k"].zeros(3).shape[2] == size
+
+
+@pytest.mark.parametrize("member", ["gpt", "local", "linear-transformer", "transformer-xl"])
+@torch.no_grad()
+def test_flat_steps_are_the_models(member):
+    torch.manual_seed(0)
+    model = configure(member, "tiny", 256).build().eval()
+    step = FlatStep(model, {})
+    leaves, state = [leaf.zeros(2) for leaf in step.leaves], None
+    for chunk in torch.randint(256, (2, 40)).split([17, 1, 22], dim=1):
+        want, state = model(chunk, state)
+        logits, *leaves = step(chunk, *leaves)
+        torch.testing.assert_close(logits, want, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("member", ["gpt", "local", "linear-transformer"])
+def test_sessions_step_by_a_package(member):
+    torch.manual_seed(0)
+    model = configure(member, "tiny", 256).build().eval()
+    prompt = torch.randint(256, (1, 9))
+    options = {"max_new_tokens": 60, "temperature": 1.0, "seed": 3}
+    want = kinformer.generate(model, prompt, **options)
+    flat, calls = FlatStep(model, {}), []
+
+    def step(*tensors):
+        assert all(tensor.is_contiguous() for tensor in tensors)
+        calls.append(len(tensors))
+        return list(flat(*tensors))
+
+    recordings_of(model).clear()
+    use_package(model, step, flat.leaves)
+    assert torch.equal(kinformer.generate(model, prompt, **options), want)
+    assert len(calls) == 59, "the last token is not absorbed"
+    kinformer.generate(model, prompt.repeat(2, 1), **options)
+    assert len(calls) == 59, "a package of one sequence steps no batch"
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.5)
+    kinformer.generate(model, prompt, **options)
+    assert len(calls) == 59, "the model has changed"
+
+
+def packaged(folder, run, **changes):
+    """A folder as ``export`` writes it, whose package is a file of no meaning."""
+    folder.mkdir()
+    (folder / package.FILE).write_bytes(b"code")
+    model = kinformer.load(run)
+    facts = {"schema": 1, "format": "aoti", "weights": open_run(run).weights_digest(), "file": package.FILE}
+    facts |= {"sha256": checksum(folder / package.FILE), "machine": package.machine()}
+    facts |= {"state": [leaf.facts for leaf in leaves_of(model)]} | changes
+    (folder / "graph.json").write_text(json.dumps(signed(facts)))
+    return folder
+
+
+def test_a_package_is_loaded_or_refused_in_a_sentence(tmp_path, monkeypatch):
+    run = saved_run("linear-transformer", tmp_path / "run")
+    loaded = []
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", loaded.append)
+    good = packaged(tmp_path / "good", run)
+    model = kinformer.load(run)
+    attach_package(open_run(run), model, good)
+    assert loaded == [str(good / package.FILE)] and len(recordings_of(model)) == 1
+    (good / package.FILE).write_bytes(b"other code")
+    cases = {
+        "checksum differs": good,
+        "format onnx": packaged(tmp_path / "onnx", run, format="onnx"),
+        "another version": packaged(tmp_path / "new", run, schema=2),
+        "holds no graph.json": tmp_path / "run",
+        "was made for torch 1.0": packaged(tmp_path / "old", run, machine={"torch": "1.0"}),
+    }
+    for words, folder in cases.items():
+        with pytest.raises(KinformerError, match=words):
+            attach_package(open_run(run), model, folder)
+    altered = json.loads((good / "graph.json").read_text()) | {"weights": "0"}
+    (good / "graph.json").write_text(json.dumps(altered))
+    with pytest.raises(KinformerError, match="has been altered"):
+        attach_package(open_run(run), model, good)
+    assert len(loaded) == 1
+
+
+def test_a_package_of_other_weights_is_refused(tmp_path, capsys):
+    run = saved_run("linear-transformer", tmp_path / "run")
+    folder = packaged(tmp_path / "package", run)
+    save_weights(run, configure("linear-transformer", "tiny", 256).build().state_dict())
+    command = ["generate", str(run), "--prompt", "a", "--package", str(folder)]
+    assert main(command) == 2
+    assert "was made of other weights" in capsys.readouterr().err
+    assert main([*command, "--samples", "2"]) == 2
+    assert "does not go with --package" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "member, options, words",
+    [
+        ("gpt", {"format": "onxx"}, "did you mean"),
+        ("gpt", {"format": "onnx", "dtype": "bfloat16"}, "is for format hf"),
+        ("bert", {"format": "onnx"}, "continues sequences of tokens"),
+        ("tensorized", {"format": "onnx"}, "torch.export makes no graph of this model"),
+    ],
+)
+def test_what_is_no_graph_is_refused_in_a_sentence(tmp_path, member, options, words):
+    run = saved_run(member, tmp_path / "run")
+    with pytest.raises(KinformerError, match=words):
+        kinformer.export(run, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_not_installed_is_named(tmp_path, monkeypatch):
+    run = saved_run("gpt", tmp_path / "run")
+    monkeypatch.setattr(onnx, "find_spec", lambda name: None if name == "onnxscript" else name)
+    with pytest.raises(KinformerError, match=r"needs onnxscript; pip install 'kinformer\[onnx\]'"):
+        kinformer.export(run, tmp_path / "out", format="onnx")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(KinformerError, match="needs a C\\+\\+ compiler"):
+        kinformer.export(run, tmp_path / "out", format="aoti")
+
+
+def test_a_substitute_stands_in_within_its_context_alone():
+    with substituting({"linear_attention": min}):
+        assert substitute("linear_attention") is min and substitute("delta_rule") is None
+    assert substitute("linear_attention") is None
