@@ -51,7 +51,8 @@ class PackagedSteps:
 
     def step(self, tokens: Tensor) -> Tensor:
         """Return logits [1, vocab] after ``tokens`` [1, 1], which the state absorbs."""
-        logits, *self._leaves = self._packaged.run(tokens.contiguous(), *self._leaves)
+        logits, *leaves = self._packaged.run(tokens.contiguous(), *self._leaves)
+        self._leaves = [leaf.contiguous() for leaf in leaves]  # a package takes strides as they were and checks none
         return logits[:, -1]
 
     def release(self) -> Any:

@@ -4,6 +4,7 @@ the leaves behind the tokens out."""
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -65,7 +66,7 @@ def captured(step: FlatStep, rows: int | None = None, tokens: int | None = None)
     """
     names = {name for name, size in ((BATCH, rows), (TIME, tokens)) if size is None}
     names |= {PAST for leaf in step.leaves if leaf.grows}
-    open_axes = {name: torch.export.Dim(name) for name in names}
+    open_axes = {name: torch.export.Dim(name, min=int(name != PAST)) for name in names}
     batch, time = rows or ROWS, tokens or TOKENS
     examples = (torch.zeros(batch, time, dtype=torch.int64), *(leaf.zeros(batch, SLOTS) for leaf in step.leaves))
     shapes = ((BATCH, TIME), *(leaf.shape for leaf in step.leaves))
@@ -83,10 +84,15 @@ def captured(step: FlatStep, rows: int | None = None, tokens: int | None = None)
 def _reason(error: Exception) -> str:
     """Return what ``error`` of PyTorch says, in a clause."""
     name = type(error).__name__
+    fixed = dict.fromkeys(re.findall(r"You marked (\w+) as dynamic but your code specialized it", str(error)))
+    if fixed:
+        return (
+            f"its operators depend on {' and '.join(fixed)} on the host, so that a graph would hold for one size only"
+        )
     if "DataDependent" in name or "data-dependent" in str(error):
         return "what it computes next depends on numbers that it has computed"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"it says: {name}: {lines[0].rstrip('.') if lines else 'nothing else'}"
+    return f"it says: {lines[0].rstrip('.')} ({name})" if lines else f"it raises {name}"
 
 
 @contextmanager
