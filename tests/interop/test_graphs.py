@@ -67,7 +67,7 @@ def test_leaves_have_names_and_windows_are_full_from_the_start():
     assert isinstance(size, int) and window["layers.0.0.k"].zeros(3).shape[2] == size
 
 
-@pytest.mark.parametrize("member", ["gpt", "local", "linear-transformer", "transformer-xl"])
+@pytest.mark.parametrize("member", ["gpt", "local", "linear-transformer", "transformer-xl", "primer"])
 @torch.no_grad()
 def test_flat_steps_are_the_models(member):
     torch.manual_seed(0)

@@ -64,7 +64,8 @@ def export_graph(run: Run, out: Path, format: str, announce: Callable[[str], obj
         raise KinformerError(f"{run.folder}: {error}") from None
     require_new(out)
     announce(_sentence(format))
-    model, facts, difference = run.model(), _facts(run, format), None
+    model, difference = run.model(), None
+    facts = _facts(run, model, format)
     with appearing(out) as place:
         try:
             if format == "onnx":
@@ -92,11 +93,10 @@ def _sentence(format: str) -> str:
     )
 
 
-def _facts(run: Run, format: str) -> dict[str, Any]:
+def _facts(run: Run, model: Any, format: str) -> dict[str, Any]:
     from kinformer import __version__
 
     has_file = run.vocabulary not in (None, BYTES) and (run.folder / str(run.vocabulary)).is_file()
-    model = run.build()
     return {
         "schema": SCHEMA,
         "kinformer": __version__,

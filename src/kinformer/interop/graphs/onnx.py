@@ -101,15 +101,19 @@ class OnnxModel:
         return logits, after
 
 
-@torch.no_grad()
-def gap(model: Any, path: Path, leaves: Sequence[Leaf], times: Sequence[int] = (7, 1, 1, 3, 1)) -> float:
+def gap(model: Any, path: Path, leaves: Sequence[Leaf]) -> float:
     """Return the largest difference of logits and of constant leaves between the file at ``path`` and ``model``, of
-    the largest number, over chunks of ``times`` tokens of two sequences."""
+    the largest number: with a prompt and steps, and with steps before a longer chunk."""
     graph = OnnxModel(path, leaves)
-    held, state, worst = graph.begin(2), model.initial_state(2), 0.0
+    return max(_gap(model, graph, 2, (7, 1, 1, 3, 1)), _gap(model, graph, 1, (1, 1, 9)))
+
+
+@torch.no_grad()
+def _gap(model: Any, graph: OnnxModel, batch: int, times: Sequence[int]) -> float:
+    held, state, worst = graph.begin(batch), model.initial_state(batch), 0.0
     numbers = np.random.default_rng(0)
     for time in times:
-        tokens = numbers.integers(model.vocab_size, size=(2, time))
+        tokens = numbers.integers(model.vocab_size, size=(batch, time))
         logits, state = model(torch.from_numpy(tokens), state)
         theirs, held = graph(tokens, held)
         worst = max(worst, _relative(torch.from_numpy(theirs), logits))
