@@ -243,7 +243,7 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
             nothing = q.new_zeros(batch, heads, self.projection.context - past, head_dim)
             tokens = torch.cat([nothing, recent.to(q.dtype), torch.cat([q, k, v], dim=1)], dim=2)
             q, k, v = self.projection.combine(tokens, None if chunk.reset is None else positions)
-            recent = newest(chunk, tokens, seen, min(self.projection.context, past + q.shape[2]))
+            recent = newest(chunk, tokens, seen, past + min(self.projection.context - past, q.shape[2]))
         far = None
         if call.first is not None:
             far = self.position.rotate(q, k, pinned_tokens.ranks(positions, *self.pins))[0]
