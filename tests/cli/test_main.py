@@ -52,7 +52,7 @@ def test_every_command_has_help_and_the_common_options(cli, name):
     code, out, _ = cli(name, "--help")
     assert code == 0
     assert command_line.COMMANDS[name].summary.split()[0] in out
-    assert "--json" in out and ("--seed" in out or name in ("export", "verify"))  # which take none
+    assert "--json" in out and ("--seed" in out or name in ("export", "pack", "verify"))  # which take none
     if name in ("train", "evaluate", "generate"):
         assert "--device" in out and "--threads" in out
     module = importlib.import_module(command_line.COMMANDS[name].module)

@@ -156,7 +156,7 @@ MISTAKES = [
     ("estimate gpt --set dim=abc", "'abc' is not a whole number"),
     ("estimate bert --length 99999", "end at max_length = 512"),
     ("estimate gpt --steps 3", "Unrecognized options: --steps"),
-    ("estimate mamba", "gla is nearest here"),
+    ("estimate mamba", "mamba2 is nearest here"),
     ("list --by nope", "'nope' is not one of axis, causal"),
     ("list --by", "list: --by: needs a value; see kinformer list --help."),
     ("list --seed -1", "--seed is -1"),

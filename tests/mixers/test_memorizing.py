@@ -10,6 +10,7 @@ import torch
 import kinformer
 from kinformer.cli.main import main
 from kinformer.core import state as states
+from kinformer.core.attention_state import AttentionCall
 from kinformer.core.contract import Chunk
 from kinformer.core.reserved import KeysValues
 from kinformer.kernels.attention import Scoring, Visibility, attention
@@ -138,7 +139,8 @@ def test_without_memory_or_behind_a_closed_gate_it_is_the_plain_layer():
     positions = torch.arange(40).expand(2, -1)
     with torch.no_grad():
         window.out.weight.copy_(mixer.out.weight)
-        assert (window._attend((q, k, v), positions, True, None, None) - plain).abs().max() < 1e-12
+        y = window._attend(AttentionCall(Chunk(x), None), (q, k, v), positions, True, None)
+        assert (y - plain).abs().max() < 1e-12
         closed = outputs(CONFIG, x, lambda mixer: mixer.gate.data.fill_(-100.0))
     assert (closed - plain).abs().max() < 1e-12
     with_memory = outputs(CONFIG, x)

@@ -22,7 +22,8 @@ CASES = {
         "train": QUICK,
         "evaluate": {"max_bytes": 100},
         "generate": {"prompt": "ab", "max_new_tokens": 2},
-        "unread": dict.fromkeys(("hardest", "positions"), "is for several runs, with recl"),
+        "unread": dict.fromkeys(("hardest", "positions"), "is for several runs, with recl")
+        | dict.fromkeys(("fewshot", "limit"), "is for the tasks of a harness"),
     },
     "recall": {
         "train": QUICK | {"pairs": "2", "symbols": 32},
@@ -53,6 +54,7 @@ CASES = {
         "member": "gtrxl",
         "train": {"env": "t-maze:2", "environments": 4, "length": 6, "batch_size": 2},
         "evaluate": {"episodes": 2},
+        "predict": {"inputs": [[0, 1, 0, 0], [1, 0, 0, 1]]},
         "skip": {"rows": "the model that learns makes them"},
     },
     "mlm": {

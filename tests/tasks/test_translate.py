@@ -231,7 +231,7 @@ def test_a_source_beyond_the_models_positions_is_told(run, pairs, tmp_path):
 
 
 def test_the_schedule_and_the_mean_of_checkpoints(tmp_path):
-    from kinformer.runtime.files import save_tensors
+    from kinformer.runtime.files import load_tensors, save_tensors
     from kinformer.training.averaging import mean_weights, replaced
     from kinformer.training.schedule import Schedule
 
@@ -243,7 +243,8 @@ def test_the_schedule_and_the_mean_of_checkpoints(tmp_path):
         model.weight.data.fill_(step**2)
         save_tensors(tmp_path / str(step) / "model.safetensors", model.state_dict())
     model.weight.data.fill_(9)
-    mean = mean_weights(model, SimpleNamespace(path=lambda step: tmp_path / str(step)), [2])
+    checkpoints = SimpleNamespace(weights=lambda step, _: load_tensors(tmp_path / str(step) / "model.safetensors")[0])
+    mean = mean_weights(model, checkpoints, [2])
     assert mean["weight"].tolist() == [6.5, 6.5] and mean["weight"].dtype == torch.float32
     assert "num_batches_tracked" not in mean
     before = model.weight.clone()

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
+
 Operator = Callable[..., Any]
 _operators: ContextVar[Mapping[str, Operator] | None] = ContextVar("operators", default=None)
 
@@ -23,5 +25,7 @@ def substituting(operators: Mapping[str, Operator]) -> Iterator[None]:
 
 def substitute(name: str) -> Operator | None:
     """Return the operator that stands in for the kernel called ``name``; None for the kernel itself."""
+    if torch.compiler.is_dynamo_compiling():  # which traces no context variable
+        return None
     operators = _operators.get()
     return None if operators is None else operators.get(name)
