@@ -200,7 +200,7 @@ MISTAKES = [
     ("embed gpt book.txt --out nowhere/x.npz", "--out nowhere/x.npz: cannot be written"),
     ("embed gpt book.txt --pooling max", "'max' is not one of first, last, mean"),
     (f"embed gpt book.txt --batch-size {LARGE}", "--batch-size is 1e+30"),
-    ("embed pairs book.txt", "translates over a source"),
+    ("embed pairs book.txt", "of the task translate, which makes no vectors"),
     ("index lin", "needs --datastore FOLDER"),
     ("index lin --datastore ''", "--datastore is empty"),
     ("index lin --datastore store --data paper.pdf", "is a PDF"),

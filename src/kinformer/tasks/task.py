@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 SPECIAL_TOKENS = 3
 """Ids that a new encoder has for itself: a mask, BOS and EOS."""
+EMBEDDING = "next-token, mlm, classify, listops, vision, dino or speech"
+"""The tasks whose runs make vectors."""
 READS_WHOLE_TEXTS = "its encoder reads whole texts and continues none; give a run of a causal member."
 
 
@@ -211,10 +213,10 @@ class Task:
         raise NotImplementedError
 
     def embed(self, subject: LoadedRun, source: Any, settings: EmbeddingSettings) -> Iterator[Embedded]:
-        """Yield the vectors of the items of ``source`` (a path, "-", or a list), in their order; by default of texts.
+        """Yield the vectors of the items of ``source`` (a path, "-", or a list), in their order.
 
-        Errors: ``KinformerError`` for a run whose model reads no text, and for a bad item.
+        Errors: ``KinformerError`` for a task whose models read neither text, images nor sound.
         """
-        from kinformer.tasks.shared.embedding import embed_texts
-
-        return embed_texts(subject, source, settings)
+        raise KinformerError(
+            f"{subject.run.folder}: is a run of the task {self.name}, which makes no vectors; give one of {EMBEDDING}."
+        )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kinformer.core.model import WholeModel
 from kinformer.runtime.tables import PredictionTable
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.predictions import Predicted, PredictionSettings
+from kinformer.tasks.predictions import Embedded, EmbeddingSettings, Predicted, PredictionSettings
 from kinformer.tasks.record import NOTHING_DRAWN, OF_TEXTS, DataNeeds, EvaluationNeeds, Generation, Models, Prediction
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.task import READS_WHOLE_TEXTS, SPECIAL_TOKENS, Source, Task, TrainingPlan
@@ -136,6 +136,11 @@ class Classify(Task):
             return tokenizer.encode(item.text)
 
         return encode
+
+    def embed(self, subject: LoadedRun, source: Any, settings: EmbeddingSettings) -> Iterator[Embedded]:
+        from kinformer.tasks.shared.embedding import embed_texts
+
+        return embed_texts(subject, source, settings)
 
 
 TASK = Classify()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kinformer.core.model import WholeModel
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.predictions import Predicted, PredictionSettings
+from kinformer.tasks.predictions import Embedded, EmbeddingSettings, Predicted, PredictionSettings
 from kinformer.tasks.record import OF_TEXTS, DataNeeds, Generation, Models, Prediction
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.options import MaskPredictionOptions, MlmOptions
@@ -96,6 +96,11 @@ class MaskedLanguageModelling(Task):
         from kinformer.tasks.mlm.predict import predict
 
         return predict(subject, source, settings, task_options)
+
+    def embed(self, subject: LoadedRun, source: Any, settings: EmbeddingSettings) -> Iterator[Embedded]:
+        from kinformer.tasks.shared.embedding import embed_texts
+
+        return embed_texts(subject, source, settings)
 
 
 TASK = MaskedLanguageModelling()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import EvaluationReport, EvaluationSettings
+from kinformer.tasks.predictions import Embedded, EmbeddingSettings
 from kinformer.tasks.record import NOTHING_DRAWN, DataNeeds, EvaluationNeeds, Generation, Models, Prediction
 from kinformer.tasks.runs import LoadedRun, TrainedRun
 from kinformer.tasks.shared.options import NextTokenEvaluationOptions, NextTokenOptions
@@ -107,6 +108,11 @@ class NextToken(Task):
         from kinformer.tasks.next_token.generate import continue_text
 
         return continue_text(subject, prompt, options, write)
+
+    def embed(self, subject: LoadedRun, source: Any, settings: EmbeddingSettings) -> Iterator[Embedded]:
+        from kinformer.tasks.shared.embedding import embed_texts
+
+        return embed_texts(subject, source, settings)
 
 
 def _check_endless(model: Any) -> None:

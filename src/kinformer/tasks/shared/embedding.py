@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kinformer.core.model import CausalModel, SourceModel, WholeModel, device_of
+from kinformer.core.model import CausalModel, device_of
 from kinformer.data.buckets import STEP_OF_WIDTH, BosEos, lay
 from kinformer.data.items import TextItem, read_texts, refuse_empty
 from kinformer.data.tables import Columns
@@ -28,11 +28,8 @@ def embed_texts(subject: LoadedRun, source: Any, settings: EmbeddingSettings) ->
     Errors: ``KinformerError`` for a run that reads no text, and for a text that is empty or not UTF-8.
     """
     run = subject.run
-    if run.tokenizer is None or run.config.protocol not in (WholeModel, CausalModel):
-        kind = "translates over a source" if run.config.protocol is SourceModel else "reads no text, images or sound"
-        raise KinformerError(
-            f"{run.folder}: its model {kind}; give a run of next-token, mlm, classify, vision, dino or speech."
-        )
+    if run.tokenizer is None:
+        raise KinformerError(f"{run.folder}: its model reads no text; give a run that does.")
     embedder = TextEmbedder(run, subject.model, settings.pooling)
     columns = Columns(settings.text_field)
     inputs = read_texts(source, columns, settings.format, settings.max_items, refuse_empty)
