@@ -7,7 +7,6 @@ sizes of the files alone; small corpora are held to their checksums as well. Ids
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from kinformer.data.extents import HASHED_WHOLE, Extent, Extents
 from kinformer.data.split import Split
 from kinformer.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.files import CHECKSUM, read_json, reading, require_file, require_signature
+from kinformer.runtime.files import CHECKSUM, read_json, reading, require_file, require_signature, sha256_of
 
 MANIFEST, PACKED_SCHEMA, TOKENIZER_FILE = "manifest.json", 1, "tokenizer.json"
 UNFINISHED = "packing.json"
@@ -136,12 +135,6 @@ def require_shards(folder: Path, manifest: Mapping[str, Any], thorough: bool = F
             raise KinformerError(
                 f"{path}: is not the shard that the manifest names ({what}); restore it from a copy, or pack again."
             )
-
-
-def sha256_of(path: Path) -> str:
-    """Return the sha256 of a file's contents."""
-    with reading(path, "cannot be read", "check its permissions"), path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _split(folder: Path, name: str, manifest: Mapping[str, Any], tokenizer: Tokenizer) -> Split:

@@ -29,14 +29,21 @@ from kinformer.data.packed import (
     TOKENIZER_FILE,
     UNFINISHED,
     Packed,
-    sha256_of,
 )
 from kinformer.data.records import record_units, table_files
 from kinformer.data.shard_writer import Packing, Piece, pack_piece, record_path, tokenizer_of, width_of
 from kinformer.data.stored import save_joined
 from kinformer.data.tokenizer import FileTokenizer, Tokenizer
 from kinformer.runtime.errors import KinformerError, require, require_share
-from kinformer.runtime.files import read_json, require_file, require_signature, signed, write_atomic, write_json
+from kinformer.runtime.files import (
+    read_json,
+    require_file,
+    require_signature,
+    sha256_of,
+    signed,
+    write_atomic,
+    write_json,
+)
 from kinformer.runtime.lock import locked
 from kinformer.runtime.progress import progressing
 

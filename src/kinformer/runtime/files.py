@@ -154,6 +154,12 @@ def json_digest(data: Any) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
+def sha256_of(path: Path) -> str:
+    """Return the sha256 of a file's contents."""
+    with reading(path, "cannot be read", "check its permissions"), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def checksum(path: Path) -> str:
     """Return size and crc32 of a file; of one beyond 256 MiB only 64 blocks of 1 MiB, evenly spread, are read."""
     require_file(path)

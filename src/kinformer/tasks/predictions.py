@@ -14,36 +14,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictionSettings(Checked):
-    """How runs of any task predict."""
+class ItemSettings(Checked):
+    """How items are read and computed, one after the other."""
 
-    top_k: int = 1
-    """Give the N most probable classes of an item, or candidates of a mask, each with its probability."""
-    text_field: str | None = None
-    """The column or field with the text, where it is not called text or sentence."""
-    label_field: str | None = None
-    """The column or field with a label to show beside the prediction, where it is not called label."""
-    format: Literal["lines", "tsv", "csv", "jsonl"] | None = None
-    """How the rows of the input are written. If not given, by the file's ending, and lines on standard input."""
-    batch_size: int = 32
-    """Items that are computed at a time; bounds the memory, does not change the result."""
-    max_items: int | None = None
-    """Predict the first N items only."""
-    quiet: bool = False
-    """Tell nothing but the result: no progress, no notes."""
-
-    def __post_init__(self) -> None:
-        for name in ("top_k", "batch_size", "max_items"):
-            require(name, getattr(self, name), 1)
-        super().__post_init__()
-
-
-@dataclass(frozen=True, kw_only=True)
-class EmbeddingSettings(Checked):
-    """How runs of any task make vectors."""
-
-    pooling: Literal["mean", "first", "last"] = "mean"
-    """What the vector of an item is: the mean over its positions, or the vector of the first or of the last one."""
     text_field: str | None = None
     """The column or field with the text, where it is not called text or sentence."""
     format: Literal["lines", "tsv", "csv", "jsonl"] | None = None
@@ -51,7 +24,7 @@ class EmbeddingSettings(Checked):
     batch_size: int = 32
     """Items that are computed at a time; bounds the memory, does not change the result."""
     max_items: int | None = None
-    """Embed the first N items only."""
+    """Take the first N items only."""
     quiet: bool = False
     """Tell nothing but the result: no progress, no notes."""
 
@@ -59,6 +32,28 @@ class EmbeddingSettings(Checked):
         for name in ("batch_size", "max_items"):
             require(name, getattr(self, name), 1)
         super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictionSettings(ItemSettings):
+    """How runs of any task predict."""
+
+    top_k: int = 1
+    """Give the N most probable classes of an item, or candidates of a mask, each with its probability."""
+    label_field: str | None = None
+    """The column or field with a label to show beside the prediction, where it is not called label."""
+
+    def __post_init__(self) -> None:
+        require("top_k", self.top_k, 1)
+        super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingSettings(ItemSettings):
+    """How runs of any task make vectors."""
+
+    pooling: Literal["mean", "first", "last"] = "mean"
+    """What the vector of an item is: the mean over its positions, or the vector of the first or of the last one."""
 
 
 class Embedded(NamedTuple):

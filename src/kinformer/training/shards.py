@@ -8,7 +8,6 @@ tensor must follow each other from its first row to its last. Nothing is a pickl
 
 from __future__ import annotations
 
-import hashlib
 import re
 import warnings
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.files import reading, require_file, sync_folder
+from kinformer.runtime.files import reading, require_file, sha256_of, sync_folder
 from kinformer.runtime.parsing import parse_json
 from kinformer.runtime.sharding import is_sharded
 from kinformer.training.distributed import Group
@@ -85,7 +84,7 @@ class Shards:
         """Raise a :class:`KinformerError` where a file is not the plan's; ``world`` processes share the files."""
         for name in sorted(self.files)[rank::world]:
             require_file(self.folder / name)
-            if _sha256(self.folder / name) != self.files[name]:
+            if sha256_of(self.folder / name) != self.files[name]:
                 raise KinformerError(
                     f"{self.folder / name}: is damaged or not the file that the checkpoint's plan names; restore it "
                     "from a copy"
@@ -109,7 +108,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], group: Group) -> S
         raise _cause(error) from None
     ours = sorted(place.glob(f"shard-{group.rank + 1:05d}-*.safetensors"))
     files: dict[str, str] = {}
-    for part in group.on_all(lambda: {path.name: _sha256(path) for path in ours}):
+    for part in group.on_all(lambda: {path.name: sha256_of(path) for path in ours}):
         files |= part
     group.on_first(lambda: sync_folder(place))
     return Shards(place, files, aliases)
@@ -207,11 +206,6 @@ def _dtype(name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise ValueError(f"it holds numbers of type {name}")
     return _DTYPES[name]
-
-
-def _sha256(path: Path) -> str:
-    with reading(path, "cannot be read", "check its permissions"), path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _cause(error: Any) -> Exception:

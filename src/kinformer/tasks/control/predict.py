@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +16,9 @@ from kinformer.control.environments.environment import Discrete
 from kinformer.control.environments.table import make
 from kinformer.control.online.agent import ControlAgent
 from kinformer.control.online.data import open_environment
-from kinformer.data.items import STDIN
+from kinformer.data.items import read_texts
+from kinformer.data.tables import Columns
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.files import reading, require_file
 from kinformer.runtime.words import plural
 from kinformer.tasks.predictions import Predicted, PredictionSettings
 from kinformer.tasks.runs import LoadedRun
@@ -47,30 +45,23 @@ def predict(subject: LoadedRun, source: Any, settings: PredictionSettings) -> It
     actions, size = environment.actions, environment.observation_dim
     agent = ControlAgent(subject.model, ActionSampler(actions, 0.0, 0), None)
     episode = step = 0
-    with _lines(source) as lines:
-        for observation in islice(_observations(lines, size), settings.max_items):
-            if observation.begins:
-                episode, step = episode + 1, 0
-                agent.begin(np.zeros(1, np.int64))
-            step += 1
-            (action,) = agent.act(observation.values[None], np.zeros(1))
-            value = int(action) if isinstance(actions, Discrete) else [round(float(item), 6) for item in action]
-            yield Predicted({"episode": episode, "step": step, "action": value}, str(value))
+    for observation in islice(_observations(_lines(source), size), settings.max_items):
+        if observation.begins:
+            episode, step = episode + 1, 0
+            agent.begin(np.zeros(1, np.int64))
+        step += 1
+        (action,) = agent.act(observation.values[None], np.zeros(1))
+        value = int(action) if isinstance(actions, Discrete) else [round(float(item), 6) for item in action]
+        yield Predicted({"episode": episode, "step": step, "action": value}, str(value))
 
 
-@contextmanager
-def _lines(source: Any) -> Iterator[Iterable[tuple[str, Any]]]:
-    """Give the observations of ``source``, each after the place where it stands."""
+def _lines(source: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the observations of ``source``, each after the place where it stands."""
     if not isinstance(source, str | Path):
-        yield ((f"observation {number}", item) for number, item in enumerate(source, start=1))
-    elif str(source) == STDIN:
-        rows = enumerate(sys.stdin.buffer, start=1)
-        yield ((f"standard input, line {number}", line.decode("utf-8", "replace")) for number, line in rows)
-    else:
-        path = Path(source).expanduser()
-        require_file(path)
-        with reading(path), path.open(encoding="utf-8") as file:
-            yield ((f"{path}, line {number}", line) for number, line in enumerate(file, start=1))
+        yield from ((f"observation {number}", item) for number, item in enumerate(source, start=1))
+        return
+    lines = read_texts(source, Columns(), "lines", check=lambda line: None)  # empty ones are between episodes
+    yield from ((line.place, line.text) for line in lines.items)
 
 
 def _observations(lines: Iterable[tuple[str, Any]], size: int) -> Iterator[Observation]:

@@ -19,7 +19,7 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import reading, require_file
 from kinformer.runtime.progress import progressing
 from kinformer.runtime.words import plural
-from kinformer.tasks.predictions import Embedded, EmbeddingSettings
+from kinformer.tasks.predictions import Embedded, EmbeddingSettings, ItemSettings
 from kinformer.tasks.runs import LoadedRun, TrainedRun
 from kinformer.tasks.shared.arriving import batched
 from kinformer.tasks.shared.embedding import pooled
@@ -113,16 +113,23 @@ def _files(path: Path) -> list[Path]:
     return [item for item in inside if item.suffix.lower() in SUFFIXES]
 
 
-def embed_pictures(subject: LoadedRun, source: Any, settings: EmbeddingSettings) -> Iterator[Embedded]:
-    """Yield the vectors of the pictures of ``source``, in order: the last hidden states of an encoder, pooled."""
-    taken, model, done = pictures_in(subject.run, source, settings.max_items), subject.model, 0
-    with progressing(settings.quiet or taken.total is None, "embedding") as progress:
+def picture_batches(taken: Inputs, settings: ItemSettings, doing: str) -> Iterator[list[Picture]]:
+    """Yield the pictures ``taken`` in batches; a bar says what the caller is ``doing``."""
+    done = 0
+    with progressing(settings.quiet or taken.total is None, doing) as progress:
         for batch in batched(taken.items, settings.batch_size):
-            with torch.inference_mode():
-                states = model.hidden(laid(batch, model)).long_input
-                vectors = pooled(states, states.new_ones(states.shape[:2], dtype=torch.bool), settings.pooling)
-            for picture, vector in zip(batch, vectors.numpy(), strict=True):
-                yield Embedded("image", picture.name, vector)
+            yield batch
             done += len(batch)
             if progress is not None and taken.total is not None:
                 progress(done, taken.total)
+
+
+def embed_pictures(subject: LoadedRun, source: Any, settings: EmbeddingSettings) -> Iterator[Embedded]:
+    """Yield the vectors of the pictures of ``source``, in order: the last hidden states of an encoder, pooled."""
+    model = subject.model
+    for batch in picture_batches(pictures_in(subject.run, source, settings.max_items), settings, "embedding"):
+        with torch.inference_mode():
+            states = model.hidden(laid(batch, model)).long_input
+            vectors = pooled(states, states.new_ones(states.shape[:2], dtype=torch.bool), settings.pooling)
+        for picture, vector in zip(batch, vectors.numpy(), strict=True):
+            yield Embedded("image", picture.name, vector)

@@ -10,32 +10,22 @@ import torch
 from kinformer.core.model import device_of
 from kinformer.data.filterbank import Filterbank
 from kinformer.data.resample import Resampler
-from kinformer.data.wav import read_sound, sound_info
-from kinformer.runtime.progress import progressing
 from kinformer.tasks.predictions import Embedded, EmbeddingSettings
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.embedding import pooled
 from kinformer.tasks.speech.generate import writing_of
-from kinformer.tasks.speech.predict import sound_files
+from kinformer.tasks.speech.predict import sounds
 from kinformer.tasks.speech.rows import features_of
 
 
 def embed(subject: LoadedRun, source: Any, settings: EmbeddingSettings) -> Iterator[Embedded]:
-    """Yield the vectors of the files of ``source`` (a WAV or FLAC file, a folder, or a list of paths), in order; the
-    heads of all files are looked at before the first is computed."""
+    """Yield the vectors of the files of ``source`` (a WAV or FLAC file, a folder, or a list of paths), in order."""
     model, heard_rate = subject.model, writing_of(subject.run)[2]
     bank = Filterbank(heard_rate, model.config.input.mels)
-    files = sound_files(source)[: settings.max_items]
-    for file in files:
-        sound_info(file)
-    with progressing(settings.quiet, "embedding") as progress:
-        for number, file in enumerate(files, start=1):
-            samples, rate = read_sound(file)
-            heard = Resampler(rate, heard_rate).feed(torch.from_numpy(samples), True)
-            frames = features_of(heard, bank, model.config)[None].to(device_of(model))
-            with torch.inference_mode():
-                states = model.hidden(frames)[0]
-                vectors = pooled(states, states.new_ones(states.shape[:2], dtype=torch.bool), settings.pooling)
-            yield Embedded("audio", str(file), vectors[0].numpy())
-            if progress is not None:
-                progress(number, len(files))
+    for file, samples, rate in sounds(source, settings.max_items, settings.quiet, "embedding"):
+        heard = Resampler(rate, heard_rate).feed(torch.from_numpy(samples), True)
+        frames = features_of(heard, bank, model.config)[None].to(device_of(model))
+        with torch.inference_mode():
+            states = model.hidden(frames)[0]
+            vectors = pooled(states, states.new_ones(states.shape[:2], dtype=torch.bool), settings.pooling)
+        yield Embedded("audio", str(file), vectors[0].numpy())

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from kinformer.data.files import reading
@@ -21,26 +22,34 @@ from kinformer.tasks.speech.generate import Listener, writing_of
 
 
 def predict(subject: LoadedRun, source: Any, settings: PredictionSettings, prefixes: int) -> Iterator[Predicted]:
-    """What is said in the files of ``source`` (a WAV or FLAC file, a folder of them, or a list of paths), in order; the
-    heads of all files are looked at before the first is computed."""
+    """What is said in the files of ``source`` (a WAV or FLAC file, a folder of them, or a list of paths), in order."""
     symbols, unit, rate = writing_of(subject.run)
-    files = sound_files(source)[: settings.max_items]
+    for file, samples, came in sounds(source, settings.max_items, settings.quiet, "predicting"):
+        with torch.inference_mode():
+            logits = Listener(subject.model, came, rate).feed(samples, last=True)
+        heard = greedy(logits) if prefixes == 1 else prefix_beam(logits, prefixes)
+        transcript = join_symbols([symbols[symbol - 1] for symbol in heard], unit)
+        row = {"audio": str(file), "text": transcript, "sound_seconds": len(samples) / came}
+        yield Predicted(row, f"{file}\t{transcript}")
+
+
+def sounds(source: Any, most: int | None, quiet: bool, doing: str) -> Iterator[tuple[Path, np.ndarray, int]]:
+    """Yield the files of ``source`` (a WAV or FLAC file, a folder of them, or a list of paths) in order, each with its
+    samples [time] and how many of them are a second; at most ``most`` files. A bar says what the caller is ``doing``.
+
+    The heads of all files are looked at before the first is read.
+    """
+    files = _files(source)[:most]
     for file in files:
         sound_info(file)
-    with progressing(settings.quiet, "predicting") as progress:
+    with progressing(quiet, doing) as progress:
         for number, file in enumerate(files, start=1):
-            samples, came = read_sound(file)
-            with torch.inference_mode():
-                logits = Listener(subject.model, came, rate).feed(samples, last=True)
-            heard = greedy(logits) if prefixes == 1 else prefix_beam(logits, prefixes)
-            transcript = join_symbols([symbols[symbol - 1] for symbol in heard], unit)
-            row = {"audio": str(file), "text": transcript, "sound_seconds": len(samples) / came}
-            yield Predicted(row, f"{file}\t{transcript}")
+            yield file, *read_sound(file)
             if progress is not None:
                 progress(number, len(files))
 
 
-def sound_files(source: Any) -> list[Path]:
+def _files(source: Any) -> list[Path]:
     """Return the paths of ``source``: a file, those of a folder and its folders in order, or a list of paths."""
     if source == STDIN:
         raise KinformerError("-: sound files are not read from standard input; give a folder, or a WAV or FLAC file.")

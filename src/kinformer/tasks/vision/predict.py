@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from kinformer.runtime.errors import KinformerError, require_finite
-from kinformer.runtime.progress import progressing
 from kinformer.runtime.words import plural
 from kinformer.tasks.predictions import Predicted, PredictionSettings
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.arriving import batched
 from kinformer.tasks.shared.classes import classes_of, most_probable, spell_classes
 from kinformer.tasks.shared.made import Made
-from kinformer.tasks.shared.pictures import Picture, laid, pictures, pictures_in
+from kinformer.tasks.shared.pictures import Picture, laid, picture_batches, pictures, pictures_in
 from kinformer.tasks.vision.evaluate import AT_ONCE
 from kinformer.tasks.vision.options import VisionGenerationOptions
 
@@ -50,16 +49,11 @@ def predict(subject: LoadedRun, source: Any, settings: PredictionSettings) -> It
     test images of data, or a list of pictures' paths."""
     names = classes_of(subject.run)
     taken = pictures_in(subject.run, source, settings.max_items, names)
-    done = 0
-    with progressing(settings.quiet or taken.total is None, "predicting") as progress:
-        for batch in batched(taken.items, settings.batch_size):
-            for picture, probabilities in zip(batch, probabilities_of(subject.model, batch), strict=True):
-                classes = most_probable(probabilities, names, settings.top_k)
-                label = {} if picture.label is None else {"label": picture.label}
-                yield Predicted({"image": picture.name} | label | {"classes": classes}, _line(picture, classes))
-            done += len(batch)
-            if progress is not None and taken.total is not None:
-                progress(done, taken.total)
+    for batch in picture_batches(taken, settings, "predicting"):
+        for picture, probabilities in zip(batch, probabilities_of(subject.model, batch), strict=True):
+            classes = most_probable(probabilities, names, settings.top_k)
+            label = {} if picture.label is None else {"label": picture.label}
+            yield Predicted({"image": picture.name} | label | {"classes": classes}, _line(picture, classes))
 
 
 def probabilities_of(model: Any, batch: Sequence[Picture]) -> Tensor:
