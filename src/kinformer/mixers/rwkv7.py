@@ -110,9 +110,8 @@ class RWKV7(CausalMixer):
         log_decay = _RATE * torch.sigmoid(tilted.to(state_dtype(tilted.dtype)))
         if chunk.valid is not None:
             log_decay = torch.where(chunk.valid[:, None, :, None], log_decay, log_decay.new_zeros(()))
-        y, kv = self._update(
-            (r, key, v), (functional.normalize(erased, dim=-1), rate_by_head), state.kv, log_decay, chunk
-        )
+        erasing = functional.normalize(erased, dim=-1), rate_by_head
+        y, kv = self._update((r, key, v), erasing, state.kv, log_decay, chunk.valid, reset)
         gate = self.gate_up(torch.sigmoid(self.gate_down(xg)))
         bonus = (r * key * self._heads(self.bonus)).sum(-1, keepdim=True) * v
         return self._output(y, bonus, gate, chunk.valid), TimeMixState(kv, recent)
@@ -128,7 +127,8 @@ class RWKV7(CausalMixer):
         erasing: tuple[Tensor, Tensor],
         kv: Tensor,
         log_decay: Tensor,
-        chunk: Chunk,
+        valid: Tensor | None,
+        reset: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return S_t^T r [batch, heads, time, head_dim] and the last S; ``erasing``: kappa and a."""
         (r, key, v), (kappa, rate) = tokens, erasing
@@ -136,10 +136,10 @@ class RWKV7(CausalMixer):
         read = kappa * (-log_decay).exp().to(kappa.dtype)
         keys, values = torch.stack([kappa * rate, key], 3), torch.stack([torch.zeros_like(v), v], 3)
         strength = torch.ones_like(keys[..., 0])
-        if chunk.valid is not None:
-            strength = strength * chunk.valid[:, None, :, None]
+        if valid is not None:
+            strength = strength * valid[:, None, :, None]
         erase = torch.stack([read, torch.zeros_like(read)], 3)
-        two_steps = DeltaTokens(r, keys, values, strength, erase, log_decay, real_resets(chunk))
+        two_steps = DeltaTokens(r, keys, values, strength, erase, log_decay, reset)
         return delta_steps(two_steps, kv, impl=self.config.impl)
 
     def _output(self, y: Tensor, bonus: Tensor, gate: Tensor, valid: Tensor | None) -> Tensor:
