@@ -261,13 +261,6 @@ def test_mistakes_are_one_sentence(arguments, message, exported, tmp_path, capsy
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".partial")]
 
 
-def test_encoders_that_are_no_architecture_are_refused(tmp_path):
-    run = saved_run("linformer", tmp_path / "run")
-    with pytest.raises(KinformerError, match="an encoder with the input 'tokens', which is exported only as an arch"):
-        kinformer.export(run, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_weights_beyond_half_precision_are_refused(tmp_path):
     run = saved_run("gpt", tmp_path / "run")
     weights = kinformer.load(run).state_dict()

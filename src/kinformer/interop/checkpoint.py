@@ -46,7 +46,7 @@ class Imported:
     """The contents of a folder in our terms: the member, the model config as data, weights under our names (float32).
 
     ``tokenizer`` is the path of its tokenizer.json, or None. ``notes`` say what was left out or added. ``classes``:
-    what an encoder of images tells. ``length``: the longest text of training, where positions do not end there.
+    the names of what an encoder predicts. ``length``: the longest text of training, where positions do not end there.
     """
 
     member: str
@@ -216,7 +216,14 @@ def _ours(config: Mapping[str, Any], folder: Path) -> Imported:
         for name, one in _tensors(folder).items()
     }
     tokenizer = folder / TOKENIZER
-    return Imported(member=member, model=model, weights=weights, tokenizer=tokenizer if tokenizer.is_file() else None)
+    has_classes = "id2label" in config and "classes" in (model.get("head") or {})
+    return Imported(
+        member=member,
+        model=model,
+        weights=weights,
+        tokenizer=tokenizer if tokenizer.is_file() else None,
+        classes=images.classes(config, folder / CONFIG) if has_classes else (),
+    )
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:

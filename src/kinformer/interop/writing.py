@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kinformer.core.config import to_dict
-from kinformer.core.model import PROTOCOLS, CausalModel
+from kinformer.core.model import PROTOCOLS, SourceModel
 from kinformer.core.model_config import ModelConfig
-from kinformer.interop.checkpoint import CONFIG, INDEX, WEIGHTS
-from kinformer.interop.images import PREPROCESSOR
+from kinformer.interop.checkpoint import CONFIG, INDEX, OURS, WEIGHTS
+from kinformer.interop.encoder_routes import labels
+from kinformer.interop.forms import GENERATE, auto_class_of, model_class_of, use_of
+from kinformer.interop.images import PREPROCESSOR, preprocessor
 from kinformer.interop.native import Native, native_form
 from kinformer.interop.routes import Padding
 from kinformer.runtime.errors import KinformerError
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GENERATION, CODE = "generation_config.json", "modeling_kinformer.py"
-GENERATES = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
+GENERATES = tuple(map(auto_class_of, GENERATE))
+IMAGES = "ViTImageProcessor"
 DTYPES = ("float32", "bfloat16", "float16")
 REMOTE_CODE = '''"""A model of the package kinformer for the library transformers: pip install kinformer."""
 
@@ -58,9 +61,14 @@ class Form:
     auto_class: str
 
     @property
+    def use(self) -> str:
+        """Return what the model is used for, as the classes' names end."""
+        return self.auto_class.removeprefix(auto_class_of(""))
+
+    @property
     def model_type(self) -> str:
         """Return the ``model_type`` of the folder's config."""
-        return "kinformer" if self.native is None else self.native.model_type
+        return OURS if self.native is None else self.native.model_type
 
 
 def form_of(config: ModelConfig, length: int | None = None, padding: Padding | None = None) -> Form:
@@ -72,12 +80,14 @@ def form_of(config: ModelConfig, length: int | None = None, padding: Padding | N
     native = native_form(config, length, padding)
     if isinstance(native, Native):
         return Form(native, "", *native.classes)
-    if config.protocol is not CausalModel or config.input.kind != "tokens":
+    use = use_of(config)
+    if use is None:
+        head: Any = getattr(config, "head", None)
         raise KinformerError(
-            f"its model is {PROTOCOLS[config.protocol]} with the input {config.input.kind!r}, which is exported only "
-            f"as an architecture of transformers, but {native}."
+            f"its model is {PROTOCOLS[config.protocol]} with the input {config.input.kind!r} and the head "
+            f"{head.kind!r}, which is exported only as an architecture of transformers, but {native}."
         )
-    return Form(None, native, "KinformerForCausalLM", "AutoModelForCausalLM")
+    return Form(None, native, model_class_of(use), auto_class_of(use))
 
 
 def require_new(folder: Path) -> None:
@@ -121,25 +131,28 @@ def write_model(
     tensors = form.native.tensors(weights) if form.native else {f"model.{name}": one for name, one in weights.items()}
     count = _write_tensors(folder, _as_dtype(tensors, settings["dtype"]), max_shard_bytes)
     write_json(folder / CONFIG, settings)
-    if form.native is not None and form.native.preprocessor is not None:
-        write_json(folder / PREPROCESSOR, form.native.preprocessor)
+    prepared = _preprocessor(settings["composition"]) if form.native is None else form.native.preprocessor
+    if prepared is not None:
+        write_json(folder / PREPROCESSOR, prepared)
     if form.auto_class in GENERATES:
         names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-        write_json(folder / GENERATION, {name: settings[name] for name in names if settings.get(name) is not None})
+        held = {name: settings[name] for name in names if settings.get(name) is not None}
+        begin = held.get("decoder_start_token_id")  # what our search never writes
+        write_json(folder / GENERATION, held | ({} if begin is None else {"suppress_tokens": [begin]}))
     if form.native is None:
-        write_code(folder, form.model_class)
+        write_code(folder, form.use)
     return count
 
 
-def write_code(folder: Path, model_class: str) -> None:
-    """Write the file of code that imports ``model_class`` from here."""
-    (folder / CODE).write_text(REMOTE_CODE.format(model=model_class), encoding="utf-8")
+def write_code(folder: Path, use: str) -> None:
+    """Write the file of code that imports our class for a ``use``."""
+    (folder / CODE).write_text(REMOTE_CODE.format(model=model_class_of(use)), encoding="utf-8")
 
 
-def auto_map(auto_class: str, model_class: str) -> dict[str, str]:
-    """Return where transformers reads in a folder which classes its config and its model have."""
+def auto_map(use: str) -> dict[str, str]:
+    """Return where transformers reads in a folder which classes the config and the model of a ``use`` have."""
     module = Path(CODE).stem
-    return {"AutoConfig": f"{module}.KinformerConfig", auto_class: f"{module}.{model_class}"}
+    return {"AutoConfig": f"{module}.KinformerConfig", auto_class_of(use): f"{module}.{model_class_of(use)}"}
 
 
 def settings_of(form: Form, config: ModelConfig, member: str, dtype: str) -> dict[str, Any]:
@@ -148,17 +161,28 @@ def settings_of(form: Form, config: ModelConfig, member: str, dtype: str) -> dic
         return {**form.native.config, "dtype": dtype}
     composition = to_dict(config)
     tokens = composition["input"]
-    return {
+    begin = tokens.get("bos_token")
+    settings = {
         "model_type": form.model_type,
         "architectures": [form.model_class],
-        "auto_map": auto_map(form.auto_class, form.model_class),
+        "auto_map": auto_map(form.use),
         "member": member,
         "composition": composition,
         "dtype": dtype,
-        "bos_token_id": tokens["bos_token"],
-        "eos_token_id": tokens["eos_token"],
+        "bos_token_id": begin,
+        "eos_token_id": tokens.get("eos_token"),
         "pad_token_id": None,
     }
+    if config.protocol is SourceModel:
+        return settings | {"is_encoder_decoder": True, "decoder_start_token_id": begin, "pad_token_id": begin}
+    classes = composition["head"].get("classes")
+    return settings if classes is None else settings | labels(classes)
+
+
+def _preprocessor(composition: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the ``preprocessor_config.json`` of a model of images, which normalises them itself; None of others."""
+    size = composition["input"].get("size")
+    return None if size is None else preprocessor({"size": size, "channels": 0, "mean": (), "std": ()}, IMAGES)
 
 
 def _as_dtype(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:

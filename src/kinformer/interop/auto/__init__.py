@@ -6,12 +6,38 @@ from here. Whoever imports this package needs no ``trust_remote_code``, as it re
 
 from __future__ import annotations
 
-from transformers import AutoConfig, AutoModelForCausalLM
+import transformers
 
 from kinformer.interop.auto.causal import KinformerForCausalLM
 from kinformer.interop.auto.configuration import KinformerConfig
+from kinformer.interop.auto.seq2seq import KinformerForSeq2SeqLM
+from kinformer.interop.auto.whole import (
+    KinformerForImageClassification,
+    KinformerForMaskedLM,
+    KinformerForSequenceClassification,
+    KinformerForTokenClassification,
+)
+from kinformer.interop.forms import auto_class_of
 
-__all__ = ["KinformerConfig", "KinformerForCausalLM"]
+CLASSES = (
+    KinformerForCausalLM,
+    KinformerForSeq2SeqLM,
+    KinformerForMaskedLM,
+    KinformerForSequenceClassification,
+    KinformerForTokenClassification,
+    KinformerForImageClassification,
+)
+__all__ = [
+    "CLASSES",
+    "KinformerConfig",
+    "KinformerForCausalLM",
+    "KinformerForImageClassification",
+    "KinformerForMaskedLM",
+    "KinformerForSeq2SeqLM",
+    "KinformerForSequenceClassification",
+    "KinformerForTokenClassification",
+]
 
-AutoConfig.register(KinformerConfig.model_type, KinformerConfig, exist_ok=True)
-AutoModelForCausalLM.register(KinformerConfig, KinformerForCausalLM, exist_ok=True)
+transformers.AutoConfig.register(KinformerConfig.model_type, KinformerConfig, exist_ok=True)
+for _class in CLASSES:
+    getattr(transformers, auto_class_of(_class.use)).register(KinformerConfig, _class, exist_ok=True)

@@ -27,6 +27,10 @@ class KinformerConfig(PretrainedConfig):  # type: ignore[misc]
         self.num_hidden_layers = len(self.composition.get("layers", ()))
         for derived in ("vocab_size", "hidden_size", "num_hidden_layers"):
             settings.pop(derived, None)
+        classes = self.composition.get("head", {}).get("classes")
+        if classes is not None and not settings.get("id2label"):
+            settings["num_labels"] = classes
+        settings["is_encoder_decoder"] = self.composition.get("kind") == "encoder_decoder"
         settings["tie_word_embeddings"] = False  # a tied head reads the table of the input; there is one tensor
         settings.setdefault("use_cache", True)
         self.use_cache = settings["use_cache"]

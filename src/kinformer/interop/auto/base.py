@@ -1,0 +1,93 @@
+"""What the classes of transformers for models of this library share: they are built of a composition, and saved so that
+they can be loaded again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+
+from kinformer.core.model import PROTOCOLS
+from kinformer.interop.auto.configuration import KinformerConfig
+from kinformer.interop.forms import auto_class_of, use_of
+from kinformer.interop.writing import auto_map, write_code
+from kinformer.runtime.errors import KinformerError
+
+
+class KinformerModel(PreTrainedModel):  # type: ignore[misc]
+    """A model of this library, ``model``, with the interface of transformers; ``use`` is what the class is for, as in
+    the end of its name, ``KinformerForMaskedLM``."""
+
+    use: ClassVar[str]
+    config_class = KinformerConfig
+    base_model_prefix = ""
+    supports_gradient_checkpointing = False
+    _no_split_modules: list[str] = []
+
+    def __init__(self, config: KinformerConfig) -> None:
+        super().__init__(config)
+        self.model = config.build()
+        use = use_of(self.model.config)
+        if use != self.use:
+            theirs = f"load it by {auto_class_of(use)}" if use else "transformers has no class for it"
+            raise KinformerError(
+                f"composition: its model is {PROTOCOLS[self.model.config.protocol]} with the input "
+                f"{self.model.config.input.kind!r} and the head {self.model.config.head.kind!r}, which is no "
+                f"{self.use}; {theirs}."
+            )
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialise what no file held, and buffers that no file holds, as a new model of ours has them."""
+        if module is self:
+            with torch.device("cpu"):
+                fresh = self.config.build()
+            values = dict(fresh.named_parameters()) | dict(fresh.named_buffers())
+            for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+                if not getattr(tensor, "_is_hf_initialized", False):
+                    init.copy_(tensor, values[name].to(tensor.dtype))
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *arguments: Any, **options: Any) -> None:
+        """Write the model as ``kinformer export`` does, with the code that loads it."""
+        self.config.auto_map = auto_map(self.use)
+        super().save_pretrained(save_directory, *arguments, **options)
+        write_code(Path(save_directory), self.use)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the table of the input, or the input of a model of images."""
+        return getattr(self.model.input, "embedding", self.model.input)  # type: ignore[no-any-return]
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Refuse another table: the composition says how many ids there are."""
+        raise KinformerError("the table of ids cannot be exchanged; train a run with another vocab_size instead.")
+
+
+def valid_of(attention_mask: Tensor | None, values: Tensor) -> Tensor | None:
+    """Return which positions of ``values`` [batch, time] are real, bool, by a mask [batch, tokens so far]; None if all
+    are."""
+    if attention_mask is None:
+        return None
+    if attention_mask.dim() != 2 or attention_mask.shape[1] < values.shape[1]:
+        raise KinformerError(
+            f"attention_mask is {list(attention_mask.shape)}, but must be [batch, tokens] and cover the "
+            f"{values.shape[1]} of input_ids."
+        )
+    valid = attention_mask[:, -values.shape[1] :].bool()
+    return None if bool(valid.all()) else valid
+
+
+def require_ids(values: Tensor | None, options: dict[str, Any]) -> Tensor:
+    """Return ``values``; refuse a call with vectors in their place."""
+    if values is None or options.get("inputs_embeds") is not None:
+        raise KinformerError("inputs_embeds: this model reads input_ids alone; leave it out.")
+    return values
+
+
+def scaling(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the option by which a trainer says how many labels there are in all micro-batches of a step."""
+    return {name: options[name] for name in ("num_items_in_batch",) if name in options}

@@ -1,0 +1,391 @@
+"""Models that are no architecture of transformers, in its classes: the bits of the run, losses, training, LoRA."""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+
+import kinformer
+from kinformer.cli.main import main
+from kinformer.core.config import to_dict
+from kinformer.family.build import configure
+from kinformer.generation.beam import Search, beam_search
+from kinformer.runs.run import open_run
+from kinformer.runtime.errors import KinformerError
+from tests.interop.encoders import assert_close
+from tests.interop.test_export import assert_same_weights, modules_cache, save_run  # noqa: F401 (a fixture)
+from tests.interop.test_export_encoders import saved_run, texts
+
+CLASSES = {"head": {"kind": "classification", "classes": 3}}
+OF_TOKENS = {"head": {"kind": "token_classification", "classes": 4}}
+TWO_HEADS = {"head": {"kind": "distilled", "classes": 5}, "input.distillation_token": True}
+LINEAR = {
+    "layers.*.mixer": configure("linear-transformer", "tiny", 256).layers[0].mixer,
+    "encoder.layers.*.mixer": configure("linformer", "tiny", 256).layers[0].mixer,
+}
+PRE = {"layers.*.residual": "pre", "encoder.layers.*.residual": "pre", "norm": "layer_norm", "head.bias": True}
+MODELS = {
+    "linformer": ("linformer", {}, "MaskedLM"),
+    "sinkhorn": ("sinkhorn", {}, "MaskedLM"),
+    "star": ("star", {}, "MaskedLM"),
+    "blockbert": ("blockbert", {"input.types": 2}, "MaskedLM"),
+    "etc": ("etc", {}, "MaskedLM"),
+    "linformer of classes": ("linformer", CLASSES, "SequenceClassification"),
+    "etc of classes": ("etc", CLASSES, "SequenceClassification"),
+    "star of classes of tokens": ("star", OF_TOKENS, "TokenClassification"),
+    "convformer": ("convformer", {}, "ImageClassification"),
+    "hipt": ("hipt", {}, "ImageClassification"),
+    "deit of two classifiers": ("deit", TWO_HEADS | {"layers.*.norm": "rms_norm"}, "ImageClassification"),
+    "gated-deltanet": ("gated-deltanet", {}, "CausalLM"),
+    "linear translator": ("vanilla", LINEAR, "Seq2SeqLM"),
+    "translator with norms before": ("vanilla", PRE, "Seq2SeqLM"),
+}
+ONE_OF_EACH = (
+    "linformer", "etc of classes", "star of classes of tokens", "hipt", "gated-deltanet", "linear translator",
+)  # fmt: skip
+
+
+class Pair:
+    """A run, its export, and both models; ``values`` are inputs of ours, ``inputs`` those of transformers' classes."""
+
+    def __init__(self, folder, name):
+        member, changes, self.use = MODELS[name]
+        self.run = saved_run(member, folder / "run", **changes)
+        self.done = kinformer.export(self.run, folder / "exported")
+        self.ours, self.theirs = kinformer.load(self.run), self.loaded()
+
+    def loaded(self, folder=None, **options):
+        auto = getattr(transformers, f"AutoModelFor{self.use}")
+        return auto.from_pretrained(folder or self.done.folder, trust_remote_code=True, **options).eval()
+
+    def inputs(self):
+        generator = torch.Generator().manual_seed(1)
+        if self.use == "ImageClassification":
+            return {"pixel_values": torch.rand(3, 3, *self.ours.config.input.size, generator=generator)}
+        tokens, valid = texts()
+        size = self.ours.config.input.vocab_size
+        inputs = {"input_ids": tokens.clamp(max=size - 1), "attention_mask": valid.long()}
+        if self.use == "Seq2SeqLM":
+            inputs["decoder_input_ids"] = torch.randint(256, (3, 6), generator=generator)
+        return inputs
+
+    def labels(self):
+        generator = torch.Generator().manual_seed(2)
+        if self.use in ("ImageClassification", "SequenceClassification"):
+            return torch.randint(3, (3,), generator=generator)
+        if self.use == "Seq2SeqLM":
+            return torch.randint(256, (3, 6), generator=generator).index_fill(1, torch.tensor(5), -100)
+        mask = self.inputs()["attention_mask"].bool()
+        return torch.randint(4, mask.shape, generator=generator).masked_fill(~mask, -100)
+
+    @torch.no_grad()
+    def wanted(self):
+        """Our logits."""
+        inputs = self.inputs()
+        if self.use == "ImageClassification":
+            return self.ours(inputs["pixel_values"])
+        valid = inputs["attention_mask"].bool()
+        if self.use == "Seq2SeqLM":
+            return self.ours(inputs["decoder_input_ids"], self.ours.begin(inputs["input_ids"], valid))[0]
+        logits = self.ours(inputs["input_ids"], valid=valid)
+        return logits[0] if self.use == "CausalLM" else logits
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Pairs by their names, each made once."""
+    made = {}
+
+    def pair(name):
+        if name not in made:
+            made[name] = Pair(tmp_path_factory.mktemp("pair"), name)
+        return made[name]
+
+    return pair
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_logits_are_the_runs_bits_and_importing_gives_them_back(name, pairs, tmp_path):
+    pair = pairs(name)
+    assert (pair.done.native, pair.done.auto_class) == (False, f"AutoModelFor{pair.use}") and pair.done.reason
+    assert torch.equal(pair.theirs(**pair.inputs()).logits, pair.wanted())
+    kinformer.import_checkpoint(pair.done.folder, tmp_path / "again")
+    assert_same_weights(pair.run, tmp_path / "again")
+    one, other = (open_run(folder) for folder in (pair.run, tmp_path / "again"))
+    assert to_dict(one.config) == to_dict(other.config) and one.member == other.member
+
+
+def test_a_new_process_needs_trust_alone(pairs, tmp_path):
+    """Nothing of ours is imported before transformers reads the folders."""
+    code = ["import sys, torch, transformers", "print('kinformer' in sys.modules)"]
+    for name in ONE_OF_EACH:
+        pair = pairs(name)
+        torch.save(pair.inputs(), tmp_path / f"{pair.use}.pt")
+        code += [
+            f"auto, inputs = transformers.AutoModelFor{pair.use}, torch.load({str(tmp_path / f'{pair.use}.pt')!r})",
+            f"model = auto.from_pretrained({str(pair.done.folder)!r}, trust_remote_code=True).eval()",
+            "print(model(**inputs).logits.sum(dtype=torch.float64).item())",
+        ]
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(code)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    sums = [str(pairs(name).wanted().sum(dtype=torch.float64).item()) for name in ONE_OF_EACH]
+    assert done.stdout.split() == ["False", *sums]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_padded_rows_are_as_they_are_alone(name, pairs):
+    pair, inputs = pairs(name), pairs(name).inputs()
+    together = pair.theirs(**inputs).logits
+    for row in range(3):
+        alone = {key: one[row : row + 1] for key, one in inputs.items()}
+        if "attention_mask" in alone:
+            real = alone["attention_mask"][0].bool()
+            alone |= {"input_ids": alone["input_ids"][:, real], "attention_mask": None}
+        got = pair.theirs(**alone).logits[0]
+        assert_close(got, together[row, : len(got)], 1e-5)
+
+
+def loss_of(pair, logits, labels):
+    """The mean cross-entropy; a causal model predicts the next label."""
+    if pair.use == "CausalLM":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    return torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_the_loss_is_the_cross_entropy_of_the_labels_where_they_stand(name, pairs):
+    pair, labels = pairs(name), pairs(name).labels()
+    output = pair.theirs(**pair.inputs(), labels=labels)
+    assert_close(output.loss, loss_of(pair, output.logits, labels), 1e-6)
+    output.loss.backward()
+    trained = [one for one in pair.theirs.parameters() if one.requires_grad]
+    assert sum(one.grad is not None for one in trained) > 0.9 * len(trained)
+    pair.theirs.zero_grad()
+    assert pair.theirs(**pair.inputs(), return_dict=False)[0].shape == output.logits.shape
+
+
+def test_labels_of_a_translator_say_what_it_reads(pairs):
+    pair, labels = pairs("linear translator"), pairs("linear translator").labels()
+    inputs = pair.inputs()
+    read = torch.cat([torch.full((3, 1), 256), labels[:, :-1].clamp(min=0)], dim=1)
+    with torch.no_grad():
+        want = pair.theirs(**inputs | {"decoder_input_ids": read}, labels=labels)
+        del inputs["decoder_input_ids"]
+        assert torch.equal(pair.theirs(**inputs, labels=labels).loss, want.loss)
+
+
+def test_two_classifiers_learn_together(pairs):
+    pair, labels = pairs("deit of two classifiers"), pairs("deit of two classifiers").labels()
+    output = pair.theirs.train()(**pair.inputs(), labels=labels)
+    both = pair.theirs.model(pair.inputs()["pixel_values"])
+    want = sum(torch.nn.functional.cross_entropy(both[:, head], labels) for head in (0, 1)) / 2
+    assert_close(output.loss, want, 1e-6)
+    assert output.logits.shape == (3, 5)
+    pair.theirs.eval()
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_trainer_takes_a_step_and_what_it_saves_is_loaded(name, pairs, tmp_path):
+    pair = pairs(name)
+    model, inputs = pair.loaded(), pair.inputs() | {"labels": pair.labels()}
+    rows = [{key: one[row] for key, one in inputs.items()} for row in range(3)]
+    options = {"max_steps": 1, "learning_rate": 1e-2, "per_device_train_batch_size": 3, "use_cpu": True}
+    quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_strategy": "no"}
+    arguments = transformers.TrainingArguments(str(tmp_path / "trainer"), **options, **quiet)
+    before = {key: one.clone() for key, one in model.state_dict().items()}
+    done = transformers.Trainer(model, arguments, train_dataset=rows).train()
+    assert done.global_step == 1 and torch.isfinite(torch.tensor(done.training_loss))
+    after = model.eval().state_dict()
+    assert any(not torch.equal(before[key], after[key]) for key in before)
+    model.save_pretrained(tmp_path / "saved")
+    with torch.no_grad():
+        again = pair.loaded(tmp_path / "saved")
+        assert torch.equal(again(**pair.inputs()).logits, model(**pair.inputs()).logits)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_saved_again_the_bytes_are_equal(name, pairs, tmp_path):
+    pair = pairs(name)
+    for target, source in {"once": pair.done.folder, "twice": tmp_path / "once"}.items():
+        pair.loaded(source).save_pretrained(tmp_path / target)
+    files = ["config.json", "model.safetensors", "modeling_kinformer.py"]
+    files += ["generation_config.json"] if pair.use == "Seq2SeqLM" else []
+    for file in files:
+        assert (tmp_path / "once" / file).read_bytes() == (tmp_path / "twice" / file).read_bytes()
+    kinformer.import_checkpoint(tmp_path / "twice", tmp_path / "again")
+    assert_same_weights(pair.run, tmp_path / "again")
+
+
+TASKS = {
+    "MaskedLM": None,
+    "SequenceClassification": "SEQ_CLS",
+    "TokenClassification": "TOKEN_CLS",
+    "ImageClassification": None,
+    "CausalLM": "CAUSAL_LM",
+    "Seq2SeqLM": "SEQ_2_SEQ_LM",
+}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_low_rank_updates_of_peft_reach_every_product_that_they_wrap(name, pairs):
+    peft = pytest.importorskip("peft")
+    pair = pairs(name)
+    config = peft.LoraConfig(r=2, target_modules="all-linear", task_type=TASKS[pair.use], init_lora_weights=False)
+    model = peft.get_peft_model(pair.loaded(), config)
+    inputs = pair.inputs()
+    assert not torch.equal(model(**inputs).logits, pair.wanted())
+    model(**inputs, labels=pair.labels()).loss.backward()
+    updates = {key: one for key, one in model.named_parameters() if "lora_" in key and one.requires_grad}
+    assert updates and all(one.grad is not None for one in updates.values()), [
+        key for key, one in updates.items() if one.grad is None
+    ]
+    if pair.use == "Seq2SeqLM":
+        del inputs["decoder_input_ids"]
+        assert model.generate(**inputs, max_new_tokens=3, do_sample=False).shape == (3, 4)
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory):
+    """A translator that counts down from the source's first token, when it has learned a little of that."""
+    folder = tmp_path_factory.mktemp("translator")
+    torch.manual_seed(1)
+    config = configure("vanilla", "tiny", None, LINEAR | {"head.bias": True})
+    model = config.build()
+    optimiser = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(40):
+        source = torch.randint(1, 9, (16, 3))
+        target = source[:, :1] - torch.arange(10)
+        labels = target.masked_fill(target == 0, 257).masked_fill(target < 0, -100)
+        read = torch.cat([torch.full((16, 1), 256), target.clamp(min=0)[:, :-1]], dim=1)
+        logits, _ = model(read, model.begin(source))
+        optimiser.zero_grad()
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+        optimiser.step()
+    run = save_run("vanilla", folder / "run", config, model)
+    done = kinformer.export(run, folder / "exported")
+    return transformers.AutoModelForSeq2SeqLM.from_pretrained(done.folder, trust_remote_code=True).eval(), model.eval()
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_greedy_and_beams_write_what_our_search_writes(beam, translator):
+    """Scores are sums of logarithms on both sides, and the search ends with the third that has ended."""
+    theirs, ours = translator
+    source = torch.tensor([[8, 3, 1], [2, 7, 0], [5, 0, 0], [0, 0, 9]])
+    valid = torch.arange(3) < torch.tensor([[3], [2], [1], [3]])
+    best = beam_search(ours, ours.begin(source, valid), Search(256, 257, beam, 0.0), [20] * 4).best
+    options = {"attention_mask": valid.long(), "num_beams": beam, "do_sample": False, "max_new_tokens": 21}
+    options |= {"length_penalty": 0.0, "early_stopping": True} if beam > 1 else {}
+    written = theirs.generate(source, **options)
+    rows = [row[1 : row.index(257)] for row in written.tolist()]
+    assert rows == [hypothesis.tokens for hypothesis in best] and len({*map(len, rows)}) > 2
+    assert torch.equal(theirs.generate(source, **options, use_cache=False), written)
+
+
+def test_a_translator_of_text_is_prepared_as_its_run_is(translator):
+    theirs, ours = translator
+    tokenizer = transformers.AutoTokenizer.from_pretrained(theirs.name_or_path)
+    batch = tokenizer(["two and", "a"], padding=True, return_tensors="pt")
+    assert batch["input_ids"].tolist() == [[*b"two and", 257], [*b"a", 257, *[256] * 6]]
+    settings = theirs.generation_config
+    assert (settings.decoder_start_token_id, settings.eos_token_id, settings.suppress_tokens) == (256, 257, [256])
+    assert theirs.generate(**batch, max_new_tokens=4).shape[0] == 2
+
+
+@torch.no_grad()
+def test_types_sentences_and_global_tokens(pairs):
+    """A mask of global tokens, types, and the sentences of a global input reach the model under our names."""
+    tokens, _ = texts((24, 24))
+    numbers = torch.arange(24).expand(2, -1) // 5
+    etc, blocks = pairs("etc"), pairs("blockbert")
+    for pair, theirs, ours in (
+        (etc, {"sentences": numbers, "token_type_ids": 0 * tokens}, {"sentences": numbers}),
+        (blocks, {"global_attention_mask": (tokens == 257).int()}, {"kinds": (tokens == 257).long()}),
+        (blocks, {"token_type_ids": numbers % 2}, {"types": numbers % 2}),
+    ):
+        got = pair.theirs(tokens, **theirs).logits
+        assert torch.equal(got, pair.ours(tokens, **ours)) and not torch.equal(got, pair.ours(tokens))
+    with pytest.raises(KinformerError, match="no types of tokens; leave them out"):
+        etc.theirs(tokens, token_type_ids=0 * tokens + 1)
+
+
+def test_classes_keep_their_names_out_and_in(tmp_path):
+    run = saved_run("linformer", tmp_path / "run", ["cat", "dog", "newt"], **CLASSES)
+    done = kinformer.export(run, tmp_path / "exported")
+    auto = transformers.AutoModelForSequenceClassification
+    assert auto.from_pretrained(done.folder, trust_remote_code=True).config.id2label == {0: "cat", 1: "dog", 2: "newt"}
+    kinformer.import_checkpoint(done.folder, tmp_path / "again")
+    assert open_run(tmp_path / "again").data["identity"]["classes"] == ["cat", "dog", "newt"]
+
+
+def test_images_are_prepared_as_the_run_reads_them(pairs):
+    pair = pairs("convformer")
+    facts = json.loads((pair.done.folder / "preprocessor_config.json").read_text())
+    assert (facts["do_rescale"], facts["do_normalize"], facts["rescale_factor"]) == (True, False, 1 / 255)
+    assert list(facts["size"].values()) == list(pair.ours.config.input.size)
+    pixels = torch.randint(256, (1, 3, *pair.ours.config.input.size), dtype=torch.uint8)
+    with torch.no_grad():
+        assert torch.equal(pair.theirs(pixel_values=pixels.float() / 255).logits, pair.ours(pixels))
+
+
+@pytest.mark.parametrize("name", ["linformer", "convformer", "linear translator"])
+def test_the_command_says_what_it_will_be_and_writes_a_card(name, pairs, tmp_path, capsys):
+    pair, out = pairs(name), tmp_path / "book"
+    assert main(["export", str(pair.run), "--out", str(out)]) == 0
+    printed = capsys.readouterr()
+    assert f"load it with AutoModelFor{pair.use} and trust_remote_code=True" in printed.err
+    card = (out / "README.md").read_text()
+    assert f'AutoModelFor{pair.use}.from_pretrained("book", trust_remote_code=True)' in card
+    assert {"MaskedLM": "fill-mask", "ImageClassification": "image-cl", "Seq2SeqLM": "translation"}[pair.use] in card
+
+
+def test_a_class_of_another_use_refuses_the_folder(pairs):
+    from kinformer.interop import auto
+
+    config = auto.KinformerConfig.from_pretrained(pairs("linformer").done.folder)
+    with pytest.raises(KinformerError, match="no CausalLM; load it by AutoModelForMaskedLM"):
+        auto.KinformerForCausalLM(config)
+    for one in auto.CLASSES:
+        assert one.__name__ == f"KinformerFor{one.use}" and "labels" in inspect.signature(one.forward).parameters
+
+
+@pytest.mark.parametrize(("member", "use"), {"speech-lsh": "frames", "decision": "steps"}.items())
+def test_what_transformers_has_no_class_for_is_refused(member, use, tmp_path):
+    run = saved_run(member, tmp_path / "run")
+    with pytest.raises(KinformerError, match=f"with the input '{use}' and the head .*only as an architecture"):
+        kinformer.export(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+REFUSED = {
+    "vectors": ("linformer", {"inputs_embeds": torch.zeros(1, 2, 16)}, "reads input_ids alone"),
+    "no images": ("hipt", {}, "pixel_values: is missing"),
+    "no target": ("linear translator", {"input_ids": torch.zeros(1, 3, dtype=torch.int64)}, "decoder_input_ids: is"),
+    "a mask of another length": (
+        "linear translator",
+        {key: torch.zeros(1, size, dtype=torch.int64) for key, size in
+         {"input_ids": 3, "attention_mask": 2, "decoder_input_ids": 1}.items()},
+        r"must be that of the source, \[1, 3\]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "inputs", "message"), REFUSED.values(), ids=REFUSED)
+def test_calls_that_cannot_be_are_one_sentence(name, inputs, message, pairs):
+    with pytest.raises(KinformerError, match=message):
+        pairs(name).theirs(**inputs)
