@@ -1,4 +1,4 @@
-"""Import of Decision Transformers: the actions of transformers, streamed and padded, and what is refused."""
+"""Import and export of Decision Transformers: the actions of transformers, streamed and padded, and what is refused."""
 
 import json
 import shutil
@@ -10,20 +10,33 @@ from safetensors.torch import load_file, save_file
 
 import kinformer
 from kinformer.control.decision.options import TrajectoryEvaluationOptions
+from kinformer.core.config import to_dict
 from kinformer.core.state import detach
 from kinformer.interop.checkpoint import FORMATS
+from kinformer.runs.run import open_run
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.trajectories.evaluate import agent_of
 from kinformer.tasks.trajectories.fit import data_of
 from tests.family.test_decision import packed
 from tests.interop.decoders import assert_close
+from tests.interop.test_export import assert_same_weights
+from tests.interop.test_export_encoders import saved_run
 
 SIZES = {
     "state_dim": 5, "act_dim": 3, "hidden_size": 16, "max_ep_len": 30, "n_layer": 2, "n_head": 2, "n_inner": 24,
     "n_positions": 64, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
 }  # fmt: skip
 STEPS = 9
+
+
+def actions_of(theirs, parts, timesteps, steps):
+    """The actions that a model of transformers predicts of the first ``steps`` of returns, states and actions."""
+    returns, states, actions = (part[:, :steps] for part in parts)
+    return theirs(
+        states=states, actions=actions, rewards=None, returns_to_go=returns, timesteps=timesteps[:, :steps],
+        attention_mask=torch.ones(3, steps, dtype=torch.int64),
+    ).action_preds  # fmt: skip
 
 
 class Pair:
@@ -47,11 +60,7 @@ class Pair:
 
     def actions(self, steps=STEPS):
         """Their actions of the first ``steps``."""
-        returns, states, actions = (part[:, :steps] for part in self.parts)
-        return self.theirs(
-            states=states, actions=actions, rewards=None, returns_to_go=returns, timesteps=self.timesteps[:, :steps],
-            attention_mask=torch.ones(3, steps, dtype=torch.int64),
-        ).action_preds  # fmt: skip
+        return actions_of(self.theirs, self.parts, self.timesteps, steps)
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +124,69 @@ def test_a_run_is_evaluated(pair, tmp_path):
     assert metrics and all(np.isfinite(value) for value in metrics.values())
     agent = agent_of(LoadedRun(run, pair.ours), data_of(run, spec), TrajectoryEvaluationOptions(), 0)
     assert agent.context is None  # the folder has no word on how long rows of training were
+
+
+def continuous(**head):
+    """Changes of the recipe tiny: actions are numbers."""
+    head = {"kind": "continuous_actions", "action_dim": 3} | head
+    return {"head": head, "input.state_dim": 5, "input.action_dim": 3}
+
+
+NORMAL = {"input.state_mean": [0.5, -1.0, 2.0, 0.0, 3.0], "input.state_std": [0.5, 2.0, 4.0, 1.0, 0.1]}
+NORMAL |= {"input.return_scale": 7.0} | continuous(low=[-1.0] * 3, high=[1.0] * 3)
+
+
+@pytest.mark.parametrize("changes", [{}, NORMAL], ids=["as it is", "normalised"])
+@torch.no_grad()
+def test_a_run_leaves_and_comes_back(changes, tmp_path):
+    """What normalises returns and states becomes part of the products; otherwise the bits come back."""
+    from transformers import AutoModel
+
+    run = saved_run("decision", tmp_path / "run", **continuous() | changes)
+    done = kinformer.export(run, tmp_path / "exported")
+    assert (done.native, done.model_type, done.auto_class) == (True, "decision_transformer", "AutoModel")
+    theirs, loading = AutoModel.from_pretrained(done.folder, output_loading_info=True)
+    assert not any(loading.values()), "transformers lacks nothing and has nothing left"
+    ours, timesteps = kinformer.load(run), torch.arange(STEPS).expand(3, -1) + 3
+    parts = [torch.randn(3, STEPS, size) for size in (1, 5, 3)]
+    values = packed(ours.input, *parts, timesteps)
+    want = ours(values)[0][:, 1::3]
+    assert_close(actions_of(theirs.eval(), parts, timesteps, STEPS), want)
+    kinformer.import_checkpoint(done.folder, tmp_path / "again")
+    assert_close(kinformer.load(tmp_path / "again")(values)[0][:, 1::3], want)
+    if not changes:
+        assert_same_weights(run, tmp_path / "again")
+        assert to_dict(open_run(tmp_path / "again").config.input) == to_dict(open_run(run).config.input)
+    card = (done.folder / "README.md").read_text()
+    assert "reinforcement-learning" in card and "torch.zeros(1, 1, 5), torch.zeros(1, 1, 3)" in card
+    assert ("is part of its products" in card) == bool(changes)
+    code = card.split("```python\n")[1].split("```")[0].replace('"exported"', repr(str(done.folder)))
+    exec(code.replace("print", "assert_finite"), {"assert_finite": lambda one: one.isfinite().all() or 1 / 0})
+
+
+def test_what_was_imported_leaves_as_it_came(pair, tmp_path):
+    done = kinformer.export(pair.done.run.folder, tmp_path / "exported")
+    theirs, ours = (load_file(folder / "model.safetensors") for folder in (pair.folder, done.folder))
+    bias = "embed_ln.bias"
+    theirs[bias] = theirs[bias] + theirs["encoder.wpe.weight"][0]
+    left_out = ("encoder.wpe", "encoder.wte", "predict_state", "predict_return")
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name], one) or name.startswith(left_out) for name, one in ours.items())
+
+
+OTHERS = {
+    "numbered actions": ({}, "head.kind = 'discrete_actions'"),
+    "another box": (continuous(low=[0.0] * 3, high=[1.0] * 3), "head.low.0 = 0.0"),
+    "Gaussian": (continuous(gaussian=True), "head.gaussian = True"),
+    "Atari": (continuous() | {"input.entrance": "tanh"}, "input.entrance = 'tanh'"),
+}
+
+
+@pytest.mark.parametrize(("changes", "reason"), OTHERS.values(), ids=OTHERS)
+def test_other_models_of_trajectories_are_refused(changes, reason, tmp_path):
+    with pytest.raises(KinformerError, match=f"Decision Transformer, the nearest.*has not {reason}"):
+        kinformer.export(saved_run("decision", tmp_path / "run", **changes), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 REFUSED = {

@@ -72,6 +72,7 @@ DECISION = Architecture(
         layer=KEYS.layer,
         layers="h",
         prefix="encoder.",
+        beside=("embed_return", "embed_state", "embed_action", "embed_timestep", "embed_ln", "predict_action"),
         left_out=re.compile(f"{NO_TOKENS}|{UNTRAINED.pattern}"),
     ),
 )
@@ -89,6 +90,16 @@ def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Pat
         )
     weights["input.norm.bias"] = bias + table[0]
     return weights
+
+
+def write(weights: Mapping[str, Tensor], model: Mapping[str, Any], positions: int) -> dict[str, Tensor]:
+    """Return our ``weights`` under their names: the inverse of :func:`convert`; what ours has not is zero."""
+    tensors = DECISION.write(weights, model)
+    steps, dim, zeros = model["input"], model["dim"], weights["norm.weight"].new_zeros
+    tensors |= {POSITIONS: zeros(positions, dim), "encoder.wte.weight": zeros(1, dim)}
+    for name, size in {"state": steps["state_dim"], "return": 1}.items():
+        tensors |= {f"predict_{name}.weight": zeros(size, dim), f"predict_{name}.bias": zeros(size)}
+    return tensors
 
 
 def notes(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:

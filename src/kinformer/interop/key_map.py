@@ -155,12 +155,16 @@ def key(ours: str, *theirs: str, layout: Layout = SAME, tensors: tuple[str, ...]
     return Key(ours, theirs, layout, tensors)
 
 
+HEADS = ("lm_head", "embed_out", "cls", "classifier", "cls_classifier", "distillation_classifier")
+"""Modules of heads, which stand beside the model of the prefix."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class KeyMap:
     """The keys of a model and of each of its layers.
 
-    ``layers``: what stands before a layer's number there. ``prefix``: what may stand before every name but those in
-    HEADS. ``left_out``: names, without the prefix, of tensors that are no weights.
+    ``layers``: what stands before a layer's number there. ``prefix``: what may stand before every name but those of the
+    modules ``beside`` it. ``left_out``: names, without the prefix, of tensors that are no weights.
     """
 
     model: tuple[Key, ...]
@@ -168,6 +172,7 @@ class KeyMap:
     layers: str = "layers"
     prefix: str = "model."
     left_out: re.Pattern[str] = re.compile(r".*rotary_emb\.inv_freq")
+    beside: tuple[str, ...] = HEADS
 
     def read(self, tensors: Mapping[str, Tensor], model: Config, folder: Path, title: str) -> dict[str, Tensor]:
         """Return the weights under our names; ``model`` is our config as data.
@@ -218,7 +223,7 @@ class KeyMap:
             where = f"{self.layers}.{number}." if number >= 0 else ""
             for theirs, part in zip(one.theirs, one.layout.write(weight, _of_layer(model, number)), strict=True):
                 full = _name(where + theirs, kind)
-                tensors[full if theirs.split(".")[0] in HEADS else self.prefix + full] = part.contiguous()
+                tensors[full if theirs.split(".")[0] in self.beside else self.prefix + full] = part.contiguous()
         return tensors
 
     def _plain(self, name: str) -> str:
@@ -235,10 +240,6 @@ class KeyMap:
         """Return the layer's prefix in ``name``, its number (-1 of none) and the rest of the name."""
         match = re.fullmatch(rf"({re.escape(layers)}\.([0-9]{{1,5}})\.)(.+)", name)
         return ("", -1, name) if match is None else (match[1], int(match[2]), match[3])
-
-
-HEADS = ("lm_head", "embed_out", "cls", "classifier", "cls_classifier", "distillation_classifier")
-"""Modules of heads, which stand beside the model of the prefix."""
 
 
 def _match(keys: Sequence[Key], name: str, side: Callable[[Key], tuple[str, ...]]) -> tuple[Key, str, int] | None:

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core import kind_table
 from kinformer.core.config import from_dict, to_dict
 from kinformer.core.model_config import ModelConfig
-from kinformer.interop import encoder_routes, images, routes, translator_routes
+from kinformer.interop import encoder_routes, images, routes, trajectory_routes, translator_routes
 from kinformer.interop.routes import Data, Padding, Weights
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-ROUTES = routes.ROUTES | encoder_routes.ROUTES | translator_routes.ROUTES
+ROUTES = routes.ROUTES | encoder_routes.ROUTES | translator_routes.ROUTES | trajectory_routes.ROUTES
 UNCOMPUTED = {"dropout", "initialisation", "impl", "std", "checkpoint", "chunks"}
 UNCOMPUTED |= {"mask_token", "bos_token", "eos_token", "mean"}
 """Settings that change no output of a trained model; mean and std of images stand in a file beside ``config.json``."""
@@ -30,13 +30,14 @@ UNCOMPUTED |= {"mask_token", "bos_token", "eos_token", "mean"}
 class Native:
     """A model as an architecture: its ``model_type``, the ``config.json`` and our ``model`` config, as data.
 
-    ``is_reordered``: features stand in another order there. ``notes``: what transformers does otherwise.
+    ``original``: our config where features stand in another order there, or products take other values; otherwise it
+    is ``model``. ``notes``: what transformers does otherwise.
     """
 
     model_type: str
     config: Data
     model: Data
-    is_reordered: bool
+    original: Data
     notes: tuple[str, ...] = ()
 
     @property
@@ -47,7 +48,7 @@ class Native:
     @property
     def reordered(self) -> str:
         """Return what stands in another order there; empty where nothing does."""
-        return ROUTES[self.model_type].reordered if self.is_reordered else ""
+        return "" if self.model is self.original else ROUTES[self.model_type].reordered
 
     @property
     def preprocessor(self) -> dict[str, Any] | None:
@@ -58,8 +59,8 @@ class Native:
     def tensors(self, weights: Weights) -> dict[str, Tensor]:
         """Return the ``weights`` of our model under their names and in their layouts."""
         route = ROUTES[self.model_type]
-        if self.is_reordered:
-            weights = route.reorder(weights, self.model)
+        if self.model is not self.original:
+            weights = route.reorder(weights, self.original)
         return route.write(weights, self.model, self.config)
 
 
@@ -83,7 +84,7 @@ def native_form(config: ModelConfig, length: int | None = None, padding: Padding
         names = [name for name in [*ours, *theirs] if ours.get(name) != theirs.get(name)]
         if not names:
             written |= {"model_type": kind, "architectures": [route.classes(model)[0]]}
-            return Native(kind, written, model, model is not data, tuple(route.notes(model)))
+            return Native(kind, written, model, data, tuple(route.notes(model)))
         names.sort(key=lambda name: not name.endswith("kind"))
         differences[route.title] = [(name, ours.get(name)) for name in names]
     if not differences:

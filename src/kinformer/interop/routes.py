@@ -38,7 +38,7 @@ class Route:
     ``settings`` returns the ``config.json`` for a model of ours, as data, at a length and with a padding token;
     ``read`` the model again, of the settings and with the tensors of that model; ``write`` the tensors; ``classes`` the
     class of transformers and the one that loads it. ``order`` returns the model as it is there where features stand in
-    another order, ``reorder`` its weights, and ``reordered`` says what does. ``notes`` are sentences on what
+    another order, ``reorder`` the weights of ours, and ``reordered`` says what does. ``notes`` are sentences on what
     transformers does otherwise. ``processor``: the class that prepares images.
     """
 
@@ -113,6 +113,8 @@ def _halved(weights: Weights, model: Data) -> dict[str, Tensor]:
 
     changed = dict(weights)
     for number, layer in enumerate(model["layers"]):
+        if _half(layer) is layer:
+            continue
         rows = head_rows({"dim": model["dim"], **layer})
         head_dim = rows[0] // layer["mixer"]["num_heads"]
         width = int(layer["mixer"]["position"]["fraction"] * head_dim)

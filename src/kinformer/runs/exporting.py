@@ -168,7 +168,7 @@ Data: `{data}`. Training: {training}.
 {measured}## Use
 
 ```python
-from transformers import {auto_class}, {preparer}
+from transformers import {imports}
 
 model = {auto_class}.from_pretrained("{name}"{trust})
 {use}
@@ -190,6 +190,11 @@ print({use})"""
 OF_IMAGES = """processor = AutoImageProcessor.from_pretrained("{name}")
 inputs = processor(image, return_tensors="pt")  # an image as PIL or NumPy has it
 print({use})"""
+OF_STEPS = """import torch
+
+states, actions = torch.zeros(1, 1, {state_dim}), torch.zeros(1, 1, {action_dim})  # one step, yet without action
+steps = {{"timesteps": torch.zeros(1, 1, dtype=torch.int64), "attention_mask": torch.ones(1, 1)}}
+print(model(states=states, actions=actions, rewards=None, returns_to_go=torch.ones(1, 1, 1), **steps).action_preds)"""
 GENERATED, LOGITS = "tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0])", "model(**inputs).logits"
 PIPELINES = {
     "AutoModelForCausalLM": "text-generation",
@@ -198,6 +203,7 @@ PIPELINES = {
     "AutoModelForTokenClassification": "token-classification",
     "AutoModelForImageClassification": "image-classification",
     "AutoModelForSeq2SeqLM": "translation",
+    "AutoModel": "reinforcement-learning",
 }
 """What a model card calls the use of a model."""
 
@@ -206,7 +212,7 @@ def card(run: Run, form: Form, parameters: int, dtype: str, name: str) -> str:
     """Return the model card: what the model is, what it was trained on, and what was measured."""
     record = member_called(run.member)
     sentence = sentence_of(form)
-    images, generates = form.auto_class == "AutoModelForImageClassification", form.auto_class in GENERATES
+    preparer, use = _use(run, form, name)
     return CARD.format(
         member=run.member,
         name=name,
@@ -221,13 +227,22 @@ def card(run: Run, form: Form, parameters: int, dtype: str, name: str) -> str:
         measured=_measured(run),
         auto_class=form.auto_class,
         pipeline=PIPELINES[form.auto_class],
-        preparer="AutoImageProcessor" if images else "AutoTokenizer",
-        use=(OF_IMAGES if images else OF_TEXT).format(name=name, use=GENERATED if generates else LOGITS),
+        imports=", ".join(one for one in (form.auto_class, preparer) if one),
+        use=use,
         trust="" if form.native else ", trust_remote_code=True",
         form=sentence[0].upper() + sentence[1:],
         departures="\n".join(f"- {one}" for one in record.facts["departures"] or ("none",)),
         task=run.task.name,
     )
+
+
+def _use(run: Run, form: Form, name: str) -> tuple[str, str]:
+    """Return the class of transformers that prepares inputs, empty if there is none, and the code that uses a model."""
+    if form.auto_class == "AutoModelForImageClassification":
+        return "AutoImageProcessor", OF_IMAGES.format(name=name, use=LOGITS)
+    if form.auto_class == "AutoModel":
+        return "", OF_STEPS.format(**to_dict(run.config.input))
+    return "AutoTokenizer", OF_TEXT.format(name=name, use=GENERATED if form.auto_class in GENERATES else LOGITS)
 
 
 def _training(run: Run) -> str:
