@@ -161,6 +161,8 @@ def test_a_package_of_other_weights_is_refused(tmp_path, capsys):
         ("gpt", {"format": "onxx"}, "did you mean"),
         ("gpt", {"format": "onnx", "dtype": "bfloat16"}, "is for format hf"),
         ("bert", {"format": "onnx"}, "continues sequences of tokens"),
+        ("compressive", {"format": "onnx"}, r"'compressive' is no graph.*\(it cuts segments where each sequence has"),
+        ("memorizing", {"format": "aoti"}, r"'memorizing' is no graph.*\(it evicts and searches memories\); export"),
         ("tensorized", {"format": "onnx"}, "depend on .* on the host, so that a graph"),
     ],
 )
@@ -169,6 +171,13 @@ def test_what_is_no_graph_is_refused_in_a_sentence(tmp_path, member, options, wo
     with pytest.raises(KinformerError, match=words):
         kinformer.export(run, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_command_refuses_with_one_sentence(tmp_path, capsys):
+    run = saved_run("compressive", tmp_path / "run")
+    assert main(["export", str(run), "--out", str(tmp_path / "out"), "--format", "onnx", "--quiet"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and str(run) in error and "this one with --format hf" in error
 
 
 def test_what_is_not_installed_is_named(tmp_path, monkeypatch):

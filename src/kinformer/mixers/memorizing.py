@@ -42,7 +42,7 @@ from kinformer.kernels.lookup.store import Evicted, Store, StoreSizes, Subsequen
 from kinformer.positions.none import NoPosition
 from kinformer.runtime.compiling import uncompiled
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.host import host_ints
+from kinformer.runtime.host import HostDriven, host_ints
 from kinformer.runtime.words import plural
 
 _BLOCKS = 16
@@ -62,7 +62,7 @@ class MemorizingState(NamedTuple):
     slots = ("k", "v", "assignments")  # type: ignore[misc]
 
 
-class Memorizing(CausalMixer):
+class Memorizing(HostDriven, CausalMixer):
     """The mixer x [batch, time, dim] -> y [batch, time, dim].
 
     ``search``: how memories are searched, see ``kernels.lookup``; "bucketed" is the authors'. ``sees_itself``: whether
@@ -146,6 +146,10 @@ class Memorizing(CausalMixer):
         self.register_buffer("centroids", None)
         if config.search == "inverted":
             self.centroids = centroids(config.num_heads, config.lists, self.head_dim)
+
+    @property
+    def host_reads(self) -> str:
+        return "it evicts and searches memories" if self.config.memory_size else ""
 
     @property
     def retained(self) -> int:

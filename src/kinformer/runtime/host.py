@@ -26,6 +26,15 @@ def host_ints(x: Tensor, otherwise: int) -> list[int] | None:
     return x.tolist()
 
 
+class HostDriven:
+    """Mixin of modules whose steps follow numbers that the host reads, so that no graph holds for all inputs."""
+
+    @property
+    def host_reads(self) -> str:
+        """Return what the host does with the numbers, as in ``it cuts segments``; empty where it reads none."""
+        raise NotImplementedError
+
+
 def is_empty_mask(output_mask: Tensor) -> bool:
     """Return whether ``output_mask`` [batch, time] selects no token. A mask without positions, [batch, 0],
     answers without a look at its entries."""

@@ -18,7 +18,7 @@ from kinformer.core.leaves import BATCH, PAST, leaves_of, named_leaves, unflatte
 from kinformer.core.model import PROTOCOLS, CausalModel
 from kinformer.core.state import map_tensors
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.host import trusted_arguments
+from kinformer.runtime.host import HostDriven, trusted_arguments
 from kinformer.runtime.substitutes import Operator, substituting
 
 TIME = "time"
@@ -64,6 +64,7 @@ def captured(step: FlatStep, rows: int | None = None, tokens: int | None = None)
 
     Errors: ``KinformerError`` for a model that is no graph, with the place where it is none.
     """
+    _require_no_host(step.model)
     names = {name for name, size in ((BATCH, rows), (TIME, tokens)) if size is None}
     names |= {PAST for leaf in step.leaves if leaf.grows}
     open_axes = {name: torch.export.Dim(name, min=int(name != PAST)) for name in names}
@@ -79,6 +80,17 @@ def captured(step: FlatStep, rows: int | None = None, tokens: int | None = None)
             f"torch.export makes no graph of this model, as {_reason(error)}; export another member, or this one with "
             "`format` hf."
         ) from error
+
+
+def _require_no_host(model: Any) -> None:
+    """Raise for a part of ``model`` whose steps follow numbers that the host reads."""
+    for module in model.modules():
+        reads = module.host_reads if isinstance(module, HostDriven) else ""
+        if reads:
+            raise KinformerError(
+                f"its part {module.config.kind!r} is no graph, which makes the same steps for all numbers, as the "
+                f"host follows some of its numbers ({reads}); export another member, or this one with `format` hf."
+            )
 
 
 def _reason(error: Exception) -> str:

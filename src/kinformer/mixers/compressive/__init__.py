@@ -48,6 +48,7 @@ from kinformer.positions.xl import TransformerXL
 from kinformer.projections.multi_head import MultiHead
 from kinformer.runtime.compiling import uncompiled
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.host import HostDriven
 
 
 class _Call(NamedTuple):
@@ -58,7 +59,7 @@ class _Call(NamedTuple):
     norm: nn.Module
 
 
-class Compressive(RecomputesKV, CausalMixer):
+class Compressive(RecomputesKV, HostDriven, CausalMixer):
     """Softmax attention over a token's own segment, ``memory`` tokens before that and ``compressed`` older vectors.
 
     Shapes: x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
@@ -115,6 +116,10 @@ class Compressive(RecomputesKV, CausalMixer):
         self.scale, self.pattern = self.head_dim**-0.5, Causal.Config().build()
         check_impl(config.impl, Needs(lse=True), "compressive")  # sums of attention by slot come from log-sum-exps
         self.most_past = config.memory + config.segment - 1
+
+    @property
+    def host_reads(self) -> str:
+        return "it cuts segments where each sequence has come to"
 
     @property
     def retained(self) -> int:
