@@ -12,7 +12,7 @@ project = "Kinformer"
 author = "The Kinformer authors"
 copyright = "The Kinformer authors, MIT licence"
 version = release = kinformer.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "generator"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "generator"]
 exclude_patterns = ["generator", "assets"]
 nitpicky = False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from generator.charts import save
+from generator.charts import Bars, Plot, save
 from generator.members import measured
 from generator.plots import PLOTS
 from generator.results import Result, results
@@ -46,11 +46,24 @@ def result_page(result: Result, names: list[str]) -> str:
         f"(result-{result.name})=\n# {result.question}",
         f"**{result.verdict}**",
         before.strip(),
-        *(figure(name, f"Figure of the benchmark {result.name}") for name in names),
+        *(figure(name, alt(result)) for name in names),
         f"{shows}{after}".strip(),
         "## Machine",
         table(("", ""), _facts(result)),
     )
+
+
+def alt(result: Result) -> str:
+    """What the pictures of a result show, in words."""
+    plots = PLOTS[result.name](result.data) if result.name in PLOTS and not result.pictures else []
+    shown = "; ".join(_plot_words(plot) for plot in plots)
+    return f"{shown or 'Plots'}. {result.verdict}".replace("`", "")
+
+
+def _plot_words(plot: Plot) -> str:
+    if isinstance(plot, Bars):
+        return f"Bars: {plot.unit}, of {', '.join(plot.labels[:8])}"
+    return f"Lines: {plot.y} by {plot.x}" + (f", of {', '.join(plot.series)}" if len(plot.series) > 1 else "")
 
 
 def _facts(result: Result) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""A page for every member, and the gallery of all."""
+"""A page for every member."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from typing import Any
 
 import torch
 
-from generator import commands
+from generator import commands, gallery
 from generator.block import drawing
 from generator.facts import RECIPE, config_of, facts, flops_chart, recipe_parameters, state_chart
+from generator.member_values import shown, values_of
 from generator.results import Result, results
-from generator.text import contents, escaped, figure, html, literal, page, table, write
+from generator.text import escaped, figure, html, literal, page, table, write
+from generator.typeset import typeset
 from kinformer.cli.list_ import COSTS, GROWTHS
 from kinformer.cli.show import folded, tree
 from kinformer.core.config import parts_in
 from kinformer.family.record import Member
 from kinformer.family.table import MEMBERS
-from kinformer.figures.draw import draw, draw_small
+from kinformer.figures.draw import draw
 from kinformer.figures.formulas import formulas, symbols
 from kinformer.figures.panels import Panel
 from kinformer.runs.drawing.options import DrawOptions
@@ -34,7 +36,7 @@ def generate(docs: Path) -> None:
     """Write the pages and their pictures into ``docs/members``."""
     for member in MEMBERS.values():
         write_member(docs / "members", member)
-    write(docs / "members" / "index.md", gallery())
+    gallery.generate(docs)
 
 
 def write_member(folder: Path, member: Member) -> None:
@@ -57,11 +59,8 @@ def draw_patterns(folder: Path, name: str) -> str:
         return ""
     panels = subject.panels()[:MOST_PANELS]
     if panels:
-        small = folder.parent / "assets" / "small"
-        for each in (folder, small):
-            each.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         draw(panels, subject.title, folder / f"{name}.png")
-        draw_small(panels[0], small / f"{name}.png")
     return "; ".join(map(_seen, panels))
 
 
@@ -75,6 +74,8 @@ def member_page(member: Member, drawn: str) -> str:
     title = f"(member-{member.name})=\n# {escaped(member.title)}"
     return page(
         title,
+        *_choice(member),
+        literal(_one_line(member, config), "python"),
         _record(member, config),
         "## What it computes",
         *_formulas(config),
@@ -93,6 +94,20 @@ def member_page(member: Member, drawn: str) -> str:
     )
 
 
+def _choice(member: Member) -> Iterator[str]:
+    """When to take it and when not."""
+    if member.use_when:
+        yield f"**Take it when** {escaped(member.use_when)}."
+    if member.avoid_when:
+        yield f"**Not when** {escaped(member.avoid_when)}."
+
+
+def _one_line(member: Member, config: Any) -> str:
+    """Its layer in a model of one's own."""
+    comment = "causal; return_state=True gives its state" if member.causal else "reads the whole sequence"
+    return f'y = kinformer.layer("{member.name}", dim=512)(x)  # [batch, time, 512] -> the same; {comment}'
+
+
 def _record(member: Member, config: Any) -> str:
     task = commands.usual_task(member, config)
     reads = "a source, then token by token" if config.kind == "encoder_decoder" else "chunk by chunk, causal"
@@ -104,7 +119,7 @@ def _record(member: Member, config: Any) -> str:
         ("Operations grow", COSTS[member.growth_of_cost]),
         ("State", GROWTHS[member.growth]),
         ("Task", f"[{task.title}](../tasks/{task.name}.md)"),
-        ("One layer", f'[`kinformer.layer("{member.name}", dim=512)`](../layer.md)'),
+        ("One layer", "[a plain `nn.Module`](../layer.md)"),
     ]
     return table(("", ""), [(f"**{name}**", value) for name, value in rows])
 
@@ -114,9 +129,9 @@ def _formulas(config: Any) -> Iterator[str]:
         kind = formula.slot.replace("encoder_mixer", "mixer").replace("_", " ")
         yield f"**{kind} `{formula.kind}`.** {escaped(formula.says)}"
         if formula.lines:
-            yield literal("\n".join(formula.lines))
-    sizes = ", ".join(f"{symbol} = `{name}` = {value}" for symbol, name, value in symbols(config))
-    yield escaped(f"Shapes: x and y are [batch, time, {config.dim}]; {sizes}.")
+            yield html(typeset(formula.lines))
+    sizes = ", ".join(f"{escaped(symbol)} = `{name}` = {value}" for symbol, name, value in symbols(config))
+    yield f"Shapes: x and y are \\[batch, time, {config.dim}\\]; {sizes}."
 
 
 def _part_links(config: Any) -> str:
@@ -194,10 +209,18 @@ def _measured(member: Member) -> Iterator[str]:
     if not found:
         return
     yield "## Measured"
+    rows = [
+        (f"[{result.question}](../results/{result.name}.md)", value.unit, value.condition, shown(value.value), plain)
+        for result in found
+        for value in values_of(result, member.name)
+        for plain in [f"{shown(value.plain[1])} ({value.plain[0]})" if value.plain else ""]
+    ]
+    if rows:
+        yield table(("question", "figure", "at", member.name, "beside"), rows, (3, 4))
     for result in found:
         yield f"**{result.question}** {result.verdict} ([details](#result-{result.name}); {result.date})"
         for picture in result.pictures[:1]:
-            yield figure(picture.name, f"Figure of the benchmark {result.name}")
+            yield figure(picture.name, f"Plots. {result.verdict}".replace("`", ""))
 
 
 def _training(member: Member, config: Any) -> Iterator[str]:
@@ -208,41 +231,3 @@ def _training(member: Member, config: Any) -> Iterator[str]:
     build = f'model = kinformer.build("{member.name}", recipe="{RECIPE}")'
     yield "In Python, the model alone is"
     yield literal(f"import kinformer\n\n{build}", "python")
-
-
-def gallery() -> str:
-    """All members as one sheet."""
-    cards = "\n".join(map(_card, MEMBERS.values()))
-    rows = [
-        (
-            f"[{member.name}]({member.name}.md)",
-            escaped(member.title),
-            str(member.year),
-            ", ".join(member.axes) or "-",
-            member.growth,
-            member.growth_of_cost,
-            flops(known.costs[-1].flops) if (known := facts(member.name)).costs else "-",
-        )
-        for member in MEMBERS.values()
-    ]
-    return page(
-        "# The family",
-        f"{len(MEMBERS)} members, each with its page: formulas, a drawing of its block and of its pattern, what it "
-        "costs, how it departs from its paper, what was measured of it and how to train it. On the command line, "
-        "`kinformer list --by axis` gives the same as a tree.",
-        html(f'<div class="gallery">{cards}</div>'),
-        "## As a table",
-        "FLOPs are those of a forward at inference per token at the longest length of its page (4,096 tokens unless "
-        "positions or inputs end before), recipe `small`.",
-        table(("member", "title", "year", "changes", "state growth", "cost growth", "FLOPs per token"), rows, (2, 6)),
-        contents(*MEMBERS),
-    )
-
-
-def _card(member: Member) -> str:
-    axes = ", ".join(member.axes) or "the plain Transformer"
-    picture = f'<img src="../_static/small/{member.name}.png" alt="" loading="lazy" width="192" height="192">'
-    return (
-        f'<a class="card" href="{member.name}.html"><b>{escape(member.title)}</b>{picture}'
-        f"<span>{member.year} · {escape(axes)}<br>state: {escape(GROWTHS[member.growth])}</span></a>"
-    )

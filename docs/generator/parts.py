@@ -9,9 +9,11 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from generator.text import contents, escaped, literal, page, table, write
+from generator.text import contents, escaped, html, literal, page, table, write
+from generator.typeset import typeset
 from kinformer.core.config import Config
 from kinformer.family.kinds import kinds
+from kinformer.figures.formulas import SLOTS
 
 TITLES = {
     "mixer": "Causal mixers",
@@ -70,12 +72,12 @@ def _kind(slot: str, kind: str, config: type[Config]) -> Iterator[str]:
     shared = [each for each in kinds()[slot].values() if each.__module__ == config.__module__]
     own = inspect.getdoc(_builds(config))
     text = own if len(shared) > 1 and own else inspect.cleandoc(sys.modules[config.__module__].__doc__ or "")
-    yield from prose(text)
+    yield from prose(text, typeset_formulas=slot in SLOTS)
     if own and own != text:
         yield from prose(own)
     rows = list(_settings(config))
     if rows:
-        yield table(("setting", "default"), rows)
+        yield table(("setting", "type", "default"), rows)
 
 
 def _builds(config: type[Config]) -> Any:
@@ -84,17 +86,18 @@ def _builds(config: type[Config]) -> Any:
     return getattr(sys.modules[config.__module__], outer) if inner == "Config" and outer else config
 
 
-def prose(text: str) -> Iterator[str]:
-    """Paragraphs of a docstring; what is indented stands as it is."""
+def prose(text: str, typeset_formulas: bool = False) -> Iterator[str]:
+    """Paragraphs of a docstring; what is indented is formulas, or stands as it is."""
     for paragraph in text.split("\n\n"):
         lines = paragraph.splitlines()
         if lines and all(line.startswith("    ") for line in lines):
-            yield literal("\n".join(line[4:] for line in lines))
+            inner = [line[4:] for line in lines]
+            yield html(typeset(inner)) if typeset_formulas else literal("\n".join(inner))
         else:
             yield escaped(" ".join(paragraph.split()))
 
 
-def _settings(config: type[Config]) -> Iterator[tuple[str, str]]:
+def _settings(config: type[Config]) -> Iterator[tuple[str, str, str]]:
     for each in fields(config):  # type: ignore[arg-type]
         default = each.default
         if isinstance(default, Config):
@@ -103,7 +106,8 @@ def _settings(config: type[Config]) -> Iterator[tuple[str, str]]:
             shown = "needed" if each.default_factory is MISSING else "made"
         else:
             shown = f"`{default}`"
-        yield f"`{each.name}`", shown
+        kind = each.type if isinstance(each.type, str) else each.type.__name__
+        yield f"`{each.name}`", f"`{kind}`".replace("|", "\\|"), shown
 
 
 def overview(slots: list[str]) -> str:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from kinformer.family.table import MEMBERS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+OTHERS = ("causal_families",)
+"""Results whose names are those of another library's models."""
 
 
 class Result(NamedTuple):
@@ -52,7 +54,7 @@ def _read(path: Path, names: list[str]) -> Result:
         headline=row.headline,
         date=data.get("date", ""),
         machine=_machine(data.get("machine", {})),
-        members=frozenset(_members_in(data)),
+        members=frozenset() if path.stem in OTHERS else frozenset(_members_in(data)),
         pictures=tuple(picture for picture in sorted(path.parent.glob("*.png")) if _owner(picture, names) == path.stem),
         question=title.removeprefix("# "),
         verdict=verdict,

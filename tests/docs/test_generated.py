@@ -34,9 +34,11 @@ def test_settings_name_extensions_that_fetch_nothing():
 
 def test_a_members_page_has_what_it_computes_costs_and_departs_from(local_page):
     folder, page = local_page
-    assert "y = softmax(" in page and "<svg" in page
+    assert "<mi>softmax</mi>" in page and "<svg" in page
     assert (folder / "local.png").read_bytes().startswith(b"\x89PNG")
-    assert (folder.parent / "assets" / "small" / "local.png").is_file()
+    assert MEMBERS["local"].use_when in page and MEMBERS["local"].avoid_when in page
+    assert 'kinformer.layer("local", dim=512)' in page
+    assert "| [What do members learn in four minutes each?](../results/quality.md) | bits per byte |  | 1.709 |" in page
     cost = estimate(configure("local", "small"), length=1024)
     row = next(line for line in page.splitlines() if line.startswith("| 1,024 |"))
     for flops in (cost.flops_inference, cost.flops_forward):
@@ -60,6 +62,48 @@ def test_blocks_are_drawn_whole(name):
     left, _, width, _ = map(float, picture.get("viewBox").split())
     assert all(left <= float(box.get("x")) and float(box.get("x")) + float(box.get("width")) <= left + width
                for box in picture.iter("rect"))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_formulas_are_typeset_whole(name):
+    from generator.typeset import GREEK, typeset
+
+    from kinformer.figures.formulas import formulas
+
+    greek = {letter: word for word, letter in GREEK.items()}
+    for formula in formulas(configure(name, "small")):
+        shown = ElementTree.fromstring(typeset(formula.lines))
+        text = "".join(greek.get(letter, letter) for letter in "".join(shown.itertext()))
+        words = re.sub(r"sum_|prod_", "", re.sub(r"\b(?:sqrt|sum|prod)\b(?=[_(])", "", " ".join(formula.lines)))
+        assert sorted(re.sub(r"[^A-Za-z0-9]", "", text)) == sorted(re.sub(r"[^A-Za-z0-9]", "", words)), formula
+
+
+def test_indices_roots_and_prose_are_told_apart():
+    from generator.typeset import typeset
+
+    page = typeset(["y_i = softmax_j(q . k_j / sqrt(dim)) v_j over the last ``window`` tokens,   z_(t-1) = a"])
+    assert "<msub><mrow><mi>softmax</mi></mrow><mrow><mi>j</mi></mrow></msub>" in page
+    assert "<msqrt><mi>dim</mi></msqrt>" in page and "over the last <code>window</code> tokens" in page
+    assert "<msub><mrow><mi>z</mi></mrow><mrow><mi>t</mi><mo>−</mo><mn>1</mn></mrow></msub>" in page
+
+
+def test_cards_colour_what_a_member_changes():
+    from generator.card import boxes, row, words
+    from generator.gallery import FIRST
+
+    changed = {name: [box.lines for box in boxes(MEMBERS[name]) if not box.plain] for name in MEMBERS}
+    assert changed["gpt"] == changed["bert"] == changed["vanilla"] == []
+    assert changed["local"] == [("softmax attention", "position: rope", "pattern: local")]
+    assert all(changed[name] for name, member in MEMBERS.items() if member.axes)
+    assert "reversible" in words(MEMBERS["reformer"])
+    drawn = row([MEMBERS[name] for name in FIRST])
+    assert (DOCS / "gallery.svg").read_text(encoding="utf-8") == drawn
+
+
+def test_members_say_when_to_take_them():
+    for name, member in MEMBERS.items():
+        for clause in (member.use_when, member.avoid_when):
+            assert clause and not clause.endswith("."), name
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -160,3 +204,16 @@ def test_docstrings_become_formulas_and_prose():
         rst(text)
         == "What \\*it\\* is, ``x * y``:\n\n::\n\n        y = a * x\n\nname: a thing that hangs\n\nother\\_one: more\n"
     )
+
+
+def test_lines_about_parameters_become_a_table():
+    from generator.docstrings import parameters, rst
+
+    def absorb(q: int, k: int, window: int | None = None) -> None: ...
+
+    text = rst(
+        "What it does.\n\nq, k: tensors\n    of one shape\nwindow: its *length*\n\nErrors: none", parameters(absorb)
+    )
+    assert "* - ``q``, ``k``\n     - ``int``\n     -\n     - tensors of one shape" in text
+    assert "* - ``window``\n     - ``int | None``\n     - ``None``\n     - its \\*length\\*" in text
+    assert "Errors: none" in text

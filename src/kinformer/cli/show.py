@@ -57,6 +57,10 @@ def run(options: Options) -> int:
 def _print(page: dict[str, Any], config: dict[str, Any]) -> None:
     changes = f" (changes: {', '.join(page['axes'])})" if page["axes"] else ""
     print(f"{page['title']}{changes}\n{page['paper']}\n")
+    for title, clause in (("take it when", page["use_when"]), ("not when", page["avoid_when"])):
+        if clause:
+            print(textwrap.fill(f"{title} {clause}", 100, subsequent_indent="  "))
+    print()
     _print_formulas(page)
     for title, text in (("exact limit", page["exact_limit"]), *(("departure", item) for item in page["departures"])):
         print(textwrap.fill(f"{title}: {text}", 100, subsequent_indent="  "))

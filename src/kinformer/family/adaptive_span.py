@@ -93,6 +93,8 @@ MEMBER = Member(
         "the authors' code: attention with spans (tests/scores/test_soft_span.py), their optimiser "
         "(tests/training/test_adagrad.py)",
     ),
+    use_when="most heads need little context and you want to pay for just what they use",
+    avoid_when="spans are known in advance: `local` is simpler and faster",
     recipes={
         "tiny": _tiny,
         "small": _small,

@@ -40,6 +40,8 @@ MEMBER = Member(
     ),
     exact_limit="slopes of zero: exact attention without positions",
     parity=("the authors' code, in float64 (tests/positions/test_golden.py)",),
+    use_when="you generate or evaluate texts longer than those of training: it holds there, as measured",
+    avoid_when="far tokens matter as much as near ones: its biases fade them out",
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2)),
         "small": _recipe(ModelShape(256, 4, 4)),

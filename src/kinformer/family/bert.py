@@ -47,6 +47,8 @@ MEMBER = Member(
     ),
     exact_limit="is exact attention",
     parity=("BERT and RoBERTa of transformers: imported checkpoints (tests/interop/test_encoders.py)",),
+    use_when="texts of up to some hundred tokens are classified, or masked tokens predicted",
+    avoid_when="texts are long, or are to be continued",
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), max_length=128),
         "small": _recipe(_shape(256, 4, 4)),

@@ -71,6 +71,8 @@ MEMBER = Member(
         "(tests/patterns/test_big_bird.py), Big Bird of transformers: imported checkpoints "
         "(tests/interop/test_big_bird.py)",
     ),
+    use_when="long documents need far links besides a window and global tokens",
+    avoid_when="texts have fewer than a few thousand tokens: its blocks cover everything then",
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), 4, 1, 128),
         "tiny-etc": _recipe(_shape(32, 2, 2), 4, 1, 128, extra=3),

@@ -62,6 +62,8 @@ MEMBER = Member(
         "no next-sentence prediction, and no dropout unless asked for",
     ),
     exact_limit="one block",
+    use_when="a BERT must fit into less memory, heads seeing blocks of the text",
+    avoid_when="length should cost linearly: its blocks grow with the text",
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), (1, 1), max_length=128),
         "small": _recipe(_shape(256, 4, 4), (3, 1)),

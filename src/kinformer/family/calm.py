@@ -54,6 +54,8 @@ MEMBER = Member(
         "the classifier learns beside the model, which its loss does not move; in the paper in a stage of its own",
     ),
     exact_limit="without thresholds, or with thresholds above 1, it is exact attention of all layers",
+    use_when="generation should be faster within a risk that you set",
+    avoid_when="every bit of quality counts",
     recipes={
         "tiny": _recipe(_shape(32, 3, 2)),
         "small": _recipe(_shape(256, 4, 4)),

@@ -68,6 +68,8 @@ MEMBER = Member(
         "the authors' code: embeddings (tests/positions/test_complex_order.py) and attention "
         "(tests/projections/test_complex.py)",
     ),
+    use_when="you study embeddings whose order is a phase",
+    avoid_when="you want quality per minute: it is among the last there",
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2, hidden_dim=64)),
         "small": _recipe(ModelShape(512, 4, 4, hidden_dim=1024)),

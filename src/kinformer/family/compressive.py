@@ -62,6 +62,8 @@ MEMBER = Member(
     ),
     exact_limit="segment >= length: exact attention with relative positions; compressed = 0: Transformer-XL",
     needs={"segments": True},
+    use_when="a Transformer-XL should remember further back in a small state",
+    avoid_when="training is short, or what is remembered must be exact",
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), (16, 8, 4), rate=2),
         "small": _recipe(_shape(256, 4, 4, hidden_dim=768), (256, 256, 256), rate=2),

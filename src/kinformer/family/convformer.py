@@ -46,6 +46,8 @@ MEMBER = Member(
         "squared relu without a learnt scale and shift, a linear head, no scales of layers or of the residual",
     ),
     exact_limit="none: it has no attention, and is what members of images are compared with",
+    use_when="you need to know what attention is worth on images",
+    avoid_when="you want attention",
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), 32, 4, classes=10),
         "small": _recipe(_shape(256, 4, 4), 32, 4, classes=10),

@@ -44,6 +44,8 @@ MEMBER = Member(
         "extrapolation",
         "sparse",
     ),
+    use_when="you study distances that scale scores",
+    avoid_when="you need a standard kernel: it rectifies scores",
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2)),
         "small": _recipe(ModelShape(256, 4, 4)),

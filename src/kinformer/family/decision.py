@@ -68,6 +68,8 @@ MEMBER = Member(
     exact_limit="is exact attention",
     parity=("transformers 4.35.2 and the authors' code, in float64 (tests/family/test_decision.py)",),
     results=("key_to_door",),
+    use_when="an agent learns from recorded episodes, without an environment",
+    avoid_when="you can act while learning: the task `control` does that",
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), timesteps=64),
         "small": _recipe(_shape(256, 4, 4)),

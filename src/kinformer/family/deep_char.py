@@ -54,6 +54,8 @@ MEMBER = Member(
         "the authors' code of Transformer-XL without memory: positions at every layer "
         "(tests/positions/test_learned_per_layer.py)",
     ),
+    use_when="you reproduce deep models of characters with losses at every layer",
+    avoid_when="minutes are few: its depth does not pay for itself there",
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), max_length=128),
         "small": _recipe(_shape(256, 4, 4)),

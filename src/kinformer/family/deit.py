@@ -45,6 +45,8 @@ MEMBER = Member(
     ),
     exact_limit="is exact attention",
     parity=("DeiT of transformers: imported checkpoints (tests/interop/test_images.py)",),
+    use_when="images are classified with few labels, and a convolutional teacher exists",
+    avoid_when="no teacher is at hand: it is `vit` then",
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2), 32, 4, classes=10),
         "small": _recipe(ModelShape(256, 4, 4), 32, 4, classes=10),

@@ -65,6 +65,8 @@ MEMBER = Member(
         "no dropout outside of the recipes paper",
     ),
     exact_limit="without a rule (stack.rule=null) it is exact attention of all layers",
+    use_when="easy tokens should leave early by a rule that is learnt",
+    avoid_when="tokens use most layers anyway: one exit for all of them is as good",
     recipes={
         "tiny": _recipe(_shape(32, 3, 2)),
         "small": _recipe(_shape(256, 4, 4)),

@@ -77,6 +77,8 @@ MEMBER = Member(
     ),
     exact_limit="with lambda 0 it is softmax attention of half the heads over values twice as wide, each normed",
     parity=("DiffLlamaAttention of transformers, in float64 (tests/mixers/test_differential.py)",),
+    use_when="little must be found in much, and you would attend to everything anyway",
+    avoid_when="speed counts: it computes two softmaxes",
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2)),
         "small": _recipe(ModelShape(256, 4, 4)),

@@ -74,6 +74,8 @@ MEMBER = Member(
         "no dropout unless asked for",
     ),
     exact_limit="window >= length, shared output projection and relations of nothing (over global and long input)",
+    use_when="documents have structure (sentences, questions) that a global input can stand for",
+    avoid_when="texts are flat: `longformer` needs less care",
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), radius=4, max_distance=3, sentence=8),
         "small": _recipe(_shape(256, 4, 4), radius=64, max_distance=12, sentence=64),

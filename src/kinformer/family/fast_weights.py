@@ -52,6 +52,8 @@ MEMBER = Member(
     exact_limit="no finite limit; with the sum rule and the same features it is linear attention",
     parity=("lmtool-fwp, the authors' code, and labml-nn 0.5.1 (tests/family/test_parity.py)",),
     results=("capacity",),
+    use_when="facts are overwritten, and the state must stay constant",
+    avoid_when="training must be the fastest: a plain sum is faster, and `gated-deltanet` forgets as well",
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2)),
         "small": _recipe(ModelShape(256, 4, 4)),

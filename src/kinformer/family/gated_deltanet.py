@@ -77,6 +77,8 @@ MEMBER = Member(
     exact_limit="no finite limit; without decay and convolutions it is the delta rule of fast weights",
     parity=("Qwen3-Next's gated delta net of transformers (tests/family/test_kernel_members.py)",),
     results=("state_tracking",),
+    use_when="you want endless text in constant memory: of members with a constant state it is the first to try",
+    avoid_when="everything in a long context must be recalled exactly",
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2)),
         "small": _recipe(ModelShape(256, 4, 4)),

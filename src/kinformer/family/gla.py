@@ -51,6 +51,8 @@ MEMBER = Member(
         "keys are as wide as values in the recipe benchmark (the paper's: half as wide)",
     ),
     exact_limit="no finite limit; without decay it is linear attention without a normaliser",
+    use_when="a small constant state has to recall, with decays that the text decides",
+    avoid_when="facts are overwritten: the delta rule replaces them, this sum does not",
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2), 8, 16),
         "small": _recipe(ModelShape(256, 4, 4), 32, 64),

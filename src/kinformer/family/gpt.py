@@ -46,6 +46,10 @@ MEMBER = Member(
         "generation",
         "speedrun",
     ),
+    use_when="you need a baseline, or a text shorter than a few thousand tokens",
+    avoid_when=(
+        "the state must not grow, or texts are longer than the positions of training: its learned table ends there"
+    ),
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), max_length=128),
         "small": _recipe(_shape(256, 4, 4)),

@@ -57,6 +57,8 @@ MEMBER = Member(
     exact_limit="segment >= length: exact attention with relative positions, behind gates",
     needs={"segments": True},
     parity=("RLlib 2.9.3: the whole network, in float64 (tests/blocks/test_gated.py)",),
+    use_when="an agent must remember, in many layers, and training must be reliable",
+    avoid_when="the task is text: its gates cost time without gain there",
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2), segment=8, memory=12),
         "small": _recipe(ModelShape(192, 4, 4, hidden_dim=576), segment=256, memory=256),

@@ -76,6 +76,8 @@ MEMBER = Member(
     ),
     exact_limit="its lowest encoder is a ViT; attention is exact within tiles, within regions and among regions",
     results=("pyramid",),
+    use_when="images are very large, as slides are, and labels belong to whole images",
+    avoid_when="an image fits into one encoder",
     recipes={
         "tiny": _recipe(
             4, (ModelShape(16, 1, 2), 8), (ModelShape(24, 1, 2), 16), (ModelShape(32, 2, 2), 32), classes=10

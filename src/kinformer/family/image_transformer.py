@@ -82,6 +82,8 @@ MEMBER = Member(
         "tensor2tensor, the authors' code: blocks of one and two dimensions (tests/patterns/test_published.py), "
         "the shift of pixels (tests/inputs/test_pixels.py)",
     ),
+    use_when="images are drawn value by value, and neighbours decide",
+    avoid_when="the input is text",
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), block=8),
         "tiny-2d": _recipe(_shape(32, 2, 2), **_image(4, 6, block=(2, 3), flange=(1, 2))),

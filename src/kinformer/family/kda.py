@@ -78,6 +78,8 @@ MEMBER = Member(
         "Kimi Linear's delta attention of transformers (tests/family/test_kernel_members.py)",
         "the naive form of flash-linear-attention (tests/kernels/test_delta_steps.py)",
     ),
+    use_when="`gated-deltanet` forgets too much at once: here every channel has its own decay",
+    avoid_when="speed decides: decays by channel cost time, as measured",
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2)),
         "small": _recipe(ModelShape(256, 4, 4)),

@@ -54,6 +54,8 @@ MEMBER = Member(
     exact_limit="weight 0, or no datastore: the decoder alone",
     parity=("the official code: the mixture of both distributions (tests/heads/test_knn.py)",),
     results=("datastore",),
+    use_when="a text is to be added to a trained model without training",
+    avoid_when="memory and search time at every token are too dear",
     recipes={
         "tiny": _recipe(_shape(32, 2, 2)),
         "small": _recipe(_shape(256, 4, 4)),

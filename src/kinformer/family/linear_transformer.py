@@ -67,6 +67,10 @@ MEMBER = Member(
     exact_limit="none finite (elu + 1 is not the exponential); quadratic features give the squared kernel exactly",
     parity=("pytorch-fast-transformers 0.4.0, the authors' code (tests/family/test_parity.py)",),
     results=("capacity",),
+    use_when="speed and a constant state matter more than exact recall",
+    avoid_when=(
+        "many things must be recalled exactly, or texts go on far beyond the length of training: its sum never forgets"
+    ),
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2)),
         "small": _recipe(ModelShape(256, 4, 4)),

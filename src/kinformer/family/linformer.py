@@ -63,6 +63,8 @@ MEMBER = Member(
     ),
     exact_limit="rank = max_length = length with E = F = 1, or windows of one token",
     parity=("another implementation, in float64 (tests/mixers/test_linformer.py)",),
+    use_when="all texts have nearly one length and speed counts",
+    avoid_when="lengths vary, or exactness counts: its projections are the same for every text",
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), (16,), 128),
         "small": _recipe(_shape(256, 4, 4), (128,), 512),

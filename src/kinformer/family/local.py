@@ -77,6 +77,8 @@ MEMBER = Member(
     exact_limit="window >= length",
     parity=("openai/sparse_attention: the mask of its window (tests/patterns/test_published.py)",),
     results=("sparse",),
+    use_when="the recent past decides, in texts of any length and with a constant state",
+    avoid_when="a token far beyond the windows of all layers must be recalled exactly",
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2), window=8),
         "small": _recipe(ModelShape(256, 4, 4), window=256),

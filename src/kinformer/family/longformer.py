@@ -65,6 +65,8 @@ MEMBER = Member(
         "the authors' attention (tests/mixers/test_longformer_golden.py), Longformer of transformers: imported "
         "checkpoints (tests/interop/test_encoders.py)",
     ),
+    use_when="documents of thousands of tokens are classified, or a BERT is to read them",
+    avoid_when="texts fit into a few windows: `bert` is faster",
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), (4, 8), 128),
         "small": _recipe(_shape(256, 4, 4, hidden_dim=640), (32, 64, 128, 128), 4096),

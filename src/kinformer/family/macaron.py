@@ -52,6 +52,8 @@ MEMBER = Member(
     ),
     exact_limit="the standard layer where the first feed-forward is zero and the second twice as large",
     parity=("macaron-net, the authors' code: its encoder and decoder layers (tests/blocks/test_macaron.py)",),
+    use_when="you compare wirings of a layer",
+    avoid_when="quality per minute counts: its second feed-forward has not paid for its time in our measurements",
     recipes={
         "tiny": _recipe(32, 2, 2),
         "small": _recipe(256, 4, 4),

@@ -67,6 +67,8 @@ MEMBER = Member(
     ),
     exact_limit="no finite limit; with rates A of 0 it is linear attention without a normaliser, of values times steps",
     parity=("Mamba-2 of transformers (tests/family/test_kernel_members.py)",),
+    use_when="you want a constant state in the manner of state-space models, with few keys for many values",
+    avoid_when="overwriting or exact recall counts",
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 4), Space(4, 8, 16)),
         "small": _recipe(ModelShape(256, 4, 8, hidden_dim=704), Space(8, 64, 64)),

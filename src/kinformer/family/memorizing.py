@@ -85,6 +85,8 @@ MEMBER = Member(
     needs={"segments": True},
     parity=("the authors' code (tests/mixers/test_memorizing.py)",),
     layer=2,
+    use_when="exact look-ups in a long document are needed, by a small model",
+    avoid_when="speed decides, or documents are shorter than the window",
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2), 1, window=8, memory_size=32, topk=4),
         "small": _recipe(ModelShape(256, 4, 4), 2, window=256, memory_size=8192),

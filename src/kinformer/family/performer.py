@@ -47,6 +47,8 @@ MEMBER = Member(
     exact_limit="softmax attention as the number of random features grows; its error falls as one over their root",
     parity=("performer-pytorch 1.1.4: features, and attention over them, in float64 (tests/family/test_performer.py)",),
     results=("approximation",),
+    use_when="a softmax model is to be approximated with a constant state, or you study random features",
+    avoid_when="you train from scratch: a fixed feature map learns more in the same time",
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2)),
         "small": _recipe(ModelShape(256, 4, 4), features=128),

@@ -72,6 +72,8 @@ MEMBER = Member(
     exact_limit="topk = num_keys ** 2: a softmax over all products of keys; values of zero: no feed-forward there",
     parity=("the authors' code (tests/memory/test_product_keys.py)",),
     layer=2,
+    use_when="a model should know more without computing more per token",
+    avoid_when="memory for parameters and their optimiser is short",
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2), (1,), num_keys=8, topk=4, key_dim=16, num_heads=2),
         "small": _recipe(ModelShape(256, 4, 4), (2,), num_keys=40),

@@ -48,6 +48,8 @@ MEMBER = Member(
     ),
     exact_limit="is exact attention",
     results=("normalisation",),
+    use_when="you reproduce the original decoder",
+    avoid_when="you train many layers or without a warm-up: `gpt` learns faster there",
     recipes={
         "tiny": _recipe(_shape(32, 2, 2)),
         "small": _recipe(_shape(256, 4, 4)),

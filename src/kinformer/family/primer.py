@@ -55,6 +55,8 @@ MEMBER = Member(
     parity=(
         "labml-nn 0.5.1: convolved projections and squared ReLU, in float64 (tests/projections/test_convolved.py)",
     ),
+    use_when="you want the convolutions of q, k and v and the squared ReLU that its authors' search chose",
+    avoid_when="steps must be the fastest",
     recipes={
         "tiny": _recipe(_shape(32, 2, 2)),
         "small": _recipe(_shape(256, 4, 4)),

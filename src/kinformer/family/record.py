@@ -29,6 +29,7 @@ class Member:
     ``training.settings``). ``needs``: options of training without which it is not itself, such as ``{"segments":
     True}``; a budget of minutes chooses the others (see ``runs.minutes``). ``cost``: how the operations of a whole
     sequence grow with its length, where that does not follow from the growth (see :attr:`growth_of_cost`).
+    ``use_when``, ``avoid_when``: clauses that say when to take it and when not, by its cost and by what was measured.
     ``task``: what it is usually trained for, where that is neither the next token nor masked tokens. ``layer``: the
     number of the layer that shows its mechanism in the recipe ``small``, where layers differ.
     """
@@ -42,6 +43,8 @@ class Member:
     growth: Growth
     departures: tuple[str, ...]
     exact_limit: str
+    use_when: str = ""
+    avoid_when: str = ""
     parity: tuple[str, ...] = ()
     results: tuple[str, ...] = ()
     recipes: Mapping[str, Recipe]
@@ -65,7 +68,10 @@ class Member:
     @property
     def facts(self) -> dict[str, Any]:
         """The record as data for JSON."""
-        names = ("name", "title", "paper", "year", "axes", "causal", "growth", "departures", "exact_limit")
+        names = (
+            "name", "title", "paper", "year", "axes", "causal", "growth", "departures", "exact_limit", "use_when",
+            "avoid_when",
+        )  # fmt: skip
         return {name: getattr(self, name) for name in names} | {
             "departures": tuple(map(spelled, self.departures)),
             "cost": self.growth_of_cost,

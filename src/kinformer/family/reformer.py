@@ -79,6 +79,11 @@ MEMBER = Member(
         "Reformer of transformers 5.23.0: attention over whole texts, in float64 "
         "(tests/mixers/test_bidirectional_lsh.py), reversible layers (tests/stacks/test_reversible_parity.py)",
     ),
+    use_when=(
+        "long sequences repeat themselves, so that similar tokens must find each other anywhere, or memory bounds the "
+        "depth"
+    ),
+    avoid_when="texts are short or training is brief: of all members of text it learnt least in equal minutes",
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2), num_buckets=4, chunk_size=4, rounds=2, recompute=False),
         "small": _recipe(ModelShape(256, 4, 4), num_buckets=16, chunk_size=32, rounds=2),

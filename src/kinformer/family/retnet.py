@@ -53,6 +53,8 @@ MEMBER = Member(
         "a GELU feed-forward, and layer norms (the authors' later code has gated ones, and RMS norms)",
     ),
     exact_limit="no finite limit; without decay and rotation it is linear attention without a normaliser",
+    use_when="you want a constant state, stable over any length, with the simplest decay",
+    avoid_when="how fast to forget depends on the text: `gla` and `gated-deltanet` learn that",
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2, hidden_dim=64), 32),
         "small": _recipe(ModelShape(256, 4, 4, hidden_dim=512), 128),

@@ -66,6 +66,8 @@ MEMBER = Member(
     exact_limit="softmax attention of normalised queries and keys without the gate, as the number of features grows",
     parity=("the authors' code, without its gate (tests/family/test_kernel_members.py)",),
     results=("approximation",),
+    use_when="you study random features of softmax attention with a gate",
+    avoid_when="you need recall: it had not begun to where others were right",
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2)),
         "small": _recipe(ModelShape(256, 4, 4)),

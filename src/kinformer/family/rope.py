@@ -43,6 +43,8 @@ MEMBER = Member(
     ),
     exact_limit="is exact attention; with all positions equal it is attention without positions",
     parity=("GPT-NeoX and RoFormer of transformers, in float64 (tests/family/test_parity_rope.py)",),
+    use_when="you want the best plain baseline; it learns faster than `gpt` and has no table that ends",
+    avoid_when="the state must not grow",
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2)),
         "small": _recipe(ModelShape(256, 4, 4)),

@@ -48,6 +48,8 @@ MEMBER = Member(
     parity=(
         "routing-transformer 1.6.1: clusters over whole texts, in float64 (tests/mixers/test_bidirectional_routing.py)",
     ),
+    use_when="long texts fall into topics, and a token should see the last tokens of its own",
+    avoid_when="exact recall counts, or training is brief: its clusters must form first",
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2), num_clusters=3, window=8),
         "small": _recipe(ModelShape(256, 4, 4), num_clusters=16, window=128),

@@ -40,6 +40,8 @@ MEMBER = Member(
     exact_limit="no finite limit; where nothing is erased, and without shifts, it is linear attention with a decay by "
     "channel",
     parity=("the layer of flash-linear-attention with the naive form of its kernel (tests/mixers/test_rwkv7.py)",),
+    use_when="a constant state must follow what a text changes, with keys to erase apart from keys to write",
+    avoid_when="training speed decides",
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2), (8, 8, 8)),
         "small": _recipe(ModelShape(256, 4, 4), (32, 32, 64)),

@@ -42,6 +42,8 @@ MEMBER = Member(
     exact_limit="tables of zeros: exact attention without positions",
     parity=("tensor2tensor 1.15, in float64 (tests/positions/test_golden.py)",),
     results=("sparse",),
+    use_when="you reproduce relative positions as first published",
+    avoid_when="texts are long: its tables by distance end at a clip, and `rope` is faster",
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2)),
         "small": _recipe(ModelShape(256, 4, 4)),

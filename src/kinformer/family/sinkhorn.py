@@ -51,6 +51,8 @@ MEMBER = Member(
     ),
     exact_limit="one block (block >= length), or two that change places",
     parity=("another implementation: sorting, in float64 (tests/mixers/test_sinkhorn.py)",),
+    use_when="far blocks should meet, and which ones is to be learnt",
+    avoid_when="texts are short, or training is brief: sorting must be learnt first",
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), 16, 128),
         "small": _recipe(_shape(256, 4, 4, hidden_dim=896), 64, 512),

@@ -43,5 +43,7 @@ MEMBER = Member(
         "the recipe paper is Transformer-XL's of characters; its clusters of words have no gate",
     ),
     exact_limit="a gate of 1, no neighbour, or no datastore: Transformer-XL",
+    use_when="a datastore is at hand while you train, and a gate should decide when to use it",
+    avoid_when="training is brief: mixing neighbours in, as `knn-lm` does, gained more",
     recipes={name: _recipe(name) for name in ("tiny", "small", "benchmark", "paper")},
 )

@@ -90,6 +90,8 @@ MEMBER = Member(
         "openai/sparse_attention, the authors' code: masks, outputs and gradients (tests/patterns/test_published.py)",
     ),
     results=("sparse",),
+    use_when="texts or images have a period (lines, columns) that a stride can follow",
+    avoid_when="the structure has no fixed period, or the state must not grow",
     recipes={
         "tiny": _recipe(_TINY, max_length=128, segment=8, summary=2),
         "tiny-strided": _recipe(_TINY, max_length=128, stride=6),

@@ -37,6 +37,8 @@ MEMBER = Member(
         "symbols are those of the transcripts (the paper: phonemes)",
     ),
     exact_limit="none finite (elu + 1 is not the exponential)",
+    use_when="long recordings must be fast",
+    avoid_when="errors count: it makes the most of the four",
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2)),
         "small": _recipe(ModelShape(96, 3, 4)),

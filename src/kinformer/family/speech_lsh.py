@@ -42,6 +42,8 @@ MEMBER = Member(
         "symbols are those of the transcripts (the paper: phonemes)",
     ),
     exact_limit="attention with shared queries and keys: one round, chunk_size >= length",
+    use_when="recordings are long and errors count",
+    avoid_when="recordings are short: `speech-softmax` is simpler",
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2), num_buckets=4, chunk_size=4, rounds=2),
         "small": _recipe(ModelShape(96, 3, 4), num_buckets=8, chunk_size=16),

@@ -36,6 +36,8 @@ MEMBER = Member(
         "symbols are those of the transcripts (the paper: phonemes)",
     ),
     exact_limit="none: it has no attention",
+    use_when="you need the baseline, or data is small: it makes the fewest errors on spoken digits",
+    avoid_when="training must be parallel over time",
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 1)),
         "small": _recipe(ModelShape(128, 3, 1)),

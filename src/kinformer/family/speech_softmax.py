@@ -36,6 +36,8 @@ MEMBER = Member(
         "symbols are those of the transcripts (the paper: phonemes)",
     ),
     exact_limit="is exact attention",
+    use_when="recordings are short and errors count",
+    avoid_when="recordings are long: its cost grows with the square",
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2)),
         "small": _recipe(ModelShape(96, 3, 4)),

@@ -66,6 +66,8 @@ MEMBER = Member(
     ),
     exact_limit="3 tokens or fewer: each sees all of them, beside its own input and the relay; the relay always does",
     parity=("the authors' code (tests/mixers/test_star.py)",),
+    use_when="texts are short to medium, data is small and a light model is enough",
+    avoid_when="any two tokens must meet directly",
     recipes={
         "tiny": _published(32, 2, 128, iterations=2),
         "small": _deep(ModelShape(256, 4, 4, hidden_dim=512, residual="post"), 512),

@@ -78,6 +78,8 @@ MEMBER = Member(
     ),
     exact_limit="a window as large as the image's grid of patches, with a bias by distance",
     parity=("Swin and Swin V2 of transformers: imported checkpoints (tests/interop/test_images.py)",),
+    use_when="images are large, so that attention to all patches is too dear",
+    avoid_when="images are small: `vit` learnt more from the same computation",
     recipes={
         "tiny": _recipe(16, (2, 2), 1, size=32, patch=2, window=4, classes=10),
         "tiny-v2": _recipe(16, (2, 2), 1, size=32, patch=2, window=4, second=True, classes=10),

@@ -67,6 +67,8 @@ MEMBER = Member(
     exact_limit="equal biases in all buckets: exact attention without positions, but for the scale",
     parity=("T5 of transformers 4.57 (tests/positions/test_golden.py)",),
     results=("sparse",),
+    use_when="you want relative positions without a limit, or continue weights in T5's manner",
+    avoid_when="speed decides: a bias by distance costs more than rotating",
     recipes={
         "tiny": _recipe(_shape(32, 2, 2)),
         "small": _recipe(_shape(256, 4, 4)),

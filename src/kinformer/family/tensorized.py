@@ -41,6 +41,8 @@ MEMBER = Member(
     exact_limit="none with softmax: values of ones make every slice of the tensor the scores Q K^T",
     needs={"length": 32},
     parity=("the authors' code (tests/mixers/test_tensorized.py)",),
+    use_when="you study attention as a tensor of few blocks",
+    avoid_when="texts are longer than some hundred tokens",
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2), 8, 128),
         "small": _recipe(ModelShape(256, 4, 4, hidden_dim=896), 40, 32),

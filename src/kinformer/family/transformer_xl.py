@@ -86,6 +86,8 @@ MEMBER = Member(
         "extrapolation",
         "xl_evaluation",
     ),
+    use_when="long texts are read segment by segment and should remember the one before",
+    avoid_when="training is short: the plain decoder makes more steps and is ahead",
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), segment=8, memory=12),
         "small": _recipe(_shape(256, 4, 4), segment=256),

@@ -106,6 +106,8 @@ MEMBER = Member(
     ),
     exact_limit="without halting (stack.halting=null) a stack of tied layers of exact attention",
     parity=("tensor2tensor: adaptive computation time (tests/stacks/test_universal.py)",),
+    use_when="a problem wants the same step again and again, and tokens differ in how many",
+    avoid_when="text is plain: untied layers learn more in the same time",
     recipes={
         "tiny": _recipe(_shape(32, 1, 2), 3, bias=-0.5, learned=True),
         "small": _recipe(_shape(256, 4, 4), 2),

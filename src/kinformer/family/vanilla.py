@@ -56,6 +56,8 @@ MEMBER = Member(
     ),
     exact_limit="is exact attention",
     parity=("Marian of transformers: logits of imported checkpoints (tests/interop/test_marian.py)",),
+    use_when="one sequence becomes another, as in translation",
+    avoid_when="a text is only to be continued: a decoder does that with half of the parts",
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), dropout=0.0),
         "small": _recipe(_shape(256, 4, 4)),

@@ -45,6 +45,8 @@ MEMBER = Member(
     ),
     exact_limit="is exact attention",
     parity=("ViT of transformers: imported checkpoints (tests/interop/test_images.py)",),
+    use_when="images are classified and labels are many, or a trained ViT is at hand",
+    avoid_when="labels are few: add a teacher (`deit`) or pretrain by the task `dino`",
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2), 32, 4, classes=10),
         "small": _recipe(ModelShape(256, 4, 4), 32, 4, classes=10),

@@ -71,18 +71,6 @@ def draw(panels: Sequence[Panel], title: str, path: Path) -> None:
         save(drawn, path)
 
 
-def draw_small(panel: Panel, path: Path, inches: float = 1.2) -> None:
-    """Draw one panel without words, to be one among many."""
-    with figure(inches, inches) as drawn:
-        axes = drawn.add_axes((0.0, 0.0, 1.0, 1.0))
-        _paint(axes, panel)
-        for item in (axes, *axes.child_axes):
-            item.set_axis_off()
-        for text in list(axes.texts):
-            text.remove()
-        save(drawn, path)
-
-
 def _paint(axes: Any, panel: Panel) -> None:
     if isinstance(panel, PatternPanel):
         _pattern(axes, panel)
