@@ -89,10 +89,10 @@ class Browser:
         self("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
         self.js("new Promise(done => requestAnimationFrame(() => setTimeout(done, 50)))")
 
-    def open(self, path: Path):
-        """Load a file, to the end."""
+    def open(self, page: Path | str):
+        """Load a file or an address, to the end."""
         self.events = []
-        self("Page.navigate", url=path.as_uri())
+        self("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
         while "Page.loadEventFired" not in self.events:
             self._note(self._next())
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -192,6 +193,19 @@ def test_evaluation_writes_a_table_of_its_predictions(cli, classes_run, tmp_path
         assert row["class"] == item["classes"][0]["class"]
         assert float(row["probability"]) == pytest.approx(item["classes"][0]["probability"], abs=1e-5)
     assert cli("evaluate", classes_run, "--predictions", tmp_path / "a.txt")[0] == 2
+
+
+def test_every_masked_token_is_a_row_of_the_table(masks_run, tmp_path):
+    table = tmp_path / "masks.jsonl"
+    settings = {"max_bytes": 600, "quiet": True, "device": "cpu"}
+    measured = kinformer.evaluate(masks_run, predictions=str(table), **settings)
+    rows = [json.loads(line) for line in table.read_text().splitlines()]
+    assert len(rows) == measured.facts["masked"]
+    assert sum(row["correct"] for row in rows) / len(rows) == pytest.approx(measured.figures["accuracy"])
+    assert all(row["label"] == row["token"] for row in rows if row["correct"])
+    assert measured.figures == kinformer.evaluate(masks_run, **settings).figures
+    text = Path(kinformer.open_run(masks_run).data["spec"]).read_text(encoding="utf-8")
+    assert all(row["text"].replace("[MASK]", row["label"]) in text for row in rows if "\ufffd" not in row["text"])
 
 
 def test_vectors_of_pictures_are_pooled_hidden_states(cli, tmp_path):

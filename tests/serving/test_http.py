@@ -13,6 +13,7 @@ import pytest
 import kinformer
 from kinformer.runtime.errors import KinformerError
 from kinformer.serving.options import ServeOptions
+from tests.comparison.browser import Browser
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
@@ -160,6 +161,37 @@ def test_health_metrics_and_the_page(server, client):
     assert "# TYPE kinformer_new_tokens_total counter" in metrics and "kinformer_streams_limit 4" in metrics
     page = get(server, "/")
     assert "<title>" in page and "http" not in page.split("<body>")[1]
+
+
+def test_the_page_continues_a_prompt_in_a_browser(server, folder):
+    browser = Browser()
+    try:
+        browser.open(server.url)
+        text = "document.getElementById('text').textContent"
+        until(lambda: browser.js("document.getElementById('name').textContent") == "run")
+        browser.js("""
+            for (const [id, value] of Object.entries({prompt: "It was ", tokens: 12, temperature: 0.8, seed: 3}))
+                document.getElementById(id).value = value;
+            window.seen = new Set();
+            new MutationObserver(() => seen.add(document.getElementById("text").textContent.length))
+                .observe(document.getElementById("text"), {childList: true, characterData: true, subtree: true});
+            document.getElementById("go").click();
+        """)
+        until(lambda: browser.js("!document.getElementById('go').disabled && seen.size > 1"))
+        assert browser.js(text) == "It was " + continued(folder, "It was ", 12, 3, temperature=0.8)
+        assert browser.js("seen.size") > 3  # it came piece by piece
+        until(lambda: " bytes of state, 0 streams" in browser.js("document.getElementById('facts').textContent"))
+        for width in (390, 1366):
+            browser.size(width)
+            assert browser.js("document.documentElement.scrollWidth") <= width
+        browser.js("document.getElementById('tokens').value = 5000; document.getElementById('go').click()")
+        until(lambda: server.engine.rows == 1)
+        until(lambda: " 1 streams" in browser.js("document.getElementById('facts').textContent"))
+        browser.js("document.getElementById('stop').click()")
+        until(lambda: server.engine.rows == 0)
+        assert browser.errors == []
+    finally:
+        browser.close()
 
 
 @pytest.mark.parametrize(

@@ -182,3 +182,14 @@ def test_mistakes(tmp_path, options, told):
     with pytest.raises(KinformerError) as error:
         kinformer.train("gpt", out=tmp_path / "run", **SMALL | options)
     assert told in str(error.value) and not (tmp_path / "run").exists()
+
+
+def test_every_problem_is_a_row_of_the_table(tmp_path):
+    run = kinformer.train("gpt", out=tmp_path / "run", algorithm="reverse", **SMALL).folder
+    table = tmp_path / "problems.jsonl"
+    figures = kinformer.evaluate(run, at_digits="2,4", problems=6, predictions=str(table), quiet=True).figures
+    rows = [json.loads(line) for line in table.read_text().splitlines()]
+    assert [row["digits"] for row in rows] == [2] * 6 + [4] * 6
+    assert all(row["label"] == row["text"][-2::-1] for row in rows)
+    assert all(row["solved"] == (row["label"] == row["answer"]) for row in rows)
+    assert sum(row["solved"] for row in rows) / 12 == figures["sequence_accuracy"]

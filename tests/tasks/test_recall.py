@@ -117,3 +117,19 @@ def test_what_it_cannot_do_is_one_sentence(capsys, tmp_path):
         assert main([str(argument) for argument in arguments]) == 2
         err = capsys.readouterr().err
         assert told in err and err.count("\n") == 1, err
+
+
+def test_every_query_is_a_row_of_the_table(tmp_path):
+    run = kinformer.train("gpt", out=tmp_path / "run", **SMALL).folder
+    table = tmp_path / "queries.jsonl"
+    evaluated = kinformer.evaluate(run, rows=5, predictions=str(table), quiet=True)
+    rows = [json.loads(line) for line in table.read_text().splitlines()]
+    assert [row["item"] for row in rows] == list(range(1, 41)) and {row["pairs"] for row in rows} == {2, 6}
+    assert sum(row["label"] == row["value"] for row in rows) / 40 == pytest.approx(evaluated.figures["accuracy"])
+    for pairs in (2, 6):
+        made = Recall(pairs=(2, 6), symbols=30).rows("test", 0, 5, 24, 0, (pairs,))
+        asked = made.labels >= 0
+        mine = [row for row in rows if row["pairs"] == pairs]
+        assert [row["key"] for row in mine] == made.tokens[asked].tolist()
+        assert [row["label"] for row in mine] == made.labels[asked].tolist()
+        assert [row["row"] for row in mine] == [row + 1 for row in range(5) for _ in range(pairs)]

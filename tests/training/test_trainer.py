@@ -184,6 +184,18 @@ def test_best_weights_are_those_of_the_best_validation(corpus: Corpus, tmp_path:
     assert all(torch.equal(best[name], then[name]) for name in then)
 
 
+def test_patience_ends_a_run_that_gets_no_better(corpus: Corpus, tmp_path: Path) -> None:
+    still = {"steps": 60, "lr": 1e-30, "validate_every": 5, "checkpoint_every": 7}
+    result = train(corpus, tmp_path, patience=2, **still)
+    assert (result.steps, result.best_step, result.total) == (15, 5, 15)
+    assert train(corpus, tmp_path, patience=2, **still).steps == 15
+    assert train(corpus, tmp_path, patience=4, **still).steps == 25
+    learning = train(corpus, tmp_path / "learning", steps=20, validate_every=5, patience=1)
+    assert learning.steps == learning.best_step == 20
+    with pytest.raises(KinformerError, match="counts validations"):
+        Settings(patience=2, validate_every=0)
+
+
 def test_validation_lets_go_of_each_state_before_the_next_batch(corpus: Corpus) -> None:
     alive: list[weakref.ref[Tensor]] = []
 

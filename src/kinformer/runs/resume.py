@@ -19,8 +19,8 @@ from kinformer.tasks.table import training_options
 from kinformer.training.settings import Settings
 
 MAY_CHANGE = {
-    "steps", "minutes", "validate_every", "checkpoint_every", "checkpoint_minutes", "keep", "log_every", "accumulate",
-    "average", "compile", "lr",
+    "steps", "minutes", "validate_every", "patience", "checkpoint_every", "checkpoint_minutes", "keep", "log_every",
+    "accumulate", "average", "compile", "lr",
 }  # fmt: skip
 
 

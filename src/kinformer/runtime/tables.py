@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ class PredictionTable:
     """The option of an evaluation that also writes what it predicts of every item."""
 
     predictions: str | None = None
-    """Also write a table with a row for every item (every episode, where a run acts): what is right and what was
-    predicted; .jsonl, .csv or .tsv."""
+    """Also write a table with a row for every item (every episode, where a run acts; every masked token, query or
+    problem): what is right and what was predicted; .jsonl, .csv or .tsv."""
 
     def __post_init__(self) -> None:
         if self.predictions is not None:
@@ -31,10 +32,19 @@ class PredictionTable:
 
     def write_predictions(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write ``rows``, numbered from 1 as ``item``, where a table is to be written."""
-        if self.predictions is not None:
-            with writing_table(self.predictions) as write:
-                for number, row in enumerate(rows, start=1):
-                    write({"item": number, **row})
+        with self.writing_predictions() as write:
+            for row in rows if write is not None else ():
+                write(row)
+
+    @contextmanager
+    def writing_predictions(self) -> Iterator[WriteRow | None]:
+        """Give a function that writes a row, numbered from 1 as ``item``, or None where there is no table to write."""
+        if self.predictions is None:
+            yield None
+            return
+        numbers = count(1)
+        with writing_table(self.predictions) as write:
+            yield lambda row: write({"item": next(numbers), **row})
 
 
 def check_table(option: str, path: str | Path) -> None:

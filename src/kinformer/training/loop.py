@@ -142,6 +142,8 @@ class Trainer:
         validation = FORWARD_SHARE * self.data.validations
         validate_every, checkpoint_every = pace.every if pace else self.settings.cadences(self.total, validation)
         look = self.step + 1
+        if self._tired(validate_every):  # it had ended before it was resumed
+            self.course.turn(self.step, self.step)
         while self.step < self.total:
             rate = self._rate()
             self.window.add(self.update(self.step, rate, self.course.at(self.step) / self.total))
@@ -157,6 +159,8 @@ class Trainer:
             if validates or saves or self.step % self.settings.log_every == 0:
                 self._report(rate)
             validating = seconds_of(self._validate) if validates else 0.0
+            if validates and not last and self._tired(validate_every):
+                last = saves = True
             if last:
                 self._finish(bool(validate_every))
             saving = seconds_of(self._save, due) if saves else 0.0
@@ -180,6 +184,14 @@ class Trainer:
         self.course.turn(self.step, max(self.step, total))
         self.progress.expect(self.total)
         return pace.next_look(self.step, self.total)
+
+    def _tired(self, validate_every: int) -> bool:
+        """Return whether as many validations as the patience were no better than the best one."""
+        patience = self.settings.patience
+        if not patience or self.best.step is None or self.step - self.best.step < patience * validate_every:
+            return False
+        self.progress.say(f"the run ends: {plural(patience, 'validation')} since step {self.best.step}, none better")
+        return True
 
     def _agree(self, interrupt: Interrupt, end: float) -> tuple[int, bool, bool]:
         """Return the signal that came, whether the time is over, and whether to save: the same everywhere."""
@@ -215,7 +227,7 @@ class Trainer:
     def _finish(self, measures: bool) -> None:
         """Do all that belongs to the end of a run before the last checkpoint, which says that the run is over: a run
         that is killed here repeats its last steps and its end."""
-        if self.step < self.total:  # the time is over
+        if self.step < self.total:  # the time or the patience is over
             self.course.turn(self.step, self.step)
         earlier = self.checkpoints.regular_steps()[-(self.settings.average - 1) :] if self.settings.average > 1 else []
         if measures and earlier:

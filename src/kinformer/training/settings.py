@@ -61,6 +61,9 @@ class Settings(Checked):
     validate_every: int | None = None
     """Steps between validations. The default is a tenth of the run, or more where validations would take over a
     fifth of the training's time; 0 means never."""
+    patience: int = 0
+    """End the run after so many validations in a row none of which was better than the best before (0: never). The
+    best weights are kept either way."""
     validation_tokens: int = 65536
     """Tokens of the validation split on which a validation is computed."""
     checkpoint_every: int | None = None
@@ -85,8 +88,13 @@ class Settings(Checked):
         for name in ("steps", "length", "batch_size", "accumulate", "keep", "log_every", "validation_tokens"):
             require(name, getattr(self, name), 1)
         require_seed(self.seed)
-        for name in ("validate_every", "checkpoint_every", "checkpoint_minutes", "average", "warmup"):
+        for name in ("validate_every", "patience", "checkpoint_every", "checkpoint_minutes", "average", "warmup"):
             require(name, getattr(self, name), 0)
+        if self.patience and self.validate_every == 0:
+            raise KinformerError(
+                f"`patience` {self.patience}: counts validations, but with `validate_every` 0 there are none; give "
+                "another `validate_every`, or `patience` 0."
+            )
         if self.average > 1 and self.checkpoint_every == 0:
             raise KinformerError(
                 f"`average` {self.average}: is of checkpoints, but with `checkpoint_every` 0 there is only the last; "

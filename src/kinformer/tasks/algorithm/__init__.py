@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import KinformerError, require
+from kinformer.runtime.tables import PredictionTable
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.predictions import Predicted, PredictionSettings
 from kinformer.tasks.record import DataNeeds, EvaluationNeeds, Generation, Models, Prediction
@@ -54,7 +55,7 @@ class AlgorithmOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlgorithmEvaluationOptions:
+class AlgorithmEvaluationOptions(PredictionTable):
     """Options of evaluating algorithms."""
 
     at_digits: str | None = None
@@ -66,6 +67,12 @@ class AlgorithmEvaluationOptions:
         require("problems", self.problems, 1)
         if self.at_digits is not None:
             lengths_of(self.at_digits)
+        super().__post_init__()
+
+    @property
+    def digits_to_measure(self) -> tuple[int, ...] | None:
+        """The numbers of ``at_digits``."""
+        return None if self.at_digits is None else lengths_of(self.at_digits)
 
 
 def lengths_of(text: str) -> tuple[int, ...]:
@@ -137,8 +144,7 @@ class Algorithm(Task):
     ) -> Evaluation:
         from kinformer.tasks.algorithm.evaluate import evaluate
 
-        at = None if task_options.at_digits is None else lengths_of(task_options.at_digits)
-        return evaluate(subject, evaluation_settings, at, task_options.problems, quiet)
+        return evaluate(subject, evaluation_settings, task_options, quiet)
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
         from kinformer.tasks.algorithm.evaluate import answer

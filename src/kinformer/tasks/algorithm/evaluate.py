@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from math import isfinite, log
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,14 +18,18 @@ from kinformer.evaluation.depths import Depths, noting_depths
 from kinformer.evaluation.early_exit import LAYERS_PER_TOKEN
 from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.runtime.progress import note
+from kinformer.runtime.tables import WriteRow
 from kinformer.runtime.words import plural
 from kinformer.tasks.algorithm.rows import solved
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, by_group, evaluated, total
 from kinformer.tasks.next_token.generate import MOST_NEW, Generated, Sample
 from kinformer.tasks.runs import LoadedRun
-from kinformer.tasks.shared.answer_rows import ScoredBatch, answers, drawn_batches
+from kinformer.tasks.shared.answer_rows import Answers, ScoredBatch, answers, drawn_batches
 from kinformer.training.batch import map_fields
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL, SEQUENCE_ACCURACY, SHARE, Metric
+
+if TYPE_CHECKING:
+    from kinformer.tasks.algorithm import AlgorithmEvaluationOptions
 
 
 def sequence_accuracy_at(digits: int) -> Metric:
@@ -34,17 +38,20 @@ def sequence_accuracy_at(digits: int) -> Metric:
 
 
 def evaluate(
-    subject: LoadedRun, evaluation_settings: EvaluationSettings, at_digits: Sequence[int] | None, rows: int, quiet: bool
+    subject: LoadedRun, evaluation_settings: EvaluationSettings, options: AlgorithmEvaluationOptions, quiet: bool
 ) -> Evaluation:
-    """A run on ``rows`` new problems of each number of digits; the figures of all are over those in training's range,
-    or over all where none is."""
+    """A run on new problems of each number of digits; the figures of all are over those in training's range, or over
+    all where none is. Every problem is written to the table that the options name."""
     begun = time.perf_counter()
     data: AlgorithmData = subject.run.options.data
     split = choose(evaluation_settings.split, SPLITS, "`split`")
-    lengths = _lengths(subject.model, data, at_digits)
-    groups = by_group(
-        lengths, lambda digits: _measured(subject.model, data, split, digits, rows, evaluation_settings), quiet
-    )
+    lengths, rows = _lengths(subject.model, data, options.digits_to_measure), options.problems
+    with options.writing_predictions() as write:
+        groups = by_group(
+            lengths,
+            lambda digits: _measured(subject.model, data, split, digits, rows, evaluation_settings, write),
+            quiet,
+        )
     main = [group for group in groups if group["trained"]] or groups
     tokens, correct, done, problems, nats = total(main, "tokens", "correct", "solved", "problems", "nats")
     metrics = {ACCURACY: correct / tokens, SEQUENCE_ACCURACY: done / problems, BITS_PER_LABEL: nats / log(2) / tokens}
@@ -116,7 +123,13 @@ def _lengths(model: Any, data: AlgorithmData, at_digits: Sequence[int] | None) -
 
 
 def _measured(
-    model: Any, data: AlgorithmData, split: str, digits: int, rows: int, evaluation_settings: EvaluationSettings
+    model: Any,
+    data: AlgorithmData,
+    split: str,
+    digits: int,
+    rows: int,
+    evaluation_settings: EvaluationSettings,
+    write: WriteRow | None,
 ) -> dict[str, Any]:
     """Measure problems of so many digits: the answers' tokens and how many are right, problems and how many are
     solved."""
@@ -134,6 +147,9 @@ def _measured(
             done += int(solved(answered.right, answered.rows, len(batch.tokens)).sum())
             nats += float(answered.nats)
             counts += answered.labels.cpu().bincount(minlength=len(SYMBOLS))
+            if write is not None:
+                for row in _problems(batch, answered):
+                    write({"digits": digits} | row)
             if deep is not None:
                 deep.note(batch, answered.right)
     require_finite(isfinite(nats))
@@ -142,6 +158,23 @@ def _measured(
         "sequence_accuracy": done / rows, "tokens": tokens, "correct": right, "accuracy": right / tokens,
         "guessing": int(counts.max()) / tokens, "nats": nats,
     } | ({} if deep is None else {deep.depths.metric.name: deep.mean} | deep.facts)  # fmt: skip
+
+
+def _problems(batch: ScoredBatch, answered: Answers) -> Iterator[dict[str, str | bool]]:
+    """Every problem of a batch: its text, the right answer, and the answer each of whose tokens is the most probable
+    one behind the right ones before it; a problem is solved where both are equal."""
+    guesses = answered.logits.argmax(-1)
+    for row, tokens in enumerate(batch.tokens):
+        begin = int(batch.scored[row].nonzero()[0])
+        here = (answered.rows == row).cpu()
+        right, guess = (_symbols(tokens_of.cpu()[here]) for tokens_of in (answered.labels, guesses))
+        yield {"text": _symbols(tokens[: begin + 1]), "label": right, "answer": guess, "solved": right == guess}
+
+
+def _symbols(tokens: Tensor) -> str:
+    """Tokens as text, without the end; ids beyond the symbols, which an untrained model may take, as ?."""
+    text = "".join(SYMBOLS[token] if token < len(SYMBOLS) else "?" for token in tokens.tolist())
+    return text.removesuffix(SYMBOLS[END])
 
 
 def answer(subject: LoadedRun, prompt: str | bytes, options: Any, write: Callable[[str], None] | None) -> Generated:

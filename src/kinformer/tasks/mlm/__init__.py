@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kinformer.core.model import WholeModel
+from kinformer.runtime.tables import PredictionTable
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.predictions import Embedded, EmbeddingSettings, Predicted, PredictionSettings
 from kinformer.tasks.record import OF_TEXTS, DataNeeds, Generation, Models, Prediction
@@ -53,6 +54,7 @@ class MaskedLanguageModelling(Task):
     metrics = (bits_per_masked("byte"), ACCURACY)
     objectives = {"masked-language": _masked_language, "mlm-cpc": _mlm_cpc}
     Options = MlmOptions
+    EvaluationOptions: ClassVar[type] = PredictionTable
     PredictionOptions = MaskPredictionOptions
 
     def fits(self, config: Any) -> bool:
@@ -88,7 +90,7 @@ class MaskedLanguageModelling(Task):
     ) -> Evaluation:
         from kinformer.tasks.mlm.evaluate import evaluate
 
-        return evaluate(subject, evaluation_settings, quiet)
+        return evaluate(subject, evaluation_settings, task_options, quiet)
 
     def predict(
         self, subject: LoadedRun, source: Any, settings: PredictionSettings, task_options: Any

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import isfinite, log
@@ -19,10 +19,13 @@ from kinformer.data.bigrams import Bigrams
 from kinformer.data.masked_text import MaskedText
 from kinformer.runtime.errors import require_finite
 from kinformer.runtime.progress import ProgressCallback, progressing
+from kinformer.runtime.tables import PredictionTable
 from kinformer.runtime.words import plural
+from kinformer.tasks.classify.rows import scored
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
 from kinformer.tasks.mlm.cpc import MaskedLanguageCpc
-from kinformer.tasks.mlm.rows import MaskedBatch, MaskedLanguage, masked_tokens, masking_of, unit_of
+from kinformer.tasks.mlm.notes import MaskNotes
+from kinformer.tasks.mlm.rows import MaskedBatch, masked_logits, masked_tokens, masking_of, unit_of
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.text import ends_of, heading, held_out, whole_length
 from kinformer.training.batch import map_fields
@@ -44,21 +47,30 @@ class MaskedMeasurement:
 
 
 def measure_masked(
-    model: Any, text: MaskedText, counts: Bigrams, rows: int, progress: ProgressCallback | None = None
+    model: Any,
+    text: MaskedText,
+    counts: Bigrams,
+    rows: int,
+    progress: ProgressCallback | None = None,
+    note: Callable[[MaskedBatch, Tensor], None] | None = None,
 ) -> MaskedMeasurement:
-    """Measure ``model`` (in eval mode) on all windows of ``text``, ``rows`` at a time, which changes nothing else."""
-    device, objective = device_of(model), MaskedLanguage()
+    """Measure ``model`` (in eval mode) on all windows of ``text``, ``rows`` at a time, which changes nothing else;
+    ``note`` gets every batch and its logits at the masks."""
+    device = device_of(model)
     sums, baselines, done = np.zeros(3), np.zeros(2), 0
     with torch.inference_mode():
         for shown in text.in_order(rows):
             batch = map_fields(MaskedBatch.of(shown.rows), lambda field: field.to(device))
-            _, sums_of_batch, _ = objective(model, batch, None, 1.0)
+            logits = masked_logits(model, model.hidden(batch.tokens, valid=batch.valid).long_input, batch)
+            _, sums_of_batch, _ = scored(logits, batch.labels)
             sums += [float(sums_of_batch[name]) for name in ("nats", "predicted", "correct")]
             require_finite(isfinite(sums[0]))
-            scored = shown.rows.labels != IGNORED
-            for index, probability in enumerate(counts.probabilities(shown.rows.labels[scored], shown.before[scored])):
+            masks = shown.rows.labels != IGNORED
+            for index, probability in enumerate(counts.probabilities(shown.rows.labels[masks], shown.before[masks])):
                 baselines[index] -= np.log2(probability).sum()
             done += len(shown.rows.tokens)
+            if note is not None:
+                note(batch, logits)
             if progress is not None:
                 progress(done, len(text))
     nats, masked, correct = sums.tolist()
@@ -73,16 +85,21 @@ def measure_masked(
     )
 
 
-def evaluate(subject: LoadedRun, evaluation_settings: EvaluationSettings, quiet: bool) -> Evaluation:
-    """A run on held-out text, beside counts of its training split; its global input too, where it has one."""
+def evaluate(
+    subject: LoadedRun, evaluation_settings: EvaluationSettings, table: PredictionTable, quiet: bool
+) -> Evaluation:
+    """A run on held-out text, beside counts of its training split; its global input too, where it has one. Every masked
+    token is written to the ``table`` that the options name."""
     run, model = subject.run, subject.model
     held = held_out(run, evaluation_settings)
     masking, length = masking_of(model.config, run.tokenizer, run.options), whole_length(run, model)
     masked_text = MaskedText(held.split, length, masking, ends_of(model.config), evaluation_settings.seed)
     begun = time.perf_counter()
-    with progressing(quiet) as progress:
+    rows = max(1, evaluation_settings.chunk // length)
+    with table.writing_predictions() as write, progressing(quiet) as progress:
         counts = Bigrams(held.corpus.splits["train"])
-        measured = measure_masked(model, masked_text, counts, max(1, evaluation_settings.chunk // length), progress)
+        note = None if write is None else MaskNotes(run.tokenizer, ends_of(model.config), write)
+        measured = measure_masked(model, masked_text, counts, rows, progress, note)
     unit, words = unit_of(held.corpus), ", whole words" if run.options.whole_words else ""
     metric = bits_per_masked(unit)
     text = [

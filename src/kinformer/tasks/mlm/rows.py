@@ -88,8 +88,13 @@ class MaskedLanguage:
 
 def masked_tokens(model: Any, hidden_states: Tensor, batch: MaskedBatch) -> ObjectiveOutput:
     """What ``model``'s head makes of ``hidden_states`` [batch, time, dim] at ``batch.positions``, scored."""
+    return scored(masked_logits(model, hidden_states, batch), batch.labels)
+
+
+def masked_logits(model: Any, hidden_states: Tensor, batch: MaskedBatch) -> Tensor:
+    """The logits [batch, n, vocab] of ``hidden_states`` [batch, time, dim] at ``batch.positions`` [batch, n]."""
     index = batch.positions[..., None].expand(-1, -1, hidden_states.shape[-1])
-    return scored(model.logits(hidden_states.gather(1, index)), batch.labels)
+    return model.logits(hidden_states.gather(1, index))  # type: ignore[no-any-return]
 
 
 def unit_of(corpus: Corpus) -> str:

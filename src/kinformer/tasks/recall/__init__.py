@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import require, require_above
+from kinformer.runtime.tables import PredictionTable
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.predictions import Predicted, PredictionSettings
 from kinformer.tasks.record import DataNeeds, EvaluationNeeds, Generation, Models, Prediction
@@ -60,7 +61,7 @@ class RecallOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecallEvaluationOptions:
+class RecallEvaluationOptions(PredictionTable):
     """Options of evaluating recall."""
 
     at_pairs: str | None = None
@@ -72,6 +73,12 @@ class RecallEvaluationOptions:
         require("rows", self.rows, 1)
         if self.at_pairs is not None:
             numbers("`at_pairs`", self.at_pairs)
+        super().__post_init__()
+
+    @property
+    def pairs_to_measure(self) -> tuple[int, ...] | None:
+        """The numbers of ``at_pairs``."""
+        return None if self.at_pairs is None else numbers("`at_pairs`", self.at_pairs)
 
 
 def numbers(flag: str, text: str) -> tuple[int, ...]:
@@ -147,8 +154,7 @@ class RecallTask(Task):
     ) -> Evaluation:
         from kinformer.tasks.recall.evaluate import evaluate
 
-        at = None if task_options.at_pairs is None else numbers("`at_pairs`", task_options.at_pairs)
-        return evaluate(subject, evaluation_settings, at, task_options.rows, quiet)
+        return evaluate(subject, evaluation_settings, task_options, quiet)
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
         from kinformer.tasks.recall.evaluate import answer

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import isfinite, log
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,34 +13,36 @@ from kinformer.core import state as states
 from kinformer.core.model import device_of
 from kinformer.data.mqar import SPLITS, Recall, RecallRows
 from kinformer.runtime.errors import KinformerError, choose, require_finite
+from kinformer.runtime.tables import WriteRow
 from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, by_group, evaluated, total
 from kinformer.tasks.next_token.generate import Generated, Sample
 from kinformer.tasks.recall.rows import accuracy_of
 from kinformer.tasks.runs import LoadedRun
-from kinformer.tasks.shared.answer_rows import answers, drawn_batches
+from kinformer.tasks.shared.answer_rows import Answers, ScoredBatch, answers, drawn_batches
 from kinformer.training.batch import map_fields
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
 
+if TYPE_CHECKING:
+    from kinformer.tasks.recall import RecallEvaluationOptions
+
 
 def evaluate(
-    subject: LoadedRun,
-    evaluation_settings: EvaluationSettings,
-    at_pairs: tuple[int, ...] | None,
-    rows: int,
-    quiet: bool,
+    subject: LoadedRun, evaluation_settings: EvaluationSettings, options: RecallEvaluationOptions, quiet: bool
 ) -> Evaluation:
-    """A run on ``rows`` new rows of each number of pairs, of the length of training or as long as the pairs need."""
+    """A run on new rows of each number of pairs, of the length of training or as long as the pairs need; every query
+    is written to the table that the options name."""
     run, begun = subject.run, time.perf_counter()
     data: Recall = run.options.data
     split = choose(evaluation_settings.split, SPLITS, "`split`")
-    pairs = at_pairs or data.pairs
+    pairs, rows = options.pairs_to_measure or data.pairs, options.rows
+    with options.writing_predictions() as write:
 
-    def measure(number: int) -> dict[str, Any]:
-        length = max(run.training["length"], 4 * number)
-        return _measured(subject.model, data, split, number, length, rows, evaluation_settings)
+        def measure(number: int) -> dict[str, Any]:
+            length = max(run.training["length"], 4 * number)
+            return _measured(subject.model, data, split, number, length, rows, evaluation_settings, write)
 
-    groups = by_group(pairs, measure, quiet)
+        groups = by_group(pairs, measure, quiet)
     queries, correct, nats = total(groups, "queries", "correct", "nats")
     guessing = rows * len(pairs) / queries
     metrics = {ACCURACY: correct / queries, BITS_PER_LABEL: nats / log(2) / queries}
@@ -61,7 +63,14 @@ def evaluate(
 
 
 def _measured(
-    model: Any, data: Recall, split: str, pairs: int, length: int, rows: int, evaluation_settings: EvaluationSettings
+    model: Any,
+    data: Recall,
+    split: str,
+    pairs: int,
+    length: int,
+    rows: int,
+    evaluation_settings: EvaluationSettings,
+    write: WriteRow | None,
 ) -> dict[str, Any]:
     """Measure rows of so many pairs: the queries, how many are right, and the sum of their nats."""
     data.check(length, (pairs,))
@@ -70,7 +79,7 @@ def _measured(
             f"`at_pairs` {pairs}: takes rows of {plural(length, 'token')}, but this model's positions end at "
             f"{model.max_length}; give fewer pairs."
         )
-    queries, right, nats = 0, 0, 0.0
+    queries, right, nats, done = 0, 0, 0.0, 0
 
     def draw(part: int, count: int) -> RecallRows:
         return data.rows(split, part, count, length, evaluation_settings.seed, (pairs,))
@@ -81,11 +90,25 @@ def _measured(
             queries += len(answered.labels)
             right += int(answered.right.sum())
             nats += float(answered.nats)
+            if write is not None:
+                for row in _queries(batch, answered, done):
+                    write({"pairs": pairs} | row)
+            done += len(batch.tokens)
     require_finite(isfinite(nats))
     return {
         "pairs": pairs, "length": length, "queries": queries, "correct": right, "accuracy": right / queries,
         "nats": nats,
     }  # fmt: skip
+
+
+def _queries(batch: ScoredBatch, answered: Answers, before: int) -> Iterator[dict[str, int | float]]:
+    """Every query of a batch, whose rows are numbered after those ``before``: its key, the value that is right, the one
+    that is most probable, and its probability."""
+    shares, values = answered.logits.softmax(-1).max(-1)
+    keys = batch.tokens[batch.scored]
+    columns = (answered.rows, keys, answered.labels, values, shares)
+    for row, key, label, value, share in zip(*(column.tolist() for column in columns), strict=True):
+        yield {"row": before + row + 1, "key": key, "label": label, "value": value, "probability": share}
 
 
 def answer(subject: LoadedRun, prompt: str | bytes, options: Any, write: Callable[[str], None] | None) -> Generated:
