@@ -33,8 +33,9 @@ class PredictionTable:
     def write_predictions(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write ``rows``, numbered from 1 as ``item``, where a table is to be written."""
         with self.writing_predictions() as write:
-            for row in rows if write is not None else ():
-                write(row)
+            if write is not None:
+                for row in rows:
+                    write(row)
 
     @contextmanager
     def writing_predictions(self) -> Iterator[WriteRow | None]:
