@@ -171,8 +171,8 @@ ZERO_MEANS = {
     "seed", "walk_seed", "min_lr_ratio", "warmup", "weight_decay", "beta2", "clip", "table_lr", "ema",
     "validate_every", "patience", "checkpoint_every", "checkpoint_minutes", "average", "probes", "weight",
     "temperature", "action_temperature", "overlap", "sweep", "tolerance", "cloning_steps", "return_weight", "discount",
-    "gae_lambda", "clip_ratio", "kl_stop", "entropy_weight", "value_weight", "smoothing", "label_smoothing", "length_penalty",
-    "local_views", "teacher_momentum", "rows", "port", "max_waiting",
+    "gae_lambda", "clip_ratio", "kl_stop", "entropy_weight", "value_weight", "smoothing", "label_smoothing",
+    "length_penalty", "local_views", "teacher_momentum", "rows", "port", "max_waiting",
 }  # fmt: skip
 """Options of which 0 is a value like others, or switches something off."""
 
