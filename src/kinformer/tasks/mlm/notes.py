@@ -48,4 +48,6 @@ class MaskNotes:
 
     def _text(self, tokens: Sequence[int]) -> str:
         """Tokens as text; ids that are none of the tokenizer's, such as that of the mask, are left out."""
-        return self.tokenizer.decode(np.array([each for each in tokens if each < self.tokenizer.vocab_size], np.int64))
+        return self.tokenizer.decode(
+            np.array([token for token in tokens if token < self.tokenizer.vocab_size], np.int64)
+        )
