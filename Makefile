@@ -11,7 +11,7 @@ define install
 @{ $(PIP) torch && $(PIP) -e "$(1)"; } > $(VENV)/install.log 2>&1 || { cat $(VENV)/install.log; exit 1; }
 endef
 
-.PHONY: demo test test-oldest test-newest docs lint clean
+.PHONY: demo test test-oldest test-newest test-transformers docs lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
@@ -27,6 +27,15 @@ $(VENV)-%/.installed: pyproject.toml tests/oldest.py
 	$(PYTHON) -m venv $(VENV)-$*
 	{ test $* = newest || $(PYTHON) tests/oldest.py; } > $(VENV)-$*/constraints.txt
 	$(VENV)-$*/bin/python -m pip install -q -c $(VENV)-$*/constraints.txt torch -e ".[test]"
+	touch $@
+
+# tests/interop with another version of transformers, beside the other packages of .venv.
+TRANSFORMERS ?= 5.24.0
+test-transformers: $(VENV)-transformers-$(TRANSFORMERS)/.installed
+	OMP_NUM_THREADS=1 PYTHONPATH=$(abspath $(<D)) $(BIN)/python -m pytest -n 2 --dist worksteal tests/interop
+
+$(VENV)-transformers-%/.installed: | $(VENV)/.installed-test
+	$(BIN)/python -m pip install -q --no-deps --target $(@D) transformers==$*
 	touch $@
 
 docs: $(VENV)/.installed-docs
@@ -54,4 +63,4 @@ $(VENV)/.installed-docs: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	touch $(VENV)/.installed $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest build dist
+	rm -rf $(VENV) $(VENV)-* build dist

@@ -2,6 +2,7 @@
 
     python benchmarks/causal_families.py                    # all families, each in a process of its own
     python benchmarks/causal_families.py --only llama mamba # some of them; writes nothing
+    python benchmarks/causal_families.py --again xlm xlnet  # some of them, in the place of those in the result file
 
 A family is built of its config class with small sizes and random weights, in float32 and eval mode, and judged by the
 laws of ``kinformer.interop.proof`` at 2 to 13 tokens: causality, cache = no cache, padding, packing, rows alone and in
@@ -11,6 +12,7 @@ another order. What cannot be built so is listed with the reason. A family that 
 from __future__ import annotations
 
 import inspect
+import json
 import multiprocessing
 import os
 import warnings
@@ -22,7 +24,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as FAMILIES
 
-from common import arguments, prepare, save, show
+from common import RESULTS, arguments, prepare, save, show
 from kinformer.interop.proof import LAWS, judge
 from kinformer.interop.subjects import Theirs
 
@@ -68,37 +70,85 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 """Small sizes by the names that configs have for them; a family takes those that it knows."""
+LINEAR_AND_FULL = ["linear_attention", "full_attention"] * 2
+BLT_PART: dict[str, Any] = {
+    "hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": 2, "intermediate_size": INNER,
+    "vocab_size": 61, "max_position_embeddings": 64,
+}  # fmt: skip
 CHANGES: dict[str, dict[str, Any]] = {
-    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
-    "openai-gpt": {"n_inner": None},
+    "bailing_hybrid": {"layer_group_size": 2},
+    "bamba": {"attn_layer_indices": [1, 3]},
     "big_bird": {"attention_type": "original_full"},
-    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8},
-    "mpt": {"n_heads": HEADS, "d_model": WIDTH},
+    "blt": {
+        **{f"{part}_config": BLT_PART | {"hidden_size_global": WIDTH} for part in ("encoder", "decoder")},
+        **{f"{part}_config": BLT_PART for part in ("global", "patcher")},
+        "num_hidden_layers": 2,
+        "encoder_hash_byte_group_vocab": 61,
+        "encoder_hash_byte_group_size": [3, 4],
+    },
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "dbrx": {
         "ffn_config": {"ffn_hidden_size": INNER, "moe_num_experts": 4, "moe_top_k": 2},
-        "attn_config": {"kv_n_heads": 2},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
     },
-    "reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 16], "attn_layers": ["local", "local"]},
-    "xlnet": {"d_inner": INNER, "mem_len": 64},
-    "gptj": {"rotary_dim": 4},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots3_note_text": {
+        **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), HEADS),
+        **dict.fromkeys(("swa_q_lora_rank", "swa_kv_lora_rank"), 16),
+        **dict.fromkeys(("swa_head_dim", "swa_v_head_dim"), 8),
+        **dict.fromkeys(("swa_qk_nope_head_dim", "swa_qk_rope_head_dim"), 4),
+    },
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8},
+    "fuyu": {
+        "text_config": {
+            "model_type": "persimmon", "vocab_size": 61, "hidden_size": WIDTH, "num_hidden_layers": LAYERS,
+            "num_attention_heads": HEADS, "intermediate_size": INNER, "max_position_embeddings": 64,
+        }
+    },
+    "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 4},
+    "gptj": {"rotary_dim": 4},
+    "granitemoehybrid": {"layer_types": LINEAR_AND_FULL},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {"layer_types": LINEAR_AND_FULL, "linear_head_dim": 8, "linear_num_heads": HEADS},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
+    "mpt": {"n_heads": HEADS, "d_model": WIDTH},
+    "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
+    "openai-gpt": {"n_inner": None},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
+        "indexer_compress_ratio": 4, "ngram_vocab_size_base": 61, "split_ngram_parts": 1, "hc_lowrank": 8,
+    },
     "recurrent_gemma": {"block_types": ["recurrent", "recurrent", "attention"], "num_key_value_heads": 1},
-}
-"""What a family needs besides."""
+    "reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 16], "attn_layers": ["local", "local"]},
+    "xlm": {"causal": True},
+    "xlnet": {"d_inner": INNER, "mem_len": 64, "attn_type": "uni"},
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "head_dim": 16},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "head_dim": 16},
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
+"""What a family needs besides; XLM and XLNet are bidirectional unless told otherwise."""
 
 
 def build(family: str) -> Any:
     """Return a small model of ``family`` with random weights; what cannot be built raises."""
-    kind, model_class = CONFIG_MAPPING[family], getattr(transformers, FAMILIES[family])
+    model_class = getattr(transformers, FAMILIES[family])
+    kind = model_class.config_class or CONFIG_MAPPING[family]
     default = kind()
     if any(hasattr(default, name) for name in ("vision_config", "audio_config", "audio_encoder")):
         raise ValueError("reads more than text; its text model is a family of its own where it is one")
+    if family.endswith("_assistant"):
+        raise ValueError("reads the keys and values of the model that it assists")
     known = set(inspect.signature(kind.__init__).parameters) | set(vars(default)) | set(kind.attribute_map)
     wanted = SIZES | ({"num_key_value_heads": HEADS, "head_dim": 4} if "qk_rope_head_dim" in known else {})
     sizes = {
         name: value
         for name, value in wanted.items()
-        if name in known and (name == "head_dim" or getattr(default, name, 0) is not None)
+        if name in known and (name == "head_dim" or _of(default, name) is not None)
     }
     config = kind(**sizes | CHANGES.get(family, {}))
     with torch.device("meta"):
@@ -111,6 +161,14 @@ def build(family: str) -> Any:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
     return model
+
+
+def _of(config: Any, name: str) -> Any:
+    """Return a setting of ``config``; 0 for one that it has not, or has for every layer."""
+    try:
+        return getattr(config, name, 0)
+    except Exception:
+        return 0
 
 
 def judged(family: str) -> dict[str, Any]:
@@ -158,16 +216,25 @@ def word(verdict: dict[str, Any]) -> str:
     return "raises" if verdict["difference"] is None else "BREAKS"
 
 
+def retained() -> dict[str, Any]:
+    """Return the verdicts of the result file, which this version of transformers must have given."""
+    result = json.loads((RESULTS / "causal_families.json").read_text(encoding="utf-8"))
+    if result["transformers"] != transformers.__version__:
+        raise SystemExit(f"the file is of transformers {result['transformers']}; judge all families.")
+    return {name: result["families"][name] for name in FAMILIES}
+
+
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--only", nargs="*", default=[], help="families; all if not given")
+    parser.add_argument("--again", nargs="*", default=[], help="families to judge again; the file keeps the others")
     parser.add_argument("--seconds", type=float, default=60.0, help="the most that one family may take")
     options = prepare(parser)
     torch.set_num_threads(options.threads or 1)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    names = options.only or (["gpt2", "llama"] if options.quick else list(FAMILIES))
-    found = {}
+    names = options.only or options.again or (["gpt2", "llama"] if options.quick else list(FAMILIES))
+    found = retained() if options.again else {}
     for name in names:
         found[name] = in_process(name, options.seconds)
         print(

@@ -140,7 +140,7 @@ def test_padding_beams_and_continued_caches(model):
     beams = [model.generate(ids, num_beams=3, use_cache=use_cache, **options) for use_cache in (True, False)]
     assert torch.equal(*beams)
     first = model.generate(ids, return_dict_in_generate=True, **options)
-    (name,) = [name for name in ("cache", "past_key_values") if name in first]
+    name = next(name for name in ("cache", "past_key_values") if name in first)
     again = model.generate(first.sequences, **{name: first[name]}, **options)
     assert torch.equal(again, model.generate(ids, max_new_tokens=12, do_sample=False))
 

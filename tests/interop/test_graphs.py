@@ -173,6 +173,14 @@ def test_what_is_no_graph_is_refused_in_a_sentence(tmp_path, member, options, wo
     assert not (tmp_path / "out").exists()
 
 
+def test_an_operator_that_the_converter_lacks_is_named():
+    text = (
+        "Error when translating node %sort : call_function[target=torch.ops.aten.sort.stable](args = (%cat,)).\nMore."
+    )
+    assert onnx._reason(ValueError(text)) == "it has no operator aten.sort.stable"
+    assert onnx._reason(ValueError("Something else.\nMore.")) == "Something else"
+
+
 def test_the_command_refuses_with_one_sentence(tmp_path, capsys):
     run = saved_run("compressive", tmp_path / "run")
     assert main(["export", str(run), "--out", str(tmp_path / "out"), "--format", "onnx", "--quiet"]) == 2

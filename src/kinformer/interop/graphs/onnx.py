@@ -7,6 +7,7 @@ Kernel attention becomes ``LinearAttention`` and ``CausalConvWithState`` of opse
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,8 +58,10 @@ def write_onnx(model: Any, folder: Path, facts: Mapping[str, Any]) -> tuple[dict
                 opset_version=CONVERTED,
             )  # fmt: skip
     except Exception as error:
-        cause = error.__cause__ or error
-        raise KinformerError(f"ONNX has no counterpart to this model: {str(cause).splitlines()[0]}") from error
+        raise KinformerError(
+            f"ONNX has no counterpart to this model: {_reason(error.__cause__ or error)}; export another member, or "
+            "this one with `format` hf."
+        ) from error
     assert written is not None
     written.model.opset_imports[""] = OPSET
     described = {"file": FILE, "opset": OPSET, "inputs": inputs, "outputs": outputs}
@@ -72,6 +75,12 @@ def write_onnx(model: Any, folder: Path, facts: Mapping[str, Any]) -> tuple[dict
             "written."
         )
     return described, difference
+
+
+def _reason(error: BaseException) -> str:
+    """Return what the converter could not write, in a clause."""
+    operator = re.search(r"target=torch\.ops\.([\w.]+)", str(error))
+    return f"it has no operator {operator[1]}" if operator else str(error).splitlines()[0].rstrip(".")
 
 
 def session_of(path: Path, threads: int = 0) -> Any:
