@@ -140,6 +140,7 @@ OTHER = {
     "lower_bound": [-5.0, -0.5],
     "seed": [1, 2],
     "eps": [0.1],
+    "norm_eps": [0.1, 1.0],
     "base": [100.0, 30.0],
     "beta_fast": [8.0],
     "beta_slow": [4.0],

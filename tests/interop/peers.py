@@ -18,6 +18,16 @@ SIZES = {
     "initializer_range": 0.3,
 }
 ROPE = {"rope_type": "default", "rope_theta": 500.0}
+HYBRID = {
+    "num_hidden_layers": 4,
+    "initializer_range": 0.1,
+    "head_dim": 16,
+    "rope_parameters": ROPE | {"partial_rotary_factor": 0.25},
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 8,
+}
 KINDS: dict[str, tuple[str, dict]] = {
     "gpt2": (
         "GPT2",
@@ -66,6 +76,12 @@ KINDS: dict[str, tuple[str, dict]] = {
         | {"final_logit_softcapping": 5.0, "attn_implementation": "eager"},
     ),
     "gemma3_text": ("Gemma3Text", {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 12}),
+    "qwen3_next": ("Qwen3Next", HYBRID | {"num_experts": 0}),
+    "qwen3_5_text": ("Qwen3_5Text", HYBRID),
+    "olmo_hybrid": (
+        "OlmoHybrid",
+        {"num_hidden_layers": 4, "rope_parameters": ROPE, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    ),
 }
 UNKNOWN = {
     "GPT2": ("num_key_value_heads", "intermediate_size"),
@@ -75,15 +91,20 @@ UNKNOWN = {
     "Mpt": ("num_key_value_heads", "intermediate_size", "max_position_embeddings"),
 }
 """The sizes that a model's config does not have under that name."""
-MODELS = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
+MODELS = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM", "Qwen3_5Text": "Qwen3_5ForCausalLM"}
 MAIN = ("gpt2", "llama")
-IMPORTED_ONLY = ("opt", "bloom", "mpt", "gemma", "gemma2", "gemma3_text")
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "olmo_hybrid")
+IMPORTED_ONLY = ("opt", "bloom", "mpt", "gemma", "gemma2", "gemma3_text", *HYBRIDS)
 PATCHED = tuple(kind for kind in KINDS if kind not in IMPORTED_ONLY)
 """The models whose attention :func:`kinformer.interop.patch` can replace."""
 
 
 def new_model(kind="gpt2", **changes):
-    """A random model in eval mode; biases and norms are random as well."""
+    """A random model in eval mode; biases and norms are random as well.
+
+    Decays are near 1, as trained ones: those of a new model leave the token itself alone, whose rounding the norm of
+    heads magnifies. Norms that multiply by 1 + w have weights that it can be added to without rounding.
+    """
     import transformers
 
     prefix, settings = KINDS[kind]
@@ -94,6 +115,11 @@ def new_model(kind="gpt2", **changes):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.sub_(4.0)
+            elif "norm" in name:
+                parameter.copy_(1 + parameter).sub_(1)
     return model
 
 

@@ -12,7 +12,7 @@ from kinformer.cli.main import main
 from kinformer.runs.run import open_run
 from kinformer.runtime.errors import KinformerError
 from tests.interop.decoders import CHECKS, Pair, tokens
-from tests.interop.peers import byte_tokenizer
+from tests.interop.peers import HYBRIDS, byte_tokenizer
 
 IMPORTED = {
     "llama": ("llama", {}),
@@ -35,6 +35,16 @@ IMPORTED = {
     "gpt_neox one after the other": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
     "bloom with 6 heads": ("bloom", {"n_head": 6, "hidden_size": 24}),
     "qwen3 with windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}),
+    **{name: (name, {}) for name in HYBRIDS},
+    "qwen3_next with experts in no layer": ("qwen3_next", {"num_experts": 4, "mlp_only_layers": [0, 1, 2, 3]}),
+    "qwen3_5_text, tied, with as many heads of keys": (
+        "qwen3_5_text",
+        {"tie_word_embeddings": True, "linear_num_key_heads": 4, "num_key_value_heads": 4},
+    ),
+    "olmo_hybrid without positions": (
+        "olmo_hybrid",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": None}, "linear_allow_neg_eigval": False},
+    ),
 }
 
 

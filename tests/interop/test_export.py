@@ -86,12 +86,13 @@ def test_an_architecture_of_transformers_leaves_as_it_came(name, tmp_path):
     assert_same_weights(pair.out, tmp_path / "again")
     eager = {"attn_implementation": "eager"} if kind == "gemma2" else {}
     theirs = loaded(done.folder, **eager)
-    assert type(theirs) in (type(pair.theirs), *pair.theirs.__class__.__mro__) or kind == "mistral"
+    assert type(theirs) in (type(pair.theirs), *pair.theirs.__class__.__mro__) or kind in ("mistral", "qwen3_next")
     assert_same_model(theirs, pair.ours)
 
 
 def test_every_imported_architecture_of_decoders_has_an_inverse():
-    assert SETTINGS.keys() == DECODERS.keys()
+    """But Qwen3-Next, whose dense form is Qwen3.5."""
+    assert DECODERS.keys() - SETTINGS.keys() == {"qwen3_next"}
 
 
 @pytest.mark.parametrize(("member", "kind"), {"gpt": "gpt2", "rope": "gpt_neox"}.items())

@@ -20,6 +20,7 @@ from kinformer.interop import (
     encoder_decoders,
     encoder_keys,
     gpt2,
+    hybrids,
     images,
     llama,
     longformer,
@@ -92,6 +93,10 @@ FORMATS = {
     **{
         kind: _Format(member=one.member, model_config=one.model_config, convert=one.convert, buffers=MASKS)
         for kind, one in (gpt2.ARCHITECTURES | llama.ARCHITECTURES | decoders.ARCHITECTURES).items()
+    },
+    **{
+        kind: _Format(member=one.member, model_config=one.model_config, convert=one.convert, notes=hybrids.notes)
+        for kind, one in hybrids.ARCHITECTURES.items()
     },
     **{
         kind: _Format(member=family.member, model_config=family.model_config, family=family)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from kinformer.interop.key_map import BY_HEAD, QKV, SAME, Behind, KeyMap, key
+from kinformer.interop.key_map import KeyMap, key
+from kinformer.interop.layouts import BY_HEAD, QKV, SAME, Behind
 
 
 def _keys(

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from kinformer.interop.architecture import DEPTH, Settings
 from kinformer.interop.encoder import ACTIVATIONS
-from kinformer.interop.key_map import CROSS_KV, GATE_UP, QKV, Behind, Key, KeyMap, key
+from kinformer.interop.key_map import Key, KeyMap, key
+from kinformer.interop.layouts import CROSS_KV, GATE_UP, QKV, Behind
 from kinformer.interop.settings import choice, number, require, switch, whole
 from kinformer.runtime.errors import KinformerError
 

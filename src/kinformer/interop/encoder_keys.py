@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kinformer.interop.key_map import QKV, Behind, Key, KeyMap, key
+from kinformer.interop.key_map import Key, KeyMap, key
+from kinformer.interop.layouts import QKV, Behind
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from typing import Any
 
 from kinformer.interop.architecture import Architecture, Settings
 from kinformer.interop.encoder import ACTIVATIONS
-from kinformer.interop.key_map import TRANSPOSED, KeyMap, key
+from kinformer.interop.key_map import KeyMap, key
+from kinformer.interop.layouts import TRANSPOSED
 from kinformer.interop.settings import choice, number, switch, whole
 from kinformer.runtime.errors import KinformerError
 

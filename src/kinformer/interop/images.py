@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kinformer.interop.key_map import Config, Layout, key
+from kinformer.interop.key_map import key
+from kinformer.interop.layouts import Config, Layout
 from kinformer.interop.settings import whole
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import read_json
@@ -48,40 +49,39 @@ def classes(full: Mapping[str, Any], place: Path) -> tuple[str, ...]:
     return tuple(str(names[str(number)]) for number in range(len(names)))
 
 
-class Leading(Layout):
-    """Their tensors are ours, one behind the other, with one axis more, of length 1, before each."""
-
-    def read(self, tensors: Sequence[Tensor], layer: Config) -> Tensor:
-        import torch
-
-        return torch.cat([tensor[0] for tensor in tensors])
-
-
-class LeadingTokens(Leading):
+class LeadingTokens(Layout):
     """Their tensors are one token each, [1, 1, dim]; ours are its rows."""
 
-    def write(self, tensor: Tensor, layer: Config) -> list[Tensor]:
+    def read(self, tensors: Sequence[Tensor], layer: Config) -> list[Tensor]:
+        import torch
+
+        return [torch.cat([tensor[0] for tensor in tensors])]
+
+    def write(self, tensors: Sequence[Tensor], layer: Config) -> list[Tensor]:
+        (tensor,) = tensors
         return [row[None] for row in tensor.split(1)]
 
 
-class LeadingTable(Leading):
+class LeadingTable(Layout):
     """Their table is [1, rows, dim]."""
 
-    def write(self, tensor: Tensor, layer: Config) -> list[Tensor]:
-        return [tensor[None]]
+    def ours(self, tensor: Tensor, layer: Config) -> Tensor:
+        return tensor[0]
+
+    def theirs(self, tensor: Tensor, layer: Config) -> Tensor:
+        return tensor[None]
 
 
 class Kernel(Layout):
     """Their product of a patch is a convolution's kernel [dim, channels, rows, columns], ours [dim, all of them]."""
 
-    def read(self, tensors: Sequence[Tensor], layer: Config) -> Tensor:
-        (tensor,) = tensors
+    def ours(self, tensor: Tensor, layer: Config) -> Tensor:
         return tensor.flatten(1) if tensor.dim() == 4 else tensor
 
-    def write(self, tensor: Tensor, layer: Config) -> list[Tensor]:
+    def theirs(self, tensor: Tensor, layer: Config) -> Tensor:
         patches = layer["input"]
         shape = (patches["channels"], patches["patch"], patches["patch"])
-        return [tensor.unflatten(1, shape) if tensor.dim() == 2 else tensor]
+        return tensor.unflatten(1, shape) if tensor.dim() == 2 else tensor
 
 
 TOKENS, TABLE, KERNEL = LeadingTokens(), LeadingTable(), Kernel()

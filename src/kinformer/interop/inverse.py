@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kinformer.interop.encoder import ACTIVATIONS
+from kinformer.interop.hybrids import LINEAR
 from kinformer.interop.llama import FULL, WINDOW
 from kinformer.interop.rotary import parameters_of
 
@@ -73,6 +74,38 @@ def _later_gemma(model: Data) -> dict[str, Any]:
     positions = {kind: layer["mixer"]["position"] for kind, layer in zip(settings["layer_types"], layers, strict=True)}
     first = layers[0]["mixer"]["position"]
     return settings | {"rope_parameters": {kind: parameters_of(positions.get(kind, first)) for kind in (FULL, WINDOW)}}
+
+
+def _hybrid(model: Data) -> dict[str, Any]:
+    """Return the settings of a hybrid, which has layers of both kinds."""
+    softmax = [layer for layer in model["layers"] if layer["mixer"]["kind"] == "softmax"]
+    linear = [layer["mixer"] for layer in model["layers"] if layer["mixer"]["kind"] == "linear"]
+    if not softmax or not linear:
+        raise KeyError("softmax" if linear else "linear")
+    settings = _only({**model, "layers": softmax}, "mlp_bias", "sliding_window")
+    return settings | {
+        "num_hidden_layers": len(model["layers"]),
+        "layer_types": [LINEAR if layer["mixer"]["kind"] == "linear" else FULL for layer in model["layers"]],
+        "linear_num_key_heads": linear[0]["key_heads"] or linear[0]["num_heads"],
+        "linear_num_value_heads": linear[0]["num_heads"],
+        "linear_key_head_dim": linear[0]["head_dim"],
+        "linear_value_head_dim": linear[0]["value_dim"],
+        "linear_conv_kernel_dim": linear[0]["convolution"],
+    }
+
+
+def _qwen35(model: Data) -> dict[str, Any]:
+    settings = _hybrid(model)
+    position = next(layer["mixer"]["position"] for layer in model["layers"] if layer["mixer"]["kind"] == "softmax")
+    settings["rope_parameters"] |= {"partial_rotary_factor": position["fraction"]}
+    return settings
+
+
+def _olmo_hybrid(model: Data) -> dict[str, Any]:
+    settings = _hybrid(model)
+    linear = next(layer["mixer"] for layer in model["layers"] if layer["mixer"]["kind"] == "linear")
+    del settings["head_dim"]
+    return settings | {"linear_allow_neg_eigval": linear["negative_eigenvalues"]}
 
 
 def _activation(model: Data) -> str:
@@ -186,6 +219,8 @@ SETTINGS: dict[str, Callable[[Data], dict[str, Any]]] = {
     "gemma": _gemma,
     "gemma2": _later_gemma,
     "gemma3_text": _later_gemma,
+    "qwen3_5_text": _qwen35,
+    "olmo_hybrid": _olmo_hybrid,
     "opt": _opt,
     "gpt2": _gpt2,
     "gpt_neox": _neox,

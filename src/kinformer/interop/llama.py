@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from kinformer.interop.architecture import Architecture, Settings
-from kinformer.interop.key_map import GATE_UP, ONE_PLUS, QKV, SAME, KeyMap, Layout, key
+from kinformer.interop.key_map import KeyMap, key
+from kinformer.interop.layouts import GATE_UP, ONE_PLUS, QKV, SAME, Layout
 from kinformer.interop.rotary import rope
 from kinformer.interop.settings import choice, number, positive, switch, whole
 from kinformer.runtime.errors import KinformerError

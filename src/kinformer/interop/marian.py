@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kinformer.interop.key_map import CROSS_KV, QKV, KeyMap, key
+from kinformer.interop.key_map import KeyMap, key
+from kinformer.interop.layouts import CROSS_KV, QKV
 from kinformer.interop.settings import choice, number, require, whole
 from kinformer.runtime.errors import KinformerError
 

@@ -36,7 +36,7 @@ def rope(
     the model heeds ``partial_rotary_factor``, which most do not.
     """
     place = Path(place)
-    settings = {"rope_theta": base, **full, **_parameters(full, place, kind)}
+    settings = {"rope_theta": base, **full, **parameters(full, place, kind)}
     position: dict[str, Any] = {"kind": "rope", "base": positive(settings, place, "rope_theta")}
     if partial and settings.get("partial_rotary_factor", 1.0) != 1:
         position["fraction"] = positive(settings, place, "partial_rotary_factor")
@@ -53,10 +53,13 @@ def rope(
 
 
 def parameters_of(position: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``rope_parameters`` of the config ``position``, as data: the inverse of :func:`rope`.
+    """Return the ``rope_parameters`` of the config ``position``, as data: the inverse of :func:`rope`; with no base for
+    no positions.
 
     Errors: ``KeyError`` for positions that are not rotary, or scaled in a way that transformers has not.
     """
+    if position["kind"] == "none":
+        return {"rope_type": "default", "rope_theta": None}
     scaling = position["scaling"]
     parameters = {"rope_type": "default" if scaling == "none" else scaling, "rope_theta": position["base"]}
     if scaling == "none":
@@ -98,14 +101,14 @@ def _attention_factor(settings: Mapping[str, Any], place: Path, factor: float) -
     return {"attention_factor": above / below}
 
 
-def _parameters(full: Mapping[str, Any], place: Path, kind: str | None) -> Mapping[str, Any]:
+def parameters(full: Mapping[str, Any], place: Path, kind: str | None = None) -> Mapping[str, Any]:
     """Return the table of rotary settings, that of ``kind`` where each has its own; empty where there is none."""
     for name in ("rope_parameters", "rope_scaling"):
-        parameters = full.get(name)
-        if parameters is None:
+        table = full.get(name)
+        if table is None:
             continue
-        if not isinstance(parameters, Mapping):
+        if not isinstance(table, Mapping):
             raise KinformerError(f"{place}: {name} is no table of settings; restore the file from a copy.")
-        nested = parameters.get(kind) if kind is not None else None
-        return nested if isinstance(nested, Mapping) else parameters
+        nested = table.get(kind) if kind is not None else None
+        return nested if isinstance(nested, Mapping) else table
     return {}

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kinformer.interop import decoders, gpt2, llama
+from kinformer.interop import decoders, gpt2, hybrids, llama
 from kinformer.interop.checkpoint import CONFIG
 from kinformer.interop.inverse import SETTINGS
 
@@ -63,15 +63,18 @@ def ends(model: Data) -> dict[str, Any]:
 
 def _length(model: Data, length: int | None) -> dict[str, Any]:
     """Return the setting of the longest text of a model with rotary positions, which need not end."""
-    position = model["layers"][0]["mixer"].get("position", {})
-    if position.get("kind") != "rope":
+    positions = [layer["mixer"].get("position", {}) for layer in model["layers"]]
+    position = next((one for one in positions if one.get("kind") == "rope"), None)
+    if position is None:
         return {}
     if position["original_length"] is not None:
         return {"max_position_embeddings": int(position["original_length"] * position["factor"])}
     return {"max_position_embeddings": length or 2048}
 
 
-DECODERS: dict[str, Architecture] = llama.ARCHITECTURES | gpt2.ARCHITECTURES | decoders.ARCHITECTURES
+DECODERS: dict[str, Architecture] = (
+    llama.ARCHITECTURES | gpt2.ARCHITECTURES | decoders.ARCHITECTURES | hybrids.ARCHITECTURES
+)
 CAUSAL = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -80,6 +83,8 @@ CAUSAL = {
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "olmo_hybrid": "OlmoHybridForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "gpt_neox": "GPTNeoXForCausalLM",
     "opt": "OPTForCausalLM",
@@ -109,7 +114,7 @@ def _halved(weights: Weights, model: Data) -> dict[str, Tensor]:
     """Return ``weights`` whose rows of queries and keys pair feature i with i + width / 2 instead of 2i with 2i + 1."""
     import torch
 
-    from kinformer.interop.key_map import head_rows
+    from kinformer.interop.layouts import head_rows
 
     changed = dict(weights)
     for number, layer in enumerate(model["layers"]):

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from kinformer.interop import images
 from kinformer.interop.encoder import ACTIVATIONS
-from kinformer.interop.key_map import QKV, Key, KeyMap, key
+from kinformer.interop.key_map import Key, KeyMap, key
+from kinformer.interop.layouts import QKV
 from kinformer.interop.settings import choice, number, whole
 from kinformer.runtime.errors import KinformerError
 

@@ -2,28 +2,34 @@
 
     q = w_q * W_Q x / rms(W_Q x),    k = w_k * W_K x / rms(W_K x)
 
-Scores stay below the weights' product however large the stream grows, so a larger learning rate is borne.
+Scores stay below the weights' product however large the stream grows, so a larger learning rate is borne. With
+``over = "heads"`` one root mean square is that of all heads together (OLMo 2, 2024; Dehghani et al. 2023, ViT-22B).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-from kinformer.core.parts import Projection, ProjectionConfig
+from kinformer.core.parts import Projection, ProjectionConfig, merge_heads
 from kinformer.projections.multi_head import MultiHead
 from kinformer.runtime.errors import KinformerError
 
 
 class Normalised(Projection):
-    """The heads of ``inner``, queries and keys normalised [batch, heads, time, head_dim] before positions turn them."""
+    """The heads of ``inner``, queries and keys normalised [batch, heads, time, head_dim] before positions turn them.
+
+    ``over``: the features that share a root mean square, those of one head, with one weight for all heads, or of all.
+    """
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ProjectionConfig):
         kind = "normalised"
         inner: ProjectionConfig = MultiHead.Config()
+        over: Literal["head", "heads"] = "head"
         eps: float = 1e-6
 
         def build(self, dim: int, num_heads: int, head_dim: int) -> Normalised:
@@ -33,15 +39,16 @@ class Normalised(Projection):
                     f"the projection {self.kind!r} cannot stand around {self.inner.kind!r}; choose multi_head, "
                     "grouped, convolved or complex as its inner projection."
                 )
-            return Normalised(inner, head_dim, self.eps)
+            return Normalised(self, inner, num_heads, head_dim)
 
         def build_output(self, dim: int, num_heads: int, head_dim: int, bias: bool) -> nn.Module:
             return self.inner.build_output(dim, num_heads, head_dim, bias)
 
-    def __init__(self, inner: Projection, head_dim: int, eps: float) -> None:
+    def __init__(self, config: Config, inner: Projection, num_heads: int, head_dim: int) -> None:
         super().__init__()
         self.inner, self.num_kv_heads, self.context = inner, inner.num_kv_heads, inner.context
-        self.q_norm, self.k_norm = (nn.RMSNorm(head_dim, eps=eps) for _ in range(2))
+        shared = (num_heads, inner.num_kv_heads) if config.over == "heads" else (1, 1)
+        self.q_norm, self.k_norm = (nn.RMSNorm(heads * head_dim, eps=config.eps) for heads in shared)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.inner(x)
@@ -59,5 +66,10 @@ class Normalised(Projection):
 
 
 def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
-    """Return ``norm(x)`` in the dtype of ``x``, which under autocast is not the weight's."""
-    return rms_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.eps)
+    """Return ``norm`` of x [batch, heads, time, head_dim] in the dtype of ``x``, which under autocast is not the
+    weight's."""
+    weight = norm.weight.to(x.dtype)
+    if len(weight) == x.shape[-1]:
+        return rms_norm(x, norm.normalized_shape, weight, norm.eps)
+    whole = rms_norm(merge_heads(x), norm.normalized_shape, weight, norm.eps)
+    return whole.unflatten(-1, (x.shape[1], -1)).transpose(1, 2)

@@ -95,6 +95,7 @@ class LinearAttention(CausalMixer):
         convolution: int = 0
         skip: bool = False
         head_norm: HeadNorm = "none"
+        norm_eps: float | None = None  # of head_norm: 1e-5 of layer, 1e-6 of the others if not given
         gate: bool = False
         gate_rank: int | None = None
         gate_activation: Activation = "silu"
@@ -131,7 +132,7 @@ class LinearAttention(CausalMixer):
         )
         self.skip = nn.Parameter(torch.ones(heads)) if config.skip else None
         self.gate = self._gate() if config.gate else None
-        self.norm = head_norm(config.head_norm, self.value_dim, heads, self.key_heads)
+        self.norm = head_norm(config, self.value_dim, self.key_heads)
         self.averages = config.normaliser == "attention"
         self.counts = self.feature_map.scaled or self.averages or not isinstance(self.position, NoPosition)
         check_parts(self, self._columns)
@@ -183,10 +184,8 @@ class LinearAttention(CausalMixer):
             q, k = self.position.rotate(q, k, positions)
             seen = advance(seen, chunk, positions)
         log_decay = None if self.decay is None else self.decay(x)
-        q, (k, lacking) = (
-            self.feature_map.queries(q),
-            self.feature_map.keys(k.unflatten(-1, (-1, self.head_dim)).flatten(2, 3)),
-        )
+        k = k.unflatten(-1, (-1, self.head_dim)).flatten(2, 3)
+        q, (k, lacking) = self.feature_map.queries(q), self.feature_map.keys(k)
         if lacking is not None:
             running = running_maximum(lacking, maximum, state.seen > 0, chunk.valid, reset)
             k, maximum = k * running.factor.unsqueeze(-1).to(k.dtype), running.last

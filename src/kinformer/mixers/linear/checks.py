@@ -37,6 +37,10 @@ def check_settings(config: LinearAttention.Config) -> None:
             f"convolution must be 2 or more, or 0 for none, but is {config.convolution}: one of a single token "
             "mixes nothing."
         )
+    if config.head_norm == "none":
+        check_unused(config, "with head_norm = 'none'", "norm_eps")
+    elif config.norm_eps is not None and not config.norm_eps > 0:
+        raise KinformerError(f"norm_eps must be above 0, or None for the norm's own, but is {config.norm_eps:g}.")
     if not config.gate:
         check_unused(config, "without a gate", "gate_rank", "gate_activation", "gate_first")
     elif config.head_norm == "none":

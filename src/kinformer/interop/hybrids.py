@@ -1,0 +1,282 @@
+"""Decoders of gated delta rule and softmax layers, as the library transformers saves them: Qwen3-Next, Qwen3.5 (text)
+and OLMo Hybrid.
+
+Most layers are Gated DeltaNet's, whose heads of keys may each serve several heads of values; every fourth is softmax
+attention with normed queries and keys. Qwen's softmax layers turn a quarter of each head by its position and gate the
+heads' outputs, and its norms multiply by 1 + w. OLMo's softmax layers stand before their norms, norm all heads of
+queries together and may have no positions. Mixtures of experts are not imported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kinformer.interop.architecture import Architecture, Settings
+from kinformer.interop.key_map import Key, KeyMap, key
+from kinformer.interop.layouts import (
+    DELTA,
+    DELTA_FUSED,
+    DELTA_JOINED,
+    GATE_UP,
+    GATED_QKV,
+    ONE_PLUS,
+    QKV,
+    SAME,
+    TAPS,
+    TAPS_JOINED,
+    Layout,
+)
+from kinformer.interop.llama import DEFAULTS, FULL, layer_types, like_llama
+from kinformer.interop.rotary import parameters, rope
+from kinformer.interop.settings import choice, require, switch, whole
+from kinformer.runtime.errors import KinformerError
+
+Norms = Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
+"""A layer's residual to what the norms of its mixer and of its feed-forward are called, in files of any version."""
+LINEAR = "linear_attention"
+QWEN35: Mapping[str, Any] = {
+    **DEFAULTS,
+    "vocab_size": 248320,
+    "intermediate_size": 12288,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+QWEN3_NEXT: Mapping[str, Any] = {
+    **QWEN35,
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "num_experts": 512,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+}
+OLMO: Mapping[str, Any] = {
+    **DEFAULTS,
+    "vocab_size": 100352,
+    "hidden_size": 3840,
+    "num_attention_heads": 30,
+    "max_position_embeddings": 65536,
+    "linear_conv_kernel_dim": 4,
+    "linear_allow_neg_eigval": True,
+}
+OLMO_NORM_EPS = 1e-5
+"""Of the norm of heads behind the delta rule, which no setting of theirs changes."""
+MTP = "mtp."
+"""What the names of weights that predict several tokens at once begin with; transformers leaves them out, too."""
+LEFT_OUT = re.compile(rf"{re.escape(MTP)}.*|.*rotary_emb\.inv_freq")
+
+
+def delta(full: Settings, place: Path, eps: float) -> dict[str, Any]:
+    """Return the config, as data, of Gated DeltaNet by the settings ``linear_*``; ``eps``: of the norm of its heads."""
+    heads, key_heads = (whole(full, place, f"linear_num_{one}_heads") for one in ("value", "key"))
+    if heads % key_heads:
+        raise KinformerError(
+            f"{place}: linear_num_value_heads is {heads}, but must be a multiple of linear_num_key_heads, {key_heads}, "
+            "as each head of keys serves as many heads of values."
+        )
+    return {
+        "kind": "linear",
+        "num_heads": heads,
+        "head_dim": whole(full, place, "linear_key_head_dim"),
+        "value_dim": whole(full, place, "linear_value_head_dim"),
+        "key_heads": None if key_heads == heads else key_heads,
+        "feature_map": {"kind": "unit"},
+        "rule": "delta",
+        "decay": {"kind": "softplus"},
+        "normaliser": "none",
+        "scale": True,
+        "convolution": whole(full, place, "linear_conv_kernel_dim", least=2),
+        "head_norm": "rms",
+        "norm_eps": eps,
+        "gate": True,
+        "bias": False,
+    }
+
+
+def _kinds(full: Settings, place: Path, interval: int) -> list[str]:
+    """Return each layer's kind: softmax attention where the number of the layer is a multiple of ``interval``."""
+    if full.get("layer_types") is not None:
+        return layer_types(full, place, (FULL, LINEAR))
+    return [LINEAR if number % interval else FULL for number in range(1, full["num_hidden_layers"] + 1)]
+
+
+def _qwen(full: Settings, place: Path) -> dict[str, Any]:
+    choice(full, place, "hidden_act", ("silu",))
+    require(full, place, {"attention_bias": False})
+    kinds = _kinds(full, place, whole(full, place, "full_attention_interval"))
+    model = like_llama(full, place, normed=True, positions={FULL: rope(full, place, partial=True)})
+    linear = delta(full, place, model["norm"]["eps"])
+    for layer, kind in zip(model["layers"], kinds, strict=True):
+        if kind == LINEAR:
+            layer["mixer"] = linear
+        else:
+            layer["mixer"]["gate"] = "element"
+    return model
+
+
+def _qwen3_next(full: Settings, place: Path) -> dict[str, Any]:
+    experts, step = whole(full, place, "num_experts", least=0), whole(full, place, "decoder_sparse_step")
+    dense = full["mlp_only_layers"] or []
+    if not isinstance(dense, list) or not all(isinstance(one, int) for one in dense):
+        raise KinformerError(f"{place}: mlp_only_layers must be a list of numbers of layers, or null.")
+    for layer in range(full["num_hidden_layers"]):
+        if experts and layer not in dense and (layer + 1) % step == 0:
+            raise KinformerError(
+                f"{place}: layer {layer} is a mixture of experts (num_experts {experts}), which cannot be imported; "
+                "import a Qwen3-Next whose layers are all dense."
+            )
+    return _qwen(full, place)
+
+
+def _olmo(full: Settings, place: Path) -> dict[str, Any]:
+    choice(full, place, "hidden_act", ("silu",))
+    kinds = _kinds(full, place, 4)
+    if FULL not in kinds and full.get("layer_types") is None:
+        kinds[-1] = FULL
+    biases, position = (switch(full, place, "attention_bias"),) * 2, _olmo_position(full, place)
+    full = _olmo_sizes(full, place)
+    model = like_llama(full, place, biases=biases, normed=True, positions={FULL: position})
+    linear = delta(full, place, OLMO_NORM_EPS)
+    linear["negative_eigenvalues"] = switch(full, place, "linear_allow_neg_eigval")
+    for layer, kind in zip(model["layers"], kinds, strict=True):
+        if kind == LINEAR:
+            layer["mixer"] = linear
+        else:
+            layer["mixer"]["projection"] = layer["mixer"]["projection"] | {"over": "heads"}
+            layer["residual"] = "res_post"
+    return model
+
+
+def _olmo_sizes(full: Settings, place: Path) -> Settings:
+    """Return the settings that are not null, with those sizes that follow from others where a file has none."""
+    heads = whole(full, place, "num_attention_heads")
+    full = {name: value for name, value in full.items() if value is not None and name != "head_dim"}
+    full = {"linear_num_key_heads": heads, "linear_num_value_heads": heads} | full
+    keys = whole(full, place, "linear_num_key_heads")
+    full = {"linear_key_head_dim": int(0.75 * whole(full, place, "hidden_size") / keys)} | full
+    return {"linear_value_head_dim": 2 * whole(full, place, "linear_key_head_dim")} | full
+
+
+def _olmo_position(full: Settings, place: Path) -> dict[str, Any]:
+    """Return the positions of softmax layers: none where a file says that their base is null."""
+    settings = {"rope_theta": 10000.0, **full, **parameters(full, place)}
+    return {"kind": "none"} if settings["rope_theta"] is None else rope(full, place)
+
+
+def _keys(norm: Layout, linear: tuple[Key, ...], softmax: tuple[Key, ...], names: Norms) -> KeyMap:
+    """Return the key map of a hybrid, of the keys of a ``linear`` mixer and of a ``softmax`` one.
+
+    ``norm``: the layout of the weights of norms outside the linear mixers; ``names``: what these norms are called.
+    """
+
+    def layer(config: Mapping[str, Any]) -> tuple[Key, ...]:
+        residual = config["residual"]
+        norms = names[residual if isinstance(residual, str) else residual["kind"]]
+        return (
+            *(
+                key(f"{ours}_residual.norm", one, layout=norm)
+                for ours, theirs in zip(("mixer", "feed_forward"), norms, strict=True)
+                for one in theirs
+            ),
+            key("feed_forward.gate_up", "mlp.gate_proj", "mlp.up_proj", layout=GATE_UP),
+            key("feed_forward.down", "mlp.down_proj"),
+            *(linear if config["mixer"]["kind"] == "linear" else softmax),
+        )
+
+    model = (key("input.embedding", "embed_tokens"), key("norm", "norm", layout=norm), key("head.output", "lm_head"))
+    return KeyMap(model=model, layer=layer, left_out=LEFT_OUT)
+
+
+def _softmax_keys(norm: Layout, gated: bool) -> tuple[Key, ...]:
+    """Return the keys of softmax attention with normed queries and keys, with or without a gate of its outputs."""
+    qkv, theirs = "mixer.projection.inner.qkv", tuple(f"self_attn.{one}_proj" for one in "qkv")
+    return (
+        key((qkv, "mixer.gate.linear"), *theirs, layout=GATED_QKV) if gated else key(qkv, *theirs, layout=QKV),
+        *(key(f"mixer.projection.{one}", f"self_attn.{one}", layout=norm) for one in ("q_norm", "k_norm")),
+        key("mixer.out", "self_attn.o_proj"),
+    )
+
+
+def notes(names: Iterable[str]) -> tuple[str, ...]:
+    """Return a note on what was left out of the tensors of these ``names``."""
+    if not any(name.startswith(MTP) for name in names):
+        return ()
+    return (f"{MTP}* left out: no model here predicts several tokens at once",)
+
+
+QWEN_NORMS: Norms = {"pre": (("input_layernorm",), ("post_attention_layernorm",))}
+OLMO_NORMS: Norms = {
+    "pre": (("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm")),
+    "res_post": (("post_attention_layernorm", "feedforward_layer_norm"), ("post_feedforward_layernorm",)),
+}
+RATES = (
+    key("mixer.decay.log_rate", "linear_attn.A_log", tensors=("",)),
+    key("mixer.decay.step", "linear_attn.dt_bias", tensors=("",)),
+)
+CONVOLUTION = key("mixer.convolution", "linear_attn.conv1d", layout=TAPS_JOINED)
+FUSED = (
+    key(
+        ("mixer.qkv", "mixer.gate", "mixer.decay.gate"),
+        "linear_attn.in_proj_qkvz",
+        "linear_attn.in_proj_ba",
+        layout=DELTA_FUSED,
+    ),
+    key("mixer.norm", "linear_attn.norm"),
+    key("mixer.out", "linear_attn.out_proj"),
+    CONVOLUTION,
+    *RATES,
+)
+JOINED = (
+    key("mixer.qkv", "linear_attn.in_proj_qkv", "linear_attn.in_proj_b", layout=DELTA_JOINED),
+    key("mixer.gate", "linear_attn.in_proj_z"),
+    key("mixer.decay.gate", "linear_attn.in_proj_a"),
+    key("mixer.norm", "linear_attn.norm"),
+    key("mixer.out", "linear_attn.out_proj"),
+    CONVOLUTION,
+    *RATES,
+)
+APART = (
+    key("mixer.qkv", *(f"linear_attn.{one}_proj" for one in "qkvb"), layout=DELTA),
+    key("mixer.gate", "linear_attn.g_proj"),
+    key("mixer.decay.gate", "linear_attn.a_proj"),
+    key("mixer.norm", "linear_attn.o_norm"),
+    key("mixer.out", "linear_attn.o_proj"),
+    key("mixer.convolution", *(f"linear_attn.{one}_conv1d" for one in "qkv"), layout=TAPS),
+    CONVOLUTION,
+    *RATES,
+)
+_qwen_keys = partial(_keys, ONE_PLUS, softmax=_softmax_keys(ONE_PLUS, gated=True), names=QWEN_NORMS)
+ARCHITECTURES = {
+    "qwen3_next": Architecture(
+        title="Qwen3-Next",
+        member="gated-deltanet",
+        defaults=QWEN3_NEXT,
+        model=_qwen3_next,
+        keys=_qwen_keys(linear=FUSED),
+    ),
+    "qwen3_5_text": Architecture(
+        title="Qwen3.5", member="gated-deltanet", defaults=QWEN35, model=_qwen, keys=_qwen_keys(linear=JOINED)
+    ),
+    "olmo_hybrid": Architecture(
+        title="OLMo Hybrid",
+        member="gated-deltanet",
+        defaults=OLMO,
+        model=_olmo,
+        keys=_keys(SAME, APART, _softmax_keys(SAME, gated=False), OLMO_NORMS),
+    ),
+}
