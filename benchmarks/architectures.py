@@ -1,7 +1,8 @@
 """Which architectures of transformers come in and go out, and which laws does the suite hold both ways to?
 
 The table is read from a run of the tests of ``tests/interop``: a cell names how many of the tests that prove a law
-passed for an architecture, at tiny random weights against transformers' own classes. A failed test shows as FAILED.
+passed for an architecture, at tiny random weights against transformers' own classes, or those of flash-linear-attention
+(fla), whose numbers are in a golden file. A failed test shows as FAILED.
 
     python benchmarks/architectures.py
 """
@@ -36,6 +37,7 @@ class Proof(NamedTuple):
 
 PROOFS = (
     Proof("test_decoders.test_equal", "in", "{name}", ("{law}",), r"(?P<name>.*)-(?P<law>[a-z]+)"),
+    Proof("test_fla_folders.test_equal", "in", "fla: {name}", ("{law}",), r"(?P<name>.*)-(?P<law>[a-z]+)"),
     Proof("test_encoder_decoders.test_equal", "in", "{name}", ("{law}",), r"(?P<name>.*)-(?P<law>[a-z]+)"),
     Proof("test_gpt2.test_same_logits", "in", "gpt2", ("logits",)),
     Proof("test_gpt2.test_greedy_continuation_is_that_of_transformers", "in", "gpt2", ("generation",)),

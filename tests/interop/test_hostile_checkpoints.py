@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load, save_file
 
-from kinformer.interop import read_checkpoint
+from kinformer.interop import fla, read_checkpoint
 from kinformer.interop.checkpoint import FORMATS
 from kinformer.runtime.errors import KinformerError
 from tests.interop.encoders import Peer
@@ -41,7 +41,9 @@ def folder(bert, tmp_path):
 def test_any_setting_may_hold_any_value(kind, folder):
     import transformers
 
-    config = transformers.AutoConfig.for_model(kind).to_dict() | {"architectures": ["X"], "model_type": kind}
+    ours = fla.ARCHITECTURES.get(kind)
+    config = dict(ours.defaults | ours.required) if ours else transformers.AutoConfig.for_model(kind).to_dict()
+    config |= {"architectures": ["X"], "model_type": kind}
     for name in config:
         for value in VALUES:
             (folder / "config.json").write_text(json.dumps(config | {name: value}))

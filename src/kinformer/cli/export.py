@@ -18,11 +18,11 @@ from kinformer.runtime.words import plural
 class Options(Printing):
     """Write a folder for the library transformers (config.json, safetensors, tokenizer, and a model card), or a graph.
 
-    Where a run's model is exactly a LLaMA, Mistral, Qwen2, Qwen3, Gemma 1 to 3, GPT-2, GPT-NeoX, OPT, BLOOM or MPT, the
-    folder is one, and whatever reads that architecture reads it; so it is with encoders that are a BERT, RoBERTa,
-    Longformer, Big Bird, ViT, DeiT or Swin, with translators that are a Marian, and with Decision Transformers. All
-    other causal models, encoders and translators of tokens, and encoders of images with classes, leave with a file of
-    code that imports kinformer.
+    Where a run's model is exactly a LLaMA, Mistral, Qwen2, Qwen3, Qwen3.5, OLMo Hybrid, Gemma 1 to 3, GPT-2, GPT-NeoX,
+    OPT, BLOOM or MPT, the folder is one, and whatever reads that architecture reads it; so it is with encoders that are
+    a BERT, RoBERTa, Longformer, Big Bird, ViT, DeiT or Swin, with translators that are a Marian, and with Decision
+    Transformers. All other causal models, encoders and translators of tokens, and encoders of images with classes,
+    leave with a file of code that imports kinformer.
 
     A graph takes and returns tokens and the state. As onnx it is one file for prompts and steps, which onnxruntime
     runs without kinformer or PyTorch. As aoti it is a step that PyTorch compiles for this processor, and that generate

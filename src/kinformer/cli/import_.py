@@ -17,8 +17,10 @@ from kinformer.runtime.words import plural
 class Options(CommonOptions):
     """Turn a Hugging Face checkpoint folder (config.json, safetensors) into a run folder.
 
-    What can be imported: GPT-2, LLaMA, Mistral, Qwen2, Qwen3, Gemma 1 to 3, GPT-NeoX, OPT, BLOOM, MPT, BERT, RoBERTa,
-    Longformer, Big Bird, Marian, ViT, DeiT and Swin, and what kinformer export wrote.
+    What can be imported: GPT-2, LLaMA, Mistral, Qwen2, Qwen3, Gemma 1 to 3, GPT-NeoX, OPT, BLOOM and MPT; Qwen3.5,
+    Qwen3-Next and OLMo Hybrid, where they are dense; Gated DeltaNet, DeltaNet, GLA and RetNet of
+    flash-linear-attention; BERT, RoBERTa, Longformer, Big Bird and ModernBERT; Marian, T5, mT5 and BART; Decision
+    Transformer, ViT, DeiT and Swin; and what kinformer export wrote.
     """
 
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]

@@ -34,6 +34,7 @@ _YARN = {
 _SCORE = f"{_MIXER}.score"
 _WINDOW = {f"{_MIXER}.pattern": "local"}
 _LLAMA = Nearest("rotary positions, grouped queries and SwiGLU", "rope", _GROUPED | {_FEED_FORWARD: "swiglu"})
+_HYBRID = Nearest("layers of the gated delta rule and of softmax attention, as in the recipe hybrid", "gated-deltanet")
 _GPT = Nearest("a decoder with learned positions", "gpt", exact=True)
 _ROTARY = Nearest("a decoder with rotary positions", "rope")
 _SPACE = Nearest("a state-space model, whose decay depends on the token", "mamba2")
@@ -44,6 +45,9 @@ _KERNEL = Nearest("an implementation of exact attention", "gpt", {f"{_MIXER}.imp
 ELSEWHERE: dict[str, Nearest] = {
     "llama": _LLAMA,
     "qwen": _LLAMA,
+    "qwen35": _HYBRID,
+    "qwen3next": _HYBRID,
+    "olmohybrid": _HYBRID,
     "mistral": Nearest(
         "rotary positions, grouped queries and a window", "rope", _GROUPED | _WINDOW | {_FEED_FORWARD: "swiglu"}
     ),

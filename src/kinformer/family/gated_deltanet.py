@@ -75,7 +75,11 @@ MEMBER = Member(
         "state of that layer grows with the text",
     ),
     exact_limit="no finite limit; without decay and convolutions it is the delta rule of fast weights",
-    parity=("Qwen3-Next's gated delta net of transformers (tests/family/test_kernel_members.py)",),
+    parity=(
+        "Qwen3-Next's gated delta net of transformers (tests/family/test_kernel_members.py)",
+        "Qwen3-Next, Qwen3.5 and OLMo Hybrid of transformers, whole (tests/interop/test_decoders.py)",
+        "flash-linear-attention's Gated DeltaNet, whole (tests/interop/test_fla_folders.py)",
+    ),
     results=("state_tracking",),
     use_when="you want endless text in constant memory: of members with a constant state it is the first to try",
     avoid_when="everything in a long context must be recalled exactly",

@@ -51,6 +51,7 @@ MEMBER = Member(
         "keys are as wide as values in the recipe benchmark (the paper's: half as wide)",
     ),
     exact_limit="no finite limit; without decay it is linear attention without a normaliser",
+    parity=("flash-linear-attention's GLA, whole (tests/interop/test_fla_folders.py)",),
     use_when="a small constant state has to recall, with decays that the text decides",
     avoid_when="facts are overwritten: the delta rule replaces them, this sum does not",
     recipes={

@@ -53,6 +53,7 @@ MEMBER = Member(
         "a GELU feed-forward, and layer norms (the authors' later code has gated ones, and RMS norms)",
     ),
     exact_limit="no finite limit; without decay and rotation it is linear attention without a normaliser",
+    parity=("flash-linear-attention's RetNet, whole (tests/interop/test_fla_folders.py)",),
     use_when="you want a constant state, stable over any length, with the simplest decay",
     avoid_when="how fast to forget depends on the text: `gla` and `gated-deltanet` learn that",
     recipes={

@@ -19,6 +19,7 @@ from kinformer.interop import (
     deit,
     encoder_decoders,
     encoder_keys,
+    fla,
     gpt2,
     hybrids,
     images,
@@ -92,7 +93,7 @@ FAMILIES = {
 FORMATS = {
     **{
         kind: _Format(member=one.member, model_config=one.model_config, convert=one.convert, buffers=MASKS)
-        for kind, one in (gpt2.ARCHITECTURES | llama.ARCHITECTURES | decoders.ARCHITECTURES).items()
+        for kind, one in (gpt2.ARCHITECTURES | llama.ARCHITECTURES | decoders.ARCHITECTURES | fla.ARCHITECTURES).items()
     },
     **{
         kind: _Format(member=one.member, model_config=one.model_config, convert=one.convert, notes=hybrids.notes)

@@ -1,0 +1,260 @@
+"""Recurrent decoders as flash-linear-attention saves them: Gated DeltaNet, DeltaNet, GLA and RetNet.
+
+All have RMSNorm, a gated feed-forward, and a norm of each head of kernel attention; layers that ``attn`` names are
+softmax attention with rotary positions. Read in flash-linear-attention 0.6.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from reprlib import repr as excerpt
+from typing import Any
+
+from kinformer.interop.architecture import Architecture, Settings
+from kinformer.interop.key_map import Key, KeyMap, key
+from kinformer.interop.layouts import DELTA, GATE_UP, KERNEL_QKV, QKV, TAPS
+from kinformer.interop.llama import attention
+from kinformer.interop.settings import choice, number, positive, switch, whole
+from kinformer.runtime.errors import KinformerError
+
+DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "hidden_ratio": 4,
+    "intermediate_size": None,
+    "hidden_act": "swish",
+    "norm_eps": 1e-6,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "attn": None,
+    "conv_size": 4,
+    "expand_k": 1.0,
+    "num_kv_heads": None,
+}
+GATED_DELTANET: Mapping[str, Any] = {
+    **DEFAULTS,
+    "num_hidden_layers": 21,
+    "num_heads": 6,
+    "num_v_heads": None,
+    "head_dim": 256,
+    "expand_v": 2.0,
+    "use_gate": True,
+    "allow_neg_eigval": False,
+    "output_gate_activation": "swish",
+}
+DELTA_NET: Mapping[str, Any] = {
+    **DEFAULTS,
+    "num_heads": 16,
+    "expand_v": 1.0,
+    "use_gate": False,
+    "allow_neg_eigval": False,
+}
+GLA: Mapping[str, Any] = {
+    **DEFAULTS,
+    "num_heads": 4,
+    "expand_k": 0.5,
+    "expand_v": 1.0,
+    "use_short_conv": False,
+    "use_output_gate": True,
+}
+RETNET: Mapping[str, Any] = {**DEFAULTS, "hidden_ratio": 2, "num_heads": 8, "expand_v": 2.0, "use_output_gate": True}
+GATES = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
+UNUSED = {"attnres_block_size": None}
+"""What all of them must not have: attention over the outputs of layers."""
+SHORT = {"use_short_conv": True, "conv_bias": False}
+SUMS = {"feature_map": None, "elementwise_affine": True, "conv_bias": False}
+"""Settings that the mixers here would compute otherwise if they had other values."""
+
+
+def _mixer(full: Settings, place: Path, gate: str, **more: Any) -> dict[str, Any]:
+    """Return the config, as data, of kernel attention; ``gate``: the switch of its gate; ``more``: its own settings."""
+    heads = whole(full, place, "num_heads")
+    mixer = {
+        "kind": "linear",
+        "num_heads": heads,
+        "normaliser": "none",
+        "scale": True,
+        "head_norm": "rms",
+        "norm_eps": number(full, place, "norm_eps"),
+        "gate": switch(full, place, gate),
+        "bias": False,
+    }
+    return mixer | more
+
+
+def _widths(full: Settings, place: Path) -> dict[str, int]:
+    """Return the widths of a head whose keys and values are shares of ``hidden_size``."""
+    dim, heads = whole(full, place, "hidden_size"), whole(full, place, "num_heads")
+    if full["num_kv_heads"] not in (None, heads):
+        raise KinformerError(
+            f"{place}: num_kv_heads is {excerpt(full['num_kv_heads'])}, but only as many as num_heads, {heads}, can be "
+            "imported."
+        )
+    return {
+        ours: _share(full, place, theirs, dim, heads)
+        for ours, theirs in (("head_dim", "expand_k"), ("value_dim", "expand_v"))
+    }
+
+
+def _share(full: Settings, place: Path, name: str, of: int, heads: int = 1) -> int:
+    """Return how wide a head is whose ``heads`` are together the share ``name`` ``of`` a width."""
+    width = of * positive(full, place, name)
+    if width < heads or round(width) % heads or abs(width - round(width)) > 1e-5 * width:
+        parts = f", a multiple of {heads} heads" if heads > 1 else ""
+        raise KinformerError(
+            f"{place}: {name} is {excerpt(full[name])}, but {of} times it must be a whole number{parts}."
+        )
+    return round(width) // heads
+
+
+def _delta(full: Settings, place: Path, **more: Any) -> dict[str, Any]:
+    """Return kernel attention with the delta rule behind short convolutions."""
+    rule = {
+        "feature_map": {"kind": "unit"},
+        "rule": "delta",
+        "negative_eigenvalues": switch(full, place, "allow_neg_eigval"),
+        "convolution": whole(full, place, "conv_size", least=2),
+    }
+    return _mixer(full, place, "use_gate", **rule, **more)
+
+
+def _gated_deltanet(full: Settings, place: Path) -> dict[str, Any]:
+    mixer = _delta(full, place, decay={"kind": "softplus"}, head_dim=whole(full, place, "head_dim"))
+    keys = mixer["num_heads"]
+    heads = keys if full["num_v_heads"] is None else whole(full, place, "num_v_heads")
+    if heads % keys:
+        raise KinformerError(f"{place}: num_v_heads is {heads}, but must be a multiple of num_heads, {keys}.")
+    mixer |= {"num_heads": heads, "key_heads": None if heads == keys else keys}
+    mixer["value_dim"] = _share(full, place, "expand_v", mixer["head_dim"])
+    if mixer["gate"]:
+        mixer["gate_activation"] = GATES[choice(full, place, "output_gate_activation", GATES)]
+    return mixer
+
+
+def _delta_net(full: Settings, place: Path) -> dict[str, Any]:
+    return _delta(full, place, **_widths(full, place))
+
+
+def _gla(full: Settings, place: Path) -> dict[str, Any]:
+    width = whole(full, place, "conv_size", least=2) if switch(full, place, "use_short_conv") else 0
+    parts = {"feature_map": {"kind": "identity"}, "decay": {"kind": "low_rank"}, "convolution": width}
+    return _mixer(full, place, "use_output_gate", **parts, **_widths(full, place))
+
+
+def _retnet(full: Settings, place: Path) -> dict[str, Any]:
+    parts = {"feature_map": {"kind": "identity"}, "decay": {"kind": "fixed"}, "position": {"kind": "rope"}}
+    return _mixer(full, place, "use_output_gate", **parts, **_widths(full, place))
+
+
+def _model(mixer: Callable[[Settings, Path], dict[str, Any]]) -> Callable[[Settings, Path], dict[str, Any]]:
+    """Return the function to the model config, as data, of decoders with this ``mixer``."""
+
+    def model(full: Settings, place: Path) -> dict[str, Any]:
+        choice(full, place, "hidden_act", ("swish",))
+        dim = whole(full, place, "hidden_size")
+        norm = {"kind": "rms_norm", "eps": number(full, place, "norm_eps")}
+        feed_forward = {"kind": "swiglu", "hidden_dim": _hidden_dim(full, place, dim), "bias": False}
+        layer = {"kind": "decoder", "feed_forward": feed_forward, "norm": norm, "residual": "pre"}
+        own, exact = mixer(full, place), _exact(full, place)
+        mixers = (exact.get(layer, own) for layer in range(full["num_hidden_layers"]))
+        return {
+            "kind": "decoder",
+            "input": {"kind": "tokens", "vocab_size": whole(full, place, "vocab_size")},
+            "dim": dim,
+            "layers": [layer | {"mixer": one} for one in mixers],
+            "position": "none",
+            "norm": norm,
+            "head": {"kind": "language", "tied": switch(full, place, "tie_word_embeddings")},
+        }
+
+    return model
+
+
+def _hidden_dim(full: Settings, place: Path, dim: int) -> int:
+    """Return the feed-forward's width: a share of the model's, up to a multiple of 256, where a file names none."""
+    if full["intermediate_size"] is not None:
+        return whole(full, place, "intermediate_size")
+    ratio = 4 if full["hidden_ratio"] is None else positive(full, place, "hidden_ratio")
+    return -(-int(dim * ratio * 2 / 3) // 256) * 256
+
+
+def _exact(full: Settings, place: Path) -> dict[int, dict[str, Any]]:
+    """Return softmax attention by the numbers of the layers that have it."""
+    groups = full["attn"] if isinstance(full["attn"], list) else [full["attn"]] if full["attn"] is not None else []
+    exact: dict[int, dict[str, Any]] = {}
+    for group in groups:
+        if not isinstance(group, Mapping) or not isinstance(group.get("layers"), list):
+            raise KinformerError(f"{place}: attn names no list of layers with softmax attention; restore the file.")
+        group = {"window_size": None, "rope_theta": 10000.0, "qkv_bias": False, **group}
+        theirs = {
+            "num_attention_heads": group.get("num_heads"),
+            "num_key_value_heads": group.get("num_kv_heads"),
+            "attention_dropout": 0.0,
+        }
+        dim = whole(full, place, "hidden_size")
+        mixer = attention(theirs, place, dim, (switch(group, place, "qkv_bias"), False))
+        mixer["position"] = {"kind": "rope", "base": positive(group, place, "rope_theta")}
+        if group["window_size"] is not None:
+            mixer["pattern"] = {"kind": "local", "window": whole(group, place, "window_size")}
+        last = full["num_hidden_layers"] - 1
+        for layer in group["layers"]:
+            exact[whole({"layers of attn": layer}, place, "layers of attn", least=0, most=last)] = mixer
+    return exact
+
+
+def _layer_keys(layer: Mapping[str, Any]) -> tuple[Key, ...]:
+    """Return the keys of a layer, whose kernel attention may have any of the parts."""
+    common = (
+        key("mixer_residual.norm", "attn_norm"),
+        key("feed_forward_residual.norm", "mlp_norm"),
+        key("feed_forward.gate_up", "mlp.gate_proj", "mlp.up_proj", layout=GATE_UP),
+        key("feed_forward.down", "mlp.down_proj"),
+        key("mixer.out", "attn.o_proj"),
+    )
+    if layer["mixer"]["kind"] == "softmax":
+        return (*common, key("mixer.projection.qkv", *PRODUCTS, layout=QKV))
+    delta = layer["mixer"].get("rule") == "delta"
+    products = (*PRODUCTS, "attn.b_proj") if delta else PRODUCTS
+    return (*common, *KERNEL, key("mixer.qkv", *products, layout=DELTA if delta else KERNEL_QKV))
+
+
+PRODUCTS = tuple(f"attn.{one}_proj" for one in "qkv")
+KERNEL = (
+    key("mixer.convolution", *(f"attn.{one}_conv1d" for one in "qkv"), layout=TAPS),
+    key("mixer.decay.gate", "attn.a_proj"),
+    key("mixer.decay.log_rate", "attn.A_log", tensors=("",)),
+    key("mixer.decay.step", "attn.dt_bias", tensors=("",)),
+    key("mixer.decay.down", "attn.gk_proj.0"),
+    key("mixer.decay.up", "attn.gk_proj.1"),
+    key("mixer.gate", "attn.g_proj"),
+    *(key("mixer.norm", f"attn.{name}") for name in ("o_norm", "g_norm_swish_gate", "g_norm")),
+)
+KEYS = KeyMap(
+    model=(key("input.embedding", "embeddings"), key("norm", "norm"), key("head.output", "lm_head")),
+    layer=_layer_keys,
+)
+ARCHITECTURES = {
+    kind: Architecture(
+        title=title,
+        member=member,
+        defaults=defaults,
+        required=UNUSED | required,
+        model=_model(mixer),
+        keys=KEYS,
+    )
+    for kind, title, member, defaults, required, mixer in (
+        ("gated_deltanet", "Gated DeltaNet", "gated-deltanet", GATED_DELTANET, SHORT, _gated_deltanet),
+        (
+            "delta_net",
+            "DeltaNet",
+            "fast-weights",
+            DELTA_NET,
+            SHORT | {"use_beta": True, "qk_norm": "l2", "qk_activation": "silu"},
+            _delta_net,
+        ),
+        ("gla", "GLA", "gla", GLA, SUMS | {"clamp_min": None}, _gla),
+        ("retnet", "RetNet", "retnet", RETNET, SUMS, _retnet),
+    )
+}
