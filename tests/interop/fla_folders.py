@@ -29,7 +29,7 @@ FOLDERS = {
         "tie_word_embeddings": True,
     },
     "gated_deltanet, with attention": {"head_dim": 8, "use_gate": False, "attn": ATTENTION},
-    "delta_net": {},
+    "delta_net": {"expand_k": 2.0},
     "delta_net, gated": {"use_gate": True, "expand_k": 0.5, "allow_neg_eigval": True},
     "gla": {},
     "gla, with convolutions": {"use_short_conv": True, "expand_v": 2.0, "fuse_norm": False},

@@ -25,7 +25,7 @@ HYBRID = {
     "rope_parameters": ROPE | {"partial_rotary_factor": 0.25},
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 6,
+    "linear_key_head_dim": 12,
     "linear_value_head_dim": 8,
 }
 KINDS: dict[str, tuple[str, dict]] = {
@@ -80,7 +80,8 @@ KINDS: dict[str, tuple[str, dict]] = {
     "qwen3_5_text": ("Qwen3_5Text", HYBRID),
     "olmo_hybrid": (
         "OlmoHybrid",
-        {"num_hidden_layers": 4, "rope_parameters": ROPE, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        {"num_hidden_layers": 4, "initializer_range": 0.1, "rope_parameters": ROPE}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
     ),
 }
 UNKNOWN = {
@@ -117,8 +118,8 @@ def new_model(kind="gpt2", **changes):
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):
-                parameter.sub_(4.0)
-            elif "norm" in name:
+                parameter.sub_(3.0)
+            elif kind in HYBRIDS and "norm" in name:
                 parameter.copy_(1 + parameter).sub_(1)
     return model
 

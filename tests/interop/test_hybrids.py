@@ -51,7 +51,7 @@ def test_equal_in_float64(kind, pairs, monkeypatch):
 
 def test_keys_are_held_once_for_all_values_that_share_them(pairs):
     mixer = open_run(pairs["qwen3_5_text"].out).config.layers[0].mixer
-    assert (mixer.num_heads, mixer.key_heads, mixer.head_dim, mixer.value_dim) == (4, 2, 6, 8)
+    assert (mixer.num_heads, mixer.key_heads, mixer.head_dim, mixer.value_dim) == (4, 2, 12, 8)
 
 
 SPARSE = {"num_experts": 8, "mlp_only_layers": [0, 1], "decoder_sparse_step": 1}

@@ -157,8 +157,8 @@ def _model(mixer: Callable[[Settings, Path], dict[str, Any]]) -> Callable[[Setti
         norm = {"kind": "rms_norm", "eps": number(full, place, "norm_eps")}
         feed_forward = {"kind": "swiglu", "hidden_dim": _hidden_dim(full, place, dim), "bias": False}
         layer = {"kind": "decoder", "feed_forward": feed_forward, "norm": norm, "residual": "pre"}
-        own, exact = mixer(full, place), _exact(full, place)
-        mixers = (exact.get(layer, own) for layer in range(full["num_hidden_layers"]))
+        recurrent, exact = mixer(full, place), _exact(full, place)
+        mixers = (exact.get(layer, recurrent) for layer in range(full["num_hidden_layers"]))
         return {
             "kind": "decoder",
             "input": {"kind": "tokens", "vocab_size": whole(full, place, "vocab_size")},
