@@ -29,8 +29,8 @@ from kinformer.calibration.options import CalibrateOptions
 from kinformer.data import Split
 from kinformer.evaluation.calibration import upper_bound
 from kinformer.evaluation.early_exit import noting_exits, with_rule
+from kinformer.generation.generate import generate
 from kinformer.generation.packed import pack
-from kinformer.generation.session import generate
 from kinformer.runs.run import Run, open_run
 from kinformer.tasks.evaluation import EvaluationSettings
 from kinformer.tasks.shared.text import held_out

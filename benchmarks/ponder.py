@@ -27,7 +27,7 @@ import torch
 
 from common import Contestant, arguments, interleave, kinformer, prepare, save, sets, show, train
 from kinformer.evaluation.depths import noting_depths
-from kinformer.generation.session import generate
+from kinformer.generation.generate import generate
 from kinformer.runs.run import open_run
 
 SEEDS, ROUNDS = (0, 1, 2), 9

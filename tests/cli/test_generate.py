@@ -69,6 +69,24 @@ def test_the_prompt_stands_before_what_continues_it(cli, linear_run):
     assert (code, out, err) == (0, told[1], "")
 
 
+def test_drafts_change_nothing_but_the_passes(cli, linear_run, gpt_run, tokenized_run):
+    flags = ["generate", linear_run, "--prompt", "the wind the wind", "--max-new-tokens", 30, "--seed", 1, "--json"]
+    plain = json.loads(cli(*flags, "--device", "cpu", "--samples", 2)[1])
+    for draft in ("ngram", linear_run, gpt_run):
+        told = json.loads(cli(*flags, "--draft", draft, "--draft-length", 3, "--device", "cpu", "--samples", 2)[1])
+        assert told["samples"] == plain["samples"]
+        facts = told["drafts"]
+        assert facts["drawn"] >= 30 and facts["tokens_per_pass"] == facts["drawn"] / facts["passes"] >= 1
+    for draft, message in {
+        str(tokenized_run): "has another task or tokenizer than",
+        "mtp": "the draft 'mtp' needs a model that predicts further tokens; train one with --set ahead=3",
+        "nowhere": "nowhere",
+    }.items():
+        code, _, err = cli(*flags, "--draft", draft)
+        assert code == 2 and message in err
+    assert "--draft-length is 0 but must be 1 or more" in cli(*flags, "--draft-length", 0)[2]
+
+
 def test_a_stop_string_ends_the_text_before_it(cli, linear_run):
     flags = ["--prompt", "under", "--max-new-tokens", 60, "--seed", 4, "--json", "--device", "cpu"]
     free = json.loads(cli("generate", linear_run, *flags)[1])["samples"][0]

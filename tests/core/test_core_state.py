@@ -113,8 +113,8 @@ def test_nan_differs_from_everything(place):
     ("left", "right", "message"),
     [
         (torch.zeros(2), torch.zeros(3), r"shapes \(2,\) and \(3,\)"),
-        ((torch.zeros(2),), (torch.zeros(2), torch.zeros(2)), "structures tuple and tuple"),
-        (past([1]), Cost(torch.zeros(1), torch.zeros(1)), "structures Past and Cost"),
+        ((torch.zeros(2),), (torch.zeros(2), torch.zeros(2)), "types tuple and tuple"),
+        (past([1]), Cost(torch.zeros(1), torch.zeros(1)), "types Past and Cost"),
     ],
 )
 def test_unlike_states_cannot_be_compared(left, right, message):

@@ -8,8 +8,8 @@ from kinformer.blocks.residual import PreNorm
 from kinformer.core import state as states
 from kinformer.core.head import Neighbours
 from kinformer.datastore.attached import FEED_FORWARD, HIDDEN, AttachedDecoder, KeyedDecoder
+from kinformer.generation.generate import generate
 from kinformer.generation.packed import pack
-from kinformer.generation.session import generate
 from kinformer.heads.knn import KnnMixture
 
 VOCAB = 23

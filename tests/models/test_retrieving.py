@@ -9,8 +9,9 @@ from kinformer.core import state as states
 from kinformer.core.head import Neighbours
 from kinformer.datastore.attached import KeyedDecoder
 from kinformer.datastore.retrieving import RetrievingDecoder, RetrievingState
+from kinformer.generation.generate import generate
 from kinformer.generation.packed import pack
-from kinformer.generation.session import Session, generate
+from kinformer.generation.session import Session
 from kinformer.tasks.next_token.rows import NextTokenLoss, RetrievedBatch, RetrievedNextToken, TokenBatch
 from kinformer.testing import MODEL_CHECKS, ModelSubject
 

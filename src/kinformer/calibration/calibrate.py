@@ -18,8 +18,8 @@ from kinformer.data import Split
 from kinformer.evaluation.calibration import Tested, chosen, dissimilarity, fixed_sequence, grid
 from kinformer.evaluation.early_exit import Exited, noting_exits, saved
 from kinformer.family.kinds import kinds
+from kinformer.generation.generate import generate
 from kinformer.generation.packed import pack
-from kinformer.generation.session import generate
 from kinformer.runs.run import Run, open_run
 from kinformer.runs.spool import spooled
 from kinformer.runtime.errors import KinformerError

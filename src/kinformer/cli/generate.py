@@ -102,6 +102,8 @@ def _print(options: Options, result: Any, echo: str) -> None:
         facts: dict[str, Any] = {"seed": result.seed, "state_bytes": state, "tokens_per_second": speed}
         if result.exits is not None:
             facts["exits"] = result.exits.facts
+        if result.drafting is not None:
+            facts["drafts"] = result.drafting.facts
         print_json({"run": options.folder, "prompt_tokens": result.prompt_tokens, "samples": samples} | facts)
         return
     if options.samples > 1:
@@ -117,5 +119,6 @@ def _print(options: Options, result: Any, echo: str) -> None:
         f"({plural(state, 'byte')}); seed {result.seed}",
         file=sys.stderr,
     )
-    if result.exits is not None:
-        print(result.exits.text, file=sys.stderr)
+    for lines in (result.exits, result.drafting):
+        if lines is not None:
+            print(lines.text, file=sys.stderr)

@@ -150,6 +150,12 @@ class ReservedSlots(ReservedState):
         self.consume()
         return value
 
+    def reclaimed(self) -> Self:
+        # Later states wrote behind ``stop``, or into other buffers; one that no step has laid out shares none.
+        ticket = self._ticket if self._generation else [0]
+        ticket[0] += 1 if self._generation else 0
+        return type(self)(self._state, self._slots, ticket)
+
     def select_rows(self, rows: Tensor) -> Self:
         """Return the rows in buffers of the same capacity, of which the past is copied once."""
         self.check()

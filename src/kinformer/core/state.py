@@ -54,6 +54,10 @@ class ReservedState:
         """Return a copy of this state as an immutable ``NamedTuple`` value."""
         raise NotImplementedError
 
+    def reclaimed(self) -> ReservedState:
+        """Return this state for use again, whatever was done since; states after it cannot be used any more."""
+        raise NotImplementedError
+
     @property
     def like(self) -> Any:
         """Return a value of the same types and widths, of any number of slots."""
@@ -78,11 +82,13 @@ class ReservedState:
 
 def map_tensors(function: Callable[[Tensor], Tensor], state: Any) -> Any:
     """Return the same structure with ``function`` applied to every tensor."""
-    if isinstance(state, Tensor):
-        return function(state)
-    if isinstance(state, ReservedState):
-        return state.map(function)
-    return _rebuild(state, [map_tensors(function, item) for item in state])
+    return _mapped(state, lambda part: part.map(function), function)
+
+
+def _mapped(state: Any, part: Callable[[ReservedState], Any], leaf: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
+    if isinstance(state, (Tensor, ReservedState)):
+        return leaf(state) if isinstance(state, Tensor) else part(state)
+    return _rebuild(state, [_mapped(item, part, leaf) for item in state])
 
 
 def _rebuild(state: Any, items: list[Any]) -> Any:
@@ -192,10 +198,7 @@ def join_rows(states: list[Any]) -> Any:
 def to(state: Any, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Any:
     """Return the state on ``device``, with floating leaves as ``dtype`` unless it is None."""
 
-    def move(leaf: Tensor) -> Tensor:
-        return leaf.to(device=device, dtype=dtype if dtype and leaf.is_floating_point() else None)
-
-    return map_tensors(move, state)
+    return map_tensors(lambda x: x.to(device=device, dtype=dtype if dtype and x.is_floating_point() else None), state)
 
 
 def renewed(state: Any, derived: bool = False) -> Any:
@@ -225,9 +228,7 @@ def reserve(state: Any, length: int) -> Any:
 
     Parts of the state that grow provide a ``reserve(length)`` method; constant parts stay values.
     """
-    if isinstance(state, Tensor):
-        return state
-    if isinstance(state, ReservedState):
+    if isinstance(state, (Tensor, ReservedState)):
         return state
     if hasattr(type(state), "reserve") and hasattr(type(state), "slots"):
         return state.reserve(length)
@@ -239,13 +240,14 @@ def fork(state: Any) -> Any:
     return map_tensors(torch.clone, state)
 
 
+def reclaimed(state: Any) -> Any:
+    """Return an earlier state for use again: values never change, and the later ones lose their reserved parts."""
+    return _mapped(state, lambda part: part.reclaimed())
+
+
 def value(state: Any) -> Any:
     """Return the state as plain values: every reserved part copied out of its buffers."""
-    if isinstance(state, Tensor):
-        return state
-    if isinstance(state, ReservedState):
-        return state.value()
-    return _rebuild(state, [value(item) for item in state])
+    return _mapped(state, lambda part: part.value())
 
 
 def difference(left: Any, right: Any) -> float:
@@ -257,9 +259,7 @@ def difference(left: Any, right: Any) -> float:
         return _gap(left, right)
     left, right = value(left), value(right)
     if type(left) is not type(right) or len(left) != len(right):
-        raise KinformerError(
-            f"States of structures {type(left).__name__} and {type(right).__name__} cannot be compared."
-        )
+        raise KinformerError(f"States of types {type(left).__name__} and {type(right).__name__} cannot be compared.")
     slots, names = getattr(left, "slots", ()), getattr(left, "_fields", [""] * len(left))
     gaps = [0.0]
     for name, a, b in zip(names, left, right, strict=True):

@@ -84,13 +84,14 @@ class UniformStreams:
 
     def __init__(self, seed: int | None, streams: Sequence[int]) -> None:
         self.seed, self.streams, self.drawn = seed, tuple(streams), 0
-        self._block = torch.empty(0)
+        self._block, self._number = torch.empty(0), -1
 
     def next(self, device: torch.device) -> Tensor:
         """Return the next number of each row's stream, [batch, 1] float64, at least 0 and below 1 by 2^-48."""
         block, index = divmod(self.drawn, _BLOCK)
         self.drawn += 1
-        if index == 0 or len(self._block) == 0:
+        if block != self._number:
+            self._number = block
             rows = [_uniforms(self.seed, stream, block) for stream in self.streams]
             self._block = torch.from_numpy(np.stack(rows, axis=1)[..., None]).to(device)
         return self._block[index]
@@ -114,6 +115,19 @@ class TokenSampler:
         """Note tokens [batch, time] that are there, of which those count that are ``valid`` [batch, time]."""
         if self.sampling.repetition_penalty != 1:
             self._noted.append(tokens if valid is None else tokens.masked_fill(~valid, -1))
+
+    def snapshot(self) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """Return what was noted so far, for :meth:`restore`."""
+        return tuple(self._noted), self._present
+
+    def restore(self, snapshot: tuple[tuple[Tensor, ...], Tensor | None]) -> None:
+        """Forget what was noted since a snapshot; numbers that were drawn stay drawn."""
+        self._noted, self._present = list(snapshot[0]), snapshot[1]
+
+    def undraw(self, draws: int) -> None:
+        """Give the random numbers of the last ``draws`` tokens back; greedy draws took none."""
+        if self.sampling.temperature != 0:
+            self._uniforms.drawn -= draws
 
     def fork(self, copies: int) -> TokenSampler:
         """Return a sampler of each row ``copies`` times; row r's copy j draws from stream ``r * copies + j`` on."""

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Unpack
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kinformer.core import state as states
 from kinformer.core.model import CausalModel, device_of
-from kinformer.generation.recorded import logits_after
+from kinformer.generation.checks import require_continuing, require_ids, require_positions
+from kinformer.generation.history import Entry, History, joined, repeated
 from kinformer.generation.sampling import SamplingOptions, TokenSampler, sampling_of
 from kinformer.generation.steps import Steps
 from kinformer.generation.stops import StopTokens
 from kinformer.runtime.errors import KinformerError, require
-from kinformer.runtime.fields import require_kind
 from kinformer.runtime.matmul import FEW, few_rows
 from kinformer.runtime.words import plural
 
@@ -34,7 +32,7 @@ class Session:
     sees at a time, ``room`` how many more are expected (a hint); the rest is :class:`Sampling`.
 
     With ``recorded`` steps of long generation are recorded where that can be (see ``generation.recorded``), and then
-    take less time; what is drawn is the same.
+    take less time; what is drawn is the same. ``rewind`` is by how many tokens :meth:`rewind` is to go back at most.
     """
 
     def __init__(
@@ -46,11 +44,13 @@ class Session:
         chunk: int = 1024,
         room: int = 256,
         recorded: bool = True,
+        rewind: int = 0,
         **sampling: Unpack[SamplingOptions],
     ) -> None:
         for name, value in (("batch", batch), ("chunk", chunk)):
             if value < 1:
                 raise KinformerError(f"{name} is {value} but must be 1 or more.")
+        require("rewind", rewind, 0)
         require_continuing(model)
         self.model, self.chunk, self.room = model, chunk, min(room, _MOST_RESERVED)
         self._device = device_of(model)
@@ -61,7 +61,9 @@ class Session:
         self._state: Any = None
         self._stepping = Steps(model, room, recorded)
         self._logits: Tensor | None = None
-        self._pending: Tensor | None = None
+        self._ends: Any = None
+        self._pending: list[Entry] = []
+        self._history = History(rewind, batch) if rewind else None
 
     @property
     def batch(self) -> int:
@@ -88,6 +90,11 @@ class Session:
         """Return the bytes that the state holds now for all rows, reserved room included."""
         return 0 if self._state is None else states.nbytes(self._state)
 
+    @property
+    def rewindable(self) -> int:
+        """Return by how many tokens every row can go back now."""
+        return min(self._limits())
+
     def require(self, draws: int, counts: Sequence[int] = ()) -> None:
         """Raise unless the model's positions suffice for ``counts`` more tokens per row and then ``draws`` draws."""
         needed = max(map(sum, zip(self._lengths, counts or [0] * self.batch, strict=True))) + draws - 1
@@ -99,38 +106,65 @@ class Session:
         self.require(1, counts)
         self._stepping.require_dtype()
         with torch.inference_mode():
-            self._state = self._stepping.settled(self._state)
             tokens = tokens.to(self._device)
             valid = None if valid is None or valid.all() else valid.to(self._device)
-            self._sampler.note(tokens, valid)
-            if self._pending is not None:
-                tokens = torch.cat([self._pending[:, None], tokens], dim=1)
-                valid = None if valid is None else nn.functional.pad(valid, (1, 0), value=True)
-                self._pending = None
-            if self._state is None:
-                self._state = states.reserve(self.model.initial_state(self.batch), tokens.shape[1] + self.room)
-            for start in range(0, tokens.shape[1], self.chunk):
-                part = slice(start, start + self.chunk)
-                self._absorb(tokens[:, part], None if valid is None else valid[:, part])
+            entry = Entry(tokens, valid, counts, self._snapshot())
+            parts = [entry]
+            if self._history is not None and max(counts) > self._history.bound:
+                parts = list(entry.split([min(count, self._history.bound) for count in counts]))
+            for part in parts:
+                self._note(part)
+                self._absorb_pending()
             self._require_finite()
-        self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
 
     def step(self) -> Tensor:
         """Draw the next token of each row, [batch] int64; a row that has ended repeats its last token."""
-        if self._logits is None:
+        if self._logits is None and not self._pending:
             raise KinformerError("nothing was fed to this session yet; feed a prompt of one token or more first.")
         self.require(1)
         with torch.inference_mode():
-            if self._pending is not None:
-                self._logits, self._state = self._stepping.step(self._pending[:, None], self._state)
+            if self._pending:
+                self._absorb_pending(by_step=True)
             self._steps += 1
             if self._steps % _CHECKED_EVERY == 0:
                 self._require_finite()
-            tokens = self._sampler(self._logits)
-            self._pending = tokens = self._stops.watch(tokens) if self._stops else tokens
-            self._sampler.note(tokens[:, None])
-        self._lengths = [length + 1 for length in self._lengths]
-        return tokens.clone()
+            return self._drawn(self._logits).clone()
+
+    def rewind(self, tokens: int | Sequence[int] = 1) -> None:
+        """Take back the last ``tokens`` of every row, one number or one for each, as if they had never been there.
+
+        Costs nothing now; the next step or text is absorbed with what stays of the text behind the last mark. Random
+        numbers that were drawn stay drawn, so that the next step is another draw.
+
+        Errors: ``KinformerError`` for more than :attr:`rewindable` tokens of a row.
+        """
+        counts = [tokens] * self.batch if isinstance(tokens, int) else list(tokens)
+        limits = self._limits()
+        if len(counts) != self.batch or any(not 0 <= n <= most for n, most in zip(counts, limits, strict=True)):
+            raise KinformerError(
+                f"{tokens} tokens are to be taken back, but the rows of this session can go back by {limits}; begin it "
+                "with a larger `rewind`."
+            )
+        if any(counts):
+            self._take_back(counts)
+
+    def _limits(self) -> list[int]:
+        """Return by how many tokens each row can go back."""
+        return [0] * self.batch if self._history is None else self._history.rewindable
+
+    def _take_back(self, counts: Sequence[int]) -> None:
+        """Take back the last ``counts`` tokens of each row."""
+        assert self._history is not None
+        dropped = self._history.drop(counts)
+        for entry in dropped:
+            for row, count in enumerate(entry.counts):
+                if count:
+                    self._stops.restore(row, entry.before[1])
+        self._return()
+        self._sampler.restore(dropped[-1].before[0])
+        for entry in self._pending:
+            self._sampler.note(entry.tokens, entry.valid)
+        self._lengths = [length - count for length, count in zip(self._lengths, counts, strict=True)]
 
     def stream(self, max_new_tokens: int | None = None) -> Iterator[list[int]]:
         """Yield each step's tokens, one per row, before the next are computed;
@@ -152,28 +186,88 @@ class Session:
             self.model, self.batch * copies, chunk=self.chunk, room=self.room, recorded=self._stepping.recorded,
             seed=sampling.seed,
         )  # fmt: skip
+        self._copy_into(forked, copies)
+        return forked
+
+    def _copy_into(self, forked: Session, copies: int) -> None:
         forked._sampler, forked._stops = self._sampler.fork(copies), self._stops.fork(copies)
-        forked._lengths = [length for length in self._lengths for _ in range(copies)]
+        forked._lengths = repeated(self._lengths, copies)
         with torch.inference_mode():
             self._state = self._stepping.settled(self._state)
             if self._state is not None:
                 forked._state = states.repeat_rows(self._state, copies)
-            for name in ("_logits", "_pending"):
-                tensor = getattr(self, name)
-                setattr(forked, name, None if tensor is None else tensor.repeat_interleave(copies, dim=0))
-        return forked
+            forked._logits, forked._ends = repeated(self._logits, copies), repeated(self._ends, copies)
+            forked._pending = [entry.fork(copies) for entry in self._pending]
+            if self._history is not None:
+                forked._history = self._history.fork(copies)
+                self._state = None if self._state is None else states.reclaimed(self._state)
+
+    def _snapshot(self) -> tuple[Any, Any]:
+        """Return what sampler and stops are now, where a rewinding may need it."""
+        return (None, None) if self._history is None else (self._sampler.snapshot(), self._stops.snapshot())
+
+    def _note(self, entry: Entry) -> None:
+        """Add ``entry`` to the text, to be absorbed next."""
+        self._sampler.note(entry.tokens, entry.valid)
+        self._pending.append(entry)
+        if self._history is not None:
+            self._history.note(entry)
+        self._lengths = [length + count for length, count in zip(self._lengths, entry.counts, strict=True)]
+
+    def _drawn(self, logits: Tensor | None) -> Tensor:
+        """Return the tokens [batch] drawn from ``logits``, which the text gains."""
+        assert logits is not None
+        before = self._snapshot()
+        tokens = self._sampler(logits)
+        tokens = self._stops.watch(tokens) if self._stops else tokens
+        self._note(Entry(tokens[:, None], None, [1] * self.batch, before))
+        return tokens
+
+    def mark(self) -> None:
+        """Make a mark here, before what is pending: going back, what follows is absorbed again, and nothing before."""
+        if self._history is not None:
+            self._state = self._stepping.settled(self._state)
+            self._history.mark(self._state, self._logits, self._ends, self._pending)
+
+    def _return(self) -> None:
+        """Go back to the last mark; the text behind it is to be absorbed again."""
+        assert self._history is not None
+        mark = self._history.marks[-1]
+        self._stepping.abandon()
+        self._state = mark.state = None if mark.state is None else states.reclaimed(mark.state)
+        self._logits, self._ends, self._pending = mark.logits, mark.ends, list(mark.entries)
+
+    def _absorb_pending(self, by_step: bool = False) -> None:
+        """Absorb what is pending, ``by_step`` where it is one token."""
+        if self._history is not None and self._history.is_due(self._pending):
+            self.mark()
+        tokens, valid = joined(self._pending)
+        self._pending = []
+        if by_step and self._state is not None and valid is None and tokens.shape[1] == 1:
+            self._logits, self._state = self._stepping.step(tokens, self._state)
+            self._ends = None
+            return
+        self._state = self._stepping.settled(self._state)
+        if self._state is None:
+            self._state = states.reserve(self.model.initial_state(self.batch), tokens.shape[1] + self.room)
+        for start in range(0, tokens.shape[1], self.chunk):
+            part = slice(start, start + self.chunk)
+            self._absorb(tokens[:, part], None if valid is None else valid[:, part])
 
     def _absorb(self, tokens: Tensor, valid: Tensor | None) -> None:
-        """Absorb one chunk; return the logits after each row's last token (unchanged where a row has none)."""
+        """Absorb one chunk; keep the logits after each row's last token (unchanged where a row has none)."""
         if valid is None:
             with few_rows(tokens.device, tokens.numel() < FEW):
-                self._logits, self._state = logits_after(self.model, tokens, self._state)
+                inputs, self._state = self.model.head_inputs(tokens, self._state)
+                self._ends = states.map_tensors(lambda x: x[:, -1:], inputs)
+                self._logits = self.model.logits(self._ends)[:, 0]
             return
         inputs, self._state = self.model.head_inputs(tokens, self._state, valid=valid)
         numbers = torch.arange(1, tokens.shape[1] + 1, device=valid.device) * valid
         last = (numbers.amax(dim=1) - 1).clamp_min(0)
         rows = torch.arange(len(last), device=last.device)
-        logits = self.model.logits(states.map_tensors(lambda x: x[rows, last][:, None], inputs))[:, 0]
+        self._ends = states.map_tensors(lambda x: x[rows, last][:, None], inputs)
+        logits = self.model.logits(self._ends)[:, 0]
         before = torch.zeros_like(logits) if self._logits is None else self._logits
         self._logits = torch.where(valid.any(dim=1, keepdim=True), logits, before)
 
@@ -197,102 +291,3 @@ class Session:
                 f"the model's predictions after {plural(self.length, 'token')} are not finite numbers; its weights "
                 "are damaged or diverged, or need a wider type (fp32)."
             )
-
-
-def require_continuing(model: Any) -> None:
-    """Raise unless ``model`` can continue texts: a causal model in eval mode."""
-    if not isinstance(model, nn.Module):
-        raise KinformerError(f"model is {model!r} but must be a model; kinformer.load gives that of a run.")
-    if not hasattr(model, "initial_state"):
-        raise KinformerError(
-            f"a model of type {type(model).__name__} reads whole texts and continues none; give a causal one."
-        )
-    if model.training:
-        raise KinformerError("the model is in training mode, with its random masks; call model.eval() first.")
-
-
-def require_positions(model: CausalModel, needed: int) -> None:
-    """Raise unless the positions of ``model`` suffice for ``needed`` tokens of a row."""
-    limit = model.max_length
-    if limit is not None and needed > limit:
-        raise KinformerError(
-            f"{plural(needed, 'token')} are to be absorbed, but this model's positions end at max_length = "
-            f"{limit}; shorten the prompt, ask for fewer new tokens, or take a member whose positions do not end."
-        )
-
-
-def require_ids(model: CausalModel, low: int, high: int) -> None:
-    """Raise unless ``model`` knows the tokens ``low`` and ``high``, the least and the greatest of a prompt."""
-    if low < 0 or high >= model.vocab_size:
-        raise KinformerError(
-            f"the prompt holds token {low if low < 0 else high}, but this model knows 0 to "
-            f"{model.vocab_size - 1}; encode it with the tokenizer that the model was trained with."
-        )
-
-
-@contextmanager
-def evaluating(model: CausalModel) -> Iterator[None]:
-    """Put the model in eval mode, and back in training mode afterwards if it was."""
-    training = isinstance(model, nn.Module) and model.training
-    if not isinstance(model, nn.Module) or not training:
-        yield
-        return
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train()
-
-
-def generate(
-    model: CausalModel,
-    prompt_tokens: Tensor | np.ndarray | Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    stop: Sequence[Sequence[int]] | None = None,
-    valid: Tensor | None = None,
-    **sampling: Unpack[SamplingOptions],
-) -> Tensor:
-    """Continue ``prompt_tokens`` [batch, time] int64 by at most ``max_new_tokens``; return the new ones [batch, new].
-
-    The prompt may also be a NumPy array, or lists of ids of one length. ``valid`` [batch, time] bool marks the real
-    tokens of prompts of different lengths. A row ends with the first of the token sequences ``stop`` that it produces
-    (included in the result, then repeated to its end by its last token); when every row has ended, ``new`` is smaller.
-    ``sampling``: ``temperature`` (1.0; 0 is greedy), ``top_k``, ``top_p``, ``min_p``,
-    ``repetition_penalty`` (1.0: none) and ``seed``; row r draws from stream r of
-    the seed. The model is put in eval mode meanwhile.
-
-    Errors: ``KinformerError`` where the tokens would go beyond the model's positions, before anything is computed.
-    """
-    require_kind("max_new_tokens", max_new_tokens, int)
-    require("max_new_tokens", max_new_tokens, 1)
-    tokens = _tokens(prompt_tokens)
-    if valid is not None and not (isinstance(valid, Tensor) and valid.dtype == torch.bool):
-        has = valid.dtype if isinstance(valid, Tensor) else type(valid).__name__
-        raise KinformerError(f"valid is of the type {has} but must be a tensor [batch, time] of torch.bool.")
-    with evaluating(model):
-        session = Session(model, tokens.shape[0], stop=stop or (), room=max_new_tokens, **sampling)
-        longest = tokens.shape[1] if valid is None else int(valid.sum(dim=1).max())
-        session.require(max_new_tokens, [longest] * session.batch)
-        session.feed(tokens, valid)
-        new: list[Tensor] = []
-        while len(new) < max_new_tokens and not session.finished:
-            new.append(session.step())
-    return torch.stack(new, dim=1)
-
-
-def _tokens(prompt: Tensor | np.ndarray | Sequence[Sequence[int]]) -> Tensor:
-    """Return the prompt as a tensor [batch, time]; of an array or lists int64."""
-    if not isinstance(prompt, Tensor):
-        try:
-            ids = np.asarray(prompt)
-        except ValueError:
-            raise KinformerError(
-                "prompt_tokens has rows of unlike length; pad them to one length and say by valid which are real."
-            ) from None
-        if ids.dtype.kind not in "iu":
-            raise KinformerError(f"prompt_tokens holds {ids.dtype}, but must hold ids, which are whole numbers.")
-        prompt = torch.from_numpy(ids.astype(np.int64))
-    if prompt.dim() != 2:
-        raise KinformerError(f"prompt_tokens must be [batch, time], but have the shape {tuple(prompt.shape)}.")
-    return prompt

@@ -69,6 +69,10 @@ class Steps:
             state, self.running = self.running.release(), None
         return state
 
+    def abandon(self) -> None:
+        """Leave the state of a recording that runs, for an earlier one."""
+        self.running = None
+
     def _recorded(self, tokens: Tensor, state: Any) -> RecordedStep | RecordedExits | None:
         """Return the step from ``state`` on, recorded before or now; None where that is not worth it or cannot be."""
         if not self.recorded:

@@ -42,6 +42,14 @@ class StopTokens:
                 self.ended[row] = any(tail[-len(sequence) :] == sequence for sequence in self.sequences)
         return tokens if held == fresh else tokens.new_tensor(held)
 
+    def snapshot(self) -> tuple[list[tuple[int, ...]], list[bool]]:
+        """Return what was watched so far, for :meth:`restore`."""
+        return list(self.tails), list(self.ended)
+
+    def restore(self, row: int, snapshot: tuple[list[tuple[int, ...]], list[bool]]) -> None:
+        """Forget what was watched in ``row`` since a snapshot."""
+        self.tails[row], self.ended[row] = snapshot[0][row], snapshot[1][row]
+
     def fork(self, copies: int) -> StopTokens:
         """Return a watch on each row ``copies`` times."""
         forked = StopTokens(self.sequences, 0)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kinformer.blocks.ahead import Ahead
 from kinformer.blocks.layer import LayerConfig
 from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.core import state as states
@@ -51,7 +52,8 @@ class Decoder(CommonModel):
 
     ``logits, state = model(tokens, state)`` with tokens [batch, time] int64 (or whatever else the input takes) and
     logits [batch, time, vocab]; ``state=None`` begins new sequences. Chunks may have any length: a prompt, a segment,
-    or one token.
+    or one token. With ``ahead`` the model has parts that predict so many tokens beyond the next (:class:`Ahead`); the
+    objective multi-token trains them, and generation may use them as drafts.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -61,9 +63,15 @@ class Decoder(CommonModel):
         layers: tuple[LayerConfig, ...]
         embedding_norm: NormConfig | None = None
         norm: NormConfig | None = LayerNorm()
+        ahead: int = 0
 
         def __post_init__(self) -> None:
             super().__post_init__()
+            if self.ahead < 0 or (self.ahead and self.input.kind != "tokens"):
+                raise KinformerError(
+                    f"ahead is {self.ahead} but must be 0, or of a model that reads tokens how many it predicts beyond "
+                    "the next."
+                )
             if self.input.whole:
                 raise KinformerError(
                     f"the input {self.input.kind!r} is read at once, which a decoder cannot; use it in an encoder."
@@ -76,6 +84,12 @@ class Decoder(CommonModel):
 
         def build(self) -> Decoder:
             return Decoder(self)
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.ahead = nn.ModuleList(Ahead(config.width, config.dim) for _ in range(config.ahead)) or None
+        if self.ahead is not None:
+            config.initialisation.apply(self.ahead)
 
     def _build_entrance(self, config: Any, dim: int) -> None:
         self.embedding_norm = config.embedding_norm.build(dim) if config.embedding_norm else None
@@ -228,6 +242,22 @@ class Decoder(CommonModel):
         if state.seen.is_inference() and not torch.is_inference_mode_enabled():
             return state.fork()  # autograd must not keep tensors of inference mode, nor may they be written into
         return state
+
+    def further(self, number: int, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Return what predicts the token after ``tokens`` [batch, time], which ``hidden`` [batch, time, width] predict:
+        hidden states for ``number`` 1, else what number - 1 returned."""
+        assert self.ahead is not None
+        return self.ahead[number - 1](hidden, self.input(tokens, torch.zeros_like(tokens)))
+
+    def guesses(self, hidden: Tensor, tokens: Tensor, most: int) -> Tensor:
+        """Return the most probable tokens [batch, n] behind ``tokens`` [batch, 1], which were drawn by ``hidden``
+        [batch, 1, width]; n is at most ``most``."""
+        guesses = []
+        for number in range(1, min(most, len(self.ahead or ())) + 1):
+            hidden = self.further(number, hidden, tokens)
+            tokens = self.head(hidden, self.input).argmax(dim=-1)
+            guesses.append(tokens)
+        return torch.cat(guesses, dim=1)
 
     def until_exit(self, number: int, values: Tensor, state: DecoderState) -> tuple[tuple[Tensor, ...], DecoderState]:
         """Run tokens that all go on behind exit ``number`` - 1, up to exit ``number``, in a stack with early exits.

@@ -125,7 +125,7 @@ def checked(plan: TrainingPlan, task: Task, group: Group) -> TrainingPlan:
     with unallocated():
         model = plan.config.build()
         objective = task.objective(plan.settings.objective, model)
-    _require_trained_exits(plan, task, model, objective)
+    _require_trained(plan, task, model, objective)
     check_shared(model, group)
     task.check(plan, model)
     longest = getattr(model, "max_length", None)
@@ -137,8 +137,14 @@ def checked(plan: TrainingPlan, task: Task, group: Group) -> TrainingPlan:
     return plan
 
 
-def _require_trained_exits(plan: TrainingPlan, task: Task, model: nn.Module, objective: Objective) -> None:
-    """Refuse exits with weights of their own that ``objective`` leaves as they begin."""
+def _require_trained(plan: TrainingPlan, task: Task, model: nn.Module, objective: Objective) -> None:
+    """Refuse exits with weights of their own, and predictions of further tokens, that ``objective`` leaves as they
+    begin."""
+    if getattr(model, "ahead", None) is not None and not getattr(objective, "trains_ahead", False):
+        raise KinformerError(
+            f"`objective` {plan.settings.objective}: leaves the weights of `set` ahead as they begin; give `objective` "
+            "multi-token for the task next-token, or leave ahead out."
+        )
     if not getattr(getattr(model, "stack", None), "learns", False) or getattr(objective, "trains_exits", False):
         return
     remedy = "give `objective` exits"

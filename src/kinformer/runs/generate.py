@@ -73,7 +73,22 @@ def _prepared(run: Run, options: GenerateOptions) -> tuple[LoadedRun, GenerateOp
     if options.package is not None:
         _attach_package(run, packed, options)
     model = STORES.attach(run, packed, options, options.samples)
-    return LoadedRun(run, model), options
+    return LoadedRun(run, model, draft=_draft(run, options, device)), options
+
+
+def _draft(run: Run, options: GenerateOptions, device: torch.device) -> Any:
+    """Return what guesses the run's next tokens: None, "ngram", "mtp", or the model of another run of its tokens."""
+    if options.draft in (None, "ngram", "mtp"):
+        return options.draft
+    other = open_run(options.draft)
+    mine, others = run.tokenizer, other.tokenizer
+    if other.task.name != run.task.name or others is None or mine is None or others.fingerprint != mine.fingerprint:
+        raise KinformerError(
+            f"`draft` {other.folder}: has another task or tokenizer than {run.folder}, and so other tokens; train the "
+            "draft with both of that run."
+        )
+    model = other.model().to(device, torch.bfloat16 if options.weights == "bf16" else None)
+    return pack(model, options.samples)
 
 
 def _attach_package(run: Run, model: Any, options: GenerateOptions) -> None:
@@ -106,6 +121,6 @@ def check_drawing(task: Task, options: GenerateOptions) -> None:
     for name in DRAWING:
         value = getattr(options, name)
         if name not in task.generation.reads and value != usual[name]:
-            shown = " ".join(value) if isinstance(value, tuple) else f"{value:g}"
+            shown = " ".join(value) if isinstance(value, tuple) else value if isinstance(value, str) else f"{value:g}"
             reason = task.generation.unread or f"the task {task.name} does not read it"
             raise KinformerError(f"{marked(name)} {shown}: {reason}; leave it out.")

@@ -209,6 +209,10 @@ class GenerateOptions(StoreOptions, Machine):
     """Type of the weights in memory."""
     package: str | None = None
     """Step by the package in this folder, which kinformer export wrote with its format aoti."""
+    draft: str | None = None
+    """Guess tokens and draw several at once: ngram (looked up in the text), mtp (`set` ahead), or a run's folder."""
+    draft_length: int = 4
+    """With `draft`: how many tokens are guessed at most."""
     seed: int | None = None
     """The seed of the draws; another one every time if not given."""
     quiet: bool = False
@@ -217,7 +221,7 @@ class GenerateOptions(StoreOptions, Machine):
 
     def __post_init__(self) -> None:
         require("samples", self.samples, 1, MOST_SAMPLES)
-        for name in ("max_new_tokens", "top_k", "chunk"):
+        for name in ("max_new_tokens", "top_k", "chunk", "draft_length"):
             require(name, getattr(self, name), 1)
         for name in ("temperature", "seed"):
             require(name, getattr(self, name), 0)

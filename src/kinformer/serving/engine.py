@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kinformer.generation.checks import require_continuing, require_ids, require_positions
 from kinformer.generation.sampling import draw
-from kinformer.generation.session import require_continuing, require_ids, require_positions
 from kinformer.runtime.errors import KinformerError, require_finite
 from kinformer.runtime.words import plural
 from kinformer.serving.admission import Admission, BusyError, Limits

@@ -83,6 +83,7 @@ OF_TEXTS = ("text_field", "label_field", "format", "batch_size")
 
 DRAWING = (
     "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "samples", "chunk",
+    "draft", "draft_length",
 )  # fmt: skip
 """The general options of generating that say what is drawn, and how."""
 

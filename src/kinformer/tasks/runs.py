@@ -32,12 +32,13 @@ class TrainedRun(Protocol):
 
 class LoadedRun(NamedTuple):
     """A run to measure or to generate with: its model in eval mode, what was changed of its config, as ``path=value``,
-    and what its head looks things up in, as JSON."""
+    what its head looks things up in, as JSON, and what guesses its next tokens (see ``generation.generate``)."""
 
     run: TrainedRun
     model: Any
     changes: tuple[str, ...] = ()
     lookup: Mapping[str, Any] | None = None
+    draft: Any = None
 
     @property
     def title(self) -> str:

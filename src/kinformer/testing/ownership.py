@@ -48,7 +48,8 @@ def _twice(subject: Subject, module: Any, start: Any, place: str) -> None:
 
 
 def reserved(subject: Subject) -> None:
-    """Check that a reserved state acts as the value state: same results, one owner, forks, ragged rows and resets."""
+    """Check that a reserved state acts as the value state: same results, one owner, forks, ragged rows and resets; an
+    earlier one that is reclaimed goes on as if what came after it had never been there."""
     module = subject.build()
     total = subject.time
     with torch.no_grad():
@@ -58,6 +59,7 @@ def reserved(subject: Subject) -> None:
             _walk(subject, module, start, total, kind)
             _ownership(subject, module, start, kind)
             _forks(subject, module, start, kind)
+            _reclaims(subject, module, start, kind)
 
 
 def _walk(subject: Subject, module: Any, start: Any, total: int, kind: str) -> None:
@@ -125,6 +127,32 @@ def _forks(subject: Subject, module: Any, start: Any, kind: str) -> None:
             agree(f"outputs of {name} beside other branches of a reserved state, {kind}", got, want, VALUES)
             agree_states(f"state of {name} beside other branches of a reserved state, {kind}", mine, plain)
             branches[name] = (mine, plain)
+
+
+def _reclaims(subject: Subject, module: Any, start: Any, kind: str) -> None:
+    """Check that an earlier state goes on as if later chunks had never been absorbed, whichever buffers they filled."""
+    for before, after in ((0, 1), (2, 3), (1, subject.time)):
+        held = states.reserve(states.fork(start), before + 1)
+        state = start
+        if before:
+            _, held = subject.call(module, subject.inputs(subject.batch, before, seed=61), held)
+            _, state = subject.run(module, subject.inputs(subject.batch, before, seed=61), start)
+        dropped = held
+        for seed, size in ((62, after), (63, 1)):
+            _, dropped = subject.call(module, subject.inputs(subject.batch, size, seed), dropped)
+        earlier = states.reclaimed(held)
+        others, valid, reset = next(_steps(subject, 2, masked=True))
+        got, now = subject.call(module, others, earlier, valid, reset)
+        want, state = subject.run(module, others, state, valid, reset)
+        place = f"after {before} tokens when {after + 1} further ones are taken back, {kind}"
+        agree(f"outputs {place}", got, want, VALUES)
+        agree_states(f"state {place}", now, state)
+        if has_reserved(dropped):
+            try:
+                states.value(dropped)
+            except KinformerError:
+                continue
+            require(False, f"a reserved state could be read once an earlier one was reclaimed, {kind}.")
 
 
 def has_reserved(state: Any) -> bool:

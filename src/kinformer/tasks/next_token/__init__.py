@@ -43,6 +43,12 @@ def _exits(model: Any) -> Any:
     return ExitLosses.of(model)
 
 
+def _multi_token(model: Any) -> Any:
+    from kinformer.tasks.next_token.multi_token import MultiToken
+
+    return MultiToken.of(model)
+
+
 class NextToken(Task):
     """Bits per byte, whatever the tokenizer, so that models with different ones compare."""
 
@@ -58,7 +64,12 @@ class NextToken(Task):
     generation = Generation()
     prediction = Prediction(refusal="it continues texts; use kinformer generate, or kinformer embed for vectors.")
     metrics = (BITS_PER_BYTE,)
-    objectives = {"next-token": _next_token, "deep-supervision": _deep_supervision, "exits": _exits}
+    objectives = {
+        "next-token": _next_token,
+        "deep-supervision": _deep_supervision,
+        "exits": _exits,
+        "multi-token": _multi_token,
+    }
     Options = NextTokenOptions
     EvaluationOptions = NextTokenEvaluationOptions
 

@@ -12,6 +12,9 @@ import torch
 
 from kinformer.data import Tokenizer
 from kinformer.evaluation.early_exit import Exited, noting_exits, saved
+from kinformer.generation.drafted import DraftedSession, Drafting
+from kinformer.generation.generate import session_of
+from kinformer.generation.sampling import SamplingOptions
 from kinformer.generation.session import Session
 from kinformer.generation.stops import StoppedText, ends_of_text
 from kinformer.runtime.errors import KinformerError
@@ -34,7 +37,7 @@ class Sample:
 @dataclass
 class Generated:
     """What came out, and what it cost: prompt and new tokens (over all samples), seconds for each; ``interrupted``
-    if Ctrl-C was pressed meanwhile; ``exits``: where new tokens could leave early."""
+    if Ctrl-C was pressed meanwhile; ``exits``: where new tokens could leave early; ``drafting``: with a draft."""
 
     samples: list[Sample]
     prompt_tokens: int
@@ -45,6 +48,7 @@ class Generated:
     seconds: float = 0.0
     interrupted: bool = False
     exits: Exited | None = None
+    drafting: Drafting | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -60,7 +64,7 @@ def continue_text(
     tokens = tokenizer.encode(prompt)
     if not len(tokens):
         raise KinformerError("the prompt is empty; give at least one character with `prompt` or `prompt_file`.")
-    session, new = _session(subject.model, options, len(tokens))
+    session, new = _session(subject, options, len(tokens))
     ends = ends_of_text(subject.model)
     writers = [_Writer(tokenizer, options.stop, ends, None) for _ in range(options.samples)]
     tell_untrained(subject.run, len(tokens) + new - 1)
@@ -81,7 +85,9 @@ def continue_text(
     for writer in writers:
         writer.finish()
     result.seed, result.state_bytes = session.seed, session.state_bytes
-    if exits is not None:
+    if isinstance(session, DraftedSession):
+        result.drafting = session.drafting  # tokens that were guessed wrong have left by exits, too
+    elif exits is not None:
         result.exits = saved(subject.model, exits, len(tokens), options.samples)
     return result
 
@@ -103,7 +109,7 @@ class Conversation:
         if not len(tokens):
             raise KinformerError("the text to continue is empty; give at least one character.")
         if self.session is None:
-            self.session, new = _session(self.subject.model, self.options, len(tokens))
+            self.session, new = _session(self.subject, self.options, len(tokens))
         else:
             new = _new_tokens(self.subject.model, self.options, self.session.length + len(tokens))
             self.session.require(new, [len(tokens)])
@@ -132,20 +138,12 @@ def _new_tokens(model: Any, options: Any, before: int) -> int:
     return max(1, min(MOST_NEW, limit))
 
 
-def _session(model: Any, options: Any, prompt: int) -> tuple[Session, int]:
+def _session(subject: LoadedRun, options: Any, prompt: int) -> tuple[Session, int]:
     """A session for one row, and how many tokens to draw."""
-    new = _new_tokens(model, options, prompt)
-    session = Session(
-        model,
-        chunk=options.chunk,
-        room=new,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-        seed=options.seed,
-    )
+    new = _new_tokens(subject.model, options, prompt)
+    sampling = {name: getattr(options, name) for name in SamplingOptions.__annotations__}
+    settings = {"chunk": options.chunk, "room": new, **sampling}
+    session = session_of(subject.model, 1, subject.draft, options.draft_length, settings)
     session.require(new, [prompt])
     return session, new
 

@@ -1,0 +1,193 @@
+"""A session that checks guesses of the next tokens, several in one chunk: speculative decoding.
+
+Leviathan et al. 2023 ("Fast inference from transformers via speculative decoding") and Chen et al. 2023 accept a guess
+that was sampled from q with probability min(1, p / q) and resample from what is left of p. Here a draft guesses without
+sampling, q is 1 for its guess, and the rule becomes: draw from p, by the random number that the token has anyway, and
+continue while what is drawn is what was guessed. A text is therefore token for token the one that the model draws
+without a draft, for every sampling and seed.
+
+A chunk holds what was drawn but not absorbed, and the guesses. Where all guesses are right the state behind it is that
+of the text. Otherwise the session goes back to the state before the chunk, and the next chunk absorbs the right ones
+again, so that a round takes one pass of the model whatever its mechanisms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kinformer.core import state as states
+from kinformer.core.model import CausalModel
+from kinformer.generation.drafts import Draft
+from kinformer.generation.history import Entry, joined
+from kinformer.generation.session import Session
+from kinformer.runtime.errors import require
+from kinformer.runtime.matmul import FEW, few_rows
+
+_MOST_PENDING = 16
+"""Drawn tokens that are absorbed again with the next guesses; more of them are first absorbed for good."""
+
+
+class Drafting(NamedTuple):
+    """What drafts did: ``passes`` of the model that drew tokens, how many tokens of a row these gave (``drawn``), and
+    how many were ``guessed``, of which ``accepted`` were right."""
+
+    passes: int
+    drawn: int
+    guessed: int
+    accepted: int
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """These numbers as data for JSON."""
+        return self._asdict() | {"tokens_per_pass": self.drawn / max(1, self.passes)}
+
+    @property
+    def text(self) -> str:
+        """These numbers as a sentence."""
+        share = self.accepted / max(1, self.guessed)
+        return (
+            f"drafts: {self.drawn / max(1, self.passes):.2f} tokens a pass of the model; {self.accepted} of "
+            f"{self.guessed} guesses right ({share:.0%})"
+        )
+
+
+class DraftedSession(Session):
+    """A :class:`Session` whose tokens come several at a time where ``draft`` guesses them; ``length`` is how many it
+    guesses at most. Rows keep step: a pass gives as many tokens as the row with the fewest right guesses has."""
+
+    def __init__(self, model: CausalModel, draft: Draft, batch: int = 1, *, length: int = 4, **options: Any) -> None:
+        require("draft_length", length, 1)
+        self._bound = options.pop("rewind", 0)
+        super().__init__(model, batch, rewind=self._bound + length, **options)
+        self.draft, self._length = draft, length
+        self._texts = [""] * batch
+        self._queue: list[Tensor] = []
+        self._counts_of_drafting = [0, 0, 0, 0]
+
+    @property
+    def drafting(self) -> Drafting:
+        """Return what the drafts did so far."""
+        return Drafting(*self._counts_of_drafting)
+
+    @property
+    def length(self) -> int:
+        return super().length - len(self._queue)
+
+    @property
+    def finished(self) -> bool:
+        return super().finished and not self._queue
+
+    def require(self, draws: int, counts: Sequence[int] = ()) -> None:
+        super().require(draws - len(self._queue), counts)
+
+    def feed(self, tokens: Tensor, valid: Tensor | None = None) -> None:
+        self._unread()
+        super().feed(tokens, valid)
+
+    def rewind(self, tokens: int | Sequence[int] = 1) -> None:
+        self._unread()
+        super().rewind(tokens)
+
+    def step(self) -> Tensor:
+        if not self._queue:
+            self._round()
+        return self._queue.pop(0).clone()
+
+    def fork(self, copies: int = 1) -> DraftedSession:
+        sampling = self._sampler.sampling
+        forked = DraftedSession(
+            self.model, self.draft.fork(copies), self.batch * copies, length=self._length, chunk=self.chunk,
+            room=self.room, recorded=self._stepping.recorded, rewind=self._bound, seed=sampling.seed,
+        )  # fmt: skip
+        self._copy_into(forked, copies)
+        forked._texts = [text for text in self._texts for _ in range(copies)]
+        forked._queue = [tokens.repeat_interleave(copies) for tokens in self._queue]
+        return forked
+
+    def _unread(self) -> None:
+        """Take back the tokens that no step has returned yet, and their random numbers."""
+        ahead, self._queue = len(self._queue), []
+        if ahead:
+            self._take_back([ahead] * self.batch)
+            self._sampler.undraw(ahead)
+
+    def _limits(self) -> list[int]:
+        return [min(self._bound, limit - len(self._queue)) for limit in super()._limits()]
+
+    def _take_back(self, counts: Sequence[int]) -> None:
+        super()._take_back(counts)
+        self._texts = [text[: len(text) - count] for text, count in zip(self._texts, counts, strict=True)]
+
+    def _note(self, entry: Entry) -> None:
+        super()._note(entry)
+        rows = zip(entry.tokens.tolist(), [None] * self.batch if entry.valid is None else entry.valid.tolist())
+        for row, (tokens, valid) in enumerate(rows):
+            real = tokens if valid is None else [token for token, counts in zip(tokens, valid, strict=True) if counts]
+            self._texts[row] += "".join(map(chr, real))
+
+    def _round(self) -> None:
+        """Draw the next token, and those after it as far as they were guessed."""
+        guesses = self._guesses()
+        if guesses is None:
+            if self._pending and self.draft.reads_hidden:
+                with torch.inference_mode():
+                    self._absorb_pending()
+            self._queue.append(super().step())
+            self._count(1, 0)
+            return
+        with torch.inference_mode():
+            self._check(guesses)
+
+    def _guesses(self) -> Tensor | None:
+        """Return guesses [batch, n] of what follows the last token that was drawn."""
+        limit = self.model.max_length
+        most = self._length if limit is None else min(self._length, limit - super().length)
+        last = self._pending[-1] if self._pending else None
+        if last is None or last.valid is not None or last.tokens.shape[1] > 1 or most < 1:
+            return None
+        ends = getattr(self._ends, "hidden_states", self._ends)
+        with torch.inference_mode(), few_rows(self._device):
+            guesses = self.draft.guess(self._texts, most, ends if self.draft.reads_hidden else None)
+        if guesses is None:
+            return None
+        guesses = guesses.to(self._device)
+        if any(self._stops.ended):
+            ended = torch.tensor(self._stops.ended, device=self._device)
+            guesses = torch.where(ended[:, None], last.tokens, guesses)
+        return guesses
+
+    def _check(self, guesses: Tensor) -> None:
+        """Absorb what is pending and ``guesses`` [batch, n], draw what follows each, and keep what is right."""
+        *earlier, last = self._pending
+        if sum(entry.tokens.shape[1] for entry in earlier) > _MOST_PENDING:
+            self._pending = earlier
+            self._absorb_pending()
+            self._pending = [last]
+        self.mark()
+        number = guesses.shape[1]
+        tokens, valid = joined([*self._pending, Entry(guesses, None, [number] * self.batch, (None, None))])
+        self._pending = []
+        with few_rows(tokens.device, tokens.numel() < FEW):
+            inputs, self._state = self.model.head_inputs(tokens, self._state, valid=valid)
+            ends = states.map_tensors(lambda x: x[:, -number - 1 :], inputs)
+            logits = self.model.logits(ends)
+        right = 0
+        for right in range(number + 1):
+            drawn = self._drawn(logits[:, right])
+            self._queue.append(drawn)
+            if right == number or super().finished or not torch.equal(drawn, guesses[:, right]):
+                break
+        if right == number:
+            self._logits, self._pending = logits[:, -1], self._pending[-1:]
+        else:
+            self._return()
+        self._ends = states.map_tensors(lambda x: x[:, right : right + 1], ends)
+        self._count(right + 1, number)
+
+    def _count(self, drawn: int, guessed: int) -> None:
+        added = (1, drawn, guessed, drawn - 1)
+        self._counts_of_drafting = [old + new for old, new in zip(self._counts_of_drafting, added, strict=True)]

@@ -1,0 +1,99 @@
+"""Prompts as ids continued by a model: one call that begins a session, steps it and returns what was drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.model import CausalModel
+from kinformer.generation.drafted import DraftedSession
+from kinformer.generation.drafts import draft_of
+from kinformer.generation.sampling import SamplingOptions
+from kinformer.generation.session import Session
+from kinformer.runtime.errors import KinformerError, require
+from kinformer.runtime.fields import require_kind
+
+
+@contextmanager
+def evaluating(model: CausalModel) -> Iterator[None]:
+    """Put the model in eval mode, and back in training mode afterwards if it was."""
+    training = isinstance(model, nn.Module) and model.training
+    if not isinstance(model, nn.Module) or not training:
+        yield
+        return
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
+
+
+def generate(
+    model: CausalModel,
+    prompt_tokens: Tensor | np.ndarray | Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    stop: Sequence[Sequence[int]] | None = None,
+    valid: Tensor | None = None,
+    draft: Any = None,
+    draft_length: int = 4,
+    **sampling: Unpack[SamplingOptions],
+) -> Tensor:
+    """Continue ``prompt_tokens`` [batch, time] int64 by at most ``max_new_tokens``; return the new ones [batch, new].
+
+    The prompt may also be a NumPy array, or lists of ids of one length. ``valid`` [batch, time] bool marks the real
+    tokens of prompts of different lengths. A row ends with the first of the token sequences ``stop`` that it produces
+    (included in the result, then repeated to its end by its last token); when every row has ended, ``new`` is smaller.
+    ``sampling``: ``temperature`` (1.0; 0 is greedy), ``top_k``, ``top_p``, ``min_p``,
+    ``repetition_penalty`` (1.0: none) and ``seed``; row r draws from stream r of
+    the seed. The model is put in eval mode meanwhile. A ``draft`` ("ngram", "mtp" or a causal model of the same tokens)
+    guesses up to ``draft_length`` tokens ahead, which makes generation faster where it is often right and changes
+    nothing that is drawn.
+
+    Errors: ``KinformerError`` where the tokens would go beyond the model's positions, before anything is computed.
+    """
+    require_kind("max_new_tokens", max_new_tokens, int)
+    require("max_new_tokens", max_new_tokens, 1)
+    tokens = _tokens(prompt_tokens)
+    if valid is not None and not (isinstance(valid, Tensor) and valid.dtype == torch.bool):
+        has = valid.dtype if isinstance(valid, Tensor) else type(valid).__name__
+        raise KinformerError(f"valid is of the type {has} but must be a tensor [batch, time] of torch.bool.")
+    with evaluating(model):
+        batch, options = tokens.shape[0], {"stop": stop or (), "room": max_new_tokens, **sampling}
+        session = session_of(model, batch, draft, draft_length, options)
+        longest = tokens.shape[1] if valid is None else int(valid.sum(dim=1).max())
+        session.require(max_new_tokens, [longest] * session.batch)
+        session.feed(tokens, valid)
+        new: list[Tensor] = []
+        while len(new) < max_new_tokens and not session.finished:
+            new.append(session.step())
+    return torch.stack(new, dim=1)
+
+
+def session_of(model: CausalModel, batch: int, draft: Any, length: int, options: Mapping[str, Any]) -> Session:
+    """Return a session of ``batch`` rows; with a ``draft`` (see :func:`generate`) one that checks its guesses."""
+    if draft is None:
+        return Session(model, batch, **options)
+    return DraftedSession(model, draft_of(draft, model, batch, length), batch, length=length, **options)
+
+
+def _tokens(prompt: Tensor | np.ndarray | Sequence[Sequence[int]]) -> Tensor:
+    """Return the prompt as a tensor [batch, time]; of an array or lists int64."""
+    if not isinstance(prompt, Tensor):
+        try:
+            ids = np.asarray(prompt)
+        except ValueError:
+            raise KinformerError(
+                "prompt_tokens has rows of unlike length; pad them to one length and say by valid which are real."
+            ) from None
+        if ids.dtype.kind not in "iu":
+            raise KinformerError(f"prompt_tokens holds {ids.dtype}, but must hold ids, which are whole numbers.")
+        prompt = torch.from_numpy(ids.astype(np.int64))
+    if prompt.dim() != 2:
+        raise KinformerError(f"prompt_tokens must be [batch, time], but have the shape {tuple(prompt.shape)}.")
+    return prompt
