@@ -12,6 +12,7 @@ import torch
 import kinformer
 from kinformer.data import ByteTokenizer, FileTokenizer
 from kinformer.data.tokenizer import ByteStream
+from kinformer.generation.session import Session
 from kinformer.runs.generate import check_drawing
 from kinformer.runs.options import GenerateOptions
 from kinformer.runtime.errors import KinformerError
@@ -67,6 +68,13 @@ def test_the_prompt_stands_before_what_continues_it(cli, linear_run):
     assert cli("generate", linear_run, *flags, "--temperature", "0.8")[1] == told[1]
     code, out, err = cli("generate", linear_run, *flags, "--quiet")
     assert (code, out, err) == (0, told[1], "")
+
+
+def test_a_prompt_is_absorbed_once_for_all_samples(cli, linear_run, monkeypatch):
+    shapes, feed = [], Session.feed
+    monkeypatch.setattr(Session, "feed", lambda self, tokens: shapes.append(tuple(tokens.shape)) or feed(self, tokens))
+    assert cli("generate", linear_run, "--prompt", "the wind", "--samples", 3, "--max-new-tokens", 2)[0] == 0
+    assert shapes == [(1, 8)]
 
 
 def test_drafts_change_nothing_but_the_passes(cli, linear_run, gpt_run, tokenized_run):
@@ -167,8 +175,6 @@ def test_each_token_is_written_before_the_next_is_computed(linear_run, monkeypat
 
 
 def test_ctrl_c_keeps_the_text_and_reports(cli, linear_run, monkeypatch):
-    from kinformer.generation.session import Session
-
     step, drawn = Session.step, []
 
     def interrupted(session):
