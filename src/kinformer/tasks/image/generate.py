@@ -43,7 +43,7 @@ class Drawn:
 def draw(subject: LoadedRun, options: Any, task_options: Any) -> Drawn:
     """Images of a run, in a grid of ``options.samples`` or, with ``own.complete``, a line for each that is completed:
     what is kept of it, its completions, and the image itself."""
-    run, model, _, _ = subject
+    run, model = subject.run, subject.model
     out = Path(task_options.out) if task_options.out is not None else run.folder / "samples.png"
     if out.suffix.lower() != ".png":
         raise KinformerError(f"`out` {out}: is no name of a PNG; end it with .png.")

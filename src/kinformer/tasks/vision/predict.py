@@ -25,7 +25,7 @@ def classify(
     subject: LoadedRun, options: Any, task_options: VisionGenerationOptions, write: Callable[[str], None] | None
 ) -> Made:
     """The ``task_options.classes`` most probable classes of each image; ``write`` receives a line for each."""
-    run, model, _, _ = subject
+    run, model = subject.run, subject.model
     if task_options.image is None:
         raise KinformerError("there must be an image to classify; give `image` FILE, a folder, or data such as digits.")
     names = classes_of(run)
