@@ -9,6 +9,7 @@ import kinformer
 from kinformer.generation.drafted import DraftedSession
 from kinformer.generation.drafts import NgramDraft
 from kinformer.generation.generate import session_of
+from kinformer.generation.recordings import recordings_of
 from kinformer.generation.sampling import UniformStreams
 from kinformer.generation.session import Session
 from kinformer.runtime.errors import KinformerError
@@ -52,6 +53,18 @@ def test_greedy_with_drafts_is_greedy(name):
     assert session.drafting.accepted > 3 and session.drafting.accepted < session.drafting.guessed
     for draft in ("ngram", "mtp"):
         assert torch.equal(kinformer.generate(model, prompt, max_new_tokens=14, temperature=0, draft=draft), plain)
+
+
+@pytest.mark.parametrize("name", ["gpt", "linear-transformer", "gated-deltanet", "shaw"])
+def test_passes_are_recorded_where_that_can_be(name):
+    model, prompt = tiny(name), torch.randint(0, 17, (1, 7), generator=torch.Generator().manual_seed(1))
+    plain = kinformer.generate(model, prompt, max_new_tokens=90, temperature=0)
+    for _ in range(2):
+        oracle = Oracle([[*prompt[0].tolist(), *plain[0].tolist()]])
+        session = DraftedSession(model, oracle, length=4, temperature=0, room=90)
+        session.feed(prompt)
+        assert [token for (token,) in session.stream(90)] == plain[0].tolist()
+    assert any(recording.time == 5 for recording in recordings_of(model))
 
 
 SAMPLING = [
@@ -183,9 +196,9 @@ def test_the_longest_end_that_was_there_before_continues():
 
     assert guesses("one two three, one two ") == ["three, o"]
     assert guesses("one two three, one two ", most=3) == ["thr"]
-    assert guesses("abcX.abcY,abc") == ["Y,a"]  # the last place; as many as agree
-    assert guesses("xabcX.abcY,xabc") == ["X.ab"]  # the longest
-    assert guesses("ababab") == ["abab"]  # what is guessed may continue
+    assert guesses("abcX.abcY,abc") == ["Y,abcY,a"]  # the last place
+    assert guesses("xabcX.abcY,xabc") == ["X.abcY,x"]  # the longest
+    assert guesses("ababab") == ["abababab"]  # what is guessed may continue
     assert guesses("abcd") is None and guesses("") is None and guesses("ab ab") is None
     assert guesses("abcX abc", "abcd", most=2) == ["X ", "\0\0"]
 

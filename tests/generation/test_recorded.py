@@ -276,7 +276,7 @@ def ready(model):
     made = session(model, torch.zeros(1, 5, dtype=torch.int64), recorded=False)
     for _ in range(3):
         made.step()
-    return made._pending[:, None], made._state
+    return made._pending[-1].tokens, made._state
 
 
 def refusal(model):

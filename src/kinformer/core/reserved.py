@@ -100,12 +100,12 @@ class ReservedSlots(ReservedState):
         """Return the number of tokens of each row's sequence, [batch] int64."""
         return self._state.seen
 
-    def views(self, start: int, stop: int) -> list[Tensor]:
-        """Return the slots ``start .. stop`` and the one behind them of each buffer."""
-        return [buffer[:, :, start : stop + 1] for buffer in self._state[:-1]]
+    def views(self, start: int, stop: int, time: int = 1) -> list[Tensor]:
+        """Return the slots ``start .. stop`` and the ``time`` behind them of each buffer."""
+        return [buffer[:, :, start : stop + time] for buffer in self._state[:-1]]
 
     def open(self, views: Sequence[Tensor], seen: Tensor) -> Self:
-        """Return the past as :meth:`views` of it, with the slot that one token fills at their end; this state is not
+        """Return the past as :meth:`views` of it, with the slots that a chunk fills at their end; this state is not
         consumed.
 
         It is stepped by a mixer like any reservation, but no number of the host decides anything: what is done is the
@@ -114,12 +114,12 @@ class ReservedSlots(ReservedState):
         return type(self)(type(self._state)(*views, seen), self._slots, [1], opened=True)
 
     def _fill(self, new: Sequence[Tensor], retained: int | None) -> tuple[list[Tensor], Self, bool]:
-        """Write a token's leaves into the last slot of the views."""
-        views = list(self._state[:-1])
+        """Write a chunk's leaves into the last slots of the views."""
+        views, time = list(self._state[:-1]), new[0].shape[2]
         for view, leaf in zip(views, new, strict=True):
-            view[:, :, -1:] = leaf
+            view[:, :, -time:] = leaf
         self.retained = retained
-        return views, self.open(views, self._state.seen + 1), self._slots.full
+        return views, self.open(views, self._state.seen + time), self._slots.full
 
     def moved_on(self, start: int, stop: int, seen: Tensor) -> Self:
         """Return the state after tokens that filled :meth:`views` up to slot ``stop``; this state is consumed."""
@@ -156,6 +156,14 @@ class ReservedSlots(ReservedState):
         ticket[0] += 1 if self._generation else 0
         return type(self)(self._state, self._slots, ticket)
 
+    def cropped(self, tokens: int) -> Self | None:
+        """Return this state as it was ``tokens`` tokens ago; None where it has let go of earlier slots."""
+        slots = self._slots
+        if slots.start > 0 or slots.stop < tokens or not self._generation:
+            return None
+        state = type(self._state)(*self._state[:-1], self._state.seen - tokens)
+        return type(self)(state, Slots(0, slots.stop - tokens, slots.room + tokens, slots.full), self.consume())
+
     def select_rows(self, rows: Tensor) -> Self:
         """Return the rows in buffers of the same capacity, of which the past is copied once."""
         self.check()
@@ -172,6 +180,24 @@ class ReservedSlots(ReservedState):
 
     def tensors(self) -> Iterator[Tensor]:
         yield from self._state
+
+
+def cropped(state: Any, tokens: int) -> Any:
+    """Return the ``state`` as it was ``tokens`` tokens ago, None where it holds more than past slots of all tokens."""
+    if tokens == 0:
+        return state
+    if isinstance(state, ReservedSlots):
+        return state.cropped(tokens)
+    if isinstance(state, Tensor) or not state:
+        return None if isinstance(state, Tensor) else state
+    names = getattr(state, "_fields", ("",) * len(state))
+    items = [
+        item - tokens if name == "seen" and isinstance(item, Tensor) else cropped(item, tokens)
+        for name, item in zip(names, state, strict=True)
+    ]
+    if any(item is None for item in items):
+        return None
+    return type(state)(*items) if hasattr(state, "_fields") else tuple(items)
 
 
 class KeysValues(NamedTuple):

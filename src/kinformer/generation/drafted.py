@@ -6,9 +6,10 @@ sampling, q is 1 for its guess, and the rule becomes: draw from p, by the random
 continue while what is drawn is what was guessed. A text is therefore token for token the one that the model draws
 without a draft, for every sampling and seed.
 
-A chunk holds what was drawn but not absorbed, and the guesses. Where all guesses are right the state behind it is that
-of the text. Otherwise the session goes back to the state before the chunk, and the next chunk absorbs the right ones
-again, so that a round takes one pass of the model whatever its mechanisms.
+A pass absorbs what was drawn but not absorbed, and guesses, together as many tokens at every pass, so that it can be
+recorded. Where all guesses are right the state behind it is that of the text. Otherwise keys and values are cropped; a
+state that holds anything else goes back to where it was, and the next pass has fewer guesses behind those that were
+right, which it absorbs again. So a round takes one pass of the model whatever its mechanisms.
 """
 
 from __future__ import annotations
@@ -19,16 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kinformer.core import state as states
 from kinformer.core.model import CausalModel
+from kinformer.core.reserved import cropped
 from kinformer.generation.drafts import Draft
 from kinformer.generation.history import Entry, joined
+from kinformer.generation.passes import Passes
 from kinformer.generation.session import Session
 from kinformer.runtime.errors import require
-from kinformer.runtime.matmul import FEW, few_rows
-
-_MOST_PENDING = 16
-"""Drawn tokens that are absorbed again with the next guesses; more of them are first absorbed for good."""
+from kinformer.runtime.matmul import few_rows
 
 
 class Drafting(NamedTuple):
@@ -62,8 +61,10 @@ class DraftedSession(Session):
     def __init__(self, model: CausalModel, draft: Draft, batch: int = 1, *, length: int = 4, **options: Any) -> None:
         require("draft_length", length, 1)
         self._bound = options.pop("rewind", 0)
+        options["room"] = options.get("room", 256) + length + 1
         super().__init__(model, batch, rewind=self._bound + length, **options)
         self.draft, self._length = draft, length
+        self._passes = Passes(model, length + 1, self.room, self._stepping.recorded)
         self._texts = [""] * batch
         self._queue: list[Tensor] = []
         self._counts_of_drafting = [0, 0, 0, 0]
@@ -132,26 +133,30 @@ class DraftedSession(Session):
     def _round(self) -> None:
         """Draw the next token, and those after it as far as they were guessed."""
         guesses = self._guesses()
-        if guesses is None:
-            if self._pending and self.draft.reads_hidden:
-                with torch.inference_mode():
-                    self._absorb_pending()
-            self._queue.append(super().step())
-            self._count(1, 0)
+        if guesses is not None:
+            with torch.inference_mode():
+                self._check(guesses)
             return
-        with torch.inference_mode():
-            self._check(guesses)
+        if self._pending and self.draft.reads_hidden:
+            with torch.inference_mode():
+                self._absorb_pending()
+        self._queue.append(super().step())
+        self._count(1, 0)
 
     def _guesses(self) -> Tensor | None:
-        """Return guesses [batch, n] of what follows the last token that was drawn."""
-        limit = self.model.max_length
-        most = self._length if limit is None else min(self._length, limit - super().length)
+        """Return guesses [batch, n] of what follows the last token that was drawn, as many as the pass has room for
+        behind what is pending; None where the next token is better drawn alone."""
         last = self._pending[-1] if self._pending else None
-        if last is None or last.valid is not None or last.tokens.shape[1] > 1 or most < 1:
+        most = self._length + 1 - sum(entry.tokens.shape[1] for entry in self._pending)
+        if last is None or last.valid is not None or last.tokens.shape[1] > 1 or most < 0:
             return None
-        ends = getattr(self._ends, "hidden_states", self._ends)
+        if self.model.max_length is not None:
+            most = min(most, self.model.max_length - super().length)
+        if most < 1:
+            return last.tokens[:, :0]
         with torch.inference_mode(), few_rows(self._device):
-            guesses = self.draft.guess(self._texts, most, ends if self.draft.reads_hidden else None)
+            hidden = getattr(self._ends, "hidden_states", self._ends) if self.draft.reads_hidden else None
+            guesses = self.draft.guess(self._texts, most, hidden)
         if guesses is None:
             return None
         guesses = guesses.to(self._device)
@@ -162,30 +167,24 @@ class DraftedSession(Session):
 
     def _check(self, guesses: Tensor) -> None:
         """Absorb what is pending and ``guesses`` [batch, n], draw what follows each, and keep what is right."""
-        *earlier, last = self._pending
-        if sum(entry.tokens.shape[1] for entry in earlier) > _MOST_PENDING:
-            self._pending = earlier
-            self._absorb_pending()
-            self._pending = [last]
         self.mark()
         number = guesses.shape[1]
         tokens, valid = joined([*self._pending, Entry(guesses, None, [number] * self.batch, (None, None))])
         self._pending = []
-        with few_rows(tokens.device, tokens.numel() < FEW):
-            inputs, self._state = self.model.head_inputs(tokens, self._state, valid=valid)
-            ends = states.map_tensors(lambda x: x[:, -number - 1 :], inputs)
-            logits = self.model.logits(ends)
+        logits, hidden, self._state = self._passes.go(tokens, valid, self._state)
+        logits, hidden = logits[:, -number - 1 :], hidden[:, -number - 1 :]
         right = 0
         for right in range(number + 1):
             drawn = self._drawn(logits[:, right])
             self._queue.append(drawn)
             if right == number or super().finished or not torch.equal(drawn, guesses[:, right]):
                 break
-        if right == number:
-            self._logits, self._pending = logits[:, -1], self._pending[-1:]
-        else:
+        state = cropped(self._state, number - right)
+        if state is None:
             self._return()
-        self._ends = states.map_tensors(lambda x: x[:, right : right + 1], ends)
+        else:
+            self._state, self._logits, self._pending = state, logits[:, right], self._pending[-1:]
+        self._ends = hidden[:, right : right + 1]
         self._count(right + 1, number)
 
     def _count(self, drawn: int, guessed: int) -> None:

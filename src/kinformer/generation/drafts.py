@@ -39,17 +39,16 @@ class Draft(Protocol):
 
 class NgramDraft:
     """A draft that looks the text's end up in the text before (prompt look-up): where the longest part of the end
-    stood last, what followed it follows again; as many tokens as agree, at most."""
+    stood last, what followed it follows again."""
 
     reads_hidden = False
 
     def guess(self, texts: Sequence[str], most: int, hidden: Tensor | None) -> Tensor | None:
-        found = [_continued(text, most) for text in texts]
-        longest = max(map(len, found))
-        if not longest:
+        guesses = [_continued(text, most) for text in texts]
+        if not any(guesses):
             return None
-        # Rows without so many guesses get what is surely a token of the text, and no guess at all.
-        return torch.tensor([list(map(ord, guess.ljust(longest, guess[-1:] or "\0"))) for guess in found])
+        # A row without a guess gets the token 0, which is one of every model.
+        return torch.tensor([list(map(ord, guess.ljust(most, "\0"))) for guess in guesses])
 
     def fork(self, copies: int) -> NgramDraft:
         return self
@@ -57,17 +56,17 @@ class NgramDraft:
 
 def _continued(text: str, most: int) -> str:
     """Return what follows ``text`` if it goes on as where its end stood last."""
-    least, place = 0, -1
-    size = LEAST_MATCH
-    while size <= min(MOST_MATCH, len(text) - 1):
-        start = text.rfind(text[-size:], 0, len(text) - 1)
+    place, length = -1, len(text)
+    for size in range(LEAST_MATCH, min(MOST_MATCH, length - 1) + 1):
+        start = text.rfind(text[-size:], 0, length - 1)
         if start < 0:
             break
-        least, place, size = size, start + size, size + 1
-    for _ in range(min(most, least)):
-        text += text[place]
-        place += 1
-    return text[len(text) - min(most, least) :] if least else ""
+        place = start + size
+    if place < 0:
+        return ""
+    for index in range(place, place + most):  # what is guessed may continue itself
+        text += text[index]
+    return text[length:]
 
 
 class ModelDraft:

@@ -123,17 +123,17 @@ class History:
         first."""
         while any(map(int.__lt__, self._since(self.marks[-1]), counts)):
             self.marks.pop()
-        kept: list[Entry] = []
+        retained: list[Entry] = []
         dropped: list[Entry] = []
         left = list(counts)
         for entry in reversed(self.marks[-1].entries):
             gone = [min(pair) for pair in zip(left, entry.counts, strict=True)]
             left = [most - count for most, count in zip(left, gone, strict=True)]
             dropped.append(replace(entry, counts=gone))
-            kept.insert(0, entry.split(gone)[0] if any(gone) else entry)
-        kept = [entry for entry in kept if any(entry.counts)]
+            retained.insert(0, entry.split(gone)[0] if any(gone) else entry)
+        retained = [entry for entry in retained if any(entry.counts)]
         for mark in self.marks:
-            mark.entries[len(mark.entries) - len(dropped) :] = kept
+            mark.entries[len(mark.entries) - len(dropped) :] = retained
         return dropped
 
     def fork(self, copies: int) -> History:

@@ -62,7 +62,7 @@ class Recording:
 
     Each of ``runs`` takes the step's values, views of the reserved slots and all other leaves of the state, and depends
     on ``parts`` of the model. Each reservation has ``least`` past slots or more and retains ``retained`` of them, None
-    for all. Of ``state``, from which it was made, only the sizes are stored.
+    for all. Of ``state``, from which it was made, only the sizes are stored. A step absorbs ``time`` tokens.
     """
 
     def __init__(
@@ -72,17 +72,20 @@ class Recording:
         state: Any,
         least: Sequence[int],
         retained: Sequence[int | None],
+        time: int = 1,
     ) -> None:
-        self.runs, self.least, self.retained = runs, least, retained
+        self.runs, self.least, self.retained, self.time = runs, least, retained, time
         self._form, self._most = _form(state), [part.capacity for part in _parts(state)]
         self.holds = Unchanged(parts).holds
 
-    def begin(self, state: Any) -> RecordedStep | None:
-        """Return steps from ``state`` on; None where that has other sizes, for which it was not checked."""
-        if autocast_dtype(next(states.tensors(state)).device) is not None or _form(state) != self._form:
+    def begin(self, state: Any, time: int = 1) -> RecordedStep | None:
+        """Return steps of ``time`` tokens from ``state`` on; None where these are others, or the sizes of ``state``,
+        than it was checked for."""
+        narrow = autocast_dtype(next(states.tensors(state)).device) is not None
+        if narrow or time != self.time or _form(state) != self._form:
             return None
         for part, least, most in zip(_parts(state), self.least, self._most, strict=True):
-            full = part.slots.stop >= part.capacity
+            full = part.slots.stop + time > part.capacity
             if full or part.capacity > most or part.slots.stop - part.slots.start < least:
                 return None
         return RecordedStep(self, state)
@@ -100,7 +103,8 @@ class RecordedStep:
     @property
     def goes_on(self) -> bool:
         """Return whether the buffers hold another token and the model is unchanged."""
-        room = all(stop < part.capacity for part, (_, stop) in zip(self._parts, self._bounds, strict=True))
+        ends = (stop + self.recording.time for _, stop in self._bounds)
+        room = all(end <= part.capacity for part, end in zip(self._parts, ends, strict=True))
         return room and self.recording.holds()
 
     def step(self, tokens: Tensor) -> Tensor:
@@ -112,8 +116,9 @@ class RecordedStep:
         views: list[Tensor] = []
         after = []
         for part, (start, stop), retained in zip(self._parts, self._bounds, self.recording.retained, strict=True):
-            views += part.views(start, stop)
-            after.append((start if retained is None else max(start, stop + 1 - retained), stop + 1))
+            end = stop + self.recording.time
+            views += part.views(start, stop, self.recording.time)
+            after.append((start if retained is None else max(start, end - retained), end))
         self._bounds = after
         with torch.jit.optimized_execution(False):  # it runs the first steps slowly, to no gain afterwards
             function, held = self.recording.runs[way]
@@ -146,8 +151,8 @@ def record(model: Any, tokens: Tensor, state: Any) -> Recording:
 def record_ways(ways: Sequence[Way], parts: Sequence[nn.Module], values: Tensor, state: Any) -> Recording:
     """Return the recorded ``ways`` of a step of ``values`` from ``state`` on, all by the same ``parts`` of a
     model; otherwise like :func:`record`."""
-    reserved = _parts(state)
-    if any(part.slots.stop >= part.capacity for part in reserved):
+    reserved, time = _parts(state), values.shape[1]
+    if any(part.slots.stop + time > part.capacity for part in reserved):
         raise UnrecordableError("the reserved slots are used up, or not laid out yet", 1)
     if any(module._forward_hooks or module._forward_pre_hooks for part in parts for module in part.modules()):
         raise UnrecordableError("a module has hooks, which run in Python")
@@ -157,7 +162,7 @@ def record_ways(ways: Sequence[Way], parts: Sequence[nn.Module], values: Tensor,
     if any(item.retained != recorded[0].retained for item in recorded):
         raise UnrecordableError("the ways keep unlike pasts")
     least = [max(slots) for slots in zip(*(item.least for item in recorded), strict=True)]
-    recording = Recording([item.run for item in recorded], parts, state, least, recorded[0].retained)
+    recording = Recording([item.run for item in recorded], parts, state, least, recorded[0].retained, time)
     for way, item in enumerate(recorded):
         trial = RecordedStep(recording, state)
         _compare([*trial.go(values, way), *trial._leaves], item.results)
@@ -176,11 +181,11 @@ class Recorded(NamedTuple):
 
 def _recorded(way: Way, values: Tensor, state: Any) -> Recorded:
     """Return a recorded ``way`` of a step of ``values`` from ``state`` on."""
-    parts = _parts(state)
+    parts, time = _parts(state), values.shape[1]
     now = [(part.slots.start, part.slots.stop) for part in parts]
     one_slot = [(max(start, stop - 1), stop) for start, stop in now]
     random = torch.get_rng_state()
-    taped = _taped(way, values, _opened(state, one_slot))
+    taped = _taped(way, values, _opened(state, one_slot, time))
     if not torch.equal(random, torch.get_rng_state()):
         raise UnrecordableError("a step draws random numbers")
     if [(x.shape, x.dtype) for x in taped.leaves] != [(x.shape, x.dtype) for x in _leaves(state)]:
@@ -188,14 +193,14 @@ def _recorded(way: Way, values: Tensor, state: Any) -> Recorded:
     calls, bounds = taped.tape.calls, now
     results = [*taped.outputs, *taped.leaves]
     if parts:
-        outputs, after = way(values, _opened(state, now))
+        outputs, after = way(values, _opened(state, now, time))
         results = [*outputs, *_leaves(after)]
-        longest = [_longest(part, retained) for part, retained in zip(parts, taped.retained, strict=True)]
-        then = _taped(way, values, _opened(state, longest))
+        longest = [_longest(part, retained, time) for part, retained in zip(parts, taped.retained, strict=True)]
+        then = _taped(way, values, _opened(state, longest, time))
         try:
             bounds, calls = one_slot, _at_any_length(state, taped, then)
         except UnrecordableError:
-            bounds, taped = now, _taped(way, values, _opened(state, now))
+            bounds, taped = now, _taped(way, values, _opened(state, now, time))
             try:
                 calls = _at_any_length(state, taped, then)
             except UnrecordableError as refused:
@@ -248,11 +253,8 @@ def _form(state: Any) -> Any:
     """Return the parts of the state that a recording does not read again, such as types and sizes; not how many slots
     there are."""
     slots = [(part.slots.full, *(buffer[:, :, :0].shape for buffer in part.buffers)) for part in _parts(state)]
-    return (
-        slots,
-        [part.buffers[0].dtype for part in _parts(state)],
-        [(leaf.shape, leaf.dtype) for leaf in _leaves(state)],
-    )
+    dtypes = [part.buffers[0].dtype for part in _parts(state)]
+    return slots, dtypes, [(leaf.shape, leaf.dtype) for leaf in _leaves(state)]
 
 
 def _compare(results: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
@@ -261,9 +263,9 @@ def _compare(results: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
             raise UnrecordableError("what it gives is not what the model gives")
 
 
-def _longest(part: ReservedSlots, retained: int | None) -> tuple[int, int]:
-    """Return the bounds of the longest past, before a token, that the buffers of ``part`` can hold."""
-    last = part.capacity - 1
+def _longest(part: ReservedSlots, retained: int | None, time: int) -> tuple[int, int]:
+    """Return the bounds of the longest past, before ``time`` tokens, that the buffers of ``part`` can hold."""
+    last = part.capacity - time
     return (0, last) if retained is None else (max(0, last - retained), last)
 
 
@@ -293,6 +295,6 @@ def _leaves(state: Any) -> list[Tensor]:
     return leaves
 
 
-def _opened(state: Any, bounds: Sequence[tuple[int, int]]) -> Any:
+def _opened(state: Any, bounds: Sequence[tuple[int, int]], time: int) -> Any:
     bound = iter(bounds)
-    return _mapped(state, lambda part: part.open(part.views(*next(bound)), part.seen), lambda leaf: leaf)
+    return _mapped(state, lambda part: part.open(part.views(*next(bound), time), part.seen), lambda leaf: leaf)
