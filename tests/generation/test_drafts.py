@@ -55,7 +55,7 @@ def test_greedy_with_drafts_is_greedy(name):
         assert torch.equal(kinformer.generate(model, prompt, max_new_tokens=14, temperature=0, draft=draft), plain)
 
 
-@pytest.mark.parametrize("name", ["gpt", "linear-transformer", "gated-deltanet", "shaw"])
+@pytest.mark.parametrize("name", ["gpt", "linear-transformer", "gated-deltanet", "alibi"])
 def test_passes_are_recorded_where_that_can_be(name):
     model, prompt = tiny(name), torch.randint(0, 17, (1, 7), generator=torch.Generator().manual_seed(1))
     plain = kinformer.generate(model, prompt, max_new_tokens=90, temperature=0)
