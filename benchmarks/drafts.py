@@ -26,10 +26,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from common import Contestant, arguments, interleave, prepare, save, show, train
+from common import Contestant, arguments, interleave, of_width, prepare, save, sets, show, train
 from kinformer.data import open_corpus
 from kinformer.generation.drafted import DraftedSession
 from kinformer.generation.generate import session_of
@@ -40,7 +41,7 @@ MEMBERS = ("gpt", "linear-transformer", "gated-deltanet")
 DRAFT = "draft"
 SORTS = ("text", "code")
 AHEAD = 3
-STEPS, DRAFT_STEPS, LENGTH = 150, 240, 128
+STEPS, ROWS, LENGTH = 700, 4, 128
 CODE_BYTES = 4_000_000
 PROMPT, EXCERPTS, NEW = 256, 2, 160
 LENGTHS = {"ngram": (4, 8), "model": (3, 5), "mtp": (AHEAD,)}
@@ -64,22 +65,20 @@ def trained(options: Any, name: str) -> None:
     """Train the run ``name``, as in text-gpt, unless it is there."""
     sort, _, member = name.partition("-")
     words: list[Any] = ["--data", sources(options)[sort], "--holdout", 0.05, "--device", "cpu", "--seed", 0, "--quiet"]
-    words += ["--length", LENGTH, "--batch-size", 8, "--optimizer", "muon", "--lr", 5e-3, "--ema", 0.07]
-    steps = 4 if options.quick else DRAFT_STEPS if member == DRAFT else STEPS
+    words += ["--length", LENGTH, "--batch-size", ROWS, "--optimizer", "muon", "--lr", 5e-3, "--ema", 0.07]
+    words += ["--steps", 4 if options.quick else STEPS]
     if member == DRAFT:
-        shape = ["--set", "dim=128", "--set", "layers=1", "--set", "layers.*.mixer.num_heads=2"]
-        shape += ["--set", "layers.*.feed_forward.hidden_dim=512"]
-        train("linear-transformer", options.runs / name, 1, *words, *shape, "--steps", steps)
+        train("linear-transformer", options.runs / name, 1, *words, *sets({**of_width(64), "layers": 1}))
     else:
-        further = ["--set", f"ahead={AHEAD}", "--objective", "multi-token"]
-        train(member, options.runs / name, 1, *words, *further, "--steps", steps)
+        words += ["--objective", "multi-token"]
+        train(member, options.runs / name, 1, *words, *sets({**of_width(128), "layers": 4, "ahead": AHEAD}))
 
 
 def excerpts(options: Any, sort: str) -> list[Tensor]:
     """Held-out prompts [1, PROMPT]."""
-    tokens = open_corpus(str(sources(options)[sort]), holdout=0.05).splits["test"].tokens
-    starts = [(len(tokens) - PROMPT) * (number + 1) // (EXCERPTS + 1) for number in range(EXCERPTS)]
-    return [torch.from_numpy(tokens[start : start + PROMPT].astype("int64"))[None] for start in starts]
+    split = open_corpus(str(sources(options)[sort]), holdout=0.05).splits["test"]
+    starts = (len(split) - PROMPT) * np.arange(1, EXCERPTS + 1) // (EXCERPTS + 1)
+    return list(torch.from_numpy(split.rows(starts, PROMPT)).split(1))
 
 
 def drawn(model: Any, prompts: list[Tensor], way: dict[str, Any], temperature: float, new: int) -> dict[str, Any]:

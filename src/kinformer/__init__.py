@@ -288,14 +288,12 @@ def generate(
     max_new_tokens: the most that are drawn for each row.
     stop: sequences of ids that end a row, as soon as it produced one of them.
     valid: [batch, time] bool, the real tokens of prompts of unlike length.
-    draft: what guesses the next tokens to make it faster: "ngram" (looked up in the text), "mtp" (the model's own heads
-        of further tokens) or another causal model of the same tokens; nothing that is drawn changes.
-    draft_length: how many tokens the draft guesses at most.
+    draft: "ngram", "mtp" or a smaller model, which guesses ``draft_length`` tokens at most; see ``generation.drafts``.
     sampling: ``temperature`` (1.0; 0 takes the most probable), ``top_k``, ``top_p``, ``min_p``,
         ``repetition_penalty`` (1.0), ``seed``.
     """
     from kinformer.generation.generate import generate
 
     causal: Any = model
-    options: dict[str, Any] = {"stop": stop, "valid": valid, "draft": draft, "draft_length": draft_length}
-    return generate(causal, prompt_tokens, max_new_tokens=max_new_tokens, **options, **sampling)
+    options: dict[str, Any] = {"stop": stop, "valid": valid, "draft": draft, "draft_length": draft_length} | sampling
+    return generate(causal, prompt_tokens, max_new_tokens=max_new_tokens, **options)
