@@ -88,11 +88,6 @@ def test_layers_and_heads_that_differ_are_shown_once_each(drawn):
         ("sinusoidal", [("heat", "sinusoidal")]),
         ("rope", [("heat", "rope\na feature times itself")]),
         ("alibi", [("curve", "alibi\nadded to the score")]),
-        ("t5", [("curve", "t5\nadded to the score")]),
-        ("distance_aware", [("curve", "distance aware\nmultiplies the score")]),
-        ("shaw", [("heat", "shaw\nadded to keys"), ("heat", "shaw\nadded to values")]),
-        ("xl", [("curve", "xl\nadded to every product"), ("heat", "xl\nadded to keys of head 1")]),
-        ("complex_order", [("heat", "complex order\none token at every position")]),
     ],
 )
 def test_encodings_of_positions(drawn, name, panels):
@@ -100,9 +95,24 @@ def test_encodings_of_positions(drawn, name, panels):
     assert [(each["panel"], each["name"]) for each in told["panels"]] == panels
 
 
+@pytest.mark.parametrize("name", ["learned", "t5", "shaw", "xl", "complex_order"])
+def test_random_numbers_are_not_drawn_for_positions(drawn, capsys, name):
+    from kinformer.cli.main import main
+
+    assert main(["draw", name, "--position"]) == 2
+    assert "learnt" in capsys.readouterr().err
+    told, _ = drawn("gpt", "--recipe", "tiny")
+    assert [each["panel"] for each in told["panels"]] == ["pattern"]
+
+
+def test_equal_panels_of_unequal_layers_are_one(drawn):
+    told, _ = drawn("differential", "--recipe", "tiny")
+    assert [each["place"] for each in told["panels"]] == ["layers 1\N{EN DASH}2"] * 2
+
+
 def test_what_mixers_without_a_pattern_see_is_measured(drawn):
     told, _ = drawn("linear-transformer", "--recipe", "tiny", "--length", 12)
-    assert told["panels"][0]["name"] == "linear: num heads 2\ninfluence on the output"
+    assert told["panels"][0]["name"] == "linear: num heads 2\ninfluence on the output, at random weights"
 
 
 def test_a_trained_run(drawn, gpt_run, make_run):

@@ -25,7 +25,7 @@ ROUNDING = 1e-10
 
 
 def influence_panel(
-    mixer: CausalMixer | EncoderMixer, name: str, place: str, dim: int, length: int | None
+    mixer: CausalMixer | EncoderMixer, name: str, place: str, dim: int, length: int | None, trained: bool = True
 ) -> HeatPanel:
     """Return the influence of the keys of a cell on the queries of a cell: [query cell, key cell] from 0 to 1.
 
@@ -47,7 +47,7 @@ def influence_panel(
     others = strength.clone().fill_diagonal_(0.0).amax(dim=1, keepdim=True)
     return HeatPanel(
         place=place,
-        name=f"{name}\ninfluence on the output",
+        name=f"{name}\ninfluence on the output{'' if trained else ', at random weights'}",
         values=(strength / others.clamp_min(torch.finfo(others.dtype).tiny)).clamp_max(1.0).numpy(),
         rows="query",
         columns="key",

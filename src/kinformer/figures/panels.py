@@ -100,13 +100,24 @@ def parts_of(config: Config, slot: str) -> list[Placed]:
             continue
         layers = (int(path[1]),) if path[0] == "layers" else None
         for index, other in enumerate(panels):
-            if layers and other.layers and (other.part, other.owner) == (part, owner):
+            same = other.part == part and _alike(slot, other.owner, owner)
+            if same and layers and other.layers:
                 if layers[0] not in other.layers:
                     panels[index] = dataclasses.replace(other, layers=other.layers + layers)
+                break
+            if same and layers is other.layers is None and other.path.split(".")[0] == path[0]:
                 break
         else:
             panels.append(Placed(part, owner, ".".join(path), layers))
     return panels
+
+
+def _alike(slot: str, one: Any, other: Any) -> bool:
+    """Return whether owners give a part the same sizes; mixers take theirs from the full layer."""
+    if slot in ("mixer", "encoder_mixer"):
+        return bool(one == other)
+    sizes = ("num_heads", "head_dim", "vocab_size", "kind")
+    return all(getattr(one, name, None) == getattr(other, name, None) for name in sizes)
 
 
 def _walk(node: Any, slot: str, path: tuple[str, ...], owner: Any) -> Iterator[tuple[tuple[str, ...], Any, Any]]:

@@ -50,6 +50,11 @@ def draw(options: DrawOptions) -> Drawing:
         raise KinformerError(f"`data` {options.data}: is for `exits`; add `exits`, or leave it out.")
     subject = find(options)
     panels = subject.panels()
+    if not panels and subject.untrained:
+        raise KinformerError(
+            f"{options.subject}: the positions {', '.join(subject.untrained)} are learnt, and before training they are "
+            "random numbers; draw the folder of a run that has them."
+        )
     if not panels:
         raise KinformerError(f"{options.subject}: has neither a pattern nor positions to draw; choose another member.")
     shown = panels[:MOST_PANELS]

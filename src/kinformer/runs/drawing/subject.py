@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from kinformer.core.config import Config, field_types, from_dict, override
 from kinformer.core.contract import ReadsSource
@@ -27,8 +27,9 @@ from kinformer.figures.panels import (
     pattern_panel,
     raster,
 )
-from kinformer.figures.positions import LENGTH, Encoding, OneToken, encoding_panels
+from kinformer.figures.positions import LENGTH, Encoding, encoding_panels
 from kinformer.kernels.block_sparse import explain
+from kinformer.runs.drawing.encodings import Side, alone, encoding_of, module_at, one_token, place_of, undrawn
 from kinformer.runs.drawing.options import DrawOptions
 from kinformer.runs.drawing.spans import span_panel
 from kinformer.runs.run import CONFIG, open_run
@@ -37,17 +38,17 @@ from kinformer.runtime.parsing import parse_json
 from kinformer.runtime.words import plural
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from kinformer.core.model_config import ModelConfig
 
 TITLE = 36
-DIM, NUM_HEADS, HEAD_DIM, DEPTH = 512, 8, 64, 1
+POSITIONLESS = ("lookup", "adaptive")
+"""Embeddings that do not look at positions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is drawn: (pattern, name, place) of each head or layer that differs, encodings, mixers without a pattern."""
+    """What is drawn: (pattern, name, place) of each head or layer that differs, encodings, mixers without a pattern.
+    ``untrained``: kinds of encodings left out, whose numbers are random before training."""
 
     kind: str
     title: str
@@ -56,6 +57,7 @@ class Subject:
     encodings: list[Encoding] = field(default_factory=list)
     others: list[tuple[Any, str, str, int]] = field(default_factory=list)
     ready: list[Panel] = field(default_factory=list)
+    untrained: list[str] = field(default_factory=list)
 
     def panels(self) -> list[Panel]:
         """Return all panels of the picture, patterns first."""
@@ -70,7 +72,7 @@ class Subject:
             if (image := raster(pattern, options.image_width)) is not None:
                 panels.append(field_panel(pattern, "what one token sees of an image", place, *image))
         for mixer, name, place, dim in self.others:
-            panels.append(influence_panel(mixer, name, place, dim, options.length))
+            panels.append(influence_panel(mixer, name, place, dim, options.length, trained=self.kind == "run"))
         for encoding in self.encodings:
             panels += encoding_panels(encoding, options.length or LENGTH)
         return panels
@@ -160,18 +162,8 @@ def _part(options: DrawOptions, data: dict[str, Any]) -> Subject:
     if isinstance(config, PatternConfig):
         subject.patterns.extend(_heads(Placed(config, config, "", None), options))
     elif isinstance(config, PositionConfig | EmbeddingConfig) and config.kind != "none":
-        subject.encodings.append(_alone(config))
+        _keep(subject, alone(config), config)
     return subject
-
-
-def _alone(config: PositionConfig | EmbeddingConfig) -> Encoding:
-    """An encoding outside of any model: at the tokens where it can stand there, else in eight heads of 64 features."""
-    if isinstance(config, EmbeddingConfig):
-        return _one_token(config.build(1, DIM), config)
-    with suppress(KinformerError):  # it acts inside attention
-        return Encoding(position=config.build_model(DIM, DEPTH), name=describe(config), place="", depth=DEPTH)
-    position = config.build_heads(NUM_HEADS * HEAD_DIM, NUM_HEADS, HEAD_DIM)
-    return Encoding(position=position, name=describe(config), place="", head_dim=HEAD_DIM)
 
 
 def _member(options: DrawOptions) -> Subject:
@@ -193,21 +185,13 @@ def _model(kind: str, title: str, config: ModelConfig, model: Any, options: Draw
     if options.layer is not None and options.layer > depth:
         raise KinformerError(f"`layer` {options.layer}: {title} has {plural(depth, 'layer')}; give 1 to {depth}.")
     subject = Subject(kind=kind, title=title, options=options)
-    _add(subject, _Side(config, config.dim, model), "")
+    _add(subject, Side(config, config.dim, model), "")
     if (encoder := getattr(config, "encoder", None)) is not None:
-        _add(subject, _Side(encoder, config.dim, None if model is None else model.encoder), "encoder")
+        _add(subject, Side(encoder, config.dim, None if model is None else model.encoder), "encoder")
     return subject
 
 
-class _Side(NamedTuple):
-    """A model, or the encoder that reads its source: config, width, and the trained module or None."""
-
-    config: Any
-    dim: int
-    model: Any
-
-
-def _add(subject: Subject, side: _Side, name: str) -> None:
+def _add(subject: Subject, side: Side, name: str) -> None:
     """What there is to draw of a side, whose places begin with its ``name``."""
     (config, dim, model), options, before = side, subject.options, len(subject.encodings)
     at = lambda place: ", ".join(filter(None, (name, place)))  # noqa: E731
@@ -216,17 +200,25 @@ def _add(subject: Subject, side: _Side, name: str) -> None:
         subject.patterns.extend((item, _with_globals(item, called), at(place)) for item, called, place in parts)
     for placed in _apart(_of_layer(parts_of(config, "position"), options), model):
         if placed.part.kind != "none":
-            subject.encodings.append(_encoding(placed, side))
+            _keep(subject, encoding_of(placed, side), placed.part)
     for placed in parts_of(config, "embedding") if options.layer is None else ():
-        embedding = placed.part.build(placed.owner.vocab_size, dim) if model is None else model.input.embedding
-        subject.encodings.append(_one_token(embedding, placed.part))
+        vocab, part = placed.owner.vocab_size, placed.part
+        embedding = undrawn(partial(part.build, vocab, dim)) if model is None else model.input.embedding
+        _keep(subject, one_token(embedding, part), part)
     subject.encodings[before:] = [replace(item, place=at(item.place)) for item in subject.encodings[before:]]
     mixers = [*parts_of(config, "mixer"), *parts_of(config, "encoder_mixer")]
     for placed in _apart(_of_layer(mixers, options), model):
         width = config.stack.widths(dim, len(config.layers))[(placed.layers or (0,))[0]]
-        mixer = placed.part.build(width) if model is None else _at(model, placed.path)
+        mixer = placed.part.build(width) if model is None else module_at(model, placed.path)
         if not hasattr(placed.part, "pattern") and not isinstance(mixer, ReadsSource):  # it sees all of that
-            subject.others.append((mixer, describe(placed.part), at(_place(placed)), width))
+            subject.others.append((mixer, describe(placed.part), at(place_of(placed)), width))
+
+
+def _keep(subject: Subject, encoding: Encoding | None, config: Config) -> None:
+    if encoding is not None:
+        subject.encodings.append(encoding)
+    elif config.kind not in POSITIONLESS:
+        subject.untrained.append(config.kind)
 
 
 def _with_globals(pattern: Pattern, name: str) -> str:
@@ -247,7 +239,7 @@ def _apart(placed_parts: list[Placed], model: Any) -> list[Placed]:
     for placed in placed_parts:
         layers = placed.layers or ()
         paths = [".".join(("layers", str(layer), *placed.path.split(".")[2:])) for layer in layers]
-        modules = [] if model is None else [_at(model, path) for path in paths]
+        modules = [] if model is None else [module_at(model, path) for path in paths]
         if len(set(map(id, modules))) > 1 and any(True for _ in modules[0].parameters()):
             separate += [
                 Placed(placed.part, placed.owner, path, (layer,)) for path, layer in zip(paths, layers, strict=True)
@@ -267,34 +259,5 @@ def _heads(placed: Placed, options: DrawOptions) -> list[tuple[Pattern, str, str
     if options.head is not None and not alike:
         head = options.head - 1
         groups = [(pattern, name, (head,)) for pattern, name, heads in groups if head in heads]
-    named = [(pattern, name, [_place(placed), numbered("head", heads)]) for pattern, name, heads in groups]
+    named = [(pattern, name, [place_of(placed), numbered("head", heads)]) for pattern, name, heads in groups]
     return [(pattern, name, ", ".join(filter(None, place))) for pattern, name, place in named]
-
-
-def _encoding(placed: Placed, side: _Side) -> Encoding:
-    config, dim, model = side
-    depth = len(config.uses)
-    if placed.layers is None:
-        position = config.position.build_model(dim, depth) if model is None else model.position
-        return Encoding(position=position, name=describe(placed.part), place="at the tokens", depth=depth)
-    owner = placed.owner
-    head_dim = owner.head_dim or dim // owner.num_heads
-    untrained = model is None
-    position = placed.part.build_heads(dim, owner.num_heads, head_dim) if untrained else _at(model, placed.path)
-    return Encoding(position=position, name=describe(placed.part), place=_place(placed), head_dim=head_dim)
-
-
-def _at(model: Any, path: str) -> Any:
-    """The module that a part of the config at ``path`` became."""
-    place: Any = model.stack if path.startswith("layers.") else model
-    for name in path.split("."):
-        place = place[int(name)] if name.isdigit() else getattr(place, name)
-    return place
-
-
-def _one_token(embedding: nn.Module, config: Config) -> Encoding:
-    return Encoding(position=OneToken(embedding), name=f"{describe(config)}\none token at every position", place="")
-
-
-def _place(placed: Placed) -> str:
-    return numbered("layer", placed.layers or ())
