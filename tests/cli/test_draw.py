@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import kinformer
 from kinformer.family.build import configure
 from kinformer.figures.panels import describe, grid, numbered, parts_of, raster, shares_of
 from kinformer.patterns.big_bird import BigBird
@@ -14,7 +15,8 @@ from kinformer.patterns.combined import Complement, Intersection, Union
 from kinformer.patterns.image_2d import Image2D
 from kinformer.patterns.local import Local
 from kinformer.patterns.strided import Strided
-from kinformer.runs.drawing.exits import coloured_text
+from kinformer.runs.drawing.buckets import text_by_buckets
+from kinformer.runs.drawing.exits import text_by_exits
 from kinformer.runs.drawing.options import DrawOptions
 from kinformer.runs.run import open_run
 
@@ -259,7 +261,7 @@ def test_a_text_by_depth(drawn, make_run, text_file):
     counts = told["tokens_by_layers"]
     assert sum(counts.values()) == 90 and counts["1"] > 0 and 1 < told["layers_per_token"] < 3
     options = DrawOptions(subject=str(run), exits=True, length=90, set={"stack.rule.thresholds": [0.02]})
-    text, model = coloured_text(options), open_run(run).model({"stack.rule.thresholds": [0.02]})
+    text, model = text_by_exits(options)[0], open_run(run).model({"stack.rule.thresholds": [0.02]})
     assert [exit for _, exit in text.pieces[:1] + text.pieces[-1:]] == [None, None]
     shown = "".join(piece for piece, _ in text.pieces).encode()[:32]
     first = torch.tensor([list(shown)])
@@ -270,9 +272,28 @@ def test_a_text_by_depth(drawn, make_run, text_file):
     assert [exit for _, exit in text.pieces[1:33]] == seen[0]
 
 
+@pytest.mark.parametrize("member", ["reformer", "routing"])
+def test_a_text_by_buckets(drawn, make_run, text_file, member):
+    run = make_run(member)
+    told, data = drawn(run, "--buckets", "--length", 60, "--layer", 2, "--data", text_file)
+    assert data.startswith(b"\x89PNG") and told["layer"] == 2 and sum(told["tokens"]) == 60
+    text, _ = text_by_buckets(DrawOptions(subject=str(run), buckets=True, length=60, layer=2, data=str(text_file)))
+    shown = "".join(piece for piece, _ in text.pieces)
+    buckets = kinformer.trace(run, shown, layers="2").attention[0].buckets[told["head"] - 1, 0]
+    assert [group for _, group in text.pieces[:60]] == buckets.tolist()
+
+
+def test_spans_are_counted_from_one(drawn, make_run):
+    told, _ = drawn(make_run("adaptive-span"), "--spans")
+    assert told["panels"][0]["first"] == 1 and told["panels"][0]["rows"] == "layer"
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
+        (("gpt", "--buckets"), "no head of this run attends within buckets"),
+        (("routing", "--buckets", "--head", 1), "--head 1: does not attend within buckets or clusters"),
+        (("routing", "--buckets", "--exits"), "contradict"),
         (("calm", "--exits", "--head", 1), "--exits draws a text, and knows no --head"),
         (("calm", "--exits"), "no token of this run leaves early; calibrate it first"),
         (("calm", "--data", "x.txt"), "--data x.txt: is for --exits"),

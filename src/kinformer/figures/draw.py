@@ -42,6 +42,8 @@ SIZE, GAP, MARGIN, TOP, HEAD, LINE, FOOT, SHIFT, LABELS, LEGEND = (
 PAST, FUTURE = "#DFE3E6", "#F5F6F7"
 KINDS = {ITSELF: (BLUE, "the token itself"), SEEN: (SKY, "seen"), UNSEEN: (PAST, "not seen"), LATER: (FUTURE, "later")}
 FAINTEST = 0.35
+MOST_NUMBERS = 64
+"""Cells of a panel of numbers that also show them."""
 
 
 def draw(panels: Sequence[Panel], title: str, path: Path) -> None:
@@ -152,8 +154,9 @@ def _heat(axes: Any, panel: HeatPanel) -> None:
     most = float(np.abs(panel.values).max()) or 1.0
     limits = {"vmin": -most if panel.signed else 0.0, "vmax": most}
     colours = "RdBu_r" if panel.signed else "Blues"
-    height, width = (size * panel.tokens_per_cell - 0.5 for size in panel.values.shape)
-    extent = (-0.5, width, height, -0.5)
+    start = panel.first - 0.5
+    height, width = (size * panel.tokens_per_cell + start for size in panel.values.shape)
+    extent = (start, width, height, start)
     image = axes.imshow(panel.values, aspect="auto", interpolation="nearest", cmap=colours, extent=extent, **limits)
     axes.set_xlabel(panel.columns)
     axes.set_ylabel(panel.rows)
@@ -161,6 +164,11 @@ def _heat(axes: Any, panel: HeatPanel) -> None:
         axis.set_major_locator(MaxNLocator(integer=True))
     axes.tick_params(length=2, labelsize=7.5)
     bare(axes)
+    if panel.values.size <= MOST_NUMBERS:
+        for (row, column), value in np.ndenumerate(panel.values):
+            ink = PAPER if abs(value) > most / 2 else INK
+            place = (column + panel.first, row + panel.first)
+            axes.text(*place, f"{value:.3g}", ha="center", va="center", fontsize=7.5, color=ink)
     bar = axes.figure.colorbar(image, cax=axes.inset_axes((1.03, 0.0, 0.035, 1.0)))
     bar.outline.set_visible(False)
     bar.ax.tick_params(length=0, labelsize=7)

@@ -57,7 +57,7 @@ class FieldPanel:
 @dataclass(frozen=True, kw_only=True)
 class HeatPanel:
     """The panel of numbers [rows, columns] as colours; ``signed``: around zero in two colours, else from zero in one. A
-    cell stands for ``tokens_per_cell`` rows and columns."""
+    cell stands for ``tokens_per_cell`` rows and columns, which are counted from ``first``."""
 
     place: str
     name: str
@@ -66,6 +66,7 @@ class HeatPanel:
     columns: str
     signed: bool = True
     tokens_per_cell: int = 1
+    first: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

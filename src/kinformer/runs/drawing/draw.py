@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from kinformer.figures.coloured_text import draw_text
 from kinformer.figures.draw import draw as draw_panels
-from kinformer.figures.exits import draw_exits
 from kinformer.figures.image import draw_image
 from kinformer.figures.panels import Panel, PatternPanel
 from kinformer.figures.style import check
-from kinformer.runs.drawing.exits import coloured_text
+from kinformer.runs.drawing.buckets import text_by_buckets
+from kinformer.runs.drawing.exits import text_by_exits
 from kinformer.runs.drawing.image import looked_at
 from kinformer.runs.drawing.options import DrawOptions
 from kinformer.runs.drawing.subject import find
@@ -44,10 +45,14 @@ def draw(options: DrawOptions) -> Drawing:
     torch.manual_seed(options.seed)
     if options.image is not None:
         return _image(options, out)
+    if options.exits and options.buckets:
+        raise KinformerError("`exits` and `buckets` contradict; give one.")
     if options.exits and not options.spans:
         return _exits(options, out)
+    if options.buckets and not options.spans:
+        return _buckets(options, out)
     if options.data is not None and not options.spans:
-        raise KinformerError(f"`data` {options.data}: is for `exits`; add `exits`, or leave it out.")
+        raise KinformerError(f"`data` {options.data}: is for `exits` and `buckets`; add one, or leave it out.")
     subject = find(options)
     panels = subject.panels()
     if not panels and subject.untrained:
@@ -67,9 +72,15 @@ def draw(options: DrawOptions) -> Drawing:
 
 
 def _exits(options: DrawOptions, out: Path) -> Drawing:
-    text = coloured_text(options)
-    draw_exits(text, out)
-    return _drawing(options, out, "run", text.title, [text.exited.text], text.exited.facts)
+    text, exited = text_by_exits(options)
+    draw_text(text, out)
+    return _drawing(options, out, "run", text.title, [exited.text], exited.facts)
+
+
+def _buckets(options: DrawOptions, out: Path) -> Drawing:
+    text, facts = text_by_buckets(options)
+    draw_text(text, out)
+    return _drawing(options, out, "run", text.title, [], facts)
 
 
 def _image(options: DrawOptions, out: Path) -> Drawing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch
 
 from kinformer.evaluation.early_exit import EarlyExitRecorder, Exited, early_exit_stack
 from kinformer.evaluation.windows import Windows, cut
-from kinformer.figures.exits import ColouredText
+from kinformer.figures.coloured_text import ColouredText
 from kinformer.runs.drawing.options import DrawOptions
 from kinformer.runs.run import Run, open_run
 from kinformer.runtime.errors import KinformerError, marked
+from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import EvaluationSettings
 from kinformer.tasks.shared.text import held_out, main_windows
 
@@ -28,8 +30,9 @@ class _Windows:
     overlap: float = 0.5
 
 
-def coloured_text(options: DrawOptions) -> ColouredText:
-    """The first ``options.length`` tokens of the text, and by which exits they were foretold."""
+def text_by_exits(options: DrawOptions) -> tuple[ColouredText, Exited]:
+    """The first ``options.length`` tokens of the text, coloured by the exits by which they were foretold, and how many
+    left where."""
     others = ("pattern", "position", "layer", "head", "image_width")
     if unread := [marked(name) for name in others if getattr(options, name)]:
         raise KinformerError(f"`exits` draws a text, and knows no {', '.join(unread)}; leave them out.")
@@ -42,13 +45,27 @@ def coloured_text(options: DrawOptions) -> ColouredText:
             f"{run.folder}: no token of this run leaves early; calibrate it first (kinformer calibrate DIR), or "
             "give a threshold by `set` stack.rule.thresholds=[0.9]."
         )
+    tokens = tokens_of(run, options)
+    exits, exited = _exits(run, model, tokens)
+    total = sum(exited.tokens)
+    shares = zip(exited.layers, exited.tokens, strict=True)
+    depth = f"{exited.layers_per_token:.2f} of {plural(exited.layers[-1], 'layer')} per token"
+    text = ColouredText(
+        title=f"{run.folder.name} ({run.member}): {depth}",
+        pieces=pieces_of(run, tokens.tolist(), [None, *exits]),
+        legend="layers",
+        labels=[f"{layers}  {tokens / total:.0%}" for layers, tokens in shares],
+        ordered=True,
+    )
+    return text, exited
+
+
+def tokens_of(run: Run, options: DrawOptions) -> np.ndarray:
+    """The first ids of the text to draw, one more than ``options.length``."""
     split = held_out(run, EvaluationSettings(data=options.data)).split
     split.require(2, "a drawing")
     count = min(options.length or TOKENS, MOST, len(split) - 1)
-    tokens = np.array(split.tokens(0, count + 1), np.int64)
-    exits, exited = _exits(run, model, tokens)
-    title = f"{run.folder.name} ({run.member})"
-    return ColouredText(title=title, pieces=_pieces(run, tokens.tolist(), exits), exited=exited)
+    return np.array(split.tokens(0, count + 1), np.int64)
 
 
 def _exits(run: Run, model: Any, tokens: np.ndarray) -> tuple[list[int], Exited]:
@@ -68,9 +85,9 @@ def _exits(run: Run, model: Any, tokens: np.ndarray) -> tuple[list[int], Exited]
     return torch.cat(seen).tolist(), recorder.result
 
 
-def _pieces(run: Run, tokens: list[int], exits: list[int]) -> list[tuple[str, int | None]]:
-    """Each token's text; characters of several tokens stand with the last."""
+def pieces_of(run: Run, tokens: list[int], groups: Sequence[int | None]) -> list[tuple[str, int | None]]:
+    """Each token's text with its group; characters of several tokens stand with the last."""
     assert run.tokenizer is not None
     stream = run.tokenizer.stream()
-    pieces = [(stream.feed(token), exit) for token, exit in zip(tokens, [None, *exits], strict=True)]
+    pieces = [(stream.feed(token), group) for token, group in zip(tokens, groups, strict=True)]
     return [*pieces, (stream.finish(), None)]

@@ -33,7 +33,8 @@ def span_panel(model: nn.Module, title: str) -> HeatPanel:
         place="",
         name="learnt span in tokens",
         values=np.array(spans),
-        rows="layer, from 0",
-        columns="head, from 0",
+        rows="layer",
+        columns="head",
         signed=False,
+        first=1,
     )

@@ -1,0 +1,70 @@
+"""The text of a run's data, or another, with the bucket or cluster that a head of the run sorts each token into."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kinformer.figures.coloured_text import ColouredText
+from kinformer.runs.drawing.exits import pieces_of, tokens_of
+from kinformer.runs.drawing.options import DrawOptions
+from kinformer.runs.run import open_run
+from kinformer.runs.tracing.options import TraceOptions
+from kinformer.runs.tracing.record import AttentionTrace
+from kinformer.runs.tracing.trace import trace
+from kinformer.runtime.errors import KinformerError, marked
+from kinformer.runtime.words import plural
+
+TOKENS = 512
+"""Of the text, where no length was asked: tracing takes the square of it."""
+
+
+def text_by_buckets(options: DrawOptions) -> tuple[ColouredText, dict[str, Any]]:
+    """The first ``options.length`` tokens of the text, coloured by the bucket of the first round, and the same as
+    facts: ``layer``, ``head`` and the number of ``tokens`` in every bucket."""
+    others = ("pattern", "position", "image_width")
+    if unread := [marked(name) for name in others if getattr(options, name)]:
+        raise KinformerError(f"`buckets` draws a text, and knows no {', '.join(unread)}; leave them out.")
+    run = open_run(options.subject)
+    if not run.task.data.tokenized or run.tokenizer is None:
+        raise KinformerError(f"{run.folder}: was trained for the task {run.task.name}, which reads no text.")
+    tokens = tokens_of(run, options)[: options.length or TOKENS].tolist()
+    layers = None if options.layer is None else str(options.layer)
+    text = run.tokenizer.decode(tokens)
+    settings = TraceOptions(layers=layers, max_tokens=len(tokens), set=options.set, seed=options.seed, device="cpu")
+    traced = trace(run.folder, text, settings)
+    site = next((item for item in traced.attention if item.buckets is not None), None)
+    if site is None:
+        raise KinformerError(
+            f"{run.folder}: no head of {'this layer' if layers else 'this run'} attends within buckets or clusters; "
+            "give a run of reformer or routing."
+        )
+    head, groups = _head(site, options)
+    count = max(groups) + 1
+    members = [groups.count(group) for group in range(count)]
+    title = (
+        f"{run.folder.name} ({run.member}), layer {site.layer}, head {head}: {plural(len(groups), 'token')} in "
+        f"{plural(sum(map(bool, members)), 'group')}"
+    )
+    coloured = ColouredText(
+        title=title,
+        pieces=pieces_of(run, traced.ids.tolist(), groups),
+        legend="group",
+        labels=[f"{group + 1}  {number / len(groups):.0%}" for group, number in enumerate(members)],
+        ordered=False,
+    )
+    return coloured, {"layer": site.layer, "head": head, "tokens": members}
+
+
+def _head(site: AttentionTrace, options: DrawOptions) -> tuple[int, list[int]]:
+    """The head that was asked for, or the first that has buckets, and those of its first round."""
+    assert site.buckets is not None
+    sorting = {
+        number: item[0].tolist() for number, item in zip(site.heads, site.buckets, strict=True) if item.min() >= 0
+    }
+    head = options.head or min(sorting)
+    if head not in sorting:
+        raise KinformerError(
+            f"`head` {head}: does not attend within buckets or clusters; those that do are "
+            f"{', '.join(map(str, sorting))}."
+        )
+    return head, sorting[head]
