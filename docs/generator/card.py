@@ -151,7 +151,7 @@ def picture(member: Member) -> str:
     """The card's SVG, in the colours of the page."""
     drawn, height = _drawn(member)
     return (
-        f'<svg class="card" viewBox="0 {-height:g} {WIDTH} {height:g}" role="img" '
+        f'<svg class="card" viewBox="0 {1 - height:g} {WIDTH} {height:g}" role="img" '
         f'aria-label="{escape(words(member))}">{drawn}</svg>'
     )
 

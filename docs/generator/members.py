@@ -104,8 +104,8 @@ def _choice(member: Member) -> Iterator[str]:
 
 def _one_line(member: Member, config: Any) -> str:
     """Its layer in a model of one's own."""
-    comment = "causal; return_state=True gives its state" if member.causal else "reads the whole sequence"
-    return f'y = kinformer.layer("{member.name}", dim=512)(x)  # [batch, time, 512] -> the same; {comment}'
+    comment = "causal" if member.causal else "whole sequences"
+    return f'y = kinformer.layer("{member.name}", dim=512)(x)  # x, y: [batch, time, 512]; {comment}'
 
 
 def _record(member: Member, config: Any) -> str:

@@ -32,6 +32,7 @@ TOKEN = re.compile(
     r"|(?!sum_|prod_)[A-Za-z]{2,}(?:_[A-Za-z]{2,})+(?![\w^])"
     r"|[A-Za-z][A-Za-z0-9]*|\d+(?:[.,]\d+)*|\s+|\S"
 )
+OPERATORS = {"=", "+", "-", "*", "/", ".", "<", ">", "<=", ">=", "->", "<-", "//"}
 LETTERS = set("ijkqrst")
 """Of indices that are written together, as in ``p_ij``."""
 OPEN, CLOSE = {"(": ")", "[": "]", "{": "}"}, {")", "]", "}"}
@@ -68,14 +69,15 @@ def _pieces(text: str) -> Iterator[str]:
 def _marked(tokens: list[str], kind: int) -> str:
     if kind == 2:
         return "".join(f"<code>{escape(token.strip('`'))}</code>" for token in tokens)
-    before = " " * (tokens[0].isspace()) or ""
-    after = " " * (tokens[-1].isspace()) or ""
-    inner = [*tokens]
-    while inner and inner[0].isspace():
-        inner.pop(0)
-    while inner and inner[-1].isspace():
-        inner.pop()
-    return f"{before}<math>{Formula(inner).row()}</math>{after}" if inner else before or after
+    out, start, scripts = [], 0, _scripts(tokens)
+    for index in range(len(tokens) + 1):
+        if index == len(tokens) or (tokens[index].isspace() and index not in scripts):
+            chunk = tokens[start:index]
+            out.append(f"<math>{Formula(chunk).row()}</math>" if chunk else "")
+            if index < len(tokens):  # a line breaks before an operator, not behind it
+                out.append("\N{NO-BREAK SPACE}" if chunk and chunk[0] in OPERATORS and len(chunk) == 1 else " ")
+            start = index + 1
+    return "".join(out)
 
 
 def _prose(tokens: list[str]) -> list[int]:
@@ -109,10 +111,10 @@ ENGLISH = {
 
 
 def _scripts(tokens: list[str]) -> set[int]:
-    """Which tokens stand in an index or a power."""
+    """Which tokens stand in an index, a power or under a root."""
     inside: set[int] = set()
     for index, token in enumerate(tokens[:-1]):
-        if token in ("_", "^"):
+        if token in ("_", "^") or (token == "sqrt" and tokens[index + 1] == "("):
             end, depth = index + 1, int(tokens[index + 1] in OPEN)
             while depth and end + 1 < len(tokens):
                 end += 1
@@ -225,8 +227,10 @@ class Formula:
             options = ' stretchy="false" lspace="0" rspace="0"'
         elif token in OPEN or token in CLOSE:
             options = ' stretchy="false"'
-        elif token == "-" and (before in OPEN or before in (",", ";", "=", "^", "*")):
+        elif token == "-" and (before in OPEN or before in (",", ";", "=", "^", "*")) and len(self.tokens) > 1:
             options = ' form="prefix"'
+        elif len(self.tokens) == 1:
+            options = ' lspace="0" rspace="0"'
         return f"<mo{options}>{escape(SIGNS.get(token, token))}</mo>"
 
 

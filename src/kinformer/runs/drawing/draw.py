@@ -16,7 +16,6 @@ from kinformer.figures.draw import draw as draw_panels
 from kinformer.figures.image import draw_image
 from kinformer.figures.panels import Panel, PatternPanel
 from kinformer.figures.style import check
-from kinformer.runs.drawing.buckets import text_by_buckets
 from kinformer.runs.drawing.exits import text_by_exits
 from kinformer.runs.drawing.image import looked_at
 from kinformer.runs.drawing.options import DrawOptions
@@ -78,6 +77,8 @@ def _exits(options: DrawOptions, out: Path) -> Drawing:
 
 
 def _buckets(options: DrawOptions, out: Path) -> Drawing:
+    from kinformer.runs.drawing.buckets import text_by_buckets
+
     text, facts = text_by_buckets(options)
     draw_text(text, out)
     return _drawing(options, out, "run", text.title, [], facts)
