@@ -19,8 +19,9 @@ def generate(docs: Path) -> None:
 
 def setup(app: Any) -> dict[str, bool]:
     """Called by Sphinx."""
-    from generator import docstrings
+    from generator import accessible, docstrings
 
     app.connect("builder-inited", lambda app: generate(Path(app.srcdir)))
     app.connect("autodoc-process-docstring", docstrings.process)
+    app.connect("build-finished", accessible.finish)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -217,3 +217,19 @@ def test_lines_about_parameters_become_a_table():
     assert "* - ``q``, ``k``\n     - ``int``\n     -\n     - tensors of one shape" in text
     assert "* - ``window``\n     - ``int | None``\n     - ``None``\n     - its \\*length\\*" in text
     assert "Errors: none" in text
+
+
+def test_pages_have_levels_landmarks_and_stops_of_the_tab_key():
+    from generator.accessible import accessible
+
+    page = (
+        '<aside class="sidebar-drawer"><p class="caption" role="heading">A</p></aside><pre>x</pre>'
+        '<div class="table-wrapper docutils"><th class="head text-right"><p></p></th></div>'
+        '<aside class="toc-drawer no"><ul><li>a</li>\n<ul><li>b</li>\n</ul><li>c</li>\n</ul>'
+    )
+    result = accessible(page)
+    assert (
+        'aria-level="2"' in result and '<pre tabindex="0">' in result and '<td class="head text-right"></td>' in result
+    )
+    assert result.count("aria-label=") == 2 and '<div tabindex="0" class="table-wrapper docutils">' in result
+    assert result.endswith("<ul><li>a</li><li>b</li>\n<li>c</li>\n</ul>") and accessible(result) == result
