@@ -19,7 +19,7 @@ FIRST = ("rope", "local", "gated-deltanet", "reformer")
 """The row of cards on the site's first page and in README."""
 FILTERS = """<script>
 (() => {
-  const form = document.querySelector("form.filters"), cards = [...document.querySelectorAll(".gallery .card")];
+  const form = document.querySelector("form.filters"), cards = [...document.querySelectorAll(".gallery a.card")];
   form.hidden = false;
   form.addEventListener("change", () => {
     const wanted = [...new FormData(form)].filter(([, value]) => value);
@@ -60,13 +60,18 @@ def gallery() -> str:
         "pattern, what it costs, how it departs from its paper, what was measured of it and how to train it. A card "
         "shows the block from the input below to the head above; what the member changes of the plain Transformer is "
         "coloured. On the command line, `kinformer list --by axis` gives the same as a tree.",
-        html(f"{_filters()}{_cards(MEMBERS.values(), '')}{FILTERS}"),
+        html(sheet()),
         "## As a table",
         "FLOPs are those of a forward at inference per token at the longest length of its page (4,096 tokens unless "
         "positions or inputs end before), recipe `small`.",
         table(("member", "title", "year", "changes", "state growth", "cost growth", "FLOPs per token"), rows, (2, 6)),
         contents(*MEMBERS),
     )
+
+
+def sheet() -> str:
+    """The cards of all members under their filters, as HTML."""
+    return f"{_filters()}{_cards(MEMBERS.values(), '')}{FILTERS}"
 
 
 def _cards(members: Iterable[Member], folder: str) -> str:

@@ -1,5 +1,6 @@
 """Pages that follow from the tables: complete, true to what the library says, and without Sphinx."""
 
+import json
 import re
 import runpy
 from dataclasses import fields
@@ -11,6 +12,7 @@ from kinformer.estimation.estimate import estimate
 from kinformer.family.build import configure
 from kinformer.family.table import MEMBERS
 from kinformer.tasks.table import TASKS
+from tests.comparison.browser import Browser
 from tests.docs.written import DOCS, ROOT, commands_of
 
 
@@ -98,6 +100,33 @@ def test_cards_colour_what_a_member_changes():
     assert "reversible" in words(MEMBERS["reformer"])
     drawn = row([MEMBERS[name] for name in FIRST])
     assert (DOCS / "gallery.svg").read_text(encoding="utf-8") == drawn
+
+
+def test_cards_are_filtered_in_a_browser(tmp_path):
+    from generator.gallery import sheet
+
+    style = (DOCS / "assets" / "style.css").read_text(encoding="utf-8")
+    head = f"<!doctype html><html lang=en><meta charset=utf-8><title>x</title><style>{style}</style>"
+    (tmp_path / "page.html").write_text(f"{head}<main>{sheet()}</main>", encoding="utf-8")
+    browser = Browser()
+    try:
+        browser.size(390)
+        browser.open(tmp_path / "page.html")
+        assert browser.js("document.documentElement.scrollWidth") <= 390
+        shown = "[...document.querySelectorAll('a.card')].filter(card => card.offsetParent).map(card => card.href)"
+        assert len(browser.js(shown)) == len(MEMBERS)
+        choose = (
+            "for (const [name, value] of Object.entries({})) document.querySelector(`[name=${{name}}]`).value = value;"
+        )
+        wanted = {"axis": "pattern", "task": "next token"}
+        fire = "document.querySelector('form.filters').dispatchEvent(new Event('change'));"
+        browser.js(choose.format(json.dumps(wanted)) + fire)
+        names = {href.rpartition("/")[2].removesuffix(".html") for href in browser.js(shown)}
+        assert names == {name for name, member in MEMBERS.items() if "pattern" in member.axes and member.causal}
+        count = f"{len(names)} of {len(MEMBERS)}"
+        assert browser.js("document.querySelector('output').textContent") == count and browser.errors == []
+    finally:
+        browser.close()
 
 
 def test_members_say_when_to_take_them():
