@@ -41,9 +41,9 @@ MEMBERS = ("gpt", "linear-transformer", "gated-deltanet")
 DRAFT = "draft"
 SORTS = ("text", "code")
 AHEAD = 3
-STEPS, ROWS, LENGTH = 700, 4, 128
+STEPS, ROWS, LENGTH = 700, 2, 256
 CODE_BYTES = 4_000_000
-PROMPT, EXCERPTS, NEW = 256, 2, 160
+PROMPT, EXCERPTS, NEW = 96, 3, 160
 LENGTHS = {"ngram": (4, 8), "model": (3, 5), "mtp": (AHEAD,)}
 TEMPERATURES = (0.0, 0.8)
 

@@ -45,6 +45,7 @@ class ReservedPast(states.ReservedState):
     def __init__(self, k: Tensor, v: Tensor, seen: Tensor, length: int, ticket: list[int]) -> None:
         super().__init__(ticket)
         self.k, self.v, self.seen, self.length = k, v, seen, length
+        self.before = states.fork(self.view())  # later steps write over the past
 
     def view(self) -> PastState:
         return PastState(self.k[:, :, : self.length], self.v[:, :, : self.length], self.seen)
@@ -65,6 +66,12 @@ class ReservedPast(states.ReservedState):
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.k, self.v, self.seen
+
+    def reclaimed(self) -> ReservedPast:
+        self._ticket[0] += 1
+        k, v = (torch.zeros_like(leaf) for leaf in (self.k, self.v))
+        k[:, :, : self.length], v[:, :, : self.length] = self.before.k, self.before.v
+        return type(self)(k, v, self.seen, self.length, self._ticket)
 
 
 def keep_newest(slots: Tensor, seen: Tensor, limit: int | None) -> Tensor:

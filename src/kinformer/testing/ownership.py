@@ -132,7 +132,7 @@ def _forks(subject: Subject, module: Any, start: Any, kind: str) -> None:
 def _reclaims(subject: Subject, module: Any, start: Any, kind: str) -> None:
     """Check that an earlier state goes on as if later chunks had never been absorbed, whichever buffers they filled."""
     for before, after in ((0, 1), (2, 3), (1, subject.time)):
-        held = states.reserve(states.fork(start), before + 1)
+        held = states.reserve(states.fork(start), before + after + 3)
         state = start
         if before:
             _, held = subject.call(module, subject.inputs(subject.batch, before, seed=61), held)
