@@ -1,6 +1,7 @@
 """A server in a thread, and the clients that people have: OpenAI's, and sockets that do not behave."""
 
 import json
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -180,15 +181,17 @@ def test_the_page_continues_a_prompt_in_a_browser(server, folder):
         until(lambda: browser.js("!document.getElementById('go').disabled && seen.size > 1"))
         assert browser.js(text) == "It was " + continued(folder, "It was ", 12, 3, temperature=0.8)
         assert browser.js("seen.size") > 3  # it came piece by piece
-        until(lambda: " bytes of state, 0 streams" in browser.js("document.getElementById('facts').textContent"))
+        facts = "document.getElementById('facts').textContent"
+        until(lambda: ", 0 streams" in browser.js(facts))
         for width in (390, 1366):
             browser.size(width)
             assert browser.js("document.documentElement.scrollWidth") <= width
-        browser.js("document.getElementById('tokens').value = 5000; document.getElementById('go').click()")
+        browser.js("document.getElementById('tokens').value = 100000; document.getElementById('go').click()")
         until(lambda: server.engine.rows == 1)
-        until(lambda: " 1 streams" in browser.js("document.getElementById('facts').textContent"))
+        until(lambda: re.match(r"[1-9][\d,]* bytes of state, 1 streams", browser.js(facts)))
         browser.js("document.getElementById('stop').click()")
         until(lambda: server.engine.rows == 0)
+        until(lambda: re.match(r"0 bytes of state \([\d,]+ at most\), 0 streams", browser.js(facts)))
         assert browser.errors == []
     finally:
         browser.close()

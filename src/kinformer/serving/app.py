@@ -33,7 +33,7 @@ NEW_TOKENS, NEW_CHAT_TOKENS = 16, 256
 """Tokens that are drawn where a request does not say how many, as OpenAI's completions do; and in a chat."""
 PAGE = Path(__file__).parent / "assets" / "page.html"
 LOCAL = ["127.0.0.1", "localhost", "[::1]", "::1"]
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
 @dataclass(frozen=True)
