@@ -1,4 +1,4 @@
-"""Plots as PNG: bars, dots and lines."""
+"""Plots as PNG in the style of all figures: bars, dots and lines."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kinformer.figures.style import SERIES, bare, figure
+from kinformer.figures.style import save as write
+
 Points = Sequence[tuple[float, float]]
-COLOURS = ("#0062a3", "#d1495b", "#3c8d5a", "#8d6cab", "#c98b2b", "#5d737e", "#222222")
 WIDTH, LINES_HEIGHT, LABEL_HEIGHT = 7.6, 3.2, 0.26
 """Of a plot, and of a label of bars; in inches."""
 
@@ -41,15 +43,15 @@ Plot = Bars | Lines
 
 def save(plots: Sequence[Plot], path: Path) -> None:
     """Draw them one below the other into a PNG."""
-    from matplotlib.figure import Figure
-
     heights = [_height(plot) for plot in plots]
-    picture = Figure(figsize=(WIDTH, sum(heights)), dpi=110, layout="constrained")
-    rows = picture.subplots(len(plots), 1, squeeze=False, height_ratios=heights)
-    for axes, plot in zip(rows[:, 0], plots, strict=True):
-        axes.spines[["top", "right"]].set_visible(False)
-        (_bars if isinstance(plot, Bars) else _lines)(axes, plot)
-    picture.savefig(path, metadata={"Software": None})
+    with figure(WIDTH, sum(heights)) as picture:
+        picture.set_layout_engine("constrained")
+        rows = picture.subplots(len(plots), 1, squeeze=False, height_ratios=heights)
+        for axes, plot in zip(rows[:, 0], plots, strict=True):
+            bare(axes, "left", "bottom")
+            axes.set_axisbelow(True)
+            (_bars if isinstance(plot, Bars) else _lines)(axes, plot)
+        write(picture, path)
 
 
 def _height(plot: Plot) -> float:
@@ -63,9 +65,9 @@ def _bars(axes: Any, plot: Bars) -> None:
     for index, (name, values) in enumerate(plot.groups.items()):
         places = [labels.index(label) + height * (index - (len(plot.groups) - 1) / 2) for label in values]
         if plot.dots:
-            axes.plot(list(values.values()), places, "o", label=name, color=COLOURS[index])
+            axes.plot(list(values.values()), places, "o", label=name, color=SERIES[index % len(SERIES)])
         else:
-            axes.barh(places, list(values.values()), height, label=name, color=COLOURS[index])
+            axes.barh(places, list(values.values()), height, label=name, color=SERIES[index % len(SERIES)])
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.set_xlabel(plot.unit)
@@ -77,7 +79,7 @@ def _bars(axes: Any, plot: Bars) -> None:
 
 def _lines(axes: Any, plot: Lines) -> None:
     for index, (name, points) in enumerate(plot.series.items()):
-        axes.plot(*zip(*points, strict=True), marker=".", label=name or None, color=COLOURS[index % len(COLOURS)])
+        axes.plot(*zip(*points, strict=True), marker=".", label=name or None, color=SERIES[index % len(SERIES)])
     axes.set_xlabel(plot.x)
     axes.set_ylabel(plot.y)
     axes.grid(alpha=0.3)

@@ -7,6 +7,7 @@ from statistics import mean
 from typing import Any
 
 from generator.charts import Bars, Lines, Plot
+from kinformer.runtime.words import plural
 
 
 def bars(unit: str, values: Mapping[str, float], log: bool = False, dots: bool = False) -> list[Plot]:
@@ -28,7 +29,7 @@ def _column(items: Iterable[Mapping[str, Any]], label: Callable[[Any], str], val
 
 def _acting(data: Any) -> list[Plot]:
     groups = {
-        f"{rows} environments": {item["member"]: item["ratio"] for item in data["found"] if item["rows"] == rows}
+        plural(rows, "environment"): {item["member"]: item["ratio"] for item in data["found"] if item["rows"] == rows}
         for rows in (1, 16)
     }
     return [Bars("times as fast as recomputing", groups)]
