@@ -136,13 +136,13 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 def build(family: str) -> Any:
     """Return a small model of ``family`` with random weights; what cannot be built raises."""
-    model_class = getattr(transformers, FAMILIES[family])
-    kind = model_class.config_class or CONFIG_MAPPING[family]
-    default = kind()
-    if any(hasattr(default, name) for name in ("vision_config", "audio_config", "audio_encoder")):
+    model_class, full = getattr(transformers, FAMILIES[family]), CONFIG_MAPPING[family]()
+    if any(hasattr(full, name) for name in ("vision_config", "audio_config", "audio_encoder")):
         raise ValueError("reads more than text; its text model is a family of its own where it is one")
     if family.endswith("_assistant"):
         raise ValueError("reads the keys and values of the model that it assists")
+    kind = model_class.config_class or CONFIG_MAPPING[family]
+    default = kind()
     known = set(inspect.signature(kind.__init__).parameters) | set(vars(default)) | set(kind.attribute_map)
     wanted = SIZES | ({"num_key_value_heads": HEADS, "head_dim": 4} if "qk_rope_head_dim" in known else {})
     sizes = {

@@ -18,6 +18,7 @@ from kinformer.generation.beam import Search, beam_search
 from kinformer.runs.run import open_run
 from kinformer.runtime.errors import KinformerError
 from tests.interop.encoders import assert_close
+from tests.interop.test_encoder_decoders import Pair as EncoderDecoderPair
 from tests.interop.test_export import assert_same_weights, modules_cache, save_run  # noqa: F401 (a fixture)
 from tests.interop.test_export_encoders import saved_run, texts
 
@@ -305,6 +306,20 @@ def test_a_translator_of_text_is_prepared_as_its_run_is(translator):
     settings = theirs.generation_config
     assert (settings.decoder_start_token_id, settings.eos_token_id, settings.suppress_tokens) == (256, 257, [256])
     assert theirs.generate(**batch, max_new_tokens=4).shape[0] == 2
+
+
+@pytest.mark.parametrize("name", ["t5 1.1", "bart"])
+@torch.no_grad()
+def test_what_came_in_from_transformers_leaves_with_code_and_writes_the_same(name, tmp_path):
+    """Only Marian leaves natively; T5 and BART are members of this library's classes."""
+    came = EncoderDecoderPair(name, tmp_path)
+    done = kinformer.export(came.done.run.folder, tmp_path / "out")
+    assert not done.native and done.auto_class == "AutoModelForSeq2SeqLM"
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(done.folder, trust_remote_code=True).eval()
+    inputs = {"input_ids": came.source, "attention_mask": came.valid.long()}
+    assert_close(model(**inputs, decoder_input_ids=came.target).logits, came.logits(), 1e-5)
+    greedy = {"max_new_tokens": 8, "do_sample": False, "suppress_tokens": [model.config.decoder_start_token_id]}
+    assert torch.equal(model.generate(**inputs, **greedy), came.theirs.generate(**inputs, **greedy))
 
 
 @torch.no_grad()
