@@ -14,7 +14,7 @@ from kinformer.family.build import configure
 from kinformer.generation.packaged import use_package
 from kinformer.generation.recordings import recordings_of
 from kinformer.interop.graphs import onnx, package
-from kinformer.interop.graphs.flat import FlatStep
+from kinformer.interop.graphs.flat import FlatStep, captured
 from kinformer.runs.graphs import attach_package
 from kinformer.runs.run import open_run, save_weights
 from kinformer.runtime.errors import KinformerError
@@ -77,6 +77,30 @@ def test_flat_steps_are_the_models(member):
     for chunk in torch.randint(256, (2, 40)).split([17, 1, 22], dim=1):
         want, state = model(chunk, state)
         logits, *leaves = step(chunk, *leaves)
+        torch.testing.assert_close(logits, want, atol=1e-5, rtol=1e-4)
+
+
+ADAPTIVE = {"calm": {"stack.rule.thresholds": [0.004, 0.004]}, "universal": {"stack.steps": 2}}
+
+
+@pytest.mark.parametrize("member", ADAPTIVE)
+@torch.no_grad()
+def test_graphs_of_early_exits_and_of_halting_are_the_models(member):
+    """In a graph all tokens go through all layers, and those that have left or halted keep their vectors."""
+    torch.manual_seed(0)
+    model = configure(member, "tiny", 256, ADAPTIVE[member]).build().eval()
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    tokens, taken = torch.randint(256, (2, 40)), []
+    if member == "calm":
+        model.stack.left.register_forward_pre_hook(lambda module, arguments: taken.append(arguments[0]))
+        model(tokens)
+        assert {0, 2} <= set(taken[0].flatten().tolist()), "some leave early, and some do not"
+    step = FlatStep(model, {})
+    graph, leaves, state = captured(step).module(), [leaf.zeros(2) for leaf in step.leaves], None
+    for chunk in tokens.split([17, 1, 22], dim=1):
+        want, state = model(chunk, state)
+        logits, *leaves = graph(chunk, *leaves)
         torch.testing.assert_close(logits, want, atol=1e-5, rtol=1e-4)
 
 
