@@ -147,6 +147,9 @@ def test_classes_keep_their_names(tmp_path):
     run = saved_run("bert", tmp_path / "run", ["cat", "dog", "newt"], **CLASSIFIER)
     done = kinformer.export(run, tmp_path / "exported")
     assert loaded(done).config.id2label == {0: "cat", 1: "dog", 2: "newt"}
+    kinformer.import_checkpoint(done.folder, tmp_path / "again")
+    (row,) = kinformer.predict(tmp_path / "again", ["a text"], top_k=3)
+    assert {one["class"] for one in row["classes"]} == {"cat", "dog", "newt"}
 
 
 def images(*size):

@@ -179,10 +179,9 @@ def _imported(folder: Path) -> Imported:
         weights, notes = form.convert(tensors, model, folder), form.notes(tensors)
     if model["kind"] == "decoder" and "vocab_size" in model["input"]:
         notes += add_ends(model["input"], config, folder)
-    classes: tuple[str, ...] = ()
     if form.images:
         model["input"] |= images.normalisation(folder, model["input"]["channels"])
-        classes, notes = images.classes(config, folder / CONFIG), images.notes(folder)
+        notes = images.notes(folder)
     tokenizer = folder / TOKENIZER
     return Imported(
         member=form.member,
@@ -190,7 +189,7 @@ def _imported(folder: Path) -> Imported:
         weights=weights,
         tokenizer=tokenizer if tokenizer.is_file() else None,
         notes=notes,
-        classes=classes,
+        classes=_classes(config, model, folder),
         length=context_length(model, config, folder / CONFIG),
     )
 
@@ -222,14 +221,22 @@ def _ours(config: Mapping[str, Any], folder: Path) -> Imported:
         for name, one in _tensors(folder).items()
     }
     tokenizer = folder / TOKENIZER
-    has_classes = "id2label" in config and "classes" in (model.get("head") or {})
     return Imported(
         member=member,
         model=model,
         weights=weights,
         tokenizer=tokenizer if tokenizer.is_file() else None,
-        classes=images.classes(config, folder / CONFIG) if has_classes else (),
+        classes=_classes(config, model, folder),
     )
+
+
+def _classes(config: Mapping[str, Any], model: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
+    """Return the names of what ``model`` predicts; numbered ones where ``config`` names none, or other ones."""
+    count = (model.get("head") or {}).get("classes")
+    if count is None:
+        return ()
+    names = images.classes(config, folder / CONFIG)
+    return names if len(names) == count else tuple(f"LABEL_{number}" for number in range(count))
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
