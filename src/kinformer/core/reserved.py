@@ -152,9 +152,8 @@ class ReservedSlots(ReservedState):
 
     def reclaimed(self) -> Self:
         # Later states wrote behind ``stop``, or into other buffers; one that no step has laid out shares none.
-        ticket = self._ticket if self._generation else [0]
-        ticket[0] += 1 if self._generation else 0
-        return type(self)(self._state, self._slots, ticket)
+        self._ticket[0] += 1
+        return type(self)(self._state, self._slots, self._ticket if self._generation else [0])
 
     def cropped(self, tokens: int) -> Self | None:
         """Return this state as it was ``tokens`` tokens ago; None where it has let go of earlier slots."""
