@@ -96,7 +96,8 @@ def _prose(tokens: list[str]) -> list[int]:
             kinds[index] = 0
         if tokens[index] in (",", ";", ":", ".", "?", '"') and before:
             kinds[index] = 1
-        if tokens[index] == "a" and after == 1:  # the article
+        apart = index == 0 or tokens[index - 1].isspace()
+        if after == 1 and (tokens[index] == "a" or (tokens[index] == "(" and apart)):  # the article, a remark
             kinds[index] = 1
     for index, token in enumerate(tokens):
         if token.isspace() and index:
