@@ -38,6 +38,9 @@ class Proof(NamedTuple):
 PROOFS = (
     Proof("test_decoders.test_equal", "in", "{name}", ("{law}",), r"(?P<name>.*)-(?P<law>[a-z]+)"),
     Proof("test_fla_folders.test_equal", "in", "fla: {name}", ("{law}",), r"(?P<name>.*)-(?P<law>[a-z]+)"),
+    Proof(
+        "test_language_part.test_the_language_model_is_imported", "in", "{name} (text)", ("logits",), r"(?P<name>.*)"
+    ),
     Proof("test_encoder_decoders.test_equal", "in", "{name}", ("{law}",), r"(?P<name>.*)-(?P<law>[a-z]+)"),
     Proof("test_gpt2.test_same_logits", "in", "gpt2", ("logits",)),
     Proof("test_gpt2.test_greedy_continuation_is_that_of_transformers", "in", "gpt2", ("generation",)),

@@ -23,6 +23,7 @@ from kinformer.interop import (
     gpt2,
     hybrids,
     images,
+    language_part,
     llama,
     longformer,
     marian,
@@ -156,10 +157,15 @@ def _imported(folder: Path) -> Imported:
     if not isinstance(config, dict):
         raise KinformerError(f"{folder / CONFIG}: is no table of settings; restore it from a copy.")
     kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in (*FORMATS, OURS):
+    known = (*FORMATS, *language_part.PARTS, OURS)
+    if not isinstance(kind, str) or kind not in known:
         raise KinformerError(
-            f"{folder / CONFIG}: the model_type {kind!r} cannot be imported; what can: {', '.join((*FORMATS, OURS))}."
+            f"{folder / CONFIG}: the model_type {kind!r} cannot be imported; what can: {', '.join(known)}."
         )
+    is_part = kind in language_part.PARTS
+    if is_part:
+        config = language_part.settings(config, folder / CONFIG)
+        kind = config["model_type"]
     if config.get("quantization_config") is not None:
         raise KinformerError(
             f"{folder / CONFIG}: the weights are quantised; import the checkpoint they were made from."
@@ -168,7 +174,9 @@ def _imported(folder: Path) -> Imported:
         return _ours(config, folder)
     form = FORMATS[kind]
     model, notes = form.model_config(config, folder / CONFIG), tuple[str, ...]()
-    tensors = _weights(_tensors(folder), form.buffers, folder)
+    tensors, left_out = _weights(_tensors(folder), form.buffers, folder), tuple[str, ...]()
+    if is_part:
+        tensors, left_out = language_part.tensors_of(tensors)
     if form.family is not None:
         model, weights, notes = _text_encoder(form.family, tensors, config, folder)
     else:
@@ -176,7 +184,7 @@ def _imported(folder: Path) -> Imported:
         if form.untied(tensors):
             model["head"]["tied"] = False
         model = form.with_tensors(model, tensors)
-        weights, notes = form.convert(tensors, model, folder), form.notes(tensors)
+        weights, notes = form.convert(tensors, model, folder), left_out + form.notes(tensors)
     if model["kind"] == "decoder" and "vocab_size" in model["input"]:
         notes += add_ends(model["input"], config, folder)
     if form.images:
