@@ -27,3 +27,21 @@ def test_queries_and_keys_do_not_grow_with_the_stream():
     x = torch.randn(2, 5, 16)
     for one, hundred in zip(projection(x)[:2], projection(100 * x)[:2], strict=True):
         torch.testing.assert_close(one, hundred, rtol=1e-4, atol=1e-4)
+
+
+def test_over_heads_it_is_one_norm_and_with_one_head_that_of_a_head():
+    def built(heads, over):
+        torch.manual_seed(0)
+        return Normalised.Config(inner=Grouped.Config(), over=over).build(16, heads, 8).double()
+
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    whole = built(4, "heads")
+    torch.nn.init.uniform_(whole.q_norm.weight, 0.5, 2)
+    q, k, _ = whole(x)
+    plain = whole.inner(x)[0].transpose(1, 2).flatten(2)
+    want = rms_norm(plain, (32,), eps=1e-6) * whole.q_norm.weight
+    torch.testing.assert_close(q.transpose(1, 2).flatten(2), want)
+    torch.testing.assert_close(k, whole.keys_values(x)[0])
+    assert whole.k_norm.weight.shape == (8,)
+    torch.testing.assert_close(built(1, "heads")(x), built(1, "head")(x))
+    assert (built(4, "heads")(x)[0] - built(4, "head")(x)[0]).abs().max() > 1e-2

@@ -15,16 +15,13 @@ from kinformer.runtime.words import plural
 
 @dataclass(frozen=True, kw_only=True)
 class Options(CommonOptions):
-    """Turn a Hugging Face checkpoint folder (config.json, safetensors) into a run folder.
-
-    What can be imported: GPT-2, LLaMA, Mistral, Qwen2, Qwen3, Gemma 1 to 3, GPT-NeoX, OPT, BLOOM and MPT; Qwen3.5,
-    Qwen3-Next and OLMo Hybrid, where they are dense; Gated DeltaNet, DeltaNet, GLA and RetNet of
-    flash-linear-attention; BERT, RoBERTa, Longformer, Big Bird and ModernBERT; Marian, T5, mT5 and BART; Decision
-    Transformer, ViT, DeiT and Swin; and what kinformer export wrote.
-    """
+    """Turn a Hugging Face checkpoint folder (config.json, safetensors) into a run folder."""
 
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
-    """The checkpoint folder."""
+    """The checkpoint folder: of GPT-2, LLaMA, Mistral, Qwen2, Qwen3, Gemma 1 to 3, GPT-NeoX, OPT, BLOOM or MPT; of
+    Qwen3.5, Qwen3-Next or OLMo Hybrid without experts; of flash-linear-attention's Gated DeltaNet, DeltaNet, GLA or
+    RetNet; of BERT, RoBERTa, Longformer, Big Bird or ModernBERT; of Marian, T5, mT5 or BART; of Decision Transformer,
+    ViT, DeiT or Swin; or what kinformer export wrote."""
     out: Annotated[str, tyro.conf.arg(metavar="DIR")]
     """The run folder, which must be new or empty."""
     name: str = "imported"
