@@ -157,10 +157,10 @@ def _imported(folder: Path) -> Imported:
     if not isinstance(config, dict):
         raise KinformerError(f"{folder / CONFIG}: is no table of settings; restore it from a copy.")
     kind = config.get("model_type")
-    known = (*FORMATS, *language_part.PARTS, OURS)
-    if not isinstance(kind, str) or kind not in known:
+    importable = (*FORMATS, *language_part.PARTS, OURS)
+    if not isinstance(kind, str) or kind not in importable:
         raise KinformerError(
-            f"{folder / CONFIG}: the model_type {kind!r} cannot be imported; what can: {', '.join(known)}."
+            f"{folder / CONFIG}: the model_type {kind!r} cannot be imported; what can: {', '.join(importable)}."
         )
     is_part = kind in language_part.PARTS
     if is_part:
