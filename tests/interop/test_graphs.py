@@ -80,7 +80,11 @@ def test_flat_steps_are_the_models(member):
         torch.testing.assert_close(logits, want, atol=1e-5, rtol=1e-4)
 
 
-ADAPTIVE = {"calm": {"stack.rule.thresholds": [0.004, 0.004]}, "universal": {"stack.steps": 2}}
+ADAPTIVE = {
+    "calm": {"stack.rule.thresholds": [0.004, 0.004]},
+    "depth-adaptive": {},
+    "universal": {"stack.steps": 2},
+}
 
 
 @pytest.mark.parametrize("member", ADAPTIVE)
@@ -92,10 +96,10 @@ def test_graphs_of_early_exits_and_of_halting_are_the_models(member):
     for parameter in model.parameters():
         parameter.add_(torch.randn_like(parameter), alpha=0.1)
     tokens, taken = torch.randint(256, (2, 40)), []
-    if member == "calm":
+    if member != "universal":
         model.stack.left.register_forward_pre_hook(lambda module, arguments: taken.append(arguments[0]))
         model(tokens)
-        assert {0, 2} <= set(taken[0].flatten().tolist()), "some leave early, and some do not"
+        assert len(set(taken[0].flatten().tolist())) > 1, "some leave early, and some do not"
     step = FlatStep(model, {})
     graph, leaves, state = captured(step).module(), [leaf.zeros(2) for leaf in step.leaves], None
     for chunk in tokens.split([17, 1, 22], dim=1):
