@@ -138,8 +138,7 @@ class Decoder(CommonModel):
             return self.head(x, self.input)
         if torch.compiler.is_compiling() or not has_data(by):
             every = torch.stack([self._head_of(exit)(x, self.input) for exit in range(len(self.stack.exits))], dim=-2)
-            index = by[..., None, None].expand(*by.shape, 1, every.shape[-1])
-            return every.gather(-2, index)[..., 0, :]
+            return every.gather(-2, by[..., None, None].expand(*by.shape, 1, every.shape[-1]))[..., 0, :]
         heads: list[int] = torch.unique(by).tolist()
         if len(heads) == 1:
             return self._head_of(heads[0])(x, self.input)
