@@ -1,4 +1,5 @@
-"""What the soak does to sessions: prompts, recorded steps, more text, forks; the logits stay the model's own."""
+"""What the soak does to sessions: prompts, recorded steps, more text, forks, text that is taken back; the logits stay
+the model's own."""
 
 from __future__ import annotations
 
@@ -24,14 +25,15 @@ class Sessions:
         self.longest = min(LONGEST, model.max_length or LONGEST)
         rows = random_.randint(1, 2)
         room, chunk = random_.choice((1, 4, 30)), random_.choice((1, 3, 1024))
-        self.session = Session(model, rows, temperature=0, room=room, chunk=chunk)
+        rewind = random_.choice((0, 3, 9))
+        self.session = Session(model, rows, temperature=0, room=room, chunk=chunk, rewind=rewind)
         self.session._stepping.record_at = random_.choice(RECORD_AT)
         self.texts: list[list[int]] = [[] for _ in range(rows)]
         self.feed(1)
 
     def run(self) -> None:
         for _ in range(OPERATIONS):
-            name = self.random.choices(("step", "feed", "fork"), (6, 2, 1))[0]
+            name = self.random.choices(("step", "feed", "fork", "rewind"), (6, 2, 1, 2))[0]
             if self.longest - max(map(len, self.texts)) < 8:
                 return
             getattr(self, name)()
@@ -72,6 +74,14 @@ class Sessions:
             self.session.step()
             self.session = forked
             self.texts = [list(text) for text in self.texts for _ in range(copies)]
+
+    def rewind(self) -> None:
+        """Take some tokens of each row back, never its last; what stays is absorbed by the next step or text."""
+        limit = self.session.rewindable
+        counts = [self.random.randint(0, min(limit, len(text) - 1)) for text in self.texts]
+        self.done.append(f"rewind {counts}")
+        self.session.rewind(counts)
+        self.texts = [text[: len(text) - count] for text, count in zip(self.texts, counts, strict=True)]
 
     def compare(self) -> None:
         """The logits are those behind the whole text of each row."""
