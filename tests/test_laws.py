@@ -30,7 +30,8 @@ BELOW_RUNS = BELOW_TASKS | {"family", "interop", "tasks", "datastore"}
 MAY_IMPORT = {
     "runtime": set(),
     "core": {"runtime"},
-    **dict.fromkeys(("kernels", "data", "inputs", "stacks", "blocks", *PARTS), GROUND),
+    **dict.fromkeys(("kernels", "data", "inputs", "stacks", *PARTS), GROUND),
+    "blocks": GROUND | {"kernels"},
     "heads": GROUND | {"inputs"},
     "mixers": GROUND | PARTS | {"kernels"},
     "models": GROUND | {"blocks", "stacks"},

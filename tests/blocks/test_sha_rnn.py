@@ -10,11 +10,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import kinformer
 from kinformer.blocks.feed_forward import Boom
 from kinformer.core.contract import Chunk
+from kinformer.core.token_memory import TokenMemoryState
 from kinformer.estimation.estimate import estimate
 from kinformer.family.build import configure
 from kinformer.kernels.lstm import Weights, lstm
 from kinformer.mixers.lstm import LSTM
-from kinformer.mixers.single_head import SingleHead, SingleHeadState
+from kinformer.mixers.single_head import SingleHead
 from kinformer.runtime.errors import KinformerError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "sha_rnn.npz"
@@ -63,7 +64,7 @@ def cut_as_theirs(state, keep):
     """The state with a memory of ``keep`` slots, as the author cuts it when a segment begins."""
     recurrent, remembered = state.layers[0]
     slots = remembered.memory[:, :, -keep:]
-    cut = SingleHeadState(slots, remembered.seen.clamp_max(keep))
+    cut = TokenMemoryState(slots, remembered.seen.clamp_max(keep))
     return state._replace(layers=((recurrent, cut), *state.layers[1:]))
 
 

@@ -51,6 +51,7 @@ from kinformer.patterns.causal import Causal
 from kinformer.patterns.local import Local
 from kinformer.patterns.window import Window
 from kinformer.positions.none import NoPosition
+from kinformer.positions.rope import Rope
 from kinformer.projections.multi_head_global import MultiHeadGlobal
 from kinformer.runtime.errors import KinformerError
 from kinformer.stacks.confidence import Saturation
@@ -134,6 +135,7 @@ OTHER = {
     "further_mixers": [(MIXER,)],
     "head_dim": [2, 8],
     "value_dim": [2, 8],
+    "rotary_dim": [4, 6],
     "features": [3, 8],
     "floor": [3.0, 8.0],
     "key_heads": [1, 2],
@@ -179,6 +181,7 @@ BASES = {
         {"gate": True, "head_norm": "rms"},
     ],
     ("mixer", "compressive"): [{"compression": Pool.Config(rate=2)}],
+    ("mixer", "latent"): [{"position": Rope.Config(layout="interleaved"), "rotary_dim": 4, "query_latent_dim": 6}],
     ("mixer", "memorizing"): [{"search": "inverted", "topk": 4, "lists": 3, "probes": 1}],
     ("layer", "sha_rnn"): [{"attention": SingleHead.Config(memory=5)}],
     ("pattern", "fixed"): [{"slices": 2, "num_heads": 4}],
@@ -196,6 +199,9 @@ UNSEEN = {
     ("tiles", "size"): "the same",
     ("tiles", "encoder"): "what is dropped out where it learns is not while it is frozen",
     "impl": "implementations give the same",
+    "form": "the same",
+    "balance": "what the trainer adds to the loss",
+    "bias_rate": "what the trainer does between its steps",
     "checkpoint": "what is kept between forward and backward, not what is computed",
     "recompute": "the same",
     "chunks": "the same",

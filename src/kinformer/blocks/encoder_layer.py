@@ -14,7 +14,7 @@ from kinformer.blocks.sublayers import Sublayers, encode_branch, fed, feed_forwa
 from kinformer.core.config import Config
 from kinformer.core.contract import PartialOutput
 from kinformer.core.encoder import ChecksInput, EncoderMixer, EncoderMixerConfig, SequenceContext
-from kinformer.core.parts import FeedForwardConfig
+from kinformer.core.feed_forward import FeedForwardConfig
 from kinformer.core.stack import Branch
 
 

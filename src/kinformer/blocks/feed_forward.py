@@ -17,7 +17,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from kinformer.blocks.slices import per_slice
-from kinformer.core.parts import FeedForwardConfig, ResidualOutput
+from kinformer.core.feed_forward import FeedForwardConfig
+from kinformer.core.parts import ResidualOutput
 from kinformer.runtime.dropout import Dropout
 from kinformer.runtime.errors import KinformerError
 

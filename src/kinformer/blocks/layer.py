@@ -13,7 +13,7 @@ from kinformer.blocks.residual import PreNorm, Residual, ResidualConfig
 from kinformer.blocks.sublayers import Sublayers, fed, feed_forward_branch, mixed, mixing
 from kinformer.core.config import Config
 from kinformer.core.contract import CausalMixer, ChecksChunk, Chunk, MixerConfig, PartialOutput, initial_states
-from kinformer.core.parts import FeedForwardConfig
+from kinformer.core.feed_forward import FeedForwardConfig
 from kinformer.core.stack import Branch
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import is_empty_mask

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import state_dtype
-from kinformer.core.parts import FeedForwardConfig, ReadsPadding
+from kinformer.core.feed_forward import FeedForwardConfig, ReadsPadding
 from kinformer.runtime.compiling import uncompiled
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import has_data

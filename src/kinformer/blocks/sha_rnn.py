@@ -18,7 +18,7 @@ from kinformer.blocks.layer import LayerConfig
 from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.blocks.sublayers import mixed, tokenwise
 from kinformer.core.contract import CausalMixer, ChecksChunk, Chunk, MixerConfig, initial_states
-from kinformer.core.parts import FeedForwardConfig
+from kinformer.core.feed_forward import FeedForwardConfig
 from kinformer.runtime.dropout import Dropout
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from kinformer.blocks.residual import Residual
 from kinformer.core.contract import CausalMixer, Chunk, PartialOutput, RecomputesKV
 from kinformer.core.encoder import EncoderMixer, SequenceContext
-from kinformer.core.parts import FeedForwardConfig, ReadsPadding
+from kinformer.core.feed_forward import FeedForwardConfig, ReadsPadding
 from kinformer.core.stack import Branch
 from kinformer.runtime.errors import KinformerError
 

@@ -146,6 +146,15 @@ def check_heads(config: PatternConfig, pattern: Pattern, num_heads: int) -> None
         )
 
 
+def check_causal(config: PatternConfig, pattern: Pattern) -> None:
+    """Refuse a ``pattern`` that shows a decoder's tokens later ones."""
+    if pattern.ahead != 0:
+        raise KinformerError(
+            f"the pattern {config.kind!r} lets a token see later ones, which a decoder must not; "
+            "use a causal pattern (causal, local)."
+        )
+
+
 def check_unpinned(config: PatternConfig, pattern: Pattern) -> None:
     """Refuse a ``pattern`` that counts positions in a decoder's cache."""
     if pattern.pinned:
@@ -258,29 +267,12 @@ def check_forgetful(projection: Projection, config: ProjectionConfig) -> None:
         )
 
 
-class ReadsPadding:
-    """Mixin of a feed-forward whose ``forward`` also takes ``valid`` [...] bool or None, because what it does or counts
-    depends on which tokens are real."""
-
-
-class FeedForwardConfig(Config):
-    """The config; ``build(dim)`` returns a module [..., dim] -> [..., dim]. ``hidden_dim`` defaults to 4 * dim.
-
-    A :class:`ReadsPadding` also takes ``valid``. One that looks at other tokens is a mixer: ``build`` gives an
-    ``EncoderMixer``, and ``build_causal``, for layers of decoders, a ``CausalMixer``.
-    """
-
-    slot = "feed_forward"
-
-    def build(self, dim: int) -> nn.Module:
-        raise NotImplementedError
-
-    def build_causal(self, dim: int) -> nn.Module:
-        return self.build(dim)
-
-
 class ResidualOutput(nn.Linear):
     """A product that writes into the residual stream; some initialisations shrink these by the model's depth."""
+
+
+class ReadByHead(nn.Linear):
+    """A product whose weight is also read head by head, so that no layout of it replaces it."""
 
 
 def head_width(dim: int, num_heads: int) -> int:

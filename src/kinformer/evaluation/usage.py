@@ -1,4 +1,5 @@
-"""The usage of a model's memory tables: the weight of every value in all look-ups (Lample et al. 2019, section 4.5).
+"""The usage of a model's memory tables and experts: the weight of every value in all look-ups (Lample et al. 2019,
+section 4.5).
 
 z_i = sum over tokens of the weight of value i, divided by the sum over all values
 used = share of the values with z_i > 0,    kl = log n + sum_i z_i log z_i    (0 where all are used alike)
@@ -15,10 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kinformer.core.feed_forward import Selection
+from kinformer.core.model import device_of
+
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """The usage of the table ``part`` of ``values`` values: the share ``used``,
+    """The usage of the table, or mixture, ``part`` of ``values`` values or experts: the share ``used``,
     and ``kl`` in nats from using all alike."""
 
     part: str
@@ -31,9 +35,11 @@ class Usages:
     """The weights of a model's tables in all look-ups so far."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.tables = {name: module for name, module in model.named_modules() if isinstance(module, nn.EmbeddingBag)}
-        self.weights: dict[str, Tensor] = {
-            name: torch.zeros(table.num_embeddings, dtype=torch.float64, device=table.weight.device)
+        self.tables = {
+            name: part for name, part in model.named_modules() if isinstance(part, nn.EmbeddingBag | Selection)
+        }
+        self.weights = {
+            name: torch.zeros(_size(table), dtype=torch.float64, device=device_of(model))
             for name, table in self.tables.items()
         }
 
@@ -50,9 +56,13 @@ class Usages:
             shares = weights[weights > 0] / total
             # log n + sum_i z_i log z_i, in which values that were never used count 0
             kl = log(len(weights)) + float((shares * shares.log()).sum())
-            part = name.removesuffix(".values").removeprefix("stack.")
+            part = name.removesuffix(".values").removesuffix(".selection").removeprefix("stack.")
             usages.append(Usage(part=part, values=len(weights), used=len(shares) / len(weights), kl=max(0.0, kl)))
         return tuple(usages)
+
+
+def _size(table: nn.EmbeddingBag | Selection) -> int:
+    return table.size if isinstance(table, Selection) else table.num_embeddings
 
 
 @contextmanager

@@ -38,7 +38,8 @@ _HYBRID = Nearest("layers of the gated delta rule and of softmax attention, as i
 _GPT = Nearest("a decoder with learned positions", "gpt", exact=True)
 _ROTARY = Nearest("a decoder with rotary positions", "rope")
 _SPACE = Nearest("a state-space model, whose decay depends on the token", "mamba2")
-_EXPERTS = Nearest("sparsely used feed-forward weights", "pkm")
+_EXPERTS = f"{_FEED_FORWARD}.topk"
+_LATENT = Nearest("multi-head latent attention", "mla", exact=True)
 _IMAGE = Nearest("an encoder of patches of an image", "vit")
 _KERNEL = Nearest("an implementation of exact attention", "gpt", {f"{_MIXER}.impl": "sdpa"}, exact=True)
 
@@ -51,9 +52,9 @@ ELSEWHERE: dict[str, Nearest] = {
     "mistral": Nearest(
         "rotary positions, grouped queries and a window", "rope", _GROUPED | _WINDOW | {_FEED_FORWARD: "swiglu"}
     ),
-    "mixtral": _EXPERTS,
-    "moe": _EXPERTS,
-    "switch": _EXPERTS,
+    "moe": Nearest("a mixture of experts", "mixtral"),
+    "switch": Nearest("a mixture of experts of which a token chooses one", "mixtral", {_EXPERTS: "1"}),
+    "deepseek": Nearest("multi-head latent attention and a mixture of experts", "mla"),
     "gemma": _LLAMA,
     "phi": _ROTARY,
     "falcon": Nearest("rotary positions and one head of keys", "rope", _GROUPED),
@@ -96,7 +97,7 @@ ELSEWHERE: dict[str, Nearest] = {
     "rnn": Nearest("a recurrent model with little attention", "sha-rnn"),
     "gqa": Nearest("queries share the heads of keys and values", "gpt", _GROUPED, exact=True),
     "mqa": Nearest("queries share one head of keys and values", "gpt", _GROUPED, exact=True),
-    "mla": Nearest("keys and values from a small latent vector", "gpt", _GROUPED),
+    "latentattention": _LATENT,
     "flash": _KERNEL,
     "flashattention": _KERNEL,
     "sdpa": _KERNEL,

@@ -97,7 +97,18 @@ def encoders() -> list[type[Config]]:
 
 def blocks() -> list[type[Config]]:
     """Return the layers, residuals, norms and feed-forwards."""
-    from kinformer.blocks import feed_forward, gated, layer, macaron, norms, parallel, product_keys, residual, sha_rnn
+    from kinformer.blocks import (
+        experts,
+        feed_forward,
+        gated,
+        layer,
+        macaron,
+        norms,
+        parallel,
+        product_keys,
+        residual,
+        sha_rnn,
+    )
     from kinformer.mixers import separable_transition
 
     return [
@@ -117,6 +128,7 @@ def blocks() -> list[type[Config]]:
         feed_forward.Boom.Config,
         separable_transition.SeparableTransition,
         product_keys.ProductKeys.Config,
+        experts.Experts.Config,
         norms.LayerNorm,
         norms.RMSNorm,
     ]

@@ -12,7 +12,8 @@ LinearImpl = Literal["auto", "reference", "chunked", "triton"]
 BucketedImpl = Literal["auto", "reference", "chunked"]
 LookupImpl = Literal["auto", "reference", "chunked"]
 LstmImpl = Literal["auto", "reference", "native"]
-Impl = AttentionImpl | LinearImpl | BucketedImpl | LookupImpl | LstmImpl
+GroupedImpl = Literal["auto", "reference", "native"]
+Impl = AttentionImpl | LinearImpl | BucketedImpl | LookupImpl | LstmImpl | GroupedImpl
 """Any of them."""
 
 

@@ -18,7 +18,8 @@ from torch.nn.functional import pad
 
 from kinformer.core.contract import CausalMixer, Chunk, real_resets, select_valid, state_dtype
 from kinformer.core.encoder import EncoderMixer, SequenceContext, refuse_global
-from kinformer.core.parts import FeedForwardConfig, ResidualOutput
+from kinformer.core.feed_forward import FeedForwardConfig
+from kinformer.core.parts import ResidualOutput
 from kinformer.projections.shifted import shifted_sum
 from kinformer.projections.short_convolution import CausalConvolution
 from kinformer.runtime.errors import KinformerError

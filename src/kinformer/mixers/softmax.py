@@ -45,6 +45,7 @@ from kinformer.core.parts import (
     PositionConfig,
     ProjectionConfig,
     ScoreConfig,
+    check_causal,
     check_heads,
     check_score,
     check_unpinned,
@@ -74,7 +75,6 @@ from kinformer.projections.differential import build_differential
 from kinformer.projections.multi_head import MultiHead
 from kinformer.projections.output_gate import Gate, build_gate, written
 from kinformer.projections.value_residual import ValueResidual
-from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import is_empty_mask
 from kinformer.scores.scaled_dot import ScaledDot
 
@@ -112,11 +112,7 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
         self.position = config.position.build_heads(dim, config.num_heads, head_dim)
         self.score = config.score.build(config.num_heads, head_dim)
         self.whole_pattern = config.pattern.build()
-        if self.whole_pattern.ahead != 0:
-            raise KinformerError(
-                f"the pattern {config.pattern.kind!r} lets a token see later ones, which a decoder must not; "
-                "use a causal pattern (causal, local)."
-            )
+        check_causal(config.pattern, self.whole_pattern)
         check_heads(config.pattern, self.whole_pattern, config.num_heads)
         cut = partial(spanned, self.whole_pattern)
         self.span = None if config.span is None else config.span.build(dim, config.num_heads, cut)

@@ -10,6 +10,7 @@ A config says what a thing is, and its ``build`` makes the module; ``help`` of o
 from kinformer.blocks import (
     bare,
     encoder_layer,
+    experts,
     feed_forward,
     gated,
     layer,
@@ -30,6 +31,7 @@ from kinformer.mixers import (
     cross,
     cross_linear,
     etc,
+    latent,
     linear,
     linformer,
     lsh,
@@ -64,10 +66,12 @@ __all__ = [
     "DecoderLayer",
     "EncoderLayer",
     "EtcAttention",
+    "Experts",
     "GatedResidual",
     "GeGLU",
     "LSHAttention",
     "LSTM",
+    "LatentAttention",
     "LayerNorm",
     "LinearAttention",
     "LinformerAttention",
@@ -104,6 +108,7 @@ __all__ = [
 SoftmaxAttention = softmax.SoftmaxAttention.Config
 CrossAttention = cross.CrossAttention.Config
 LinearCrossAttention = cross_linear.LinearCrossAttention.Config
+LatentAttention = latent.LatentAttention.Config
 LinearAttention = linear.LinearAttention.Config
 RWKV7TimeMix = rwkv7.RWKV7.Config
 LSHAttention = lsh.LSHAttention.Config
@@ -133,6 +138,7 @@ MLP = feed_forward.MLP.Config
 SwiGLU = feed_forward.SwiGLU.Config
 GeGLU = feed_forward.GeGLU.Config
 Boom = feed_forward.Boom.Config
+Experts = experts.Experts.Config
 ProductKeys = product_keys.ProductKeys.Config
 SeparableTransition = separable_transition.SeparableTransition
 LayerNorm = norms.LayerNorm

@@ -21,6 +21,7 @@ from kinformer.mixers.compressive import Compressive
 from kinformer.mixers.cross import CrossAttention
 from kinformer.mixers.cross_linear import LinearCrossAttention
 from kinformer.mixers.etc import EtcAttention
+from kinformer.mixers.latent import LatentAttention
 from kinformer.mixers.linear import LinearAttention
 from kinformer.mixers.linformer import Linformer
 from kinformer.mixers.lsh import LSHAttention
@@ -193,6 +194,19 @@ def _single_head(mixer: SingleHead, probe: Probe) -> Any:
 
 
 @contextmanager
+def _latent(mixer: LatentAttention, probe: Probe) -> Iterator[None]:
+    """Replace the values that the expanded form makes of latents."""
+    keys_values = mixer._keys_values
+
+    def replaced(slots: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = keys_values(slots)
+        return k, probe(v)
+
+    with patch.object(mixer, "_keys_values", replaced), patch.object(mixer, "form", "expanded"):
+        yield
+
+
+@contextmanager
 def _cross(mixer: CrossAttention, probe: Probe) -> Iterator[None]:
     """Replace the values of the source, which the state holds."""
     handle = mixer.register_forward_pre_hook(lambda _, inputs: (inputs[0], inputs[1]._replace(v=probe(inputs[1].v))))
@@ -235,6 +249,7 @@ SITES: dict[type, Site] = {
     RoutingAttention: Site(_routing),
     BidirectionalRouting: Site(_rows("qkv", _shape_of)),
     SingleHead: Site(_single_head),
+    LatentAttention: Site(_latent),
     CrossAttention: Site(_cross, keys="source"),
     LinearAttention: Site(_kernel, _KERNEL),
     RWKV7: Site(_kernel, _KERNEL),

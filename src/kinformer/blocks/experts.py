@@ -1,0 +1,162 @@
+"""A mixture of experts as a feed-forward (Shazeer et al. 2017; Fedus et al. 2021, Switch Transformers; Jiang et al.
+2024, Mixtral; DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2).
+
+    y = scale * sum over the topk experts e of largest s_e + b_e, of g_e E_e(x)  +  shared(x)
+    s = softmax(W x), or sigmoid(W x);   g_e = s_e, divided by the sum over the chosen ones if ``normalise``
+    E_e(x) = down_e(silu(gate_e x) * up_e x)
+
+Tokens choose experts, never experts tokens, which would show them their future; no token is dropped. Two ways keep the
+experts' loads alike:
+
+    balance     adds balance * num_experts * sum_e f_e p_e to the loss of every token, f_e the share of a sequence's
+                choices that fall on e, p_e its mean s_e, divided by the sum over experts (Switch, equation 4)
+    bias_rate   after each step b_e <- b_e + bias_rate * sign(mean load - load of e); b chooses, but weighs nothing
+                (DeepSeek-V3, equation 16)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kinformer.blocks.feed_forward import SwiGLU
+from kinformer.core.contract import select_valid, state_dtype
+from kinformer.core.feed_forward import FeedForwardConfig, PartlyUsed, ReadsPadding, Selection
+from kinformer.core.learning import AuxLoss, OnlineLearner
+from kinformer.kernels.grouped import IMPLS, grouped_products
+from kinformer.kernels.impls import GroupedImpl
+from kinformer.runtime.autocast import no_autocast
+from kinformer.runtime.compiling import uncompiled
+from kinformer.runtime.errors import KinformerError, choose
+
+ROUTERS = ("softmax", "sigmoid")
+
+
+class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
+    """The feed-forward x [..., dim] -> [..., dim]; ``valid`` [...] bool or None marks real tokens.
+
+    ``hidden_dim`` is that of one expert; by default ``topk`` experts together cost as much as a SwiGLU.
+    ``shared_dim``: of the expert that all tokens use, 0 for none.
+    """
+
+    bias: Tensor
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(FeedForwardConfig):
+        kind = "experts"
+        num_experts: int = 8
+        topk: int = 2
+        hidden_dim: int | None = None
+        shared_dim: int = 0
+        router: Literal["softmax", "sigmoid"] = "softmax"
+        normalise: bool = True
+        scale: float = 1.0
+        balance: float = 0.01
+        bias_rate: float = 0.0
+        impl: GroupedImpl = "auto"
+
+        def __post_init__(self) -> None:
+            choose(self.router, ROUTERS, "router of experts")
+            choose(self.impl, IMPLS, "impl of experts")
+            if not 1 <= self.topk <= self.num_experts:
+                raise KinformerError(f"topk must be from 1 to num_experts = {self.num_experts}, but is {self.topk}.")
+            if self.hidden_dim is not None and self.hidden_dim < 1:
+                raise KinformerError(f"hidden_dim must be 1 or more, but is {self.hidden_dim}.")
+            for name in ("shared_dim", "balance", "bias_rate"):
+                if not getattr(self, name) >= 0:
+                    raise KinformerError(f"{name} must be 0 or more, but is {getattr(self, name):g}.")
+            if not self.scale > 0:
+                raise KinformerError(f"scale must be above 0, but is {self.scale:g}.")
+
+        def build(self, dim: int) -> Experts:
+            return Experts(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.config = config
+        hidden = config.hidden_dim or -(-8 * dim // (3 * config.topk) // 8) * 8
+        self.router = nn.Linear(dim, config.num_experts, bias=False)
+        self.gate_up = nn.Parameter(torch.empty(config.num_experts, dim, 2 * hidden))
+        self.down = nn.Parameter(torch.empty(config.num_experts, hidden, dim))
+        for weight, width in ((self.gate_up, dim), (self.down, hidden)):
+            nn.init.uniform_(weight, -(width**-0.5), width**-0.5)
+        self.register_buffer("bias", torch.zeros(config.num_experts))
+        self.selection = Selection(config.num_experts)
+        self.balance = AuxLoss("balance") if config.balance and config.num_experts > 1 else None
+        self.shared = SwiGLU.Config(hidden_dim=config.shared_dim).build(dim) if config.shared_dim else None
+        self._loads: Tensor | None = None
+
+    @property
+    def unused_parameters(self) -> int:
+        whole = self.gate_up.numel() + self.down.numel()
+        return whole - whole // self.config.num_experts * self.config.topk
+
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        if valid is not None:
+            x = torch.where(valid[..., None], x, x.new_zeros(()))
+        scores = self._scores(x)
+        experts, weights = self._choose(scores)
+        self.selection(experts, weights)
+        if self.training and torch.is_grad_enabled():
+            self._learn_from(scores, experts, valid)
+        y = self._mixed(x.flatten(0, -2), experts.flatten(0, -2), weights.flatten(0, -2)).view(x.shape)
+        y = y if self.shared is None else y + self.shared(x)
+        return y if valid is None else torch.where(valid[..., None], y, y.new_zeros(()))
+
+    def _scores(self, x: Tensor) -> Tensor:
+        """Return s [..., num_experts] in float32 at least: a choice must not depend on autocast."""
+        with no_autocast(x.device):
+            logits = functional.linear(x.to(wide := state_dtype(x.dtype)), self.router.weight.to(wide))
+        return logits.softmax(-1) if self.config.router == "softmax" else logits.sigmoid()
+
+    def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the chosen experts [..., topk] int64 and their weights."""
+        experts = (scores + self.bias.to(scores.dtype)).topk(self.config.topk, dim=-1).indices
+        weights = scores.gather(-1, experts)
+        if self.config.normalise:
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
+        return experts, weights * self.config.scale
+
+    def _mixed(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum [tokens, dim] of what the chosen experts make of x [tokens, dim]."""
+        tokens, topk = experts.shape
+        flat = experts.flatten()
+        order = flat.argsort(stable=True)
+        ends = torch.zeros(self.config.num_experts, dtype=torch.int32, device=x.device)
+        ends = ends.index_add(0, flat, torch.ones_like(flat, dtype=torch.int32)).cumsum(0, dtype=torch.int32)
+        impl = self.config.impl
+        gate, up = grouped_products(x[order // topk], self.gate_up, ends, impl=impl).chunk(2, -1)
+        sorted_ = grouped_products(functional.silu(gate) * up, self.down, ends, impl=impl)
+        place = torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=x.device))
+        made = sorted_[place].view(tokens, topk, -1)
+        return torch.einsum("nkd,nk->nd", made, weights.to(made.dtype)).to(x.dtype)
+
+    @uncompiled("loads and losses are gathered outside the model's graph")
+    def _learn_from(self, scores: Tensor, experts: Tensor, valid: Tensor | None) -> None:
+        """Gather the loads of experts, and the cost of unlike ones, of scores [..., time, num_experts]."""
+        chosen = torch.zeros_like(scores).scatter_(-1, experts, 1.0).detach()
+        chosen, scores = (select_valid(item, valid) if valid is not None else item for item in (chosen, scores))
+        if self.config.bias_rate:
+            loads = chosen.flatten(0, -2).sum(0)
+            self._loads = loads if self._loads is None else self._loads + loads
+        if self.balance is None or scores.dim() < 3:
+            return
+        # f_e and p_e of each sequence; the cost of a sequence is that of all its tokens.
+        tokens = chosen.sum((-2, -1)) / self.config.topk
+        shares = scores / scores.sum(-1, keepdim=True).clamp_min(1e-20)
+        f = chosen.sum(-2) / (tokens * self.config.topk).clamp_min(1)[..., None]
+        p = shares.sum(-2) / tokens.clamp_min(1)[..., None]
+        self.balance(self.config.balance * self.config.num_experts * tokens * (f * p).sum(-1))
+
+    @torch.no_grad()
+    def learn(self, total: Callable[[Tensor], Tensor]) -> None:
+        if not self.config.bias_rate:
+            return
+        loads = self._loads if self._loads is not None else torch.zeros_like(self.bias)
+        loads, self._loads = total(loads), None
+        self.bias.add_(self.config.bias_rate * (loads.mean() - loads).sign().to(self.bias.dtype))

@@ -1,0 +1,48 @@
+"""The interface of the feed-forwards of layers."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from kinformer.core.config import Config
+
+
+class ReadsPadding:
+    """Mixin of a feed-forward whose ``forward`` also takes ``valid`` [...] bool or None, because what it does or counts
+    depends on which tokens are real."""
+
+
+class FeedForwardConfig(Config):
+    """The config; ``build(dim)`` returns a module [..., dim] -> [..., dim]. ``hidden_dim`` defaults to 4 * dim.
+
+    A :class:`ReadsPadding` also takes ``valid``. One that looks at other tokens is a mixer: ``build`` gives an
+    ``EncoderMixer``, and ``build_causal``, for layers of decoders, a ``CausalMixer``.
+    """
+
+    slot = "feed_forward"
+
+    def build(self, dim: int) -> nn.Module:
+        raise NotImplementedError
+
+    def build_causal(self, dim: int) -> nn.Module:
+        return self.build(dim)
+
+
+class PartlyUsed:
+    """Mixin of a feed-forward of whose weights every token uses a part: a table, a mixture of experts."""
+
+    @property
+    def unused_parameters(self) -> int:
+        """Return how many of its weights one token does not use."""
+        raise NotImplementedError
+
+
+class Selection(nn.Module):
+    """The selection among ``size`` experts, which does nothing: whoever measures usage hooks it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, chosen: Tensor, weights: Tensor) -> None:
+        """Note ``chosen`` [..., n] int64 and their ``weights`` [..., n]."""
