@@ -32,9 +32,9 @@ from kinformer.blocks.initialise import Initialisation
 from kinformer.blocks.layer import DecoderLayer
 from kinformer.core import state as states
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, real_resets, select_valid
+from kinformer.core.feed_forward import FeedForwardConfig
 from kinformer.core.learning import OnlineLearner, Resampled, due_for_resampling
 from kinformer.core.model import modules_of
-from kinformer.core.parts import FeedForwardConfig
 from kinformer.data.mqar import Recall
 from kinformer.family.build import configure
 from kinformer.figures.style import FAINT, QUIET, SERIES, bare, figure

@@ -67,10 +67,10 @@ def show(
 def estimate(member: str, **options: Any) -> MemberEstimate:
     """What a member costs, before anything is run.
 
-    The result has ``parameters``; ``flops_inference`` (of a forward without gradients), ``flops_forward`` (of that of a
-    training step) and ``flops_step``, additions and multiplications for the batch; ``train_bytes``,
-    ``inference_bytes``, ``state_bytes`` and ``peak_bytes`` (of a process on a CPU); ``parts`` and ``memory``, which
-    break these down; and ``rules_of_thumb``.
+    The result has ``parameters`` and ``active_parameters`` (those that one token uses); ``flops_inference`` (of a
+    forward without gradients), ``flops_forward`` (of that of a training step) and ``flops_step``, additions and
+    multiplications for the batch; ``train_bytes``, ``inference_bytes``, ``state_bytes`` and ``peak_bytes`` (of a
+    process on a CPU); ``parts`` and ``memory``, which break these down; and ``rules_of_thumb``.
 
     member: a member of the family.
     options: ``recipe`` ("small"), ``vocab_size``, ``set``, ``length`` (tokens of a sequence, 1024), ``batch_size`` (1),

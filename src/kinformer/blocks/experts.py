@@ -28,6 +28,7 @@ from kinformer.blocks.feed_forward import SwiGLU
 from kinformer.core.contract import select_valid, state_dtype
 from kinformer.core.feed_forward import FeedForwardConfig, PartlyUsed, ReadsPadding, Selection
 from kinformer.core.learning import AuxLoss, OnlineLearner
+from kinformer.core.parts import UnpackedLinear
 from kinformer.kernels.grouped import IMPLS, grouped_products
 from kinformer.kernels.impls import GroupedImpl
 from kinformer.runtime.autocast import no_autocast
@@ -80,7 +81,7 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
         super().__init__()
         self.config = config
         hidden = config.hidden_dim or -(-8 * dim // (3 * config.topk) // 8) * 8
-        self.router = nn.Linear(dim, config.num_experts, bias=False)
+        self.router = UnpackedLinear(dim, config.num_experts, bias=False)
         self.gate_up = nn.Parameter(torch.empty(config.num_experts, dim, 2 * hidden))
         self.down = nn.Parameter(torch.empty(config.num_experts, hidden, dim))
         for weight, width in ((self.gate_up, dim), (self.down, hidden)):

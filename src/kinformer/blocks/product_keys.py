@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import state_dtype
-from kinformer.core.feed_forward import FeedForwardConfig, ReadsPadding
+from kinformer.core.feed_forward import FeedForwardConfig, PartlyUsed, ReadsPadding
 from kinformer.runtime.compiling import uncompiled
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import has_data
@@ -26,7 +26,7 @@ _GATHERED = 1 << 22
 """Numbers that a backward gathers at a time."""
 
 
-class ProductKeys(ReadsPadding, nn.Module):
+class ProductKeys(ReadsPadding, PartlyUsed, nn.Module):
     """The feed-forward x [..., dim] -> [..., dim]; ``valid`` [...] bool or None marks real tokens.
 
     ``norm``: of the queries. ``layer`` norms each half of each head's query by itself; ``batch`` is the published one,
@@ -72,6 +72,11 @@ class ProductKeys(ReadsPadding, nn.Module):
         self.keys = nn.Parameter(torch.empty(config.num_heads, 2, config.num_keys, half))
         nn.init.uniform_(self.keys, -(half**-0.5), half**-0.5)
         self.values = Values(config.num_keys**2, dim, sparse=config.sparse)
+
+    @property
+    def unused_parameters(self) -> int:
+        looked_up = self.keys.shape[0] * self.topk
+        return max(0, self.values.num_embeddings - looked_up) * self.values.embedding_dim
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         valid = None if valid is None else valid.flatten()

@@ -67,6 +67,8 @@ def _print_parts(result: MemberEstimate) -> None:
     rows.append(("total", f"{result.parameters:,}", inference, forward, step, activations))
     header = ("part", "parameters", "FLOPs inference", "FLOPs forward", "FLOPs step", "activations")
     print_table(header, rows, numeric=(1, 2, 3, 4, 5))
+    if result.active_parameters < result.parameters:
+        print(f"active parameters, those that one token uses: {result.active_parameters:,}")
     print("FLOPs: of a forward at inference, of the forward of a training step, and of the training step.")
 
 

@@ -67,7 +67,8 @@ def _print(page: dict[str, Any], config: dict[str, Any]) -> None:
     print(f"recipes: {', '.join(page['recipes'])}\n\nconfig of {page['name']}, recipe {page['recipe']}")
     print("\n".join(tree(config, "  ")))
     total = page["parameters"]["total"]
-    print(f"\nparameters: {total:,}")
+    active = page["parameters"]["active"]
+    print(f"\nparameters: {total:,}{f', of which one token uses {active:,}' if active < total else ''}")
     print_table(("part", "parameters"), [(part, f"{n:,}") for part, n in page["parameters"]["parts"].items()], (1,))
     _print_state(page)
     for picture in page["patterns"][:MOST_PICTURES]:

@@ -37,6 +37,12 @@ class PartlyUsed:
         raise NotImplementedError
 
 
+def active_parameters(model: nn.Module) -> int:
+    """Return how many parameters of ``model`` one token uses."""
+    unused = sum(part.unused_parameters for part in model.modules() if isinstance(part, PartlyUsed))
+    return sum(parameter.numel() for parameter in model.parameters()) - unused
+
+
 class Selection(nn.Module):
     """The selection among ``size`` experts, which does nothing: whoever measures usage hooks it."""
 

@@ -271,8 +271,9 @@ class ResidualOutput(nn.Linear):
     """A product that writes into the residual stream; some initialisations shrink these by the model's depth."""
 
 
-class ReadByHead(nn.Linear):
-    """A product whose weight is also read head by head, so that no layout of it replaces it."""
+class UnpackedLinear(nn.Linear):
+    """A product whose weight is also read by itself, head by head or in another dtype, so that no layout of it may
+    replace it."""
 
 
 def head_width(dim: int, num_heads: int) -> int:

@@ -18,6 +18,7 @@ import torch
 
 from kinformer.core.contract import CausalMixer
 from kinformer.core.encoder import EncoderMixer
+from kinformer.core.feed_forward import active_parameters
 from kinformer.core.pattern import Pattern
 from kinformer.core.stack import sparse_tables, units_of
 from kinformer.estimation.checkpoint import held_bytes, measure_held
@@ -55,10 +56,12 @@ class Estimate:
     """Totals for all rows of the batch; ``memory`` breaks the bytes down, ``parts`` the rest.
 
     flops_forward: of the forward of a training step, ``flops_step``. flops_inference: of one forward without gradients,
-    where tokens may leave early or halt as if none did.
+    where tokens may leave early or halt as if none did. active_parameters: those that one token uses, where experts or
+    a table have more.
     """
 
     parameters: int
+    active_parameters: int
     flops_forward: int
     flops_inference: int
     flops_step: int
@@ -110,6 +113,7 @@ def estimate(
     forward = sum(row.flops_forward for row in rows)
     return Estimate(
         parameters=parameters,
+        active_parameters=active_parameters(model),
         flops_forward=forward,
         flops_inference=sum(row.flops_inference for row in rows),
         flops_step=forward + sum(row.flops_backward for row in rows),

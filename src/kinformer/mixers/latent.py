@@ -24,9 +24,9 @@ from kinformer.core.contract import MixerConfig
 from kinformer.core.parts import (
     PatternConfig,
     PositionConfig,
-    ReadByHead,
     ResidualOutput,
     ScoreConfig,
+    UnpackedLinear,
     check_causal,
     check_heads,
     check_unpinned,
@@ -108,7 +108,7 @@ class LatentAttention(TokenMemory):
         self.query = nn.Linear(rank or dim, heads * (self.head_dim + self.rotary_dim), bias=False)
         self.down = nn.Linear(dim, self.width, bias=False)
         self.norm = nn.RMSNorm(self.latent_dim, eps=config.eps)
-        self.up = ReadByHead(self.latent_dim, heads * (self.head_dim + self.value_dim), bias=False)
+        self.up = UnpackedLinear(self.latent_dim, heads * (self.head_dim + self.value_dim), bias=False)
         self.gate = build_gate(config.gate, dim, heads, self.value_dim)
         self.out = ResidualOutput(heads * self.value_dim, dim, bias=False)
         self.impl, self.form = config.impl, config.form

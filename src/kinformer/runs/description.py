@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kinformer.core.config import override, to_dict
+from kinformer.core.feed_forward import active_parameters
 from kinformer.core.model_config import ModelConfig
 from kinformer.estimation.state_size import state_bytes
 from kinformer.family.build import configure
@@ -54,6 +55,7 @@ def describe(
         "config": to_dict(config),
         "parameters": {
             "total": sum(parameter.numel() for parameter in model.parameters()),
+            "active": active_parameters(model),
             "parts": _parameters(model),
         },
         "max_length": model.max_length,
