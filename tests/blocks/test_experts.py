@@ -50,7 +50,7 @@ def deepseek():
         hidden_size=DIM, moe_intermediate_size=HIDDEN, n_routed_experts=EXPERTS, num_experts_per_tok=2, n_group=1,
         topk_group=1, n_shared_experts=1, routed_scaling_factor=2.5, norm_topk_prob=True,
     )  # fmt: skip
-    return theirs.DeepseekV3MoE(config), built(router="sigmoid", scale=2.5, shared_dim=HIDDEN)
+    return theirs.DeepseekV3MoE(config), built(router="sigmoid", scale=2.5, shared_dim=HIDDEN, bias_rate=0.001)
 
 
 @pytest.mark.parametrize("block", [mixtral, qwen, deepseek])
@@ -63,12 +63,12 @@ def test_parity(block):
         ours.router.weight.copy_(theirs.gate.weight)
         ours.gate_up.copy_(theirs.experts.gate_up_proj.mT)
         ours.down.copy_(theirs.experts.down_proj.mT)
-        if ours.shared is not None:
+        if ours.shared_expert is not None:
             theirs.gate.e_score_correction_bias.copy_(torch.linspace(-0.2, 0.2, EXPERTS))
             ours.bias.copy_(theirs.gate.e_score_correction_bias)
             shared = theirs.shared_experts
-            ours.shared.gate_up.weight.copy_(torch.cat([shared.gate_proj.weight, shared.up_proj.weight]))
-            ours.shared.down.weight.copy_(shared.down_proj.weight)
+            ours.shared_expert.gate_up.weight.copy_(torch.cat([shared.gate_proj.weight, shared.up_proj.weight]))
+            ours.shared_expert.down.weight.copy_(shared.down_proj.weight)
         want, got = theirs(x), ours(x)
     # Their scores are float32, and the weights of experts with them.
     assert (got - want).abs().max() < 1e-6 * want.abs().max()

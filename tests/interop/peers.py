@@ -65,6 +65,49 @@ KINDS: dict[str, tuple[str, dict]] = {
     "mistral": ("Mistral", {"sliding_window": 5}),
     "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+        | {"num_key_value_heads": 4}
+        | {
+            "kv_lora_rank": 12,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 6,
+            "num_key_value_heads": 4,
+        }
+        | {
+            "rope_parameters": ROPE
+            | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+            | {"mscale": 0.7, "mscale_all_dim": 0.7}
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+        | {"num_key_value_heads": 4}
+        | {
+            "kv_lora_rank": 12,
+            "q_lora_rank": 10,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 6,
+            "num_key_value_heads": 4,
+        }
+        | {"n_group": 1, "topk_group": 1},
+    ),
     "gpt_neox": ("GPTNeoX", {}),
     "opt": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}),
     "bloom": ("Bloom", {"n_head": 4, "n_layer": 3}),
@@ -95,7 +138,8 @@ UNKNOWN = {
 MODELS = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM", "Qwen3_5Text": "Qwen3_5ForCausalLM"}
 MAIN = ("gpt2", "llama")
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "olmo_hybrid")
-IMPORTED_ONLY = ("opt", "bloom", "mpt", "gemma", "gemma2", "gemma3_text", *HYBRIDS)
+EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+IMPORTED_ONLY = (*EXPERTS, "opt", "bloom", "mpt", "gemma", "gemma2", "gemma3_text", *HYBRIDS)
 PATCHED = tuple(kind for kind in KINDS if kind not in IMPORTED_ONLY)
 """The models whose attention :func:`kinformer.interop.patch` can replace."""
 

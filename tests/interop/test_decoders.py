@@ -31,6 +31,8 @@ IMPORTED = {
     "qwen2 without windows": ("qwen2", {"use_sliding_window": False}),
     "qwen3": ("qwen3", {}),
     **{name: (name, {}) for name in ("gemma", "gemma2", "gemma3_text", "gpt_neox", "opt", "bloom", "mpt")},
+    **{name: (name, {}) for name in ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")},
+    "deepseek_v3 without a rank of queries": ("deepseek_v3", {"q_lora_rank": None, "first_k_dense_replace": 0}),
     "gemma2 without caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gpt_neox one after the other": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
     "bloom with 6 heads": ("bloom", {"n_head": 6, "hidden_size": 24}),
@@ -258,3 +260,23 @@ def test_from_a_folder_to_text_metrics_and_back(kind, tmp_path, capsys):
     assert type(again) is type(pair.theirs)
     assert torch.equal(again.generate(prompt, **options), theirs)
     assert AutoTokenizer.from_pretrained(back, local_files_only=True)("def")["input_ids"] == prompt[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "sentence"),
+    [
+        ("deepseek_v3", {"n_group": 2}, "n_group is 2, but only tokens that choose among all experts"),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "topk_method is 'group_limited_greedy'"),
+        ("mixtral", {"num_experts_per_tok": 9}, "topk must be from 1 to num_experts = 4"),
+        (
+            "qwen3_moe",
+            {"moe_intermediate_size": 17},
+            "config.json says|another model|shape",
+        ),
+    ],
+)
+def test_a_mixture_that_cannot_be_read_is_one_sentence(kind, changes, sentence, pairs, tmp_path):
+    folder = shutil.copytree(pairs(kind).folder, tmp_path / "checkpoint")
+    edit(folder, **changes)
+    with pytest.raises(KinformerError, match=sentence):
+        kinformer.import_checkpoint(folder, tmp_path / "run")

@@ -45,7 +45,7 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
     ``shared_dim``: of the expert that all tokens use, 0 for none.
     """
 
-    bias: Tensor
+    bias: Tensor | None
 
     @dataclass(frozen=True, kw_only=True)
     class Config(FeedForwardConfig):
@@ -86,10 +86,10 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
         self.down = nn.Parameter(torch.empty(config.num_experts, hidden, dim))
         for weight, width in ((self.gate_up, dim), (self.down, hidden)):
             nn.init.uniform_(weight, -(width**-0.5), width**-0.5)
-        self.register_buffer("bias", torch.zeros(config.num_experts))
+        self.register_buffer("bias", torch.zeros(config.num_experts) if config.bias_rate else None)
         self.selection = Selection(config.num_experts)
         self.balance = AuxLoss("balance") if config.balance and config.num_experts > 1 else None
-        self.shared = SwiGLU.Config(hidden_dim=config.shared_dim).build(dim) if config.shared_dim else None
+        self.shared_expert = SwiGLU.Config(hidden_dim=config.shared_dim).build(dim) if config.shared_dim else None
         self._loads: Tensor | None = None
 
     @property
@@ -106,7 +106,7 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
         if self.training and torch.is_grad_enabled():
             self._learn_from(scores, experts, valid)
         y = self._mixed(x.flatten(0, -2), experts.flatten(0, -2), weights.flatten(0, -2)).view(x.shape)
-        y = y if self.shared is None else y + self.shared(x)
+        y = y if self.shared_expert is None else y + self.shared_expert(x)
         return y if valid is None else torch.where(valid[..., None], y, y.new_zeros(()))
 
     def _scores(self, x: Tensor) -> Tensor:
@@ -117,7 +117,8 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
 
     def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Return the chosen experts [..., topk] int64 and their weights."""
-        experts = (scores + self.bias.to(scores.dtype)).topk(self.config.topk, dim=-1).indices
+        favoured = scores if self.bias is None else scores + self.bias.to(scores.dtype)
+        experts = favoured.topk(self.config.topk, dim=-1).indices
         weights = scores.gather(-1, experts)
         if self.config.normalise:
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
@@ -142,7 +143,7 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
         """Gather the loads of experts, and the cost of unlike ones, of scores [..., time, num_experts]."""
         chosen = torch.zeros_like(scores).scatter_(-1, experts, 1.0).detach()
         chosen, scores = (select_valid(item, valid) if valid is not None else item for item in (chosen, scores))
-        if self.config.bias_rate:
+        if self.bias is not None:
             loads = chosen.flatten(0, -2).sum(0)
             self._loads = loads if self._loads is None else self._loads + loads
         if self.balance is None or scores.dim() < 3:
@@ -156,7 +157,7 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
 
     @torch.no_grad()
     def learn(self, total: Callable[[Tensor], Tensor]) -> None:
-        if not self.config.bias_rate:
+        if self.bias is None:
             return
         loads = self._loads if self._loads is not None else torch.zeros_like(self.bias)
         loads, self._loads = total(loads), None

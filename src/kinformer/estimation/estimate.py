@@ -106,8 +106,7 @@ def estimate(
             "optimizer": optimizer_bytes(model, optimizer),
             "activations": sum(row.activation_bytes for row in rows),
         },
-        "inference_fp32": {"weights": 4 * parameters, "state": _state(config, model, batch, length, torch.float32)},
-        "inference_bf16": {"weights": 2 * parameters, "state": _state(config, model, batch, length, torch.bfloat16)},
+        **_inference(config, model, batch, length),
     }
     inference = memory["inference_fp32" if precision == "fp32" else "inference_bf16"]
     forward = sum(row.flops_forward for row in rows)
@@ -214,6 +213,18 @@ def _inference_costs(config: Any, model: Any, batch: int, length: int) -> Costs:
         elif path[1] in firsts:
             chosen[kind, ".".join(["layers", firsts[path[1]], *path[2:]])] = amount
     return chosen
+
+
+def _inference(config: Any, model: Any, batch: int, length: int) -> dict[str, dict[str, int]]:
+    """Return the bytes of weights and state after ``length`` tokens, in either precision."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {
+        f"inference_{name}": {
+            "weights": dtype.itemsize * parameters,
+            "state": _state(config, model, batch, length, dtype),
+        }
+        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
+    }
 
 
 def _state(config: Any, model: Any, batch: int, length: int, dtype: torch.dtype) -> int:

@@ -16,9 +16,11 @@ from kinformer.interop import (
     big_bird,
     decision,
     decoders,
+    deepseek,
     deit,
     encoder_decoders,
     encoder_keys,
+    experts,
     fla,
     gpt2,
     hybrids,
@@ -94,7 +96,8 @@ FAMILIES = {
 FORMATS = {
     **{
         kind: _Format(member=one.member, model_config=one.model_config, convert=one.convert, buffers=MASKS)
-        for kind, one in (gpt2.ARCHITECTURES | llama.ARCHITECTURES | decoders.ARCHITECTURES | fla.ARCHITECTURES).items()
+        for part in (gpt2, llama, decoders, experts, deepseek, fla)
+        for kind, one in part.ARCHITECTURES.items()
     },
     **{
         kind: _Format(member=one.member, model_config=one.model_config, convert=one.convert, notes=hybrids.notes)

@@ -1,0 +1,163 @@
+"""DeepSeek-V2 and V3, as the library transformers saves them: latent attention, plain feed-forwards in the first
+layers, and in the others a shared expert beside those that a token chooses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kinformer.interop.architecture import Architecture, Settings
+from kinformer.interop.experts import expert_count, expert_keys, experts_of
+from kinformer.interop.key_map import GATE_UP, Config, KeyMap, Rows, key
+from kinformer.interop.llama import DEFAULTS, like_llama
+from kinformer.interop.rotary import rope
+from kinformer.interop.settings import choice, number, positive, switch, whole
+from kinformer.runtime.errors import KinformerError
+
+DEEPSEEK: Mapping[str, Any] = {
+    **DEFAULTS,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_group": None,
+    "topk_group": None,
+}
+DEEPSEEK_V2: Mapping[str, Any] = {
+    **DEEPSEEK,
+    "vocab_size": 102400,
+    "first_k_dense_replace": 0,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.0,
+    "topk_method": "greedy",
+    "norm_topk_prob": False,
+    "moe_intermediate_size": 1407,
+}
+DEEPSEEK_V3: Mapping[str, Any] = {
+    **DEEPSEEK,
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 4096,
+    "rope_interleave": True,
+}
+"""transformers' own, for what a config leaves out."""
+
+
+def _shared_rows(layer: Config) -> tuple[int, int]:
+    """Return how many rows the gate and what it multiplies have in the first product of the shared expert."""
+    width = layer["feed_forward"]["shared_dim"]
+    return width, width
+
+
+def _deepseek_keys(model: Mapping[str, Any]) -> KeyMap:
+    ranked = model["layers"][0]["mixer"].get("query_latent_dim") is not None
+    queries = {
+        "mixer.query_down": "self_attn.q_a_proj",
+        "mixer.query_norm": "self_attn.q_a_layernorm",
+        "mixer.query": "self_attn.q_b_proj",
+    }
+    names = queries if ranked else {"mixer.query": "self_attn.q_proj"}
+    names |= {
+        "mixer.down": "self_attn.kv_a_proj_with_mqa",
+        "mixer.norm": "self_attn.kv_a_layernorm",
+        "mixer.up": "self_attn.kv_b_proj",
+        "mixer.out": "self_attn.o_proj",
+        "mixer_residual.norm": "input_layernorm",
+        "feed_forward_residual.norm": "post_attention_layernorm",
+    }
+    shared = "mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"
+    return KeyMap(
+        model=(key("input.embedding", "embed_tokens"), key("norm", "norm"), key("head.output", "lm_head")),
+        layer=(
+            *(key(ours, theirs) for ours, theirs in names.items()),
+            key("feed_forward.gate_up", "mlp.gate_proj", "mlp.up_proj", layout=GATE_UP),
+            key("feed_forward.down", "mlp.down_proj"),
+            *expert_keys(expert_count(model), "mlp", ("gate_proj", "up_proj", "down_proj")),
+            key("feed_forward.bias", "mlp.gate.e_score_correction_bias", tensors=("",)),
+            key("feed_forward.shared_expert.gate_up", *shared, layout=Rows(_shared_rows)),
+            key("feed_forward.shared_expert.down", "mlp.shared_experts.down_proj"),
+        ),
+    )
+
+
+def _deepseek(full: Settings, place: Path, experts: dict[str, Any]) -> dict[str, Any]:
+    """Return the model config, as data, of a DeepSeek with these ``experts``."""
+    choice(full, place, "hidden_act", ("silu",))
+    model = like_llama({**full, "num_key_value_heads": None, "head_dim": whole(full, place, "qk_nope_head_dim")}, place)
+    shared = whole(full, place, "n_shared_experts", least=0) * experts["hidden_dim"]
+    mixture = experts | {"shared_dim": shared, "scale": positive(full, place, "routed_scaling_factor")}
+    rank = None if full["q_lora_rank"] is None else whole(full, place, "q_lora_rank")
+    turned = whole(full, place, "qk_rope_head_dim", least=2)
+    layout = "interleaved" if full.get("rope_interleave", True) else "half"
+    mixer = {
+        "kind": "latent",
+        "num_heads": whole(full, place, "num_attention_heads"),
+        "head_dim": whole(full, place, "qk_nope_head_dim"),
+        "value_dim": whole(full, place, "v_head_dim"),
+        "rotary_dim": turned,
+        "latent_dim": whole(full, place, "kv_lora_rank"),
+        "query_latent_dim": rank,
+        "position": rope(full, place) | {"layout": layout},
+        "score": {"kind": "scaled_dot", "scale": _scale(full, place)},
+        "dropout": number(full, place, "attention_dropout"),
+    }
+    dense = whole(full, place, "first_k_dense_replace", least=0)
+    layers = [
+        layer | {"mixer": mixer} | ({} if index < dense else {"feed_forward": mixture})
+        for index, layer in enumerate(model["layers"])
+    ]
+    return model | {"layers": layers}
+
+
+def _scale(full: Settings, place: Path) -> float:
+    """Return what scores are multiplied by: with YaRN, mscale_all_dim makes it larger."""
+    scale = (whole(full, place, "qk_nope_head_dim") + whole(full, place, "qk_rope_head_dim")) ** -0.5
+    settings = full.get("rope_parameters") or full.get("rope_scaling") or {}
+    if not isinstance(settings, Mapping) or not settings.get("mscale_all_dim"):
+        return scale
+    factor = positive(settings, place, "factor")
+    stretch = 0.1 * positive(settings, place, "mscale_all_dim") * math.log(factor) + 1 if factor > 1 else 1.0
+    return scale * stretch**2
+
+
+def _deepseek_v2(full: Settings, place: Path) -> dict[str, Any]:
+    choice(full, place, "topk_method", ("greedy",))
+    experts = experts_of(full, place, "n_routed_experts", "moe_intermediate_size")
+    return _deepseek(full, place, experts | {"normalise": False, "balance": 0.0})
+
+
+def _deepseek_v3(full: Settings, place: Path) -> dict[str, Any]:
+    if full["n_group"] not in (None, 1):
+        raise KinformerError(
+            f"{place}: n_group is {full['n_group']!r}, but only tokens that choose among all experts (1) can be "
+            "imported."
+        )
+    experts = experts_of(full, place, "n_routed_experts", "moe_intermediate_size")
+    experts |= {"router": "sigmoid", "normalise": switch(full, place, "norm_topk_prob"), "balance": 0.0}
+    return _deepseek(full, place, experts | {"bias_rate": 0.001})
+
+
+PLAIN = {"attention_bias": False}
+ARCHITECTURES = {
+    kind: Architecture(title=title, member="mla", defaults=defaults, required=PLAIN, model=model, keys=_deepseek_keys)
+    for kind, title, defaults, model in (
+        ("deepseek_v2", "DeepSeek-V2", DEEPSEEK_V2, _deepseek_v2),
+        ("deepseek_v3", "DeepSeek-V3", DEEPSEEK_V3, _deepseek_v3),
+    )
+}
