@@ -3,6 +3,7 @@
     python benchmarks/combinations.py                     # all of them, in a random order: hours
     python benchmarks/combinations.py --count 500         # the first so many of that order
     python benchmarks/combinations.py --done FILE         # all, going on after those that FILE tells of
+    python benchmarks/combinations.py --latent            # those of latent attention, which has its own projection
 
 Positions, patterns, scores and projections are crossed; heads, embeddings, numbers of heads and gates are drawn along,
 mostly such as fit each other. It prints what is refused, with the reasons, and what fails, with its law; and ends with
@@ -34,6 +35,7 @@ from kinformer.core.encoder import GLOBAL
 from kinformer.family.kinds import kinds
 from kinformer.inputs.tokens import Tokens
 from kinformer.mixers.bidirectional import BidirectionalAttention
+from kinformer.mixers.latent import FORMS, LatentAttention
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.models.decoder import Decoder
 from kinformer.models.encoder import Encoder
@@ -71,7 +73,7 @@ ALONG = ("head", "embedding")
 
 
 class Combination(NamedTuple):
-    """Parts by slot, the number of heads, and of which kind the model is."""
+    """Parts by slot, the number of heads, and of which kind the model is, or its form of latent attention."""
 
     model: str
     num_heads: int
@@ -90,10 +92,12 @@ class Combination(NamedTuple):
         pattern = parts["pattern"]
         if not encoder and pattern.build().ahead != 0:
             pattern = Intersection(patterns=(Causal.Config(), pattern))
-        settings = {slot: parts[slot] for slot in ("score", "projection")} | {"pattern": pattern}
+        settings = {slot: parts[slot] for slot in ("score", "projection") if slot in parts} | {"pattern": pattern}
         settings["gate"] = self.gate
         settings["position"] = NoPosition.Config() if at_tokens else parts["position"]
-        mixer = (BidirectionalAttention if encoder else SoftmaxAttention).Config(num_heads=self.num_heads, **settings)
+        kind = {"encoder": BidirectionalAttention, "decoder": SoftmaxAttention}.get(self.model, LatentAttention)
+        settings |= {"form": self.model} if kind is LatentAttention else {}
+        mixer = kind.Config(num_heads=self.num_heads, **settings)
         layer = EncoderLayer if encoder else DecoderLayer
         return (Encoder if encoder else Decoder).Config(
             input=Tokens.Config(vocab_size=VOCAB, embedding=parts["embedding"]),
@@ -137,6 +141,19 @@ def combinations(seed: int = 0) -> Iterator[Combination]:
         pair = draw.choice(fitting[model] if draw.random() < FITTING else pairs)
         found = dict(zip((*SLOTS, *ALONG), (*chosen, *pair), strict=True))
         yield Combination(model, draw.choice((2, 4)), found, draw.choice(GATES))
+
+
+def latent_combinations(seed: int = 0) -> Iterator[Combination]:
+    """All positions, patterns and scores in latent attention, in a random order; its form and gate are drawn along."""
+    table, draw = kinds(), random.Random(seed)
+    slots = ("position", "pattern", "score")
+    parts = [[smallest(table[slot][kind]) for kind in table[slot]] for slot in slots]
+    crossed = list(itertools.product(*parts))
+    draw.shuffle(crossed)
+    ends = {slot: smallest(table[slot][kind]) for slot, kind in (("head", "language"), ("embedding", "lookup"))}
+    for chosen in crossed:
+        found = dict(zip(slots, chosen, strict=True)) | ends
+        yield Combination(draw.choice(FORMS[1:]), draw.choice((2, 4)), found, draw.choice(GATES))
 
 
 def _fit(model: str, head: Any, embedding: Any) -> bool:
@@ -206,13 +223,15 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the order, and of what is drawn along")
     parser.add_argument("--done", type=Path, help="a file of outcomes, to go on after; of the same seed and table")
+    parser.add_argument("--latent", action="store_true", help="combinations of latent attention")
     parser.set_defaults(threads=1)
     options = prepare(parser)
     options.count = 100 if options.quick else options.count
     warnings.simplefilter("ignore")
     outcomes = told(options.done)
     with open(options.done or os.devnull, "a") as file:
-        for combination in itertools.islice(combinations(options.seed), len(outcomes), options.count):
+        every = latent_combinations if options.latent else combinations
+        for combination in itertools.islice(every(options.seed), len(outcomes), options.count):
             begun = time.process_time()
             outcome, why = verdict(combination)
             if outcome == "failed":
@@ -222,8 +241,8 @@ def main() -> int:
             print(json.dumps(outcomes[-1]), file=file, flush=True)
     result = summary(outcomes)
     if options.count is None or options.out:
-        of = {"seed": options.seed, "of": sum(1 for _ in combinations(options.seed))}
-        save(options, "combinations", of | result)
+        of = {"seed": options.seed, "of": sum(1 for _ in every(options.seed))}
+        save(options, "latent_combinations" if options.latent else "combinations", of | result)
     return 1 if result["failed"] else 0
 
 

@@ -23,6 +23,7 @@ def loaded():
 
 combinations = loaded()
 FOUND = list(itertools.islice(combinations.combinations(SEED), SAMPLES))
+LATENT = list(itertools.islice(combinations.latent_combinations(SEED), 12))
 
 
 @pytest.mark.parametrize("number", range(SAMPLES))
@@ -31,6 +32,12 @@ def test_a_sample_keeps_its_laws_or_is_refused(number):
     skip = (("padding",), ("reset",), ("padding", "reset"))[number % 3]
     outcome, why = combinations.verdict(FOUND[number], skip)
     assert outcome != "failed", f"{FOUND[number]}: {why}"
+
+
+@pytest.mark.parametrize("number", range(len(LATENT)))
+def test_a_sample_of_latent_attention_keeps_its_laws_or_is_refused(number):
+    outcome, why = combinations.verdict(LATENT[number], (("padding",), ("reset",))[number % 2])
+    assert outcome != "failed", f"{LATENT[number]}: {why}"
 
 
 def test_most_of_the_sample_is_built_and_all_kinds_are_in_the_product():

@@ -67,6 +67,8 @@ MEMBER = Member(
         "layer norm in all recipes but paper",
     ),
     exact_limit="with one expert it is the member rope with a SwiGLU feed-forward",
+    use_when="there is memory for more weights than a token may cost in operations",
+    avoid_when="the model is small: choosing experts then takes more time than it saves",
     parity=("MixtralSparseMoeBlock of transformers, in float64 (tests/blocks/test_experts.py)",),
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2), 4),

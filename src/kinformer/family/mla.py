@@ -77,6 +77,8 @@ MEMBER = Member(
     ),
     exact_limit="with a latent as wide as the stream, queries straight from it and no rotary features it is softmax "
     "attention of normed inputs",
+    use_when="every token is to see all earlier ones, and the cache of keys and values is what limits you",
+    avoid_when="texts are short, or the state must not grow at all",
     parity=("DeepseekV3Attention of transformers, in float64 (tests/mixers/test_latent.py)",),
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2)),
