@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kinformer.interop.architecture import Architecture, Settings
-from kinformer.interop.experts import expert_count, expert_keys, experts_of
+from kinformer.interop.expert_keys import expert_count, expert_keys, experts_of
 from kinformer.interop.key_map import GATE_UP, Config, KeyMap, Rows, key
 from kinformer.interop.llama import DEFAULTS, like_llama
 from kinformer.interop.rotary import rope

@@ -1,0 +1,74 @@
+"""The tensors and sizes of mixtures of experts, as the library transformers names them.
+
+Files hold a matrix of each expert, transformers in memory one tensor of all; both are read, and files are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kinformer.interop.key_map import Config, Key, Layout, key
+from kinformer.interop.settings import whole
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ByExpert(Layout):
+    """Their ``parts`` matrices [out, in] of each expert, one expert after the other; ours is [experts, in, parts *
+    out]."""
+
+    def __init__(self, parts: int) -> None:
+        self.parts = parts
+
+    def read(self, tensors: Sequence[Tensor], layer: Config) -> Tensor:
+        import torch
+
+        experts = [torch.cat(list(tensors[first : first + self.parts])) for first in range(0, len(tensors), self.parts)]
+        return torch.stack(experts).mT.contiguous()
+
+    def write(self, tensor: Tensor, layer: Config) -> list[Tensor]:
+        return [part.contiguous() for expert in tensor.mT for part in expert.chunk(self.parts)]
+
+
+class OfAllExperts(Layout):
+    """Their tensor is [experts, out, in], ours [experts, in, out]."""
+
+    def read(self, tensors: Sequence[Tensor], layer: Config) -> Tensor:
+        (tensor,) = tensors
+        return tensor.mT.contiguous()
+
+    def write(self, tensor: Tensor, layer: Config) -> list[Tensor]:
+        return [tensor.mT.contiguous()]
+
+
+def expert_keys(count: int, inside: str, names: tuple[str, str, str]) -> tuple[Key, ...]:
+    """Return the keys of ``count`` experts: ``inside`` is their module, ``names`` those of gate, up and down."""
+    gate, up, down = names
+    first = [f"{inside}.experts.{one}.{name}.weight" for one in range(count) for name in (gate, up)]
+    second = [f"{inside}.experts.{one}.{down}.weight" for one in range(count)]
+    return (
+        key("feed_forward.router", f"{inside}.gate", tensors=("weight",)),
+        key("feed_forward.gate_up", *first, layout=ByExpert(2), tensors=("",)),
+        key("feed_forward.down", *second, layout=ByExpert(1), tensors=("",)),
+        key("feed_forward.gate_up", "mlp.experts.gate_up_proj", layout=OfAllExperts(), tensors=("",)),
+        key("feed_forward.down", "mlp.experts.down_proj", layout=OfAllExperts(), tensors=("",)),
+    )
+
+
+def expert_count(model: Mapping[str, Any]) -> int:
+    """Return how many experts the mixtures of ``model`` have."""
+    return max(layer["feed_forward"].get("num_experts", 0) for layer in model["layers"])
+
+
+def experts_of(full: Mapping[str, Any], place: Path, count: str, width: str) -> dict[str, Any]:
+    """Return the config, as data, of a mixture: ``count`` and ``width`` name the settings of experts and of one's
+    hidden layer."""
+    return {
+        "kind": "experts",
+        "num_experts": whole(full, place, count),
+        "topk": whole(full, place, "num_experts_per_tok"),
+        "hidden_dim": whole(full, place, width),
+    }
