@@ -10,7 +10,8 @@ from typing import Any
 
 from kinformer.interop.architecture import Architecture, Settings
 from kinformer.interop.expert_keys import expert_count, expert_keys, experts_of
-from kinformer.interop.key_map import GATE_UP, Config, KeyMap, Rows, key
+from kinformer.interop.key_map import KeyMap, key
+from kinformer.interop.layouts import GATE_UP, Blocks, Config, Product
 from kinformer.interop.llama import DEFAULTS, like_llama
 from kinformer.interop.rotary import rope
 from kinformer.interop.settings import choice, number, positive, switch, whole
@@ -59,10 +60,13 @@ DEEPSEEK_V3: Mapping[str, Any] = {
 """transformers' own, for what a config leaves out."""
 
 
-def _shared_rows(layer: Config) -> tuple[int, int]:
-    """Return how many rows the gate and what it multiplies have in the first product of the shared expert."""
+def _shared(layer: Config) -> tuple[int, dict[str, int]]:
+    """The gate of the shared expert's first product, and what it multiplies (``u``)."""
     width = layer["feed_forward"]["shared_dim"]
-    return width, width
+    return 1, {"g": width, "u": width}
+
+
+SHARED = Blocks((Product("g"), Product("u")), (Product("gu"),), _shared)
 
 
 def _deepseek_keys(model: Mapping[str, Any]) -> KeyMap:
@@ -90,7 +94,7 @@ def _deepseek_keys(model: Mapping[str, Any]) -> KeyMap:
             key("feed_forward.down", "mlp.down_proj"),
             *expert_keys(expert_count(model), "mlp", ("gate_proj", "up_proj", "down_proj")),
             key("feed_forward.bias", "mlp.gate.e_score_correction_bias", tensors=("",)),
-            key("feed_forward.shared_expert.gate_up", *shared, layout=Rows(_shared_rows)),
+            key("feed_forward.shared_expert.gate_up", *shared, layout=SHARED),
             key("feed_forward.shared_expert.down", "mlp.shared_experts.down_proj"),
         ),
     )

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kinformer.interop.key_map import Config, Key, Layout, key
+from kinformer.interop.key_map import Key, key
+from kinformer.interop.layouts import Config, Layout
 from kinformer.interop.settings import whole
 
 if TYPE_CHECKING:
@@ -23,25 +24,24 @@ class ByExpert(Layout):
     def __init__(self, parts: int) -> None:
         self.parts = parts
 
-    def read(self, tensors: Sequence[Tensor], layer: Config) -> Tensor:
+    def read(self, tensors: Sequence[Tensor], layer: Config) -> list[Tensor]:
         import torch
 
         experts = [torch.cat(list(tensors[first : first + self.parts])) for first in range(0, len(tensors), self.parts)]
-        return torch.stack(experts).mT.contiguous()
+        return [torch.stack(experts).mT.contiguous()]
 
-    def write(self, tensor: Tensor, layer: Config) -> list[Tensor]:
-        return [part.contiguous() for expert in tensor.mT for part in expert.chunk(self.parts)]
+    def write(self, tensors: Sequence[Tensor], layer: Config) -> list[Tensor]:
+        return [part.contiguous() for tensor in tensors for expert in tensor.mT for part in expert.chunk(self.parts)]
 
 
 class OfAllExperts(Layout):
     """Their tensor is [experts, out, in], ours [experts, in, out]."""
 
-    def read(self, tensors: Sequence[Tensor], layer: Config) -> Tensor:
-        (tensor,) = tensors
+    def ours(self, tensor: Tensor, layer: Config) -> Tensor:
         return tensor.mT.contiguous()
 
-    def write(self, tensor: Tensor, layer: Config) -> list[Tensor]:
-        return [tensor.mT.contiguous()]
+    def theirs(self, tensor: Tensor, layer: Config) -> Tensor:
+        return tensor.mT.contiguous()
 
 
 def expert_keys(count: int, inside: str, names: tuple[str, str, str]) -> tuple[Key, ...]:

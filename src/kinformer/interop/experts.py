@@ -12,7 +12,7 @@ from typing import Any
 
 from kinformer.interop.architecture import Architecture, Settings
 from kinformer.interop.expert_keys import expert_count, expert_keys, experts_of
-from kinformer.interop.key_map import KeyMap, key
+from kinformer.interop.key_map import Key, KeyMap, key
 from kinformer.interop.llama import MISTRAL, QWEN, keys, like_llama
 from kinformer.interop.settings import choice, number, switch, whole
 
@@ -43,17 +43,24 @@ QWEN_MOE: Mapping[str, Any] = {
 """transformers' own, for what a config leaves out."""
 
 
-def _mixtral_keys(model: Mapping[str, Any]) -> KeyMap:
+def _llama_keys(model: Mapping[str, Any]) -> tuple[KeyMap, tuple[Key, ...]]:
+    """Return the key map of a LLaMA-like ``model``, and the keys that all its layers have."""
     plain = keys(model)
+    assert not callable(plain.layer), "layers of a LLaMA are alike"
+    return plain, plain.layer
+
+
+def _mixtral_keys(model: Mapping[str, Any]) -> KeyMap:
+    plain, layer = _llama_keys(model)
     mixture = expert_keys(expert_count(model), "block_sparse_moe", ("w1", "w3", "w2"))
     in_memory = key("feed_forward.router", "mlp.gate", tensors=("weight",))
-    return KeyMap(model=plain.model, layer=(*plain.layer, *mixture, in_memory))
+    return KeyMap(model=plain.model, layer=(*layer, *mixture, in_memory))
 
 
 def _qwen_keys(model: Mapping[str, Any]) -> KeyMap:
-    plain = keys(model)
+    plain, layer = _llama_keys(model)
     mixture = expert_keys(expert_count(model), "mlp", ("gate_proj", "up_proj", "down_proj"))
-    return KeyMap(model=plain.model, layer=(*plain.layer, *mixture))
+    return KeyMap(model=plain.model, layer=(*layer, *mixture))
 
 
 def _mixtral(full: Settings, place: Path) -> dict[str, Any]:
