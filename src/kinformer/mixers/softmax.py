@@ -72,6 +72,7 @@ from kinformer.patterns.causal import Causal
 from kinformer.patterns.spanned import spanned
 from kinformer.positions.none import NoPosition
 from kinformer.projections.differential import build_differential
+from kinformer.projections.exclusive import Exclusive
 from kinformer.projections.multi_head import MultiHead
 from kinformer.projections.output_gate import Gate, build_gate, written
 from kinformer.projections.value_residual import ValueResidual
@@ -97,6 +98,7 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
         span: SpanConfig | None = None
         gate: Gate = "none"  # of the heads' outputs
         value_residual: bool = False
+        exclusive: bool = False  # outputs without what points along the token's own value
         differential: float | None = None  # lam_init of differential attention
         bias: bool = True  # of the output projection
         dropout: float = 0.0  # of the attention probabilities
@@ -126,6 +128,7 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
         self.value_residual = ValueResidual(kv_heads, head_dim) if config.value_residual else None
         pairs = config.differential, config.num_heads, kv_heads, head_dim, self.position
         self.differential = build_differential(*pairs)
+        self.exclusive = Exclusive(config.num_heads) if config.exclusive else None
         self.gate = build_gate(config.gate, dim, config.num_heads, head_dim)
         self.out = config.projection.build_output(dim, config.num_heads, head_dim, config.bias)
         self.projected_heads = config.num_heads + 2 * self.projection.num_kv_heads
@@ -292,5 +295,6 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
         else:
             attended = attention(q, k, v, visibility, scoring, impl=self.impl, lse=pinned is not None)
             y = (attended if pinned is None else merge(attended, pinned)).out
+        y = y if self.exclusive is None else self.exclusive(y, v[:, :, -y.shape[2] :])
         y = y if self.differential is None else self.differential(y)
         return written(self.out, self.gate, merge_heads(y), call.chunk, output_mask)

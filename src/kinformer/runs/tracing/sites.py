@@ -288,6 +288,8 @@ def site_of(mixer: nn.Module) -> Site | str:
     """Return where values enter ``mixer``, or a sentence that says why it has no attention weights."""
     if getattr(mixer, "differential", None) is not None:
         return "Differential attention takes the difference of two probabilities and a norm of what it reads."
+    if getattr(mixer, "exclusive", None) is not None:
+        return "Exclusive attention takes a token's own value out of what its heads read."
     for kind in type(mixer).__mro__:
         if kind in SITES:
             return SITES[kind]
