@@ -169,8 +169,9 @@ def choose_impl(
         return "chunked"  # costs are counted on the meta device, which decomposes torch's kernel into dense products
     if visibility.attn_mask is not None or scoring.bias is not None:
         return "chunked"
-    if q.device.type == "cpu" and width not in (None, q.shape[3]):
-        return "chunked"  # PyTorch's kernel of the CPU has one width for all, and dense products for others
+    padded = q.device.type == "cpu" and width not in (None, q.shape[3])
+    if padded and width is not None and width > q.shape[3]:
+        return "chunked"  # PyTorch's kernel of the CPU has one width for all; only values are padded
     if scoring.sink is not None and q.device.type != "cpu":
         return "chunked"  # of PyTorch's kernels, we take a log-sum-exp from that of the CPU alone
     table = TABLE["cuda" if q.device.type == "cuda" else _CPU]
@@ -191,7 +192,7 @@ def choose_impl(
         few = q.shape[0] * q.shape[1] * pairs <= table.few_narrow_pairs
     else:
         few = pairs < table.few_pairs
-    if few:
+    if few and not padded:
         return "sdpa"
     least = table.long if q.element_size() >= 4 else table.narrow_long
     return "sdpa" if time >= least and sdpa.expressed(visibility, time, slots) != "masked" else "chunked"
