@@ -120,6 +120,12 @@ KINDS: dict[str, tuple[str, dict]] = {
     ),
     "gemma3_text": ("Gemma3Text", {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 12}),
     "qwen3_next": ("Qwen3Next", HYBRID | {"num_experts": 0}),
+    "qwen3_next with experts": (
+        "Qwen3Next",
+        HYBRID
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "mlp_only_layers": [0]}
+        | {"shared_expert_intermediate_size": 20},
+    ),
     "qwen3_5_text": ("Qwen3_5Text", HYBRID),
     "olmo_hybrid": (
         "OlmoHybrid",
@@ -138,7 +144,7 @@ UNKNOWN = {
 MODELS = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM", "Qwen3_5Text": "Qwen3_5ForCausalLM"}
 MAIN = ("gpt2", "llama")
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "olmo_hybrid")
-EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "qwen3_next with experts")
 IMPORTED_ONLY = (*EXPERTS, "opt", "bloom", "mpt", "gemma", "gemma2", "gemma3_text", *HYBRIDS)
 PATCHED = tuple(kind for kind in KINDS if kind not in IMPORTED_ONLY)
 """The models whose attention :func:`kinformer.interop.patch` can replace."""

@@ -12,7 +12,7 @@ from kinformer.cli.main import main
 from kinformer.runs.run import open_run
 from kinformer.runtime.errors import KinformerError
 from tests.interop.decoders import CHECKS, Pair, tokens
-from tests.interop.peers import HYBRIDS, byte_tokenizer
+from tests.interop.peers import EXPERTS, HYBRIDS, byte_tokenizer
 
 IMPORTED = {
     "llama": ("llama", {}),
@@ -31,7 +31,7 @@ IMPORTED = {
     "qwen2 without windows": ("qwen2", {"use_sliding_window": False}),
     "qwen3": ("qwen3", {}),
     **{name: (name, {}) for name in ("gemma", "gemma2", "gemma3_text", "gpt_neox", "opt", "bloom", "mpt")},
-    **{name: (name, {}) for name in ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")},
+    **{name: (name, {}) for name in EXPERTS},
     "deepseek_v3 without a rank of queries": ("deepseek_v3", {"q_lora_rank": None, "first_k_dense_replace": 0}),
     "gemma2 without caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gpt_neox one after the other": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),

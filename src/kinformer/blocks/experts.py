@@ -42,7 +42,8 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
     """The feed-forward x [..., dim] -> [..., dim]; ``valid`` [...] bool or None marks real tokens.
 
     ``hidden_dim`` is that of one expert; by default ``topk`` experts together cost as much as a SwiGLU.
-    ``shared_dim``: of the expert that all tokens use, 0 for none.
+    ``shared_dim``: of the expert that all tokens use, 0 for none. Its weight is 1, or with ``shared_gate``, as in
+    Qwen3-Next, sigmoid(u . x).
     """
 
     bias: Tensor | None
@@ -54,6 +55,7 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
         topk: int = 2
         hidden_dim: int | None = None
         shared_dim: int = 0
+        shared_gate: bool = False
         router: Literal["softmax", "sigmoid"] = "softmax"
         normalise: bool = True
         scale: float = 1.0
@@ -71,6 +73,10 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
             for name in ("shared_dim", "balance", "bias_rate"):
                 if not getattr(self, name) >= 0:
                     raise KinformerError(f"{name} must be 0 or more, but is {getattr(self, name):g}.")
+            if self.shared_gate and not self.shared_dim:
+                raise KinformerError(
+                    "shared_gate gates the expert that all tokens use; give shared_dim, or leave it out."
+                )
             if not self.scale > 0:
                 raise KinformerError(f"scale must be above 0, but is {self.scale:g}.")
 
@@ -90,6 +96,7 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
         self.selection = Selection(config.num_experts)
         self.balance = AuxLoss("balance") if config.balance and config.num_experts > 1 else None
         self.shared_expert = SwiGLU.Config(hidden_dim=config.shared_dim).build(dim) if config.shared_dim else None
+        self.shared_gate = nn.Linear(dim, 1, bias=False) if config.shared_gate else None
         self._loads: Tensor | None = None
 
     @property
@@ -106,7 +113,9 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
         if self.training and torch.is_grad_enabled():
             self._learn_from(scores, experts, valid)
         y = self._mixed(x.flatten(0, -2), experts.flatten(0, -2), weights.flatten(0, -2)).view(x.shape)
-        y = y if self.shared_expert is None else y + self.shared_expert(x)
+        if self.shared_expert is not None:
+            shared = self.shared_expert(x)
+            y = y + (shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared)
         return y if valid is None else torch.where(valid[..., None], y, y.new_zeros(()))
 
     def _scores(self, x: Tensor) -> Tensor:

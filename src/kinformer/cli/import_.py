@@ -19,7 +19,7 @@ class Options(CommonOptions):
 
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """The checkpoint folder: of GPT-2, LLaMA, Mistral, Qwen2, Qwen3, Gemma 1 to 3, GPT-NeoX, OPT, BLOOM or MPT; of
-    Mixtral, Qwen3-MoE, DeepSeek-V2 or V3; of Qwen3.5, Qwen3-Next or OLMo Hybrid without experts; of
+    Mixtral, Qwen3-MoE, DeepSeek-V2 or V3; of Qwen3.5, Qwen3-Next or OLMo Hybrid; of
     flash-linear-attention's Gated DeltaNet, DeltaNet, GLA or RetNet; of BERT, RoBERTa, Longformer, Big Bird or
     ModernBERT; of Marian, T5, mT5 or BART; of Decision Transformer, ViT, DeiT or Swin; or what kinformer export
     wrote."""

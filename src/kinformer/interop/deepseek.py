@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from kinformer.interop.architecture import Architecture, Settings
-from kinformer.interop.expert_keys import expert_count, expert_keys, experts_of
+from kinformer.interop.expert_keys import SHARED, expert_count, expert_keys, experts_of
 from kinformer.interop.key_map import KeyMap, key
-from kinformer.interop.layouts import GATE_UP, Blocks, Config, Product
+from kinformer.interop.layouts import GATE_UP
 from kinformer.interop.llama import DEFAULTS, like_llama
 from kinformer.interop.rotary import rope
 from kinformer.interop.settings import choice, number, positive, switch, whole
@@ -58,15 +58,6 @@ DEEPSEEK_V3: Mapping[str, Any] = {
     "rope_interleave": True,
 }
 """transformers' own, for what a config leaves out."""
-
-
-def _shared(layer: Config) -> tuple[int, dict[str, int]]:
-    """The gate of the shared expert's first product, and what it multiplies (``u``)."""
-    width = layer["feed_forward"]["shared_dim"]
-    return 1, {"g": width, "u": width}
-
-
-SHARED = Blocks((Product("g"), Product("u")), (Product("gu"),), _shared)
 
 
 def _deepseek_keys(model: Mapping[str, Any]) -> KeyMap:

@@ -6,23 +6,25 @@ Files hold a matrix of each expert, transformers in memory one tensor of all; bo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kinformer.interop.key_map import Key, key
-from kinformer.interop.layouts import Config, Layout
+from kinformer.interop.layouts import GATE_UP, Blocks, Config, Layout, Product
 from kinformer.interop.settings import whole
+from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+@dataclass(frozen=True)
 class ByExpert(Layout):
     """Their ``parts`` matrices [out, in] of each expert, one expert after the other; ours is [experts, in, parts *
     out]."""
 
-    def __init__(self, parts: int) -> None:
-        self.parts = parts
+    parts: int
 
     def read(self, tensors: Sequence[Tensor], layer: Config) -> list[Tensor]:
         import torch
@@ -44,6 +46,18 @@ class OfAllExperts(Layout):
         return tensor.mT.contiguous()
 
 
+def _shared(layer: Config) -> tuple[int, dict[str, int]]:
+    """The gate of the shared expert's first product, and what it multiplies (``u``)."""
+    width = layer["feed_forward"]["shared_dim"]
+    return 1, {"g": width, "u": width}
+
+
+SHARED = Blocks((Product("g"), Product("u")), (Product("gu"),), _shared)
+
+
+ALL = OfAllExperts()
+
+
 def expert_keys(count: int, inside: str, names: tuple[str, str, str]) -> tuple[Key, ...]:
     """Return the keys of ``count`` experts: ``inside`` is their module, ``names`` those of gate, up and down."""
     gate, up, down = names
@@ -53,8 +67,22 @@ def expert_keys(count: int, inside: str, names: tuple[str, str, str]) -> tuple[K
         key("feed_forward.router", f"{inside}.gate", tensors=("weight",)),
         key("feed_forward.gate_up", *first, layout=ByExpert(2), tensors=("",)),
         key("feed_forward.down", *second, layout=ByExpert(1), tensors=("",)),
-        key("feed_forward.gate_up", "mlp.experts.gate_up_proj", layout=OfAllExperts(), tensors=("",)),
-        key("feed_forward.down", "mlp.experts.down_proj", layout=OfAllExperts(), tensors=("",)),
+        key("feed_forward.gate_up", "mlp.experts.gate_up_proj", layout=ALL, tensors=("",)),
+        key("feed_forward.down", "mlp.experts.down_proj", layout=ALL, tensors=("",)),
+    )
+
+
+def feed_forward_keys(config: Config) -> tuple[Key, ...]:
+    """Return the keys of a layer's feed-forward in Qwen's models: plain, or a mixture with a gated shared expert."""
+    if config["kind"] != "experts":
+        gate_up = key("feed_forward.gate_up", "mlp.gate_proj", "mlp.up_proj", layout=GATE_UP)
+        return gate_up, key("feed_forward.down", "mlp.down_proj")
+    shared = "mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"
+    return (
+        *expert_keys(config["num_experts"], "mlp", ("gate_proj", "up_proj", "down_proj")),
+        key("feed_forward.shared_expert.gate_up", *shared, layout=SHARED),
+        key("feed_forward.shared_expert.down", "mlp.shared_expert.down_proj"),
+        key("feed_forward.shared_gate", "mlp.shared_expert_gate"),
     )
 
 
@@ -72,3 +100,11 @@ def experts_of(full: Mapping[str, Any], place: Path, count: str, width: str) -> 
         "topk": whole(full, place, "num_experts_per_tok"),
         "hidden_dim": whole(full, place, width),
     }
+
+
+def sparse_layers(full: Mapping[str, Any], place: Path) -> list[bool]:
+    """Return of each layer whether it has a mixture, by the settings of Qwen's models."""
+    step, dense = whole(full, place, "decoder_sparse_step"), full["mlp_only_layers"] or []
+    if not isinstance(dense, list) or not all(isinstance(one, int) for one in dense):
+        raise KinformerError(f"{place}: mlp_only_layers must be a list of numbers of layers, or null.")
+    return [layer not in dense and (layer + 1) % step == 0 for layer in range(full["num_hidden_layers"])]

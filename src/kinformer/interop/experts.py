@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from kinformer.interop.architecture import Architecture, Settings
-from kinformer.interop.expert_keys import expert_count, expert_keys, experts_of
+from kinformer.interop.expert_keys import expert_count, expert_keys, experts_of, sparse_layers
 from kinformer.interop.key_map import Key, KeyMap, key
 from kinformer.interop.llama import MISTRAL, QWEN, keys, like_llama
-from kinformer.interop.settings import choice, number, switch, whole
+from kinformer.interop.settings import choice, number, switch
 
 MIXTRAL: Mapping[str, Any] = {
     **MISTRAL,
@@ -86,10 +86,9 @@ def _qwen3_moe(full: Settings, place: Path) -> dict[str, Any]:
         "normalise": switch(full, place, "norm_topk_prob"),
         "balance": number(full, place, "router_aux_loss_coef"),
     }
-    step, dense = whole(full, place, "decoder_sparse_step"), full["mlp_only_layers"] or []
     layers = [
-        layer if index in dense or (index + 1) % step else layer | {"feed_forward": experts}
-        for index, layer in enumerate(model["layers"])
+        layer | {"feed_forward": experts} if sparse else layer
+        for layer, sparse in zip(model["layers"], sparse_layers(full, place), strict=True)
     ]
     return model | {"layers": layers}
 

@@ -4,7 +4,7 @@ and OLMo Hybrid.
 Most layers are Gated DeltaNet's, whose heads of keys may each serve several heads of values; every fourth is softmax
 attention with normed queries and keys. Qwen's softmax layers turn a quarter of each head by its position and gate the
 heads' outputs, and its norms multiply by 1 + w. OLMo's softmax layers stand before their norms, norm all heads of
-queries together and may have no positions. Mixtures of experts are not imported.
+queries together and may have no positions. Layers of Qwen3-Next may be mixtures of experts.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from kinformer.interop.architecture import Architecture, Settings
+from kinformer.interop.expert_keys import experts_of, feed_forward_keys, sparse_layers
 from kinformer.interop.key_map import Key, KeyMap, key
 from kinformer.interop.layouts import (
     DELTA,
     DELTA_FUSED,
     DELTA_JOINED,
-    GATE_UP,
     GATED_QKV,
     ONE_PLUS,
     QKV,
@@ -32,7 +32,7 @@ from kinformer.interop.layouts import (
 )
 from kinformer.interop.llama import DEFAULTS, FULL, layer_types, like_llama
 from kinformer.interop.rotary import parameters, rope
-from kinformer.interop.settings import choice, require, switch, whole
+from kinformer.interop.settings import choice, number, require, switch, whole
 from kinformer.runtime.errors import KinformerError
 
 Norms = Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
@@ -62,6 +62,11 @@ QWEN3_NEXT: Mapping[str, Any] = {
     "num_hidden_layers": 48,
     "num_key_value_heads": 2,
     "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.001,
     "decoder_sparse_step": 1,
     "mlp_only_layers": None,
 }
@@ -130,17 +135,19 @@ def _qwen(full: Settings, place: Path) -> dict[str, Any]:
 
 
 def _qwen3_next(full: Settings, place: Path) -> dict[str, Any]:
-    experts, step = whole(full, place, "num_experts", least=0), whole(full, place, "decoder_sparse_step")
-    dense = full["mlp_only_layers"] or []
-    if not isinstance(dense, list) or not all(isinstance(one, int) for one in dense):
-        raise KinformerError(f"{place}: mlp_only_layers must be a list of numbers of layers, or null.")
-    for layer in range(full["num_hidden_layers"]):
-        if experts and layer not in dense and (layer + 1) % step == 0:
-            raise KinformerError(
-                f"{place}: layer {layer} is a mixture of experts (num_experts {experts}), which cannot be imported; "
-                "import a Qwen3-Next whose layers are all dense."
-            )
-    return _qwen(full, place)
+    model = _qwen(full, place)
+    if not whole(full, place, "num_experts", least=0):
+        return model
+    experts = experts_of(full, place, "num_experts", "moe_intermediate_size") | {
+        "normalise": switch(full, place, "norm_topk_prob"),
+        "shared_dim": whole(full, place, "shared_expert_intermediate_size"),
+        "shared_gate": True,
+        "balance": number(full, place, "router_aux_loss_coef"),
+    }
+    for layer, sparse in zip(model["layers"], sparse_layers(full, place), strict=True):
+        if sparse:
+            layer["feed_forward"] = experts
+    return model
 
 
 def _olmo(full: Settings, place: Path) -> dict[str, Any]:
@@ -193,8 +200,7 @@ def _keys(norm: Layout, linear: tuple[Key, ...], softmax: tuple[Key, ...], names
                 for ours, theirs in zip(("mixer", "feed_forward"), norms, strict=True)
                 for one in theirs
             ),
-            key("feed_forward.gate_up", "mlp.gate_proj", "mlp.up_proj", layout=GATE_UP),
-            key("feed_forward.down", "mlp.down_proj"),
+            *feed_forward_keys(config["feed_forward"]),
             *(linear if config["mixer"]["kind"] == "linear" else softmax),
         )
 

@@ -18,7 +18,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
 
 from kinformer.core.contract import MixerConfig
 from kinformer.core.parts import (
@@ -38,6 +37,7 @@ from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibi
 from kinformer.kernels.impls import AttentionImpl
 from kinformer.patterns.causal import Causal
 from kinformer.positions.rope import Rope
+from kinformer.projections.normalised import normed
 from kinformer.projections.output_gate import Gate, build_gate
 from kinformer.runtime.errors import KinformerError, choose
 from kinformer.scores.scaled_dot import ScaledDot
@@ -142,7 +142,7 @@ class LatentAttention(TokenMemory):
         keys = keys[:, None]
         if self.rotary_dim:
             keys = self.position.rotate_keys(keys, positions)
-        return x, torch.cat([_normed(self.norm, latents)[:, None], keys], -1)
+        return x, torch.cat([normed(self.norm, latents)[:, None], keys], -1)
 
     def attend(self, h: Tensor, slots: Tensor, positions: Tensor, whole: bool) -> Tensor:
         dropout = AttentionDropout.drawn(self.config.dropout, self.training)
@@ -155,7 +155,7 @@ class LatentAttention(TokenMemory):
     def _queries(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return queries [batch, num_heads, time, head_dim + rotary_dim]; the rotary features are the last."""
         if self.query_down is not None and self.query_norm is not None:
-            x = _normed(self.query_norm, self.query_down(x))
+            x = normed(self.query_norm, self.query_down(x))
         q = self.query(x).unflatten(-1, (self.config.num_heads, -1)).transpose(1, 2)
         if self.position.overrides("rotate"):
             plain, turned = q.split([self.head_dim, self.rotary_dim], -1)
@@ -196,8 +196,3 @@ class LatentAttention(TokenMemory):
         q = torch.cat([torch.einsum("bhtd,hdr->bhtr", plain, keys.to(plain.dtype)), turned], -1)
         sums = attention(q, slots, slots[..., : self.latent_dim], visibility, scoring, impl=self.impl).out
         return torch.einsum("bhtr,hvr->bhtv", sums, values.to(sums.dtype))
-
-
-def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
-    """Return ``norm(x)`` in the dtype of ``x``, which under autocast is not the weight's."""
-    return rms_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.eps)

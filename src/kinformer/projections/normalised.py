@@ -56,16 +56,16 @@ class Normalised(Projection):
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         k, v = self.inner.keys_values(x)
-        return (k, v) if self.context else (_normed(self.k_norm, k), v)
+        return (k, v) if self.context else (normed(self.k_norm, k), v)
 
     def combine(self, tokens: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         return self._normalised(*self.inner.combine(tokens, positions))
 
     def _normalised(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return _normed(self.q_norm, q), _normed(self.k_norm, k), v
+        return normed(self.q_norm, q), normed(self.k_norm, k), v
 
 
-def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+def normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
     """Return ``norm`` of x [batch, heads, time, head_dim] in the dtype of ``x``, which under autocast is not the
     weight's."""
     weight = norm.weight.to(x.dtype)
