@@ -235,7 +235,7 @@ def test_a_run_of_an_encoder_continues_no_text(cli, make_run):
 
 OTHERWISE = {
     "max_new_tokens": 3, "temperature": 0.5, "top_k": 2, "top_p": 0.5, "min_p": 0.5, "repetition_penalty": 1.5,
-    "stop": ("x",), "samples": 2, "chunk": 7,
+    "stop": ("x",), "samples": 2, "chunk": 7, "draft": "ngram", "draft_length": 3,
 }  # fmt: skip
 
 

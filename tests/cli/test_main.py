@@ -169,7 +169,7 @@ def test_list_is_the_table_of_the_family(cli):
     assert [row.split()[0] for row in rows if row[0] != " "] == [member.name for member in kinformer.members()]
     told = json.loads(cli("list", "--json")[1])
     names = ["name", "title", "paper", "year", "axes", "causal", "growth", "departures", "exact_limit"]
-    names += ["cost", "recipes"]
+    names += ["use_when", "avoid_when", "cost", "recipes"]
     assert all(list(each) == names for each in told)
     assert [each["recipes"] for each in told] == [list(member.recipes) for member in kinformer.members()]
 

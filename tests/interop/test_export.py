@@ -20,10 +20,11 @@ from kinformer.runs.run import Run, open_run, save_weights
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.table import task_of
 from tests.interop.decoders import Pair, assert_close
-from tests.interop.peers import tokens
+from tests.interop.peers import EXPERTS, tokens
 from tests.interop.test_decoders import IMPORTED
 
-NATIVE = IMPORTED | {"gpt2": ("gpt2", {"scale_attn_by_inverse_layer_idx": False, "attn_implementation": "sdpa"})}
+WITHOUT_EXPERTS = {name: pair for name, pair in IMPORTED.items() if pair[0] not in EXPERTS}
+NATIVE = WITHOUT_EXPERTS | {"gpt2": ("gpt2", {"scale_attn_by_inverse_layer_idx": False, "attn_implementation": "sdpa"})}
 REMOTE = ("gated-deltanet", "linear-transformer", "retnet", "local", "transformer-xl", "universal", "calm")
 
 

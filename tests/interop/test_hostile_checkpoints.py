@@ -64,7 +64,7 @@ def test_tensors_of_strange_names_and_shapes(folder):
     query = next(name for name in tensors if name.endswith("layer.0.attention.self.query.weight"))
     for changes, message in (
         ({query: torch.zeros(16, 8)}, "not what config.json says"),
-        ({query: torch.zeros(())}, "cannot be imported"),
+        ({query: torch.zeros(())}, "not what config.json says"),
         ({query.replace("layer.0", f"layer.{LONG}"): torch.zeros(1)}, "which a BERT with"),
         ({query.replace("layer.0", "layer.٣"): torch.zeros(1)}, "which a BERT with"),
     ):

@@ -18,7 +18,9 @@ def _recipe(shape: ModelShape, experts: bool = False) -> Recipe:
         from kinformer.blocks.experts import Experts
         from kinformer.mixers.latent import LatentAttention
 
-        config = decoder(shape, vocab or 256, mixer=LatentAttention.Config(num_heads=shape.num_heads))
+        config = decoder(
+            shape, vocab or 256, mixer=LatentAttention.Config(num_heads=shape.num_heads, latent_dim=shape.dim // 2)
+        )
         if not experts:
             return config
         mixture = Experts.Config(

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+MOST = 4096
+"""More experts than any model has; a config that names more is damaged."""
+
+
 @dataclass(frozen=True)
 class ByExpert(Layout):
     """Their ``parts`` matrices [out, in] of each expert, one expert after the other; ours is [experts, in, parts *
@@ -96,7 +100,7 @@ def experts_of(full: Mapping[str, Any], place: Path, count: str, width: str) -> 
     hidden layer."""
     return {
         "kind": "experts",
-        "num_experts": whole(full, place, count),
+        "num_experts": whole(full, place, count, most=MOST),
         "topk": whole(full, place, "num_experts_per_tok"),
         "hidden_dim": whole(full, place, width),
     }

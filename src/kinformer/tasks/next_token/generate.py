@@ -14,7 +14,6 @@ from kinformer.data import Tokenizer
 from kinformer.evaluation.early_exit import Exited, noting_exits, saved
 from kinformer.generation.drafted import DraftedSession, Drafting
 from kinformer.generation.generate import session_of
-from kinformer.generation.sampling import SamplingOptions
 from kinformer.generation.session import Session
 from kinformer.generation.stops import StoppedText, ends_of_text
 from kinformer.runtime.errors import KinformerError
@@ -141,8 +140,16 @@ def _new_tokens(model: Any, options: Any, before: int) -> int:
 def _session(subject: LoadedRun, options: Any, prompt: int) -> tuple[Session, int]:
     """A session for one row, and how many tokens to draw."""
     new = _new_tokens(subject.model, options, prompt)
-    sampling = {name: getattr(options, name) for name in SamplingOptions.__annotations__}
-    settings = {"chunk": options.chunk, "room": new, **sampling}
+    settings = {
+        "chunk": options.chunk,
+        "room": new,
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "min_p": options.min_p,
+        "repetition_penalty": options.repetition_penalty,
+        "seed": options.seed,
+    }
     session = session_of(subject.model, 1, subject.draft, options.draft_length, settings)
     session.require(new, [prompt])
     return session, new
