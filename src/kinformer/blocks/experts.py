@@ -110,7 +110,8 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
         scores = self._scores(x)
         experts, weights = self._choose(scores)
         self.selection(experts, weights)
-        if self.training and torch.is_grad_enabled():
+        balances = self.bias is not None or self.balance is not None
+        if balances and self.training and torch.is_grad_enabled():
             self._learn_from(scores, experts, valid)
         y = self._mixed(x.flatten(0, -2), experts.flatten(0, -2), weights.flatten(0, -2)).view(x.shape)
         if self.shared_expert is not None:

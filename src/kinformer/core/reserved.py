@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 from torch import Tensor
 
 from kinformer.core.contract import Chunk, positions_of
-from kinformer.core.state import ReservedState
+from kinformer.core.state import ReservedState, rebuilt
 
 
 class Slots(NamedTuple):
@@ -196,7 +196,7 @@ def cropped(state: Any, tokens: int) -> Any:
     ]
     if any(item is None for item in items):
         return None
-    return type(state)(*items) if hasattr(state, "_fields") else tuple(items)
+    return rebuilt(state, items)
 
 
 class KeysValues(NamedTuple):

@@ -11,7 +11,7 @@ A leaf named ``aux`` ([batch]) accumulates a target-free side cost; the class at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -88,10 +88,11 @@ def map_tensors(function: Callable[[Tensor], Tensor], state: Any) -> Any:
 def _mapped(state: Any, part: Callable[[ReservedState], Any], leaf: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
     if isinstance(state, (Tensor, ReservedState)):
         return leaf(state) if isinstance(state, Tensor) else part(state)
-    return _rebuild(state, [_mapped(item, part, leaf) for item in state])
+    return rebuilt(state, [_mapped(item, part, leaf) for item in state])
 
 
-def _rebuild(state: Any, items: list[Any]) -> Any:
+def rebuilt(state: Any, items: Sequence[Any]) -> Any:
+    """Return a tuple of ``items``, of the type of ``state`` where that is a ``NamedTuple``."""
     return type(state)(*items) if hasattr(state, "_fields") else tuple(items)
 
 
@@ -145,7 +146,7 @@ def select_rows(state: Any, rows: Tensor, sources: bool = True) -> Any:
         return state.index_select(0, rows.to(state.device))
     if not sources and getattr(state, "outlives_reset", False):
         return state
-    return _rebuild(state, [select_rows(item, rows, sources) for item in state])
+    return rebuilt(state, [select_rows(item, rows, sources) for item in state])
 
 
 def select_sources(state: Any, rows: Tensor) -> Any:
@@ -154,7 +155,7 @@ def select_sources(state: Any, rows: Tensor) -> Any:
         return state
     if getattr(state, "outlives_reset", False):
         return select_rows(state, rows)
-    return _rebuild(state, [select_sources(item, rows) for item in state])
+    return rebuilt(state, [select_sources(item, rows) for item in state])
 
 
 def repeat_rows(state: Any, times: int, sources: bool = True) -> Any:
@@ -164,7 +165,7 @@ def repeat_rows(state: Any, times: int, sources: bool = True) -> Any:
         return state
     if isinstance(state, (Tensor, ReservedState)):
         return map_tensors(lambda leaf: leaf.repeat_interleave(times, dim=0), state)
-    return _rebuild(state, [repeat_rows(item, times, sources) for item in state])
+    return rebuilt(state, [repeat_rows(item, times, sources) for item in state])
 
 
 def join_rows(states: list[Any]) -> Any:
@@ -192,7 +193,7 @@ def join_rows(states: list[Any]) -> Any:
             if any(item.shape[2] < source.shape[2] for item, source in zip(items, sources, strict=True)):
                 items = [item[:, :, :0] for item in items]
         joined.append(torch.cat(_same_slots(items)) if name in slots else join_rows(items))
-    return _rebuild(first, joined)
+    return rebuilt(first, joined)
 
 
 def to(state: Any, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Any:
@@ -215,7 +216,7 @@ def renewed(state: Any, derived: bool = False) -> Any:
             items.append(item[:, :, max(0, item.shape[2] - retained) :].clone())
         else:
             items.append(renewed(item, derived))
-    return _rebuild(state, items)
+    return rebuilt(state, items)
 
 
 def nbytes(state: Any) -> int:
@@ -232,7 +233,7 @@ def reserve(state: Any, length: int) -> Any:
         return state
     if hasattr(type(state), "reserve") and hasattr(type(state), "slots"):
         return state.reserve(length)
-    return _rebuild(state, [reserve(item, length) for item in state])
+    return rebuilt(state, [reserve(item, length) for item in state])
 
 
 def fork(state: Any) -> Any:
@@ -295,6 +296,6 @@ def pop_aux(state: Any) -> tuple[dict[str, Tensor], Any]:
             aux = node.aux
             costs[node.aux_name] = costs[node.aux_name] + aux if node.aux_name in costs else aux
             items[node._fields.index("aux")] = torch.zeros_like(aux)
-        return _rebuild(node, items)
+        return rebuilt(node, items)
 
     return costs, walk(state)

@@ -56,8 +56,7 @@ def repeated(item: Any, copies: int) -> Any:
         return [row for row in item for _ in range(copies)]
     if item is None:
         return None
-    items = [repeated(part, copies) for part in item]
-    return type(item)(*items) if hasattr(item, "_fields") else tuple(items)
+    return states.rebuilt(item, [repeated(part, copies) for part in item])
 
 
 def joined(entries: Sequence[Entry]) -> tuple[Tensor, Tensor | None]:

@@ -278,8 +278,7 @@ def _mapped(state: Any, part: Callable[[ReservedSlots], Any], leaf: Callable[[Te
         return part(state)
     if isinstance(state, states.ReservedState):
         raise UnrecordableError(f"{type(state).__name__} counts on the host")
-    items = [_mapped(item, part, leaf) for item in state]
-    return type(state)(*items) if hasattr(state, "_fields") else tuple(items)
+    return states.rebuilt(state, [_mapped(item, part, leaf) for item in state])
 
 
 def _parts(state: Any) -> list[ReservedSlots]:

@@ -3,17 +3,15 @@ layers, and in the others a shared expert beside those that a token chooses."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kinformer.interop.architecture import Architecture, Settings
-from kinformer.interop.expert_keys import SHARED, expert_count, expert_keys, experts_of
+from kinformer.interop.expert_keys import experts_of, feed_forward_keys
 from kinformer.interop.key_map import KeyMap, key
-from kinformer.interop.layouts import GATE_UP
 from kinformer.interop.llama import DEFAULTS, like_llama
-from kinformer.interop.rotary import rope
+from kinformer.interop.rotary import magnitude, parameters, rope
 from kinformer.interop.settings import choice, number, positive, switch, whole
 from kinformer.runtime.errors import KinformerError
 
@@ -76,18 +74,10 @@ def _deepseek_keys(model: Mapping[str, Any]) -> KeyMap:
         "mixer_residual.norm": "input_layernorm",
         "feed_forward_residual.norm": "post_attention_layernorm",
     }
-    shared = "mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"
+    attention = tuple(key(ours, theirs) for ours, theirs in names.items())
     return KeyMap(
         model=(key("input.embedding", "embed_tokens"), key("norm", "norm"), key("head.output", "lm_head")),
-        layer=(
-            *(key(ours, theirs) for ours, theirs in names.items()),
-            key("feed_forward.gate_up", "mlp.gate_proj", "mlp.up_proj", layout=GATE_UP),
-            key("feed_forward.down", "mlp.down_proj"),
-            *expert_keys(expert_count(model), "mlp", ("gate_proj", "up_proj", "down_proj")),
-            key("feed_forward.bias", "mlp.gate.e_score_correction_bias", tensors=("",)),
-            key("feed_forward.shared_expert.gate_up", *shared, layout=SHARED),
-            key("feed_forward.shared_expert.down", "mlp.shared_experts.down_proj"),
-        ),
+        layer=lambda layer: (*attention, *feed_forward_keys(layer["feed_forward"], shared="mlp.shared_experts")),
     )
 
 
@@ -123,12 +113,10 @@ def _deepseek(full: Settings, place: Path, experts: dict[str, Any]) -> dict[str,
 def _scale(full: Settings, place: Path) -> float:
     """Return what scores are multiplied by: with YaRN, mscale_all_dim makes it larger."""
     scale = (whole(full, place, "qk_nope_head_dim") + whole(full, place, "qk_rope_head_dim")) ** -0.5
-    settings = full.get("rope_parameters") or full.get("rope_scaling") or {}
-    if not isinstance(settings, Mapping) or not settings.get("mscale_all_dim"):
+    settings = parameters(full, place)
+    if not settings.get("mscale_all_dim"):
         return scale
-    factor = positive(settings, place, "factor")
-    stretch = 0.1 * positive(settings, place, "mscale_all_dim") * math.log(factor) + 1 if factor > 1 else 1.0
-    return scale * stretch**2
+    return scale * magnitude(settings, place, "mscale_all_dim", positive(settings, place, "factor")) ** 2
 
 
 def _deepseek_v2(full: Settings, place: Path) -> dict[str, Any]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kinformer.interop.key_map import Key, key
-from kinformer.interop.layouts import GATE_UP, Blocks, Config, Layout, Product
+from kinformer.interop.key_map import GATED, Key, key
+from kinformer.interop.layouts import Blocks, Config, Layout, Product
 from kinformer.interop.settings import whole
 from kinformer.runtime.errors import KinformerError
 
@@ -56,12 +57,11 @@ def _shared(layer: Config) -> tuple[int, dict[str, int]]:
     return 1, {"g": width, "u": width}
 
 
-SHARED = Blocks((Product("g"), Product("u")), (Product("gu"),), _shared)
+ALL, SHARED = OfAllExperts(), Blocks((Product("g"), Product("u")), (Product("gu"),), _shared)
+NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
-ALL = OfAllExperts()
-
-
+@cache
 def expert_keys(count: int, inside: str, names: tuple[str, str, str]) -> tuple[Key, ...]:
     """Return the keys of ``count`` experts: ``inside`` is their module, ``names`` those of gate, up and down."""
     gate, up, down = names
@@ -76,23 +76,21 @@ def expert_keys(count: int, inside: str, names: tuple[str, str, str]) -> tuple[K
     )
 
 
-def feed_forward_keys(config: Config) -> tuple[Key, ...]:
-    """Return the keys of a layer's feed-forward in Qwen's models: plain, or a mixture with a gated shared expert."""
+def feed_forward_keys(config: Config, shared: str = "mlp.shared_expert") -> tuple[Key, ...]:
+    """Return the keys of a layer's feed-forward, plain or a mixture, in Qwen's and DeepSeek's models; ``shared``: the
+    module of the expert that all tokens use."""
     if config["kind"] != "experts":
-        gate_up = key("feed_forward.gate_up", "mlp.gate_proj", "mlp.up_proj", layout=GATE_UP)
-        return gate_up, key("feed_forward.down", "mlp.down_proj")
-    shared = "mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"
-    return (
-        *expert_keys(config["num_experts"], "mlp", ("gate_proj", "up_proj", "down_proj")),
-        key("feed_forward.shared_expert.gate_up", *shared, layout=SHARED),
-        key("feed_forward.shared_expert.down", "mlp.shared_expert.down_proj"),
-        key("feed_forward.shared_gate", "mlp.shared_expert_gate"),
-    )
-
-
-def expert_count(model: Mapping[str, Any]) -> int:
-    """Return how many experts the mixtures of ``model`` have."""
-    return max(layer["feed_forward"].get("num_experts", 0) for layer in model["layers"])
+        return GATED
+    mixture = [*expert_keys(config["num_experts"], "mlp", NAMES)]
+    if config.get("bias_rate"):
+        mixture.append(key("feed_forward.bias", "mlp.gate.e_score_correction_bias", tensors=("",)))
+    if config.get("shared_dim"):
+        products = f"{shared}.gate_proj", f"{shared}.up_proj"
+        mixture.append(key("feed_forward.shared_expert.gate_up", *products, layout=SHARED))
+        mixture.append(key("feed_forward.shared_expert.down", f"{shared}.down_proj"))
+    if config.get("shared_gate"):
+        mixture.append(key("feed_forward.shared_gate", f"{shared}_gate"))
+    return tuple(mixture)
 
 
 def experts_of(full: Mapping[str, Any], place: Path, count: str, width: str) -> dict[str, Any]:

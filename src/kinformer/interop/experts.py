@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from kinformer.interop.architecture import Architecture, Settings
-from kinformer.interop.expert_keys import expert_count, expert_keys, experts_of, sparse_layers
-from kinformer.interop.key_map import Key, KeyMap, key
+from kinformer.interop.expert_keys import expert_keys, experts_of, feed_forward_keys, sparse_layers
+from kinformer.interop.key_map import KeyMap, key
 from kinformer.interop.llama import MISTRAL, QWEN, keys, like_llama
 from kinformer.interop.settings import choice, number, switch
 
@@ -43,24 +43,17 @@ QWEN_MOE: Mapping[str, Any] = {
 """transformers' own, for what a config leaves out."""
 
 
-def _llama_keys(model: Mapping[str, Any]) -> tuple[KeyMap, tuple[Key, ...]]:
-    """Return the key map of a LLaMA-like ``model``, and the keys that all its layers have."""
-    plain = keys(model)
-    assert not callable(plain.layer), "layers of a LLaMA are alike"
-    return plain, plain.layer
-
-
 def _mixtral_keys(model: Mapping[str, Any]) -> KeyMap:
-    plain, layer = _llama_keys(model)
-    mixture = expert_keys(expert_count(model), "block_sparse_moe", ("w1", "w3", "w2"))
     in_memory = key("feed_forward.router", "mlp.gate", tensors=("weight",))
-    return KeyMap(model=plain.model, layer=(*layer, *mixture, in_memory))
+    names = "w1", "w3", "w2"
+    return keys(
+        model,
+        feed_forward=lambda mixture: (*expert_keys(mixture["num_experts"], "block_sparse_moe", names), in_memory),
+    )
 
 
 def _qwen_keys(model: Mapping[str, Any]) -> KeyMap:
-    plain, layer = _llama_keys(model)
-    mixture = expert_keys(expert_count(model), "mlp", ("gate_proj", "up_proj", "down_proj"))
-    return KeyMap(model=plain.model, layer=(*layer, *mixture))
+    return keys(model, feed_forward=feed_forward_keys)
 
 
 def _mixtral(full: Settings, place: Path) -> dict[str, Any]:
@@ -79,8 +72,6 @@ def _qwen3_moe(full: Settings, place: Path) -> dict[str, Any]:
     windowed = switch(full, place, "use_sliding_window") and full["sliding_window"] is not None
     kinds = ["sliding_attention" if windowed else "full_attention"] * full["num_hidden_layers"]
     model = like_llama(full, place, kinds=kinds, biases=(biases, biases), normed=True)
-    if "num_experts" not in full or full.get("num_local_experts") is not None:
-        full = {**full, "num_experts": full.get("num_local_experts")}
     experts = experts_of(full, place, "num_experts", "moe_intermediate_size")
     experts |= {
         "normalise": switch(full, place, "norm_topk_prob"),
@@ -103,6 +94,11 @@ ARCHITECTURES = {
         keys=_mixtral_keys,
     ),
     "qwen3_moe": Architecture(
-        title="Qwen3-MoE", member="mixtral", defaults=QWEN_MOE, model=_qwen3_moe, keys=_qwen_keys
+        title="Qwen3-MoE",
+        member="mixtral",
+        defaults=QWEN_MOE,
+        names={"num_local_experts": "num_experts"},
+        model=_qwen3_moe,
+        keys=_qwen_keys,
     ),
 }

@@ -12,8 +12,8 @@ from reprlib import repr as excerpt
 from typing import Any
 
 from kinformer.interop.architecture import Architecture, Settings
-from kinformer.interop.key_map import Key, KeyMap, key
-from kinformer.interop.layouts import DELTA, GATE_UP, KERNEL_QKV, QKV, TAPS
+from kinformer.interop.key_map import GATED, Key, KeyMap, key
+from kinformer.interop.layouts import DELTA, KERNEL_QKV, QKV, TAPS
 from kinformer.interop.llama import attention
 from kinformer.interop.settings import choice, number, positive, switch, whole
 from kinformer.runtime.errors import KinformerError
@@ -209,8 +209,7 @@ def _layer_keys(layer: Mapping[str, Any]) -> tuple[Key, ...]:
     common = (
         key("mixer_residual.norm", "attn_norm"),
         key("feed_forward_residual.norm", "mlp_norm"),
-        key("feed_forward.gate_up", "mlp.gate_proj", "mlp.up_proj", layout=GATE_UP),
-        key("feed_forward.down", "mlp.down_proj"),
+        *GATED,
         key("mixer.out", "attn.o_proj"),
     )
     if layer["mixer"]["kind"] == "softmax":

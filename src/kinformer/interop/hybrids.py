@@ -222,7 +222,7 @@ def notes(names: Iterable[str]) -> tuple[str, ...]:
     """Return a note on what was left out of the tensors of these ``names``."""
     if not any(name.startswith(MTP) for name in names):
         return ()
-    return (f"{MTP}* left out: no model here predicts several tokens at once",)
+    return (f"{MTP}* left out: what predicts further tokens here has no attention",)
 
 
 QWEN_NORMS: Norms = {"pre": (("input_layernorm",), ("post_attention_layernorm",))}

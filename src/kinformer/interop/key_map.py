@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kinformer.interop.layouts import SAME, Config, Layout
+from kinformer.interop.layouts import GATE_UP, SAME, Config, Layout
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 
@@ -40,6 +40,11 @@ def key(
     return Key((ours,) if isinstance(ours, str) else ours, theirs, layout, tensors)
 
 
+GATED = (
+    key("feed_forward.gate_up", "mlp.gate_proj", "mlp.up_proj", layout=GATE_UP),
+    key("feed_forward.down", "mlp.down_proj"),
+)
+"""The keys of a gated feed-forward, as most decoders call them."""
 HEADS = ("lm_head", "embed_out", "cls", "classifier", "cls_classifier", "distillation_classifier")
 """Modules of heads, which stand beside the model of the prefix."""
 

@@ -7,14 +7,14 @@ there to the weights' type and here not; from Gemma 2 on a sublayer has a norm o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kinformer.interop.architecture import Architecture, Settings
-from kinformer.interop.key_map import KeyMap, key
-from kinformer.interop.layouts import GATE_UP, ONE_PLUS, QKV, SAME, Layout
+from kinformer.interop.key_map import GATED, Key, KeyMap, key
+from kinformer.interop.layouts import ONE_PLUS, QKV, SAME, Config, Layout
 from kinformer.interop.rotary import rope
 from kinformer.interop.settings import choice, number, positive, switch, whole
 from kinformer.runtime.errors import KinformerError
@@ -78,8 +78,11 @@ ENCODES = {"use_bidirectional_attention": False}
 FULL, WINDOW = "full_attention", "sliding_attention"
 
 
-def keys(model: Mapping[str, Any], norm: Layout = SAME) -> KeyMap:
-    """Return the key map of a LLaMA-like ``model``; ``norm``: the layout of the weights of norms."""
+def keys(
+    model: Mapping[str, Any], norm: Layout = SAME, feed_forward: Callable[[Config], tuple[Key, ...]] = lambda _: GATED
+) -> KeyMap:
+    """Return the key map of a LLaMA-like ``model``; ``norm``: the layout of the weights of norms; ``feed_forward``
+    gives the keys of a layer's feed-forward by its config."""
     first = model["layers"][0]
     names = {"mixer_residual.norm": "input_layernorm", "feed_forward_residual.norm": "post_attention_layernorm"}
     if first["residual"] in ("sandwich", {"kind": "sandwich"}):
@@ -94,15 +97,14 @@ def keys(model: Mapping[str, Any], norm: Layout = SAME) -> KeyMap:
     projection = "mixer.projection.inner" if normed else "mixer.projection"
     if normed:
         names |= {f"mixer.projection.{one}": f"self_attn.{one}" for one in ("q_norm", "k_norm")}
+    attention = (
+        *(key(ours, theirs, layout=norm) for ours, theirs in names.items()),
+        key(f"{projection}.qkv", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", layout=QKV),
+        key("mixer.out", "self_attn.o_proj"),
+    )
     return KeyMap(
         model=(key("input.embedding", "embed_tokens"), key("norm", "norm", layout=norm), key(head, "lm_head")),
-        layer=(
-            *(key(ours, theirs, layout=norm) for ours, theirs in names.items()),
-            key(f"{projection}.qkv", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", layout=QKV),
-            key("mixer.out", "self_attn.o_proj"),
-            key("feed_forward.gate_up", "mlp.gate_proj", "mlp.up_proj", layout=GATE_UP),
-            key("feed_forward.down", "mlp.down_proj"),
-        ),
+        layer=lambda layer: (*attention, *feed_forward(layer["feed_forward"])),
     )
 
 

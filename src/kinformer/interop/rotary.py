@@ -97,8 +97,13 @@ def _attention_factor(settings: Mapping[str, Any], place: Path, factor: float) -
     names = ("mscale", "mscale_all_dim")
     if not all(settings.get(name) for name in names) or factor <= 1:
         return {}
-    above, below = (0.1 * positive(settings, place, name) * math.log(factor) + 1 for name in names)
+    above, below = (magnitude(settings, place, name, factor) for name in names)
     return {"attention_factor": above / below}
+
+
+def magnitude(settings: Mapping[str, Any], place: Path, name: str, factor: float) -> float:
+    """Return YaRN's magnitude, 0.1 m ln(factor) + 1, for m the setting ``name``; 1 where nothing is stretched."""
+    return 0.1 * positive(settings, place, name) * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def parameters(full: Mapping[str, Any], place: Path, kind: str | None = None) -> Mapping[str, Any]:

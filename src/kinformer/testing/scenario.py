@@ -71,7 +71,7 @@ def _with_costs(state: Any, before: Any) -> Any:
     items = [_with_costs(item, old) for item, old in zip(state, before, strict=True)]
     if "aux" in getattr(state, "_fields", ()):
         items[state._fields.index("aux")] = state.aux + before.aux
-    return type(state)(*items) if hasattr(state, "_fields") else tuple(items)
+    return states.rebuilt(state, items)
 
 
 def _sequences(plan: Plan, row: int) -> Iterator[tuple[Tensor, bool]]:

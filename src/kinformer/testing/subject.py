@@ -212,8 +212,7 @@ def _keeping(new: Any, old: Any) -> Any:
         return new
     if getattr(type(new), "outlives_reset", False):
         return old
-    items = [_keeping(*pair) for pair in zip(new, old, strict=True)]
-    return type(new)(*items) if hasattr(new, "_fields") else tuple(items)
+    return states.rebuilt(new, [_keeping(*pair) for pair in zip(new, old, strict=True)])
 
 
 def named_leaves(state: Any, name: str = "state", is_slots: bool = False) -> Iterator[tuple[str, Tensor, bool]]:

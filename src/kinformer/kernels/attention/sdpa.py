@@ -38,9 +38,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
     if scoring.sink is not None:
         return Attended(_attend_with_sink(q, k, v, scoring.sink, mask, how == "causal", scoring.scale))
     width = v.shape[-1]
-    if q.device.type == "cpu" and width < q.shape[-1]:
-        # PyTorch's kernel of the CPU has one width for all, and dense products for others (``benchmarks/latent.py``).
-        v = F.pad(v, (0, q.shape[-1] - width))
+    if q.device.type == "cpu":  # which has dense products where values are narrower (``benchmarks/latent.py``)
+        v = _widened(v, q.shape[-1])
     out = F.scaled_dot_product_attention(
         q,
         k,
@@ -90,6 +89,12 @@ def _mask(visibility: Visibility, q: Tensor, first: int, end: int, slots: int) -
     return seen
 
 
+def _widened(x: Tensor, width: int) -> Tensor:
+    """Return x [..., features] with ``width`` features or more: PyTorch's kernel of the CPU has one width for queries,
+    keys and values. Features of 0 change no score, and what they add to the output is cut off."""
+    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+
+
 _NAME = "PyTorch's attention with a sink logit"
 
 
@@ -100,9 +105,8 @@ def _attend_with_sink(
     if q.device.type != "cpu":
         raise KinformerError("attention: impl='sdpa' knows a sink logit on the CPU only; use impl='chunked'.")
     check_reverse(_NAME, q, k, v, sink)
-    # The kernel has one width for all: features of 0 change no score, and what they add to the output is cut off.
     width, most = v.shape[-1], max(q.shape[-1], v.shape[-1])
-    q, k, v = (F.pad(x, (0, most - x.shape[-1])) if x.shape[-1] < most else x for x in (q, k, v))
+    q, k, v = (_widened(x, most) for x in (q, k, v))
     hidden = None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
     out: Tensor = _WithSink.apply(q, k, v, sink, hidden, causal, scale)
     return out[..., :width]
