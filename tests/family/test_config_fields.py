@@ -52,6 +52,7 @@ from kinformer.patterns.local import Local
 from kinformer.patterns.window import Window
 from kinformer.positions.none import NoPosition
 from kinformer.positions.rope import Rope
+from kinformer.projections.grouped import Grouped
 from kinformer.projections.multi_head_global import MultiHeadGlobal
 from kinformer.runtime.errors import KinformerError
 from kinformer.stacks.confidence import Saturation
@@ -77,6 +78,7 @@ SMALL = {
 OWN = {
     ("mixer", "softmax"): {"pattern": Causal.Config()},
     ("mixer", "memorizing"): {"topk": 2},
+    ("mixer", "chosen_blocks"): {"block": 3},
     ("encoder_mixer", "routing"): {"num_clusters": 3, "window": 4},
     ("mixer", "routing"): {"num_clusters": 3, "window": 4},
     ("encoder_mixer", "lsh"): {"num_buckets": 4, "chunk_size": 4, "rounds": 2},
@@ -182,6 +184,7 @@ BASES = {
     ],
     ("mixer", "compressive"): [{"compression": Pool.Config(rate=2)}],
     ("mixer", "latent"): [{"position": Rope.Config(layout="interleaved"), "rotary_dim": 4, "query_latent_dim": 6}],
+    ("mixer", "chosen_blocks"): [{"projection": Grouped.Config(num_kv_heads=2), "compression": True, "window": None}],
     ("mixer", "memorizing"): [{"search": "inverted", "topk": 4, "lists": 3, "probes": 1}],
     ("layer", "sha_rnn"): [{"attention": SingleHead.Config(memory=5)}],
     ("pattern", "fixed"): [{"slices": 2, "num_heads": 4}],

@@ -41,6 +41,7 @@ def _builtin_kinds() -> dict[str, dict[str, type[Config]]]:
 def _mixers() -> list[type[Config]]:
     """Return the causal mixers and the compressions of memories."""
     from kinformer.mixers import (
+        chosen_blocks,
         compressive,
         cross,
         cross_linear,
@@ -62,6 +63,7 @@ def _mixers() -> list[type[Config]]:
         softmax.SoftmaxAttention.Config,
         segment_memory.SegmentMemory.Config,
         compressive.Compressive.Config,
+        chosen_blocks.ChosenBlocks.Config,
         latent.LatentAttention.Config,
         linear.LinearAttention.Config,
         rwkv7.RWKV7.Config,

@@ -10,10 +10,11 @@ from typing import Any, Literal, get_args
 AttentionImpl = Literal["auto", "reference", "chunked", "sdpa", "flex"]
 LinearImpl = Literal["auto", "reference", "chunked", "triton"]
 BucketedImpl = Literal["auto", "reference", "chunked"]
+ChosenImpl = Literal["auto", "reference", "chunked"]
 LookupImpl = Literal["auto", "reference", "chunked"]
 LstmImpl = Literal["auto", "reference", "native"]
 GroupedImpl = Literal["auto", "reference", "native"]
-Impl = AttentionImpl | LinearImpl | BucketedImpl | LookupImpl | LstmImpl | GroupedImpl
+Impl = AttentionImpl | LinearImpl | BucketedImpl | ChosenImpl | LookupImpl | LstmImpl | GroupedImpl
 """Any of them."""
 
 

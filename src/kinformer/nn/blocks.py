@@ -27,6 +27,7 @@ from kinformer.mixers import (
     bidirectional_lsh,
     bidirectional_lstm,
     bidirectional_routing,
+    chosen_blocks,
     compressive,
     cross,
     cross_linear,
@@ -60,6 +61,7 @@ __all__ = [
     "BidirectionalLinearAttention",
     "BidirectionalRoutingAttention",
     "Boom",
+    "ChosenBlocks",
     "CompressiveAttention",
     "CrossAttention",
     "LinearCrossAttention",
@@ -110,6 +112,7 @@ CrossAttention = cross.CrossAttention.Config
 LinearCrossAttention = cross_linear.LinearCrossAttention.Config
 LatentAttention = latent.LatentAttention.Config
 LinearAttention = linear.LinearAttention.Config
+ChosenBlocks = chosen_blocks.ChosenBlocks.Config
 RWKV7TimeMix = rwkv7.RWKV7.Config
 LSHAttention = lsh.LSHAttention.Config
 RoutingAttention = routing.RoutingAttention.Config

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+Result = TypeVar("Result")
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -18,6 +23,17 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Return a context in which autocast is off on ``device``."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
+def without_autocast(kernel: Callable[..., Result]) -> Callable[..., Result]:
+    """Decorate an operator's kernel, whose first argument is a tensor: its products keep their dtype."""
+
+    @wraps(kernel)
+    def call(first: Tensor, *rest: object) -> Result:
+        with no_autocast(first.device):
+            return kernel(first, *rest)
+
+    return call
 
 
 def autocast_together(*tensors: Tensor) -> tuple[Tensor, ...]:

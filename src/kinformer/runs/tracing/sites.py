@@ -17,6 +17,7 @@ from kinformer.mixers.bidirectional_linear import BidirectionalLinear
 from kinformer.mixers.bidirectional_lsh import BidirectionalLSH
 from kinformer.mixers.bidirectional_lstm import BidirectionalLSTM
 from kinformer.mixers.bidirectional_routing import BidirectionalRouting
+from kinformer.mixers.chosen_blocks import ChosenBlocks
 from kinformer.mixers.compressive import Compressive
 from kinformer.mixers.cross import CrossAttention
 from kinformer.mixers.cross_linear import LinearCrossAttention
@@ -39,36 +40,10 @@ from kinformer.mixers.star import StarAttention
 from kinformer.mixers.tensorized import TensorizedAttention
 from kinformer.mixers.windows import WindowAttention
 from kinformer.projections.by_piece import Pieces
+from kinformer.runs.tracing.probe import Probe
 from kinformer.runtime.errors import KinformerError
 
 Keys = Literal["text", "source", "summaries"]
-
-
-class Probe:
-    """A stand-in for the values of tokens: ``first`` None gives the values themselves, -1 zeros, any other the columns
-    of the identity that belong to the tokens from ``first`` on."""
-
-    def __init__(self) -> None:
-        self.first: int | None = None
-        self.parts: dict[int, Tensor] = {}
-
-    def __call__(self, v: Tensor, at: int = 0) -> Tensor:
-        """Return what stands for v [batch, heads, time, width], whose first token is the mixer's token ``at``."""
-        if self.first is None:
-            self.parts.setdefault(at, v)
-            return v
-        out = torch.zeros_like(v)
-        if self.first >= 0:
-            low = max(self.first, at)
-            high = max(low, min(self.first + v.shape[3], at + v.shape[2]))
-            index = torch.arange(low, high, device=v.device)
-            out[:, :, index - at, index - self.first] = 1
-        return out
-
-    @property
-    def values(self) -> Tensor:
-        """Return the values [batch, heads, tokens, width] of all tokens."""
-        return torch.cat([part for _, part in sorted(self.parts.items())], 2)
 
 
 Install = Callable[[Any, Probe], Iterator[None]]
@@ -193,6 +168,17 @@ def _single_head(mixer: SingleHead, probe: Probe) -> Any:
     return patch.object(mixer, "_mix", lambda q, k, v, visibility: mix(q, k, probe(v), visibility))
 
 
+def _chosen(mixer: ChosenBlocks, probe: Probe) -> Any:
+    """Replace the values, of which those of blocks are the means."""
+    project = mixer._project
+
+    def replaced(chunk: Any, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = project(chunk, positions)
+        return q, k, probe(v)
+
+    return patch.object(mixer, "_project", replaced)
+
+
 @contextmanager
 def _latent(mixer: LatentAttention, probe: Probe) -> Iterator[None]:
     """Replace the values that the expanded form makes of latents."""
@@ -250,6 +236,7 @@ SITES: dict[type, Site] = {
     BidirectionalRouting: Site(_rows("qkv", _shape_of)),
     SingleHead: Site(_single_head),
     LatentAttention: Site(_latent),
+    ChosenBlocks: Site(_chosen, lacking="Where there are several branches, each counts by the gate of its head."),
     CrossAttention: Site(_cross, keys="source"),
     LinearAttention: Site(_kernel, _KERNEL),
     RWKV7: Site(_kernel, _KERNEL),

@@ -22,7 +22,8 @@ from kinformer.mixers.etc import EtcAttention
 from kinformer.mixers.linear import LinearAttention
 from kinformer.mixers.rwkv7 import RWKV7
 from kinformer.mixers.single_head import SingleHead
-from kinformer.runs.tracing.sites import Probe, Site, site_of
+from kinformer.runs.tracing.probe import Probe
+from kinformer.runs.tracing.sites import Site, site_of
 
 
 class Weights(NamedTuple):

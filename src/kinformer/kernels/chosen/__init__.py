@@ -1,0 +1,156 @@
+"""Attention to blocks of keys that each query chooses by the blocks' means, beside the block that it stands in, causal.
+
+MoBA (Lu et al. 2025, arXiv 2502.13189) and the selected branch of NSA (Yuan et al. 2025, arXiv 2502.11089):
+
+    out_t = softmax_j(scale * q_t . k_j) v_j    over keys j <= t in blocks that t chose and in its current one
+
+Blocks are cut by position, so that what a query sees depends on the past alone. Query heads that choose together see
+the same blocks.
+
+PyTorch's counter of FLOPs and the estimator of memory cannot see inside the operators; here they learn what a call
+costs, of one sequence a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from kinformer.core.contract import state_dtype
+from kinformer.kernels.chosen import chunked, few, reference
+from kinformer.kernels.chosen.blocks import Blocks, blocks_of
+from kinformer.kernels.chosen.choice import SCORES, MeansCall, attend_means, choose, steps
+from kinformer.kernels.chosen.chunked import LINES, PAIRS, ChosenCall
+from kinformer.kernels.chosen.rule import Choosing, Numbers
+from kinformer.kernels.impls import ChosenImpl, names_of
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.workspace import scratch
+
+__all__ = ["IMPLS", "Blocks", "Choosing", "Numbers", "attend_means", "blocks_of", "choose", "chosen_attention"]
+
+IMPLS = names_of(ChosenImpl)
+FEW = 8
+"""So many queries are computed from gathered blocks."""
+
+
+def chosen_attention(
+    q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, blocks: Blocks, *, scale: float, impl: ChosenImpl = "auto"
+) -> Tensor:
+    """Return the outputs [batch, heads, time, head_dim_v] of queries over their chosen blocks and their current one.
+
+    q: [batch, heads, time, head_dim], of the last ``time`` slots. k, v: [batch, kv_heads, slots, width], right-aligned.
+    chosen: [batch, choosers, time, count] int64 (``choice``), complete blocks before the current one, each once, -1 for
+        none; choosers divide heads, kv_heads divide choosers.
+    impl: "reference" (all pairs), "chunked" (work follows the pairs), or "auto", which is "chunked".
+
+    Raises KinformerError for an unknown ``impl`` and for shapes that do not fit.
+    """
+    if impl not in IMPLS:
+        raise KinformerError(f"chosen_attention: impl={impl!r} is unknown; use one of {', '.join(IMPLS)}.")
+    heads, kv_heads, choosers = q.shape[1], k.shape[1], chosen.shape[1]
+    if heads % choosers or choosers % kv_heads or k.shape[:3] != v.shape[:3] or q.shape[2] > k.shape[2]:
+        raise KinformerError(
+            f"chosen_attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} and choices "
+            f"{tuple(chosen.shape)} do not fit; pass [batch, heads, time, width], with slots of the past and of all "
+            "queries, heads a multiple of the choosers, and these of the heads of keys."
+        )
+    if impl == "reference":
+        return reference.dense(q, k, v, chosen, blocks, scale)
+    call = ChosenCall(q, k, v, chosen, blocks.first, blocks.current, blocks.offset, blocks.size, blocks.aligned, scale)
+    return few.attend(call) if q.shape[2] <= FEW else chunked.attend(call)
+
+
+def seen_pairs(call: ChosenCall) -> int:
+    """Return how many pairs of queries and keys a call computes in all heads, without spare lines."""
+    batch, heads, time, _ = call.q.shape
+    past, count, size = call.k.shape[2] - time, call.chosen.shape[3], call.size
+    full = max(0, past + time - max(past, count * size))  # queries after as many blocks as they may choose
+    before = range(past, past + time - full)
+    return batch * heads * size * (time + full * count + sum(position // size for position in before))
+
+
+@register_flop_formula(torch.ops.kinformer.chosen_blocks, get_raw=True)
+def forward_flops(*arguments: Any, **_: Any) -> int:
+    """Return the floating-point operations of a forward call with the operator's arguments: two products a pair."""
+    call = ChosenCall(*arguments)
+    return 2 * seen_pairs(call) * (call.q.shape[-1] + call.v.shape[-1])
+
+
+@register_flop_formula(torch.ops.kinformer.chosen_blocks_backward, get_raw=True)
+def backward_flops(*arguments: Any, **_: Any) -> int:
+    """Return the floating-point operations of a backward call with the operator's arguments: five products a pair."""
+    call = ChosenCall(*arguments[3:])
+    return 2 * seen_pairs(call) * (3 * call.q.shape[-1] + 2 * call.v.shape[-1])
+
+
+def _lines(call: ChosenCall) -> int:
+    """Return the bytes of what a part of the queries holds: their lines, their tiles, and the map of lines."""
+    batch, _, time, _ = call.q.shape
+    choosers, count, blocks = call.chosen.shape[1], call.chosen.shape[3], call.first.shape[1]
+    lines = min(LINES, batch * call.q.shape[1] * time * (count + 1))
+    queries = max(1, lines // (count + 1))
+    size, width = state_dtype(call.q.dtype).itemsize, call.q.shape[-1]
+    pairs = size * PAIRS * 3
+    return lines * (size * width + 40) + queries * size * 2 * width + pairs + 9 * choosers * blocks * queries
+
+
+@scratch(torch.ops.kinformer.chosen_blocks)
+def forward_bytes(*arguments: Any) -> int:
+    """Return the bytes of a forward call: a part's lines; keys and values by block where they do not stand so."""
+    call = ChosenCall(*arguments)
+    aligned = call.aligned and call.k.shape[2] % call.size == 0
+    return _lines(call) + (0 if aligned else (call.k.numel() + call.v.numel()) * state_dtype(call.q.dtype).itemsize)
+
+
+@scratch(torch.ops.kinformer.chosen_blocks_backward)
+def backward_bytes(*arguments: Any) -> int:
+    """Return the bytes of a backward call: those of the forward, and gradients of keys and values by block."""
+    call = ChosenCall(*arguments[3:])
+    return forward_bytes(*arguments[3:]) + (call.k.numel() + call.v.numel()) * state_dtype(call.q.dtype).itemsize
+
+
+def _scored(call: MeansCall) -> int:
+    """Return how many pairs of a query and a mean a call computes in all heads."""
+    time, blocks, parts = call.q.shape[2], call.k.shape[2], list(steps(call))
+    seen = (blocks if len(parts) == 1 else min(blocks, -(-part.stop * blocks // time)) for part in parts)
+    pairs = sum((part.stop - part.start) * some for part, some in zip(parts, seen, strict=True))
+    return call.q.shape[0] * call.q.shape[1] * pairs
+
+
+@register_flop_formula(torch.ops.kinformer.choose_blocks, get_raw=True)
+def choice_flops(*arguments: Any, **_: Any) -> int:
+    """Return the floating-point operations of a choice: a product for every query and mean."""
+    call = MeansCall(*arguments)
+    return 2 * _scored(call) * call.q.shape[3]
+
+
+@register_flop_formula(torch.ops.kinformer.attend_means, get_raw=True)
+def means_flops(*arguments: Any, **_: Any) -> int:
+    """Return the floating-point operations of attention to means: two products a pair."""
+    call = MeansCall(*arguments)
+    return 2 * _scored(call) * (call.q.shape[3] + call.v.shape[3])
+
+
+@register_flop_formula(torch.ops.kinformer.attend_means_backward, get_raw=True)
+def means_backward_flops(*arguments: Any, **_: Any) -> int:
+    """Return the floating-point operations of its backward: five products a pair."""
+    call = MeansCall(*arguments[4:])
+    return 2 * _scored(call) * (3 * call.q.shape[3] + 2 * call.v.shape[3])
+
+
+@scratch(torch.ops.kinformer.choose_blocks)
+@scratch(torch.ops.kinformer.attend_means)
+def scores_bytes(*arguments: Any) -> int:
+    """Return the bytes of the scores of some queries, their probabilities, and two numbers of 64 bits to order them."""
+    call = MeansCall(*arguments)
+    scores = min(SCORES, call.q.shape[0] * call.q.shape[1] * call.q.shape[2] * call.k.shape[2])
+    return scores * (2 * state_dtype(call.q.dtype).itemsize + 16)
+
+
+@scratch(torch.ops.kinformer.attend_means_backward)
+def scores_backward_bytes(*arguments: Any) -> int:
+    """Return the bytes of the scores of some queries and their gradients."""
+    return scores_bytes(*arguments[4:])

@@ -1,0 +1,79 @@
+"""The means of the keys (and values) of complete blocks: of a chunk, and of a past whose means the state holds.
+
+A mean is made once, of the keys that the cache holds when its block is complete; the state holds those of complete
+blocks, right-aligned. So the means, and their gradients, are the same however a sequence is cut.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kinformer.core.contract import Chunk, advance, state_dtype
+from kinformer.kernels.chosen.blocks import Blocks, in_blocks
+
+
+class Means(NamedTuple):
+    """``table`` [batch, heads, blocks, width] for the queries of a chunk: the mean of block number ``shift`` + j of a
+    row at j, with ``shift`` [batch, 1] int64 or None for 0; ``after``: those that the state holds then."""
+
+    table: Tensor
+    shift: Tensor | None
+    after: Tensor
+
+
+def means_of(x: Tensor, old: Tensor, blocks: Blocks, chunk: Chunk, positions: Tensor, seen: Tensor) -> Means:
+    """Return the means of ``x`` [batch, heads, slots, width] by block, after those that a state holds, ``old``.
+
+    ``positions`` [batch, time] of the chunk's tokens; ``seen`` [batch] counts the tokens before the chunk.
+    """
+    size, slots, time = blocks.size, x.shape[2], positions.shape[1]
+    count = slots // size
+    complete = advance(seen, chunk, positions) // size
+    if chunk.reset is not None:
+        table = _mean(in_blocks(x, blocks.first, size))
+        number = torch.arange(table.shape[2], device=x.device).expand(len(x), -1)
+        before = (seen // size)[:, None]
+        held = torch.where(number < before, old.shape[2] - before + number, -1)
+        table = torch.where((held < 0)[:, None, :, None], table, _picked(old.to(x.dtype), held))
+        return Means(table, None, _picked(table, _places(complete, count, blocks, chunk)))
+    if slots == time:
+        table = _mean(x[:, :, : count * size].unflatten(2, (count, size)))
+        after = table if chunk.valid is None else _picked(table, _places(complete, count, None, chunk))
+        return Means(table, None, after)
+    # A chunk completes at most so many blocks; the others are in ``old``.
+    new = min(time // size + 1, count)
+    number = complete[:, None] + torch.arange(-new, 0, device=x.device)
+    fresh = _mean(in_blocks(x, blocks.first[:, :1] + size * number, size))
+    number = _places(complete, count, None, chunk)
+    before = (seen // size)[:, None]
+    held = torch.where(number < before, old.shape[2] - before + number, old.shape[2] + new - complete[:, None] + number)
+    after = _picked(torch.cat([old.to(x.dtype), fresh], 2), torch.where(number < 0, -1, held))
+    return Means(after, complete[:, None] - count, after)
+
+
+def _places(complete: Tensor, count: int, blocks: Blocks | None, chunk: Chunk) -> Tensor:
+    """Return the blocks of the last ``count`` means of every row, [batch, count] int64, negative for none; ``blocks``:
+    the numbers are those of rows of several sequences, of which the last one counts."""
+    number = complete[:, None] + torch.arange(-count, 0, device=complete.device)
+    if blocks is None:
+        return number
+    last = blocks.begin[:, -1:]
+    if chunk.valid is not None:
+        last = blocks.begin.gather(1, (chunk.valid.sum(1, keepdim=True) - 1).clamp_min(0))
+    return torch.where(number < 0, -1, number + last)
+
+
+def _mean(x: Tensor) -> Tensor:
+    """Return the means [batch, heads, blocks, width] of x [batch, heads, blocks, size, width]."""
+    return x.mean(3, dtype=state_dtype(x.dtype)).to(x.dtype)
+
+
+def _picked(x: Tensor, index: Tensor) -> Tensor:
+    """Return ``x`` [batch, heads, n, width] at ``index`` [batch, m] int64, 0 where that is negative."""
+    if not x.shape[2]:
+        return x.new_zeros(*x.shape[:2], index.shape[1], x.shape[3])
+    picked = x.gather(2, index.clamp(0, x.shape[2] - 1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+    return torch.where((index < 0)[:, None, :, None], picked.new_zeros(()), picked)

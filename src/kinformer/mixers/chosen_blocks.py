@@ -1,0 +1,226 @@
+"""Attention to chosen blocks: MoBA (Lu et al. 2025, arXiv 2502.13189) and NSA (Yuan et al. 2025, arXiv 2502.11089).
+
+    o_t = softmax_j(q_t . k_j / sqrt(head_dim)) v_j    over j <= t in t's current block and ``count`` - 1 others
+
+A block holds ``block`` tokens, cut by position. A token chooses complete blocks by the products of its query with the
+means of their keys, after the position has turned them (``kernels.chosen.choice``). That is MoBA. NSA's three branches:
+
+    o = g_cmp o_cmp + g_slc o_slc + g_swa o_swa,   g = sigmoid(W_g x), a gate for every head and branch
+
+``compression`` attends to the means of keys and values of complete blocks, o_slc is the attention above, whose blocks
+are those of the largest probabilities there, and ``window`` attends to the last tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.contract import (
+    CausalMixer,
+    Chunk,
+    MixerConfig,
+    activation_dtype,
+    advance,
+    newest,
+    positions_of,
+    select_valid,
+)
+from kinformer.core.parts import PositionConfig, ProjectionConfig, check_forgetful, head_width, merge_heads
+from kinformer.core.pattern import Band
+from kinformer.core.reserved import KeysValues, ReservedKeysValues
+from kinformer.kernels.attention import Scoring, Visibility, attention
+from kinformer.kernels.chosen import (
+    IMPLS,
+    Blocks,
+    Choosing,
+    Numbers,
+    attend_means,
+    blocks_of,
+    choose,
+    chosen_attention,
+    reference,
+)
+from kinformer.kernels.chosen.means import Means, means_of
+from kinformer.kernels.impls import AttentionImpl, ChosenImpl
+from kinformer.positions.none import NoPosition
+from kinformer.projections.multi_head import MultiHead
+from kinformer.runtime import errors
+
+
+class ChosenState(NamedTuple):
+    """The state: the cache ``attention`` of keys and values, and ``means`` [batch, kv_heads, blocks, width] of the
+    complete blocks' keys, with ``compression`` also of their values behind them; right-aligned, zero where a row has
+    none."""
+
+    attention: KeysValues | ReservedKeysValues
+    means: Tensor
+
+    slots = ("means",)  # type: ignore[misc]
+
+
+class Slots(NamedTuple):
+    """What a chunk attends to: q, k, v, past slots before the chunk's; ``positions`` [batch, time] and ``seen`` [batch]
+    before it; ``whole``: every slot belongs to the sequence of every query of its row."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    positions: Tensor
+    seen: Tensor
+    whole: bool
+
+
+class ChosenBlocks(CausalMixer):
+    """The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
+
+    ``count`` blocks of ``block`` tokens are seen: the current one, the ``first`` ones of the sequence, the ``near``
+    ones before it, and those that are chosen. With ``shared_choice`` the query heads of one head of keys choose
+    together, by the sum of their probabilities.
+    """
+
+    growth = "linear"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(MixerConfig):
+        kind = "chosen_blocks"
+        num_heads: int = 4
+        head_dim: int | None = None
+        projection: ProjectionConfig = MultiHead.Config()
+        position: PositionConfig = NoPosition.Config()
+        block: int = 64
+        count: int = 4
+        first: int = 0
+        near: int = 0
+        shared_choice: bool = False
+        compression: bool = False
+        window: int | None = None
+        bias: bool = True  # of the output projection
+        impl: ChosenImpl = "auto"
+
+        def __post_init__(self) -> None:
+            errors.choose(self.impl, IMPLS, "impl of chosen_blocks")
+            for name, least in (("block", 1), ("count", 1), ("first", 0), ("near", 0), ("window", 1)):
+                value = getattr(self, name)
+                if value is not None and value < least:
+                    raise errors.KinformerError(f"{name} of chosen_blocks must be {least} or more, but is {value}.")
+            if 0 < self.first + self.near >= self.count - 1:
+                raise errors.KinformerError(
+                    f"first = {self.first} and near = {self.near} blocks and the current one leave none of count = "
+                    f"{self.count} to choose; let count be {self.first + self.near + 2} or more."
+                )
+
+        def build(self, dim: int) -> ChosenBlocks:
+            return ChosenBlocks(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.config, self.dim, heads = config, dim, config.num_heads
+        self.head_dim = config.head_dim or head_width(dim, heads)
+        self.projection = config.projection.build(dim, heads, self.head_dim)
+        check_forgetful(self.projection, config.projection)
+        self.position = config.position.build_heads(dim, heads, self.head_dim)
+        if self.position.relative(0, 1) is not None or self.position.overrides("values"):
+            raise errors.KinformerError(
+                f"the position {config.position.kind!r} acts by the distance of a query and a key, of which the mean "
+                "of a block's keys knows nothing; use rope or none."
+            )
+        self.kv_heads = self.projection.num_kv_heads
+        if config.shared_choice and self.kv_heads == heads:
+            raise errors.KinformerError(
+                f"shared_choice is for heads that share keys, but each of the {heads} heads has its own; use the "
+                "projection grouped, or leave shared_choice out."
+            )
+        self.branches = 1 + config.compression + (config.window is not None)
+        self.gate = None if self.branches == 1 else nn.Linear(dim, heads * self.branches, bias=False)
+        self.out = config.projection.build_output(dim, heads, self.head_dim, config.bias)
+        self.scale = self.head_dim**-0.5
+        choosers = self.kv_heads if config.shared_choice else heads
+        self.choosing = Choosing(choosers, config.count - 1, config.first, config.near)
+        self.mean_width = (1 + config.compression) * self.head_dim
+
+    def initial_state(
+        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> ChosenState:
+        like: Tensor = self.out.weight  # type: ignore[assignment]
+        device, dtype = device or like.device, dtype or activation_dtype(like)
+        empty = torch.zeros(batch, self.kv_heads, 0, self.head_dim, device=device, dtype=dtype)
+        seen = torch.zeros(batch, dtype=torch.int64, device=device)
+        return ChosenState(KeysValues(empty, empty, seen), empty.new_zeros(batch, self.kv_heads, 0, self.mean_width))  # type: ignore[call-arg]
+
+    def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
+        numbers = 2 * length * self.head_dim + length // self.config.block * self.mean_width
+        return self.kv_heads * numbers * dtype.itemsize + 8
+
+    def forward(self, chunk: Chunk, state: ChosenState) -> tuple[Tensor, ChosenState]:
+        cache = state.attention
+        if isinstance(cache, KeysValues):
+            return self._absorb(chunk, state, cache)
+        if chunk.valid is not None or chunk.reset is not None:
+            room = cache.room
+            y, after = self._absorb(chunk, state, cache.release())
+            assert isinstance(after.attention, KeysValues)
+            return y, after._replace(attention=after.attention.reserve(room))
+        positions = cache.positions(chunk)
+        q, k, v = self._project(chunk, positions)
+        k, v, cache, full = cache.append(k, v, None)
+        y, means = self._attend(chunk, Slots(q, k, v, positions, positions[:, 0], full), state.means)
+        return y, ChosenState(cache, means)  # type: ignore[call-arg]
+
+    def _absorb(self, chunk: Chunk, state: ChosenState, cache: KeysValues) -> tuple[Tensor, ChosenState]:
+        positions = positions_of(chunk, cache.seen)
+        q, k, v = self._project(chunk, positions)
+        past = cache.k.shape[2]
+        if past:
+            k, v = torch.cat([cache.k.to(k.dtype), k], dim=2), torch.cat([cache.v.to(v.dtype), v], dim=2)
+        whole = not past and chunk.reset is None
+        y, means = self._attend(chunk, Slots(q, k, v, positions, cache.seen, whole), state.means)
+        seen = advance(cache.seen, chunk, positions)
+        k, v = (newest(chunk, slots, seen, None) for slots in (k, v))
+        return select_valid(y, chunk.valid), ChosenState(KeysValues(k, v, seen), means)  # type: ignore[call-arg]
+
+    def _project(self, chunk: Chunk, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.projection(select_valid(chunk.x, chunk.valid))
+        q, k = self.position.rotate(q, k, positions)
+        return q, k, v
+
+    def _attend(self, chunk: Chunk, slots: Slots, old: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the outputs [batch, time, dim] and the means after the chunk; ``old``: those before it."""
+        q, k, v, positions, seen, _ = slots
+        blocks = blocks_of(chunk, positions, seen, k.shape[2] - q.shape[2], self.config.block)
+        averaged = torch.cat([k, v], -1) if self.config.compression else k
+        means = means_of(averaged, old, blocks, chunk, positions, seen)
+        compressed, chosen = self._choose(q, means, blocks)
+        branches = [] if compressed is None else [compressed]
+        branches.append(chosen_attention(q, k, v, chosen, blocks, scale=self.scale, impl=self.config.impl))
+        if self.config.window is not None:
+            visibility = Visibility(Band(behind=self.config.window - 1), positions, slots.whole)
+            impl: AttentionImpl = "reference" if self.config.impl == "reference" else "auto"
+            branches.append(attention(q, k, v, visibility, Scoring(self.scale), impl=impl).out)
+        y = branches[0]
+        if self.gate is not None:
+            gates = torch.sigmoid(self.gate(select_valid(chunk.x, chunk.valid)))
+            gates = gates.unflatten(-1, (-1, self.branches)).transpose(1, 2)  # [batch, heads, time, branches]
+            y = sum(gates[..., i, None] * branch for i, branch in enumerate(branches))
+        return self.out(merge_heads(y)), means.after
+
+    def _choose(self, q: Tensor, means: Means, blocks: Blocks) -> tuple[Tensor | None, Tensor]:
+        """Return what ``compression`` attends to, [batch, heads, time, head_dim], and the chosen blocks."""
+        numbers, shift = Numbers(blocks.begin, blocks.current, blocks.complete), means.shift
+        if shift is not None:
+            numbers = Numbers(*(number - shift for number in numbers))
+        keys, values = means.table[..., : self.head_dim], means.table[..., self.head_dim :]
+        call = numbers, self.scale, self.choosing
+        compressed = None
+        if self.config.impl == "reference":
+            compressed, chosen = reference.means(q, keys, values if self.config.compression else keys, *call)
+        elif self.config.compression:
+            compressed, chosen = attend_means(q, keys, values, *call)
+        else:
+            chosen = choose(q, keys, *call)
+        if shift is not None:
+            chosen = torch.where(chosen < 0, -1, chosen + shift[:, None, :, None])
+        return compressed if self.config.compression else None, chosen

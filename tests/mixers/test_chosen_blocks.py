@@ -1,0 +1,199 @@
+"""Attention to chosen blocks: the authors' results, exact attention in its limits, its contract, what it refuses."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from kinformer.core.contract import Chunk
+from kinformer.kernels.chosen import choice, chunked
+from kinformer.mixers.chosen_blocks import ChosenBlocks
+from kinformer.mixers.softmax import SoftmaxAttention
+from kinformer.positions.alibi import Alibi
+from kinformer.positions.rope import Rope
+from kinformer.projections.convolved import Convolved
+from kinformer.projections.grouped import Grouped
+from kinformer.runtime.errors import KinformerError
+from kinformer.testing import CHECKS, MixerSubject
+
+from .made import DIM, built, inputs
+
+GROUPED = Grouped.Config(num_kv_heads=2)
+MOBA = {"num_heads": 2, "block": 3, "count": 2}
+NSA = {
+    "num_heads": 4, "projection": GROUPED, "block": 3, "count": 4, "first": 1, "near": 1, "shared_choice": True,
+    "compression": True, "window": 4, "position": Rope.Config(),
+}  # fmt: skip
+PER_HEAD = {"num_heads": 4, "projection": GROUPED, "block": 4, "count": 3}
+
+
+def outputs(mixer, x, **masks):
+    return mixer(Chunk(x, **masks), mixer.initial_state(len(x), dtype=x.dtype))[0]
+
+
+class Projected(nn.Module):
+    """Queries, keys and values that are there already, [batch, heads, time, width]."""
+
+    context = 0
+
+    def __init__(self, *qkv):
+        super().__init__()
+        self.qkv, self.num_kv_heads = qkv, qkv[1].shape[1]
+
+    def forward(self, x):
+        return self.qkv
+
+
+class Gated(nn.Module):
+    """Gates [batch, time, heads, branches] that are there already, before the sigmoid."""
+
+    def __init__(self, gates):
+        super().__init__()
+        self.gates = gates
+
+    def forward(self, x):
+        return self.gates.logit().flatten(2)
+
+
+def of_authors(config, *qkv):
+    """A mixer without output projection and its first state; q, k, v [batch, time, heads, width] are those given."""
+    mixer = config.replace(num_heads=qkv[0].shape[2], head_dim=4).build(8)
+    start = mixer.initial_state(1)
+    mixer.projection, mixer.out = Projected(*(x.transpose(1, 2) for x in qkv)), nn.Identity()
+    return mixer, start
+
+
+@pytest.fixture(scope="module")
+def golden():
+    with np.load(Path(__file__).parents[1] / "golden" / "chosen_blocks.npz", allow_pickle=False) as arrays:
+        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_parity_with_moba(golden, impl):
+    """moba_attn_varlen_naive of MoonshotAI/MoBA, on two sequences of 9 and 14 tokens in one row."""
+    *qkv, want = (golden[f"moba_{name}"][None] for name in "qkvo")
+    mixer, start = of_authors(ChosenBlocks.Config(block=4, count=3, impl=impl), *qkv)
+    reset = (torch.arange(23) == 9)[None]
+    y = mixer(Chunk(torch.zeros(1, 23, 8), reset=reset), start)[0]
+    assert (y.view(want.shape) - want).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_parity_with_nsa(golden, impl):
+    """naive_nsa_with_compression of fla-org/native-sparse-attention, two groups of two heads."""
+    *qkv, want = (golden[f"nsa_{name}"] for name in "qkvo")
+    config = ChosenBlocks.Config(
+        projection=GROUPED, block=4, count=3, shared_choice=True, compression=True, window=5, impl=impl
+    )
+    mixer, start = of_authors(config.replace(num_heads=4), *qkv)
+    mixer.gate = Gated(golden["nsa_g"].permute(1, 2, 3, 0))
+    y = mixer(Chunk(torch.zeros(1, 23, 8)), start)[0]
+    assert (y.view(want.shape) - want).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("grouped", [{}, {"projection": GROUPED, "num_heads": 4, "shared_choice": True}])
+def test_it_is_softmax_attention_where_all_blocks_are_seen(grouped):
+    config = ChosenBlocks.Config(**{"num_heads": 2, "position": Rope.Config()} | grouped, block=4, count=5)
+    parts = {name: getattr(config, name) for name in ("num_heads", "projection", "position")}
+    full = built(SoftmaxAttention.Config(**parts))
+    x = inputs(20)
+    mixer = built(config)
+    mixer.load_state_dict(full.state_dict())
+    assert (outputs(mixer, x) - outputs(full, x)).abs().max() < 1e-12
+    fewer = config.replace(count=4).build(DIM).double()
+    fewer.load_state_dict(full.state_dict())
+    gap = (outputs(fewer, x) - outputs(full, x)).abs().amax(-1)
+    assert gap[:, :16].max() < 1e-12
+    assert gap[:, 16:].min() > 1e-5
+
+
+def test_branches_are_softmax_attention_where_blocks_are_tokens_and_the_window_is_the_text():
+    """Means of blocks of one token are the tokens; every branch then is full attention, and gates of 1/2 add up."""
+    mixer = built(ChosenBlocks.Config(**NSA | {"block": 1, "count": 12, "window": 12}))
+    with torch.no_grad():
+        mixer.gate.weight.zero_()
+    full = SoftmaxAttention.Config(num_heads=4, projection=GROUPED, position=Rope.Config()).build(DIM).double()
+    full.load_state_dict({name: value for name, value in mixer.state_dict().items() if name != "gate.weight"})
+    with torch.no_grad():
+        full.out.weight *= 1.5
+    assert (outputs(mixer, inputs(12)) - outputs(full, inputs(12))).abs().max() < 1e-12
+    assert (outputs(mixer, inputs(13)) - outputs(full, inputs(13)))[:, 12].abs().max() > 1e-5
+
+
+@pytest.mark.parametrize("settings", [MOBA, NSA, PER_HEAD], ids=["moba", "nsa", "per head"])
+def test_tiles_are_the_reference_with_gradients_part_by_part(settings, monkeypatch):
+    """After a past, with padding and a new sequence, in parts of a few queries and groups of a few tiles."""
+    monkeypatch.setattr(chunked, "LINES", 40)
+    monkeypatch.setattr(chunked, "PAIRS", 60)
+    monkeypatch.setattr(chunked, "ROWS", 4)
+    monkeypatch.setattr(choice, "SCORES", 1)
+    x, valid, reset = inputs(61), torch.ones(2, 40, dtype=torch.bool), torch.zeros(2, 40, dtype=torch.bool)
+    valid[1, 33:], reset[0, 8], reset[0, 25] = False, True, True
+    results = []
+    for impl in ("auto", "reference"):
+        mixer = built(ChosenBlocks.Config(**settings, impl=impl))
+        x = x.detach().requires_grad_()
+        first, state = mixer(Chunk(x[:, :21]), mixer.initial_state(2, dtype=x.dtype))
+        second, state = mixer(Chunk(x[:, 21:], valid=valid, reset=reset), state)
+        y = torch.cat([first, second], 1)
+        results.append([y, *torch.autograd.grad(y.square().sum(), [x, *mixer.parameters()])])
+    for one, other in zip(*results, strict=True):
+        assert (one - other).abs().max() < 1e-9 * max(1, float(other.detach().abs().max()))
+
+
+def test_equal_blocks_are_chosen_from_the_end_however_the_text_is_cut():
+    """Without a position, the same token everywhere: means differ by rounding at most, and the last are chosen."""
+    mixer = ChosenBlocks.Config(num_heads=1, block=2, count=3).build(DIM)
+    x = torch.randn(1, 1, DIM, generator=torch.Generator().manual_seed(3)).expand(1, 40, -1).contiguous()
+    noted = []
+    kernel = mixer._choose
+    mixer._choose = lambda *call: noted.append(kernel(*call)[1]) or (None, noted[-1])
+    with torch.no_grad():
+        outputs(mixer, x)
+        state = mixer.initial_state(1)
+        for token in x.split(1, 1):
+            _, state = mixer(Chunk(token), state)
+    whole, *single = noted
+    assert all(set(one.flatten().tolist()) == set(whole[0, 0, t].tolist()) for t, one in enumerate(single) if t > 5)
+    assert set(whole[0, 0, 39].tolist()) == {17, 18}
+
+
+def test_the_state_is_the_cache_and_the_means_of_complete_blocks():
+    mixer = built(ChosenBlocks.Config(**NSA))
+    _, state = mixer(Chunk(inputs(13)), mixer.initial_state(2, dtype=torch.float64))
+    assert state.means.shape == (2, 2, 4, 2 * 4)
+    want = torch.cat([state.attention.k, state.attention.v], -1)[:, :, :12].unflatten(2, (4, 3)).mean(3)
+    assert (state.means - want).abs().max() < 1e-12
+    assert mixer.state_bytes(13, dtype=torch.float64) == 2 * (2 * 13 * 4 + 4 * 8) * 8 + 8
+
+
+@pytest.mark.parametrize("check", [check for check in CHECKS if check != "compile"])
+@pytest.mark.parametrize("settings", [MOBA, NSA], ids=["moba", "nsa"])
+def test_the_contract(settings, check):
+    one = ChosenBlocks.Config(**settings)
+    impls = {"reference": lambda: one.replace(impl="reference").build(DIM)}
+    CHECKS[check](MixerSubject(lambda: one.build(DIM), dim=DIM, impls=impls))
+
+
+def test_it_compiles():
+    CHECKS["compile"](MixerSubject(lambda: ChosenBlocks.Config(**NSA).build(DIM), dim=DIM))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"block": 0}, "block of chosen_blocks must be 1 or more, but is 0"),
+        ({"window": 0}, "window of chosen_blocks must be 1 or more"),
+        ({"count": 3, "first": 1, "near": 1}, "leave none of count = 3 to choose; let count be 4 or more"),
+        ({"shared_choice": True}, "shared_choice is for heads that share keys"),
+        ({"position": Alibi.Config()}, "acts by the distance of a query and a key"),
+        ({"projection": Convolved.Config()}, "looks at earlier tokens"),
+        ({"impl": "sdpa"}, "impl of chosen_blocks"),
+    ],
+)
+def test_what_it_refuses(changes, sentence):
+    with pytest.raises(KinformerError, match=sentence):
+        ChosenBlocks.Config(**{"num_heads": 2} | changes).build(DIM)
