@@ -3,9 +3,8 @@
 A state is a tensor, a tuple or ``NamedTuple`` of states, or a :class:`ReservedState`. Every tensor has the batch axis
 first. Tensor leaves whose third axis counts right-aligned past slots are named in the class attribute ``slots`` of
 their ``NamedTuple``; invalid slots hold zeros, so states compare on valid slots. The class attribute ``outlives_reset``
-says of a ``NamedTuple`` that a new sequence begins with it (a source).
-The class attribute ``derived`` (``{"k": "hidden_states"}``) says of which leaf a mixer makes another again that has
-fewer slots.
+says of a ``NamedTuple`` that a new sequence begins with it (a source), ``derived`` (``{"k": "hidden_states"}``) of
+which leaf a mixer makes another again that has fewer slots.
 A leaf named ``aux`` ([batch]) accumulates a target-free side cost; the class attribute ``aux_name`` names it.
 """
 
