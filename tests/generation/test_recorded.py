@@ -30,6 +30,8 @@ IN_PYTHON = {
     "depth-adaptive": "tokens leave early",
     "compressive": "it compresses where a row's memory is full",
     "memorizing": "it searches where rows differ",
+    "moba": "the host looks whether a token completes a block",
+    "nsa": "the same",
 }
 
 

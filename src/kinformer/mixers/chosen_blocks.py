@@ -49,6 +49,7 @@ from kinformer.kernels.impls import AttentionImpl, ChosenImpl
 from kinformer.positions.none import NoPosition
 from kinformer.projections.multi_head import MultiHead
 from kinformer.runtime import errors
+from kinformer.runtime.host import HostDriven
 
 
 class ChosenState(NamedTuple):
@@ -74,7 +75,7 @@ class Slots(NamedTuple):
     whole: bool
 
 
-class ChosenBlocks(CausalMixer):
+class ChosenBlocks(HostDriven, CausalMixer):
     """The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
 
     ``count`` blocks of ``block`` tokens are seen: the current one, the ``first`` ones of the sequence, the ``near``
@@ -141,6 +142,10 @@ class ChosenBlocks(CausalMixer):
         choosers = self.kv_heads if config.shared_choice else heads
         self.choosing = Choosing(choosers, config.count - 1, config.first, config.near)
         self.mean_width = (1 + config.compression) * self.head_dim
+
+    @property
+    def host_reads(self) -> str:
+        return "it looks whether a token completes a block"
 
     def initial_state(
         self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None

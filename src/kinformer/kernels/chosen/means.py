@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kinformer.core.contract import Chunk, advance, state_dtype
 from kinformer.kernels.chosen.blocks import Blocks, in_blocks
+from kinformer.runtime.host import has_data
 
 
 class Means(NamedTuple):
@@ -43,6 +44,9 @@ def means_of(x: Tensor, old: Tensor, blocks: Blocks, chunk: Chunk, positions: Te
         table = _mean(x[:, :, : count * size].unflatten(2, (count, size)))
         after = table if chunk.valid is None else _picked(table, _places(complete, count, None, chunk))
         return Means(table, None, after)
+    # A recording of a step ends at this look, before slots of another past than the means' confuse what follows.
+    if not _any(complete > seen // size) and old.shape[2] == count:
+        return Means(old.to(x.dtype), complete[:, None] - count, old)
     # A chunk completes at most so many blocks; the others are in ``old``.
     new = min(time // size + 1, count)
     number = complete[:, None] + torch.arange(-new, 0, device=x.device)
@@ -52,6 +56,11 @@ def means_of(x: Tensor, old: Tensor, blocks: Blocks, chunk: Chunk, positions: Te
     held = torch.where(number < before, old.shape[2] - before + number, old.shape[2] + new - complete[:, None] + number)
     after = _picked(torch.cat([old.to(x.dtype), fresh], 2), torch.where(number < 0, -1, held))
     return Means(after, complete[:, None] - count, after)
+
+
+def _any(flags: Tensor) -> bool:
+    """Return whether some of ``flags`` are set, and True where the host cannot know."""
+    return torch.compiler.is_compiling() or not has_data(flags) or bool(flags.any())
 
 
 def _places(complete: Tensor, count: int, blocks: Blocks | None, chunk: Chunk) -> Tensor:
