@@ -196,7 +196,7 @@ class ChosenBlocks(HostDriven, CausalMixer):
         """Return the outputs [batch, time, dim] and the means after the chunk; ``old``: those before it."""
         q, k, v, positions, seen, _ = slots
         blocks = blocks_of(chunk, positions, seen, k.shape[2] - q.shape[2], self.config.block)
-        averaged = torch.cat([k, v], -1) if self.config.compression else k
+        averaged = (k, v) if self.config.compression else (k,)
         means = means_of(averaged, old, blocks, chunk, positions, seen)
         compressed, chosen = self._choose(q, means, blocks)
         branches = [] if compressed is None else [compressed]

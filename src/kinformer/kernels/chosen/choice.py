@@ -68,7 +68,8 @@ def choose(q: Tensor, means: Tensor, numbers: Numbers, scale: float, choosing: C
     q: [batch, heads, time, head_dim]; means: [batch, kv_heads, blocks, head_dim].
     """
     q, means = q.detach(), means.detach()
-    chosen: Tensor = _choose(*MeansCall.of(q, means, means, numbers, scale, choosing))
+    call = MeansCall.of(q, means, means, numbers, scale, choosing)
+    chosen: Tensor = _choice(*call) if _alone(q) else _choose(*call)
     return chosen
 
 
@@ -78,8 +79,14 @@ def attend_means(
     """Return attention of q [batch, heads, time, head_dim] to the means ``k``, ``v`` [batch, kv_heads, blocks, width]
     of complete blocks (0 where there is none), and the choice as :func:`choose` has it."""
     check_reverse("attention to chosen blocks", q, k, v)
-    out, _, chosen = _forward(*MeansCall.of(q, k, v, numbers, scale, choosing))
+    call = MeansCall.of(q, k, v, numbers, scale, choosing)
+    out, _, chosen = _attended(*call) if _alone(q) and not torch.is_grad_enabled() else _forward(*call)
     return out, chosen
+
+
+def _alone(q: Tensor) -> bool:
+    """Return whether there is one query, for which calling an operator takes as long as what it does."""
+    return q.shape[2] == 1 and not torch.compiler.is_compiling()
 
 
 class _Part(NamedTuple):
@@ -133,9 +140,8 @@ def _write(chosen: Tensor, part: _Part, scores: Tensor, call: MeansCall) -> None
     chosen[:, :, part.time, : some.shape[-1]] = some
 
 
-@torch.library.custom_op("kinformer::choose_blocks", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor")
 @without_autocast
-def _choose(*arguments: Any) -> Tensor:
+def _choice(*arguments: Any) -> Tensor:
     call = MeansCall(*arguments)
     chosen = call.unfilled()
     for part in _parts(call):
@@ -144,16 +150,18 @@ def _choose(*arguments: Any) -> Tensor:
     return chosen
 
 
+_choose = torch.library.custom_op(
+    "kinformer::choose_blocks", _choice, mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor"
+)
+
+
 @_choose.register_fake
 def _(*arguments: Any) -> Tensor:
     return MeansCall(*arguments).unfilled()
 
 
-@torch.library.custom_op(
-    "kinformer::attend_means", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor out, Tensor lse, Tensor chosen)"
-)
 @without_autocast
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _attended(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     call = MeansCall(*arguments)
     q, v, wide = call.q, call.v, state_dtype(call.q.dtype)
     out, lse, chosen = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=wide), call.unfilled()
@@ -165,6 +173,14 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         lse[:, :, part.time] = sums.view(shape)
         _write(chosen, part, part.scores if q.shape[1] == call.choosers else weights, call)
     return out, lse, chosen
+
+
+_forward = torch.library.custom_op(
+    "kinformer::attend_means",
+    _attended,
+    mutates_args=(),
+    schema=f"({_ARGUMENTS}) -> (Tensor out, Tensor lse, Tensor chosen)",
+)
 
 
 @_forward.register_fake

@@ -6,6 +6,7 @@ blocks, right-aligned. So the means, and their gradients, are the same however a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,23 +26,25 @@ class Means(NamedTuple):
     after: Tensor
 
 
-def means_of(x: Tensor, old: Tensor, blocks: Blocks, chunk: Chunk, positions: Tensor, seen: Tensor) -> Means:
-    """Return the means of ``x`` [batch, heads, slots, width] by block, after those that a state holds, ``old``.
+def means_of(xs: Sequence[Tensor], old: Tensor, blocks: Blocks, chunk: Chunk, positions: Tensor, seen: Tensor) -> Means:
+    """Return the means of ``xs`` [batch, heads, slots, width] by block, one behind the other, after those that a state
+    holds, ``old``.
 
     ``positions`` [batch, time] of the chunk's tokens; ``seen`` [batch] counts the tokens before the chunk.
     """
+    x = xs[0]
     size, slots, time = blocks.size, x.shape[2], positions.shape[1]
     count = slots // size
     complete = advance(seen, chunk, positions) // size
     if chunk.reset is not None:
-        table = _mean(in_blocks(x, blocks.first, size))
+        table = _means(xs, blocks.first, size)
         number = torch.arange(table.shape[2], device=x.device).expand(len(x), -1)
         before = (seen // size)[:, None]
         held = torch.where(number < before, old.shape[2] - before + number, -1)
         table = torch.where((held < 0)[:, None, :, None], table, _picked(old.to(x.dtype), held))
         return Means(table, None, _picked(table, _places(complete, count, blocks, chunk)))
     if slots == time:
-        table = _mean(x[:, :, : count * size].unflatten(2, (count, size)))
+        table = torch.cat([_mean(x[:, :, : count * size].unflatten(2, (count, size))) for x in xs], -1)
         after = table if chunk.valid is None else _picked(table, _places(complete, count, None, chunk))
         return Means(table, None, after)
     # A recording of a step ends at this look, before slots of another past than the means' confuse what follows.
@@ -50,7 +53,7 @@ def means_of(x: Tensor, old: Tensor, blocks: Blocks, chunk: Chunk, positions: Te
     # A chunk completes at most so many blocks; the others are in ``old``.
     new = min(time // size + 1, count)
     number = complete[:, None] + torch.arange(-new, 0, device=x.device)
-    fresh = _mean(in_blocks(x, blocks.first[:, :1] + size * number, size))
+    fresh = _means(xs, blocks.first[:, :1] + size * number, size)
     number = _places(complete, count, None, chunk)
     before = (seen // size)[:, None]
     held = torch.where(number < before, old.shape[2] - before + number, old.shape[2] + new - complete[:, None] + number)
@@ -73,6 +76,11 @@ def _places(complete: Tensor, count: int, blocks: Blocks | None, chunk: Chunk) -
     if chunk.valid is not None:
         last = blocks.begin.gather(1, (chunk.valid.sum(1, keepdim=True) - 1).clamp_min(0))
     return torch.where(number < 0, -1, number + last)
+
+
+def _means(xs: Sequence[Tensor], first: Tensor, size: int) -> Tensor:
+    """Return the means of ``xs``, one behind the other, of the blocks that begin at the slots ``first``."""
+    return torch.cat([_mean(in_blocks(x, first, size)) for x in xs], -1)
 
 
 def _mean(x: Tensor) -> Tensor:
