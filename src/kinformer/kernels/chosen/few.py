@@ -35,6 +35,6 @@ def _gathered(x: Tensor, index: Tensor, choosers: int) -> Tensor:
     """Return the slots ``index`` [batch, choosers, n] of ``x`` [batch, kv_heads, slots, width]."""
     share = choosers // x.shape[1]
     # Of one matrix at a time, rows are copied whole; ``gather`` copies number by number.
-    pairs = [(row, each) for row in range(len(x)) for each in range(choosers)]
-    rows = [x[row, each // share].index_select(0, index[row, each]) for row, each in pairs]
+    pairs = [(row, chooser) for row in range(len(x)) for chooser in range(choosers)]
+    rows = [x[row, chooser // share].index_select(0, index[row, chooser]) for row, chooser in pairs]
     return torch.stack(rows).view(len(x), choosers, -1, x.shape[3])
