@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -55,9 +55,30 @@ MAY_IMPORT = {
 }
 """Folder to the other folders of the package that it may import."""
 
-each_module = pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+
+def over(paths: Iterable[Path]) -> Callable[[Callable[[Path], None]], Callable[[], None]]:
+    """Make a law of one file one test over all ``paths``, whose failure names each file that breaks the law."""
+
+    def over_paths(law: Callable[[Path], None]) -> Callable[[], None]:
+        def test() -> None:
+            broken = {}
+            for path in paths:
+                try:
+                    law(path)
+                except AssertionError as error:
+                    broken[str(path.relative_to(PACKAGE))] = str(error)
+            assert not broken, "\n".join(f"{name}: {error}" for name, error in broken.items())
+
+        test.__doc__ = law.__doc__
+        return test
+
+    return over_paths
 
 
+each_module = over(MODULES)
+
+
+@cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
@@ -65,6 +86,9 @@ def tree_of(path: Path) -> ast.Module:
 def module_name(path: Path) -> str:
     names = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(names[:-1] if names[-1] == "__init__" else names)
+
+
+MODULE_NAMES = {module_name(path) for path in MODULES}
 
 
 def imports_of(tree: ast.Module, package: str) -> Iterator[str]:
@@ -146,9 +170,10 @@ def loaded_by(path: Path) -> set[str]:
     """Modules of the package whose import a module causes at once: not in a function, not for a type checker alone."""
     top = [node for node in tree_of(path).body if isinstance(node, (ast.Import, ast.ImportFrom))]
     package = ".".join(("kinformer", *path.relative_to(PACKAGE).parent.parts))
-    modules = {module_name(module) for module in MODULES} - {module_name(path)}
     names = imports_of(ast.Module(top, []), package)
-    return {name if name in modules else name.rpartition(".")[0] for name in names} & modules
+    return {name if name in MODULE_NAMES else name.rpartition(".")[0] for name in names} & MODULE_NAMES - {
+        module_name(path)
+    }
 
 
 def test_chains_of_imports_are_short():
@@ -167,15 +192,13 @@ def test_no_wildcard_imports(path):
     assert not any(name.endswith(".*") for name in imports_of(tree_of(path), "kinformer"))
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "mixers").glob("*.py")), ids=lambda path: path.stem)
+@over(sorted((PACKAGE / "mixers").glob("*.py")))
 def test_a_mixer_never_imports_another_mixer(path):
     others = {parts[1] for parts in own_imports(path) if parts[0] == "mixers" and len(parts) > 1}
     assert others <= {path.stem} or path.name == "__init__.py"
 
 
-@pytest.mark.parametrize(
-    "path", sorted((PACKAGE / "kernels").glob("*/*.py")), ids=lambda path: "/".join(path.parts[-2:])
-)
+@over(sorted((PACKAGE / "kernels").glob("*/*.py")))
 def test_reference_and_kernels_are_strangers(path):
     modules = {name for parts in own_imports(path) if parts[:1] == ["kernels"] for name in parts[2:]}
     if path.stem == "reference":
@@ -325,6 +348,7 @@ COMPONENTS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 QUOTED = re.compile(r"``([a-z_]+)``")
 
 
+@cache
 def retired_words() -> list[list[str]]:
     """The words of the glossary's table that are retired, by their components."""
     table = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8").partition("## Retired words")[2]

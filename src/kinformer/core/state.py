@@ -1,10 +1,9 @@
 """Generic functions over any state: no function here depends on a mechanism.
 
-A state is a tensor, a tuple or ``NamedTuple`` of states, or a :class:`ReservedState`. Every tensor has the batch axis
-first. Tensor leaves whose third axis counts right-aligned past slots are named in the class attribute ``slots`` of
-their ``NamedTuple``; invalid slots hold zeros, so states compare on valid slots. The class attribute ``outlives_reset``
-says of a ``NamedTuple`` that a new sequence begins with it (a source), ``derived`` (``{"k": "hidden_states"}``) of
-which leaf a mixer makes another again that has fewer slots.
+Every tensor has the batch axis first. Tensor leaves whose third axis counts right-aligned past slots are named in the
+class attribute ``slots`` of their ``NamedTuple``; invalid slots hold zeros, so states compare on valid slots. Of a
+``NamedTuple``, ``outlives_reset`` says that a new sequence begins with it (a source), ``derived`` (``{"k":
+"hidden_states"}``) from which leaf a mixer recomputes another that has fewer slots.
 A leaf named ``aux`` ([batch]) accumulates a target-free side cost; the class attribute ``aux_name`` names it.
 """
 
@@ -17,6 +16,9 @@ import torch
 from torch import Tensor
 
 from kinformer.runtime.errors import KinformerError
+
+State = Any
+"""A tensor, a tuple or ``NamedTuple`` of states, or a :class:`ReservedState`; each part has a type of its own."""
 
 
 class ReservedState:
@@ -79,23 +81,23 @@ class ReservedState:
         raise NotImplementedError
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], state: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Tensor], state: State) -> State:
     """Return the same structure with ``function`` applied to every tensor."""
     return _mapped(state, lambda part: part.map(function), function)
 
 
-def _mapped(state: Any, part: Callable[[ReservedState], Any], leaf: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
+def _mapped(state: State, part: Callable[[ReservedState], Any], leaf: Callable[..., Tensor] = lambda x: x) -> State:
     if isinstance(state, (Tensor, ReservedState)):
         return leaf(state) if isinstance(state, Tensor) else part(state)
     return rebuilt(state, [_mapped(item, part, leaf) for item in state])
 
 
-def rebuilt(state: Any, items: Sequence[Any]) -> Any:
+def rebuilt(state: State, items: Sequence[Any]) -> State:
     """Return a tuple of ``items``, of the type of ``state`` where that is a ``NamedTuple``."""
     return type(state)(*items) if hasattr(state, "_fields") else tuple(items)
 
 
-def tensors(state: Any) -> Iterator[Tensor]:
+def tensors(state: State) -> Iterator[Tensor]:
     """Yield all tensor leaves, in order."""
     if isinstance(state, Tensor):
         yield state
@@ -106,7 +108,7 @@ def tensors(state: Any) -> Iterator[Tensor]:
             yield from tensors(item)
 
 
-def reserved_parts(state: Any) -> Iterator[ReservedState]:
+def reserved_parts(state: State) -> Iterator[ReservedState]:
     """Yield all reserved parts, in order."""
     if isinstance(state, ReservedState):
         yield state
@@ -115,7 +117,7 @@ def reserved_parts(state: Any) -> Iterator[ReservedState]:
             yield from reserved_parts(item)
 
 
-def form(state: Any) -> Any:
+def form(state: State) -> Any:
     """Return what all states of one mixer share: the types, and the sizes of leaves but for rows and past slots."""
     if isinstance(state, Tensor):
         return state.shape[1:]
@@ -131,12 +133,12 @@ def form(state: Any) -> Any:
     return type(state), *sizes
 
 
-def detach(state: Any) -> Any:
+def detach(state: State) -> State:
     """Return the state cut from the graph: what a segment passes to the next in truncated back-propagation."""
     return map_tensors(torch.Tensor.detach, state)
 
 
-def select_rows(state: Any, rows: Tensor, sources: bool = True) -> Any:
+def select_rows(state: State, rows: Tensor, sources: bool = True) -> State:
     """Return the state of the rows ``rows`` [n] int64, in that order; every tensor is copied once. Without ``sources``
     the parts that outlive a reset stay as they are."""
     if isinstance(state, ReservedState):
@@ -148,7 +150,7 @@ def select_rows(state: Any, rows: Tensor, sources: bool = True) -> Any:
     return rebuilt(state, [select_rows(item, rows, sources) for item in state])
 
 
-def select_sources(state: Any, rows: Tensor) -> Any:
+def select_sources(state: State, rows: Tensor) -> State:
     """Return the state with the rows ``rows`` [n] int64 of the parts that outlive a reset; all else stays as it is."""
     if isinstance(state, (Tensor, ReservedState)):
         return state
@@ -157,7 +159,7 @@ def select_sources(state: Any, rows: Tensor) -> Any:
     return rebuilt(state, [select_sources(item, rows) for item in state])
 
 
-def repeat_rows(state: Any, times: int, sources: bool = True) -> Any:
+def repeat_rows(state: State, times: int, sources: bool = True) -> State:
     """Repeat every row ``times`` times, one after the other: several samples from one prompt; without ``sources`` but
     for the parts that outlive a reset, whose rows then serve ``times`` neighbours each."""
     if not sources and getattr(state, "outlives_reset", False):
@@ -167,7 +169,7 @@ def repeat_rows(state: Any, times: int, sources: bool = True) -> Any:
     return rebuilt(state, [repeat_rows(item, times, sources) for item in state])
 
 
-def join_rows(states: list[Any]) -> Any:
+def join_rows(states: list[State]) -> State:
     """Return one state whose rows are those of ``states``, in order (slots are padded on the left to the longest;
     derived leaves are empty if one of ``states`` lacks them)."""
     first = states[0]
@@ -195,13 +197,12 @@ def join_rows(states: list[Any]) -> Any:
     return rebuilt(first, joined)
 
 
-def to(state: Any, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Any:
+def to(state: State, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> State:
     """Return the state on ``device``, with floating leaves as ``dtype`` unless it is None."""
-
     return map_tensors(lambda x: x.to(device=device, dtype=dtype if dtype and x.is_floating_point() else None), state)
 
 
-def renewed(state: Any, derived: bool = False) -> Any:
+def renewed(state: State, derived: bool = False) -> State:
     """Return the state as it outlives a change of the weights: without slots that no row has filled, and unless
     ``derived`` (the weights are the same, a longer row has left) without leaves ``derived`` by the old ones."""
     if isinstance(state, (Tensor, ReservedState)):
@@ -218,12 +219,12 @@ def renewed(state: Any, derived: bool = False) -> Any:
     return rebuilt(state, items)
 
 
-def nbytes(state: Any) -> int:
+def nbytes(state: State) -> int:
     """Return the bytes that the state's tensors hold (capacity included for reserved states)."""
     return sum(leaf.numel() * leaf.element_size() for leaf in tensors(state))
 
 
-def reserve(state: Any, length: int) -> Any:
+def reserve(state: State, length: int) -> State:
     """Return a single-owner state with room for ``length`` more tokens, to be used under ``no_grad``.
 
     Parts of the state that grow provide a ``reserve(length)`` method; constant parts stay values.
@@ -235,24 +236,23 @@ def reserve(state: Any, length: int) -> Any:
     return rebuilt(state, [reserve(item, length) for item in state])
 
 
-def fork(state: Any) -> Any:
+def fork(state: State) -> State:
     """Return an independent copy; both may be used, whether values or reserved."""
     return map_tensors(torch.clone, state)
 
 
-def reclaimed(state: Any) -> Any:
+def reclaimed(state: State) -> Any:
     """Return an earlier state for use again: values never change, and the later ones lose their reserved parts."""
     return _mapped(state, lambda part: part.reclaimed())
 
 
-def value(state: Any) -> Any:
+def value(state: State) -> Any:
     """Return the state as plain values: every reserved part copied out of its buffers."""
     return _mapped(state, lambda part: part.value())
 
 
 def difference(left: Any, right: Any) -> float:
-    """Return the largest absolute difference of two states of one structure, on
-    valid slots (0.0 when equal, inf for NaN)."""
+    """Return the largest absolute difference of two states of one structure, on valid slots (0: equal, inf: NaN)."""
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         if left.shape != right.shape:
             raise KinformerError(f"States of shapes {tuple(left.shape)} and {tuple(right.shape)} cannot be compared.")
@@ -283,7 +283,7 @@ def _same_slots(leaves: list[Tensor]) -> list[Tensor]:
     ]
 
 
-def pop_aux(state: Any) -> tuple[dict[str, Tensor], Any]:
+def pop_aux(state: State) -> tuple[dict[str, Tensor], Any]:
     """Return the side costs accumulated in the state, ``({name: [batch]}, state with zeros in their place)``."""
     costs: dict[str, Tensor] = {}
 
