@@ -15,6 +15,7 @@ from kinformer.core.config import Config
 from kinformer.core.contract import CausalMixer, ChecksChunk, Chunk, MixerConfig, PartialOutput, initial_states
 from kinformer.core.feed_forward import FeedForwardConfig
 from kinformer.core.stack import Branch
+from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import is_empty_mask
 
@@ -75,8 +76,8 @@ class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
         return initial_states(self.mixers, batch, **options)
 
     def forward(
-        self, chunk: Chunk, state: tuple[Any, ...], output_mask: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Any, ...]]:
+        self, chunk: Chunk, state: tuple[State, ...], output_mask: Tensor | None = None
+    ) -> tuple[Tensor, tuple[State, ...]]:
         if output_mask is not None:
             return self._answered(chunk, state, output_mask)
         x, after = self._mixed(chunk, state)
@@ -86,7 +87,9 @@ class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
         """Return the stream after the mixers and the feed-forward, unless that was one of them."""
         return x if self._transition else fed(self.feed_forward_residual, self.feed_forward, x, valid)
 
-    def _answered(self, chunk: Chunk, state: tuple[Any, ...], output_mask: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+    def _answered(
+        self, chunk: Chunk, state: tuple[State, ...], output_mask: Tensor
+    ) -> tuple[Tensor, tuple[State, ...]]:
         """Return outputs where ``output_mask`` only, and the states after the chunk."""
         if len(self.mixers) > 1:  # they read what the first made of every token
             x, after = self._mixed(chunk, state)
@@ -116,7 +119,7 @@ class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
         residuals = (self.mixer_residual, *self.further_residuals)
         return (*residuals, self.feed_forward_residual) if self._transition else residuals  # type: ignore[return-value]
 
-    def _mixed(self, chunk: Chunk, state: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
+    def _mixed(self, chunk: Chunk, state: tuple[State, ...]) -> tuple[Tensor, tuple[State, ...]]:
         """Return the stream after all mixers, and their states."""
         x, after = chunk.x, []
         for mixer, residual, mixer_state in zip(self.mixers, self._residuals, state, strict=True):

@@ -10,7 +10,6 @@ its own norm, before it or after its residual sum. With F1 = 0 and F2 twice as l
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from kinformer.blocks.layer import DecoderLayer
 from kinformer.blocks.sublayers import fed, feed_forward_branch, tokenwise
 from kinformer.core.contract import Chunk
 from kinformer.core.stack import Branch
+from kinformer.core.state import State
 
 HALF = 0.5
 
@@ -45,8 +45,8 @@ class MacaronLayer(DecoderLayer):
         return (first, *mixers, feed_forward_branch(self.feed_forward_residual, self.feed_forward, HALF))
 
     def forward(
-        self, chunk: Chunk, state: tuple[Any, ...], output_mask: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Any, ...]]:
+        self, chunk: Chunk, state: tuple[State, ...], output_mask: Tensor | None = None
+    ) -> tuple[Tensor, tuple[State, ...]]:
         x = fed(self.first_residual, self.first_feed_forward, chunk.x, chunk.valid, HALF)
         x, after = self._mixed(chunk._replace(x=x), state)
         x = fed(self.feed_forward_residual, self.feed_forward, x, chunk.valid, HALF)

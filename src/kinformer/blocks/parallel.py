@@ -8,7 +8,6 @@ Neither waits for the other. Each has its own norm, as in GPT-NeoX.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from kinformer.blocks.layer import DecoderLayer
 from kinformer.blocks.sublayers import fed_output, tokenwise
 from kinformer.core.contract import Chunk
 from kinformer.core.stack import Branch
+from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
 
 
@@ -54,8 +54,8 @@ class ParallelLayer(DecoderLayer):
         )
 
     def forward(
-        self, chunk: Chunk, state: tuple[Any, ...], output_mask: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Any, ...]]:
+        self, chunk: Chunk, state: tuple[State, ...], output_mask: Tensor | None = None
+    ) -> tuple[Tensor, tuple[State, ...]]:
         x, after = self._mixed(chunk, state)
         x = x + fed_output(self.feed_forward_residual, self.feed_forward, chunk.x, chunk.valid)
         return x if output_mask is None else torch.where(output_mask[..., None], x, chunk.x), after

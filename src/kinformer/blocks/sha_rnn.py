@@ -19,6 +19,7 @@ from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.blocks.sublayers import mixed, tokenwise
 from kinformer.core.contract import CausalMixer, ChecksChunk, Chunk, MixerConfig, initial_states
 from kinformer.core.feed_forward import FeedForwardConfig
+from kinformer.core.state import State
 from kinformer.runtime.dropout import Dropout
 
 
@@ -59,7 +60,7 @@ class ShaRnnLayer(ChecksChunk, nn.Module):
         """Return the states of the mixers; ``options`` as of ``core.contract.initial_states``."""
         return initial_states(self.mixers, batch, **options)
 
-    def forward(self, chunk: Chunk, state: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
+    def forward(self, chunk: Chunk, state: tuple[State, ...]) -> tuple[Tensor, tuple[State, ...]]:
         h, recurrent = mixed(self.mixer, chunk, state[0], self.mixer_norm)
         h, after = self.dropout(h), [recurrent]
         if self.attention is not None:

@@ -11,6 +11,7 @@ from kinformer.core.contract import CausalMixer, Chunk, PartialOutput, Recompute
 from kinformer.core.encoder import EncoderMixer, SequenceContext
 from kinformer.core.feed_forward import FeedForwardConfig, ReadsPadding
 from kinformer.core.stack import Branch
+from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
 
 
@@ -27,8 +28,8 @@ class Sublayers(nn.Module):
 
 
 def mixed(
-    mixer: CausalMixer, chunk: Chunk, state: Any, norm: nn.Module, output_mask: Tensor | None = None
-) -> tuple[Tensor, Any]:
+    mixer: CausalMixer, chunk: Chunk, state: State, norm: nn.Module, output_mask: Tensor | None = None
+) -> tuple[Tensor, State]:
     """Apply ``mixer`` to a chunk behind ``norm``: return outputs, at least those in
     ``output_mask``, and the state after."""
     if isinstance(mixer, RecomputesKV):
@@ -72,7 +73,7 @@ def tokenwise(config: FeedForwardConfig, dim: int) -> nn.Module:
 def mixing(mixer: CausalMixer, residual: Residual) -> Branch:
     """Return the branch of a decoder's mixer."""
 
-    def run(x: Tensor, chunk: Any, state: Any) -> tuple[Tensor, Any]:
+    def run(x: Tensor, chunk: Any, state: State) -> tuple[Tensor, State]:
         y, state = mixed(mixer, chunk._replace(x=x), state, residual)
         return residual.added(y), state
 
@@ -82,7 +83,7 @@ def mixing(mixer: CausalMixer, residual: Residual) -> Branch:
 def encode_branch(mixer: nn.Module, residual: Residual) -> Branch:
     """Return the branch of an encoder's mixer."""
 
-    def run(x: Tensor, text: Any, state: Any) -> tuple[Tensor, Any]:
+    def run(x: Tensor, text: Any, state: State) -> tuple[Tensor, State]:
         return residual.added(mixer(residual.enter(x), text)), state
 
     return Branch(_additive(residual, run), mixes=False)
@@ -91,7 +92,7 @@ def encode_branch(mixer: nn.Module, residual: Residual) -> Branch:
 def feed_forward_branch(residual: Residual, feed_forward: nn.Module, share: float = 1.0) -> Branch:
     """Return the branch of a feed-forward, ``share`` of whose output is added."""
 
-    def run(x: Tensor, context: Any, state: Any) -> tuple[Tensor, Any]:
+    def run(x: Tensor, context: Any, state: State) -> tuple[Tensor, State]:
         return residual.added(_fed(residual, feed_forward, x, context.valid), share), state
 
     return Branch(_additive(residual, run), mixes=False)

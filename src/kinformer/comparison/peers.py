@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from kinformer.comparison.works import DECODED, Begin, Work, forward, step, tokens_for
 from kinformer.core.model import CausalModel
+from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.matmul import few_rows
 
@@ -138,11 +139,11 @@ class HuggingFace(PeerModel):
     def __init__(self, shape: PeerShape) -> None:
         super().__init__(gpt2(shape), shape)
 
-    def forward(self, tokens: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+    def forward(self, tokens: Tensor, state: State = None) -> tuple[Tensor, State]:
         logits, *cache = self.model(tokens, state, use_cache=not self.training).to_tuple()
         return logits, cache[0] if cache else None
 
-    def last(self, tokens: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+    def last(self, tokens: Tensor, state: State = None) -> tuple[Tensor, State]:
         """Logits [batch, vocab] behind the last token alone."""
         logits, cache = self.model(tokens, state, use_cache=True, logits_to_keep=1).to_tuple()
         return logits[:, -1], cache
@@ -156,7 +157,7 @@ class XTransformers(PeerModel):
     def __init__(self, shape: PeerShape) -> None:
         super().__init__(x_transformers(shape, flash=True), shape)
 
-    def forward(self, tokens: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+    def forward(self, tokens: Tensor, state: State = None) -> tuple[Tensor, State]:
         before = tokens if state is None else torch.cat([state, tokens], 1)  # its cache is not used
         return self.model(before)[:, -tokens.shape[1] :], before
 

@@ -19,6 +19,7 @@ from kinformer.control.environments.environment import Box, Discrete, Environmen
 from kinformer.control.environments.table import make
 from kinformer.core import state as states
 from kinformer.core.model import device_of
+from kinformer.core.state import State
 from kinformer.data.permutation import mix
 from kinformer.generation.recorded import logits_after
 from kinformer.generation.steps import Steps
@@ -119,7 +120,7 @@ class Agent:
 
     def __init__(self, model: Any, drawing: ActionSampler, window: int | None) -> None:
         self.model, self.drawing, self.window = model, drawing, window
-        self.state: Any = None
+        self.state: State = None
         self.past: np.ndarray | None = None
         self._stepping = Steps(model, _ROOM, recorded=False)
 

@@ -51,7 +51,7 @@ class SpanState(NamedTuple):
     aux_name = "span"  # type: ignore[misc]
 
 
-State = Slots | PinnedState | SpanState
+AttentionState = Slots | PinnedState | SpanState
 
 
 class AttentionCall(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kinformer.core.state import map_tensors
+from kinformer.core.state import State, map_tensors
 from kinformer.runtime.errors import KinformerError
 
 BATCH, PAST = "batch", "past"
@@ -61,7 +61,7 @@ class Leaf:
         return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def named_leaves(state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Tensor]]:
+def named_leaves(state: State, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a state with the paths to them, as in ``layers.0.0.k``, in order."""
     if isinstance(state, Tensor):
         yield ".".join(path), state

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from kinformer.core.input import Input
+    from kinformer.core.state import State
 
 M = TypeVar("M")
 
@@ -25,7 +26,7 @@ class Hidden(NamedTuple):
     outputs of the tapped uses of layers, [batch, time, dim] each."""
 
     hidden_states: Tensor
-    state: Any
+    state: State
     taps: tuple[Tensor, ...] = ()
 
 
@@ -58,21 +59,21 @@ class CausalModel(Protocol):
         dtype: torch.dtype | None = None,
         source: Tensor | None = None,
         source_valid: Tensor | None = None,
-    ) -> Any:
+    ) -> State:
         """Return the state of ``batch`` new sequences; ``source`` [batch, length,
         width] for layers that attend to one."""
         ...
 
     def __call__(
-        self, values: Tensor, state: Any = None, *, valid: Tensor | None = None, reset: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
+        self, values: Tensor, state: State = None, *, valid: Tensor | None = None, reset: Tensor | None = None
+    ) -> tuple[Tensor, State]:
         """Return logits [batch, time, ...], zero where not ``valid``, and the state after the chunk."""
         ...
 
     def hidden(
         self,
         values: Tensor,
-        state: Any = None,
+        state: State = None,
         *,
         valid: Tensor | None = None,
         reset: Tensor | None = None,
@@ -82,7 +83,7 @@ class CausalModel(Protocol):
         ...
 
     def head_inputs(
-        self, values: Tensor, state: Any = None, *, valid: Tensor | None = None, reset: Tensor | None = None
+        self, values: Tensor, state: State = None, *, valid: Tensor | None = None, reset: Tensor | None = None
     ) -> tuple[Any, Any]:
         """Return the inputs of :meth:`logits` at every position, a tensor or a NamedTuple of tensors [batch, time,
         ...], and the state. These are the hidden states, unless the head needs more than those."""
@@ -132,7 +133,7 @@ class SourceModel(CausalModel, Protocol):
         """Return how long a source may be, None for any length."""
         ...
 
-    def begin(self, source: Tensor, valid: Tensor | None = None) -> Any:
+    def begin(self, source: Tensor, valid: Tensor | None = None) -> State:
         """Return the state of new sequences over ``source`` [batch, length] or
         [batch, length, ...], one for every row."""
         ...

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 from torch import Tensor
 
 from kinformer.core.contract import Chunk, positions_of
-from kinformer.core.state import ReservedState, rebuilt
+from kinformer.core.state import ReservedState, State, rebuilt
 
 
 class Slots(NamedTuple):
@@ -33,7 +33,7 @@ class ReservedSlots(ReservedState):
     window keeps a constant capacity, everything else doubles it when the reserved room runs out.
     """
 
-    def __init__(self, state: Any, slots: Slots, ticket: list[int], opened: bool = False) -> None:
+    def __init__(self, state: State, slots: Slots, ticket: list[int], opened: bool = False) -> None:
         super().__init__(ticket)
         self._state = state
         self._slots = slots
@@ -41,7 +41,7 @@ class ReservedSlots(ReservedState):
         self.retained: int | None = None
 
     @classmethod
-    def of(cls, state: Any, room: int) -> Self:
+    def of(cls, state: State, room: int) -> Self:
         """Reserve ``room`` more tokens after the value ``state``, a ``NamedTuple`` of slots and, last, ``seen``."""
         past = state[0].shape[2]
         full = bool((state.seen >= past).all())
@@ -181,7 +181,7 @@ class ReservedSlots(ReservedState):
         yield from self._state
 
 
-def cropped(state: Any, tokens: int) -> Any:
+def cropped(state: State, tokens: int) -> State:
     """Return the ``state`` as it was ``tokens`` tokens ago, None where it holds more than past slots of all tokens."""
     if tokens == 0:
         return state

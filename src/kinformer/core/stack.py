@@ -17,6 +17,7 @@ from kinformer.core.first_values import FirstValues, shares_values
 
 if TYPE_CHECKING:
     from kinformer.core.encoder import SequenceContext
+    from kinformer.core.state import State
 
 Use = Callable[[nn.Module, Tensor, int], Tensor]
 """(layer, x [batch, time, dim], number of the use) -> the layer's output; the state of a decoder is taken care of."""
@@ -153,8 +154,8 @@ class Stack(nn.Module):
         return x, tuple(tapped)
 
     def absorb(
-        self, chunk: Chunk, state: tuple[Any, ...], before: BeforeUse, taps: Sequence[int] = ()
-    ) -> tuple[Tensor, tuple[Any, ...], tuple[Tensor, ...]]:
+        self, chunk: Chunk, state: tuple[State, ...], before: BeforeUse, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, tuple[State, ...], tuple[Tensor, ...]]:
         """Return outputs [batch, time, dim] of a decoder's layers, the states after,
         and the outputs of the uses in ``taps``."""
         after: list[Any] = []
@@ -170,7 +171,7 @@ class Stack(nn.Module):
         return x, tuple(after), tapped
 
     def absorb_early_exits(
-        self, chunk: Chunk, state: tuple[Any, ...], before: BeforeUse, taps: Sequence[int], read: ReadExit
+        self, chunk: Chunk, state: tuple[State, ...], before: BeforeUse, taps: Sequence[int], read: ReadExit
     ) -> tuple[tuple[Tensor, tuple[Any, ...], tuple[Tensor, ...]], Tensor | None]:
         """Absorb like :meth:`absorb`, where tokens may leave early by their logits from ``read``; also return the
         number of the exit by which each left, [batch, time] int64, None where all went through every use."""
@@ -193,7 +194,7 @@ class Stack(nn.Module):
         """Apply ``layer`` to a chunk, a state and whatever else it takes."""
         return checkpoint(_owning, layer, *inputs, use_reentrant=False) if self._recomputes else layer(*inputs)
 
-    def _used(self, number: int, chunk: Chunk, state: Any, output_mask: Tensor | None) -> tuple[Tensor, Any]:
+    def _used(self, number: int, chunk: Chunk, state: State, output_mask: Tensor | None) -> tuple[Tensor, State]:
         """Apply use ``number`` of a layer; outputs are needed where ``output_mask`` [batch, time] bool (None:
         everywhere).
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from kinformer.core.contract import Chunk, left_align, select_valid
 from kinformer.core.input import Input
 from kinformer.core.model import Hidden
+from kinformer.core.state import State
 from kinformer.models.decoder import Decoder
 from kinformer.runtime.errors import KinformerError
 
@@ -29,7 +30,7 @@ class Keyed(NamedTuple):
 
     hidden_states: Tensor
     keys: Tensor
-    state: Any
+    state: State
 
 
 class KeyedStates(NamedTuple):
@@ -57,7 +58,7 @@ class KeyedDecoder(nn.Module):
             self.representation, self.width = FEED_FORWARD, seen
 
     def forward(
-        self, tokens: Tensor, state: Any = None, *, valid: Tensor | None = None, reset: Tensor | None = None
+        self, tokens: Tensor, state: State = None, *, valid: Tensor | None = None, reset: Tensor | None = None
     ) -> Keyed:
         """Absorb ``tokens`` [batch, time]; hidden states and keys are zero where not ``valid``."""
         if self.representation == HIDDEN:
@@ -126,13 +127,13 @@ class AttachedDecoder(nn.Module):
     def max_length(self) -> int | None:
         return self.decoder.max_length
 
-    def initial_state(self, batch: int, **options: Any) -> Any:
+    def initial_state(self, batch: int, **options: Any) -> State:
         """Return the state of ``batch`` new sequences."""
         return self.decoder.initial_state(batch, **options)
 
     def forward(
-        self, values: Tensor, state: Any = None, *, valid: Tensor | None = None, reset: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
+        self, values: Tensor, state: State = None, *, valid: Tensor | None = None, reset: Tensor | None = None
+    ) -> tuple[Tensor, State]:
         """Return logits [batch, time, vocab] (zero where not ``valid``) and the state after the chunk."""
         inputs, state = self.head_inputs(values, state, valid=valid, reset=reset)
         return select_valid(self.logits(inputs), valid), state
@@ -140,7 +141,7 @@ class AttachedDecoder(nn.Module):
     def hidden(
         self,
         values: Tensor,
-        state: Any = None,
+        state: State = None,
         *,
         valid: Tensor | None = None,
         reset: Tensor | None = None,
@@ -150,7 +151,7 @@ class AttachedDecoder(nn.Module):
         return self.decoder.hidden(values, state, valid=valid, reset=reset, taps=taps)
 
     def head_inputs(
-        self, values: Tensor, state: Any = None, *, valid: Tensor | None = None, reset: Tensor | None = None
+        self, values: Tensor, state: State = None, *, valid: Tensor | None = None, reset: Tensor | None = None
     ) -> tuple[KeyedStates, Any]:
         """Return hidden states and keys, and the state after the chunk."""
         hidden_states, keys, state = self.keyed(values, state, valid=valid, reset=reset)

@@ -18,6 +18,7 @@ from kinformer.runtime.errors import choose
 from kinformer.tasks.shared.text import check_positions, main_windows, spec_of
 
 if TYPE_CHECKING:
+    from kinformer.core.state import State
     from kinformer.datastore.attached import KeyedDecoder
     from kinformer.models.decoder import Decoder
 
@@ -90,7 +91,7 @@ def _carried(
     model: KeyedDecoder, stream: EvaluationStream, skipped: int, leaves: Sequence[Tensor]
 ) -> Iterator[Entries]:
     device = next(model.parameters()).device
-    state: Any = model.decoder.initial_state(1)
+    state: State = model.decoder.initial_state(1)
     if skipped:
         source = iter(leaves)
         state = states.map_tensors(lambda _: next(source).to(device), state)

@@ -26,6 +26,7 @@ from kinformer.core import state as states
 from kinformer.core.contract import ReadsSource
 from kinformer.core.head import Likelihood
 from kinformer.core.stack import Stack, units_of
+from kinformer.core.state import State
 from kinformer.runtime.unallocated import unallocated
 from kinformer.training import cross_entropy
 
@@ -189,7 +190,7 @@ def measure_inference(config: Any, batch: int, length: int) -> Costs:
     return ledger.costs
 
 
-def outputs(model: Any, tokens: Tensor) -> tuple[Tensor, Any]:
+def outputs(model: Any, tokens: Tensor) -> tuple[Tensor, State]:
     """Return logits of ``tokens`` and the state after them, None where there is none; a source has as many tokens."""
     if hasattr(model, "begin"):
         return model(tokens, model.begin(model.source_input.example(*tokens.shape[:2], tokens.device)))
@@ -217,7 +218,7 @@ def making(pieces: bool) -> tuple[Callable[[Any, Tensor], tuple[Tensor, Any]], C
     return (_head_inputs, _loss_in_pieces) if pieces else (outputs, loss_of)
 
 
-def _head_inputs(model: Any, tokens: Tensor) -> tuple[Tensor, Any]:
+def _head_inputs(model: Any, tokens: Tensor) -> tuple[Tensor, State]:
     return model.head_inputs(tokens)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kinformer.core.model import CausalModel, device_of
+from kinformer.core.state import State
 from kinformer.data.evaluation import EvaluationStream
 from kinformer.evaluation.windows import Windows, batches
 
@@ -31,7 +32,7 @@ def contexts(model: CausalModel, stream: EvaluationStream, windows: Windows | No
     """
     device = device_of(model)
     if windows is None:
-        state: Any = None
+        state: State = None
         for segment in stream:
             tokens, counted = (torch.from_numpy(field).to(device) for field in (segment.tokens, segment.valid))
             inputs, state = model.head_inputs(tokens[:, :-1], state)

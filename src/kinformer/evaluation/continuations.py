@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from kinformer.core import state as states
 from kinformer.core.model import CausalModel, device_of
+from kinformer.core.state import State
 from kinformer.evaluation.bits import CHUNK, logits_in_parts
 from kinformer.runtime.errors import KinformerError, require_finite
 from kinformer.runtime.matmul import FEW, few_rows
@@ -60,7 +61,7 @@ class _Absorbed(NamedTuple):
 
     scores: list[Score]
     last: Any
-    state: Any
+    state: State
 
 
 class ContinuationScorer:
@@ -104,7 +105,7 @@ class ContinuationScorer:
         return context[-(self.length + 1 - len(tokens)) :]
 
     def _visit(
-        self, members: dict[Ids, list[tuple[int, Ids]]], contexts: list[Ids], depth: int, state: Any
+        self, members: dict[Ids, list[tuple[int, Ids]]], contexts: list[Ids], depth: int, state: State
     ) -> Iterator[tuple[int, Score]]:
         """Yield the scores behind ``contexts``, whose first ``depth`` tokens are the same and lead to ``state``."""
         branches: dict[Ids, list[Ids]] = defaultdict(list)
@@ -128,13 +129,13 @@ class ContinuationScorer:
         yield from self._single(single, state)
         yield from self._forked(forked, state)
 
-    def _single(self, items: list[tuple[int, _Row]], state: Any) -> Iterator[tuple[int, Score]]:
+    def _single(self, items: list[tuple[int, _Row]], state: State) -> Iterator[tuple[int, Score]]:
         """Yield the scores of rows that share nothing but ``state``, that of one row."""
         for batch in self._batches(items, lambda item: len(item[1].inputs)):
             absorbed = self._absorb([row for _, row in batch], _repeated(state, len(batch)))
             yield from zip((number for number, _ in batch), absorbed.scores, strict=True)
 
-    def _forked(self, items: list[tuple[Ids, list[tuple[int, Ids]]]], state: Any) -> Iterator[tuple[int, Score]]:
+    def _forked(self, items: list[tuple[Ids, list[tuple[int, Ids]]]], state: State) -> Iterator[tuple[int, Score]]:
         """Yield the scores of the continuations of contexts, each absorbed once behind ``state``, that of one row."""
         for batch in self._batches(items, lambda item: len(item[0])):
             absorbed = self._absorb([_Row(rest, ()) for rest, _ in batch], _repeated(state, len(batch)))
@@ -171,7 +172,7 @@ class ContinuationScorer:
                 yield number, Score(before.log_likelihood + after.log_likelihood, before.greedy and after.greedy)
             start = stop
 
-    def _absorb(self, rows: list[_Row], state: Any) -> _Absorbed:
+    def _absorb(self, rows: list[_Row], state: State) -> _Absorbed:
         """Absorb ``rows`` behind ``state``, some tokens of all at a time."""
         device, inputs, lengths = device_of(self.model), [row.inputs for row in rows], [len(row.inputs) for row in rows]
         longest, self.absorbed = max(lengths), self.absorbed + sum(lengths)
@@ -220,7 +221,7 @@ def _at(inputs: Any, rows: Tensor, places: Tensor) -> Any:
     return states.map_tensors(lambda leaf: leaf[rows, places][:, None], inputs)
 
 
-def _repeated(state: Any, rows: int) -> Any:
+def _repeated(state: State, rows: int) -> Any:
     """Return the ``state`` of one row for so many; None stands for new sequences."""
     return None if state is None else states.repeat_rows(state, rows)
 

@@ -9,7 +9,7 @@ has ``beam`` finished ones, or when none of the running ones could become better
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.nn.functional import log_softmax
 
 from kinformer.core import state as states
 from kinformer.core.model import CausalModel
+from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError, require_finite
 from kinformer.runtime.matmul import few_rows
 from kinformer.runtime.words import plural
@@ -62,7 +63,7 @@ class _Running:
 
 
 @torch.inference_mode()
-def beam_search(model: CausalModel, state: Any, search: Search, most: Sequence[int]) -> BeamResult:
+def beam_search(model: CausalModel, state: State, search: Search, most: Sequence[int]) -> BeamResult:
     """Return the best continuation of every row of ``state``, which has begun over the sources (``model.begin``).
 
     ``most``: how many tokens a row's continuation may have; one that has so many must end, at the probability of EOS,
@@ -80,7 +81,9 @@ def beam_search(model: CausalModel, state: Any, search: Search, most: Sequence[i
         return _searched(model, state, search, most, device)
 
 
-def _searched(model: CausalModel, state: Any, search: Search, most: Sequence[int], device: torch.device) -> BeamResult:
+def _searched(
+    model: CausalModel, state: State, search: Search, most: Sequence[int], device: torch.device
+) -> BeamResult:
     rows = len(most)
     hypotheses: list[list[Hypothesis]] = [[] for _ in most]
     begin = torch.full((rows, 1), search.bos, device=device)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kinformer.core import state as states
+from kinformer.core.state import State
 
 _APART = 32
 """Tokens between the marks of a session that steps: stepping on from a mark takes the time of about one step."""
@@ -75,7 +76,7 @@ class Mark:
     """A ``state`` (None: of new sequences), the ``logits`` and head inputs (``ends``) behind it, and the ``entries``
     that follow."""
 
-    state: Any
+    state: State
     logits: Tensor | None
     ends: Any
     entries: list[Entry]
@@ -106,7 +107,7 @@ class History:
         absorbed = min(self._since(self.marks[-1])) - sum(min(entry.counts) for entry in pending)
         return absorbed >= max(self.bound, _APART)
 
-    def mark(self, state: Any, logits: Tensor | None, ends: Any, pending: Sequence[Entry]) -> None:
+    def mark(self, state: State, logits: Tensor | None, ends: Any, pending: Sequence[Entry]) -> None:
         """Make a mark at ``state``, which has not absorbed ``pending`` yet."""
         self.marks.append(Mark(state, logits, ends, list(pending)))
         self._forget()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from kinformer.core import state as states
 from kinformer.core.leaves import Leaf, unflattened
+from kinformer.core.state import State
 from kinformer.generation.recordings import Unchanged, recordings_of
 
 Step = Callable[..., list[Tensor]]
@@ -26,7 +27,7 @@ class PackagedStep:
         self.run, self.leaves = step, leaves
         self.holds = Unchanged([model]).holds
 
-    def begin(self, state: Any) -> PackagedSteps | None:
+    def begin(self, state: State) -> PackagedSteps | None:
         """Return steps from ``state`` on; None where that is of more sequences, or not on a CPU."""
         value = states.value(state)
         tensors = list(states.tensors(value))

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kinformer.core.state import State
 from kinformer.generation.recordable import UnrecordableError
 from kinformer.generation.recorded import RecordedStep, Recording, record_ways
 from kinformer.generation.recordings import recordings_of
@@ -22,7 +23,7 @@ class Passes:
         self.model, self.time, self.recorded = model, time, recorded
         self._made, self._record_at = 0, EARLY if room >= LONG else LATE
 
-    def go(self, tokens: Tensor, valid: Tensor | None, state: Any) -> tuple[Tensor, Tensor, Any]:
+    def go(self, tokens: Tensor, valid: Tensor | None, state: State) -> tuple[Tensor, Tensor, Any]:
         """Return the logits [batch, time, vocab] and the hidden states [batch, time, width] of ``tokens`` [batch,
         time], of which those ``valid`` count (None: all), and the state behind them."""
         with few_rows(tokens.device, tokens.numel() < FEW), trusted_arguments():
@@ -35,11 +36,11 @@ class Passes:
             (logits, hidden), state = self._pass(tokens, state, valid)
             return logits, hidden, state
 
-    def _pass(self, tokens: Tensor, state: Any, valid: Tensor | None = None) -> tuple[tuple[Tensor, ...], Any]:
+    def _pass(self, tokens: Tensor, state: State, valid: Tensor | None = None) -> tuple[tuple[Tensor, ...], Any]:
         inputs, state = self.model.head_inputs(tokens, state, valid=valid)
         return (self.model.logits(inputs), getattr(inputs, "hidden_states", inputs)), state
 
-    def _recorded(self, tokens: Tensor, state: Any) -> RecordedStep | None:
+    def _recorded(self, tokens: Tensor, state: State) -> RecordedStep | None:
         """Return the pass from ``state`` on, recorded before or now; None where that is not worth it or cannot be."""
         for recording in recordings_of(self.model):
             if isinstance(recording, Recording) and (running := recording.begin(state, self.time)) is not None:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from kinformer.core import state as states
 from kinformer.core.reserved import ReservedSlots
+from kinformer.core.state import State
 from kinformer.generation.recordable import Call, Tape, UnrecordableError, View, at_any_length, compiled
 from kinformer.generation.recordings import Unchanged
 from kinformer.runtime.autocast import autocast_dtype
@@ -51,7 +52,7 @@ Way = Callable[[Tensor, Any], tuple[tuple[Tensor, ...], Any]]
 """(values of a step, state) -> (what comes out, the state after)."""
 
 
-def logits_after(model: Any, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
+def logits_after(model: Any, tokens: Tensor, state: State) -> tuple[Tensor, State]:
     """Return logits [batch, vocab] behind the last of ``tokens`` [batch, time], and the state there."""
     inputs, state = model.head_inputs(tokens, state)
     return model.logits(states.map_tensors(lambda x: x[:, -1:], inputs))[:, 0], state
@@ -69,7 +70,7 @@ class Recording:
         self,
         runs: Sequence[Run],
         parts: Sequence[nn.Module],
-        state: Any,
+        state: State,
         least: Sequence[int],
         retained: Sequence[int | None],
         time: int = 1,
@@ -78,7 +79,7 @@ class Recording:
         self._form, self._most = _form(state), [part.capacity for part in _parts(state)]
         self.holds = Unchanged(parts).holds
 
-    def begin(self, state: Any, time: int = 1) -> RecordedStep | None:
+    def begin(self, state: State, time: int = 1) -> RecordedStep | None:
         """Return steps of ``time`` tokens from ``state`` on; None where these are others, or the sizes of ``state``,
         than it was checked for."""
         narrow = autocast_dtype(next(states.tensors(state)).device) is not None
@@ -94,7 +95,7 @@ class Recording:
 class RecordedStep:
     """A :class:`Recording` at work, and the state that it steps."""
 
-    def __init__(self, recording: Recording, state: Any) -> None:
+    def __init__(self, recording: Recording, state: State) -> None:
         self.recording, self._state = recording, state
         self._parts = _parts(state)
         self._bounds = [(part.slots.start, part.slots.stop) for part in self._parts]
@@ -133,7 +134,7 @@ class RecordedStep:
         return _mapped(self._state, lambda part: part.moved_on(*next(bounds), next(leaves)), lambda _: next(leaves))
 
 
-def record(model: Any, tokens: Tensor, state: Any) -> Recording:
+def record(model: Any, tokens: Tensor, state: State) -> Recording:
     """Return the recorded step of ``model`` from ``state`` on, which is not stepped yet.
 
     ``tokens`` [batch, 1] are those that come next; the slots behind the past are written to in passing.
@@ -141,14 +142,14 @@ def record(model: Any, tokens: Tensor, state: Any) -> Recording:
     Errors: :class:`UnrecordableError` with the reason.
     """
 
-    def step(tokens: Tensor, state: Any) -> tuple[tuple[Tensor, ...], Any]:
+    def step(tokens: Tensor, state: State) -> tuple[tuple[Tensor, ...], Any]:
         logits, after = logits_after(model, tokens, state)
         return (logits,), after
 
     return record_ways([step], [model], tokens, state)
 
 
-def record_ways(ways: Sequence[Way], parts: Sequence[nn.Module], values: Tensor, state: Any) -> Recording:
+def record_ways(ways: Sequence[Way], parts: Sequence[nn.Module], values: Tensor, state: State) -> Recording:
     """Return the recorded ``ways`` of a step of ``values`` from ``state`` on, all by the same ``parts`` of a
     model; otherwise like :func:`record`."""
     reserved, time = _parts(state), values.shape[1]
@@ -179,7 +180,7 @@ class Recorded(NamedTuple):
     results: list[Tensor]
 
 
-def _recorded(way: Way, values: Tensor, state: Any) -> Recorded:
+def _recorded(way: Way, values: Tensor, state: State) -> Recorded:
     """Return a recorded ``way`` of a step of ``values`` from ``state`` on."""
     parts, time = _parts(state), values.shape[1]
     now = [(part.slots.start, part.slots.stop) for part in parts]
@@ -238,7 +239,7 @@ def _taped(way: Way, values: Tensor, opened: Any) -> _Taped:
     return _Taped(tape, len(inputs), outputs, _leaves(after), views, [part.retained for part in parts])
 
 
-def _at_any_length(state: Any, one: _Taped, other: _Taped) -> list[Call]:
+def _at_any_length(state: State, one: _Taped, other: _Taped) -> list[Call]:
     """Return the calls of a step on tape as they are at any number of past slots between those of two steps."""
     parts = zip(_parts(state), one.retained, strict=True)
     rules = [(part.capacity, part.slots, retained) for part, retained in parts for _ in part.buffers]
@@ -249,7 +250,7 @@ def _at_any_length(state: Any, one: _Taped, other: _Taped) -> list[Call]:
     return at_any_length(one.tape, other.tape, views)
 
 
-def _form(state: Any) -> Any:
+def _form(state: State) -> Any:
     """Return the parts of the state that a recording does not read again, such as types and sizes; not how many slots
     there are."""
     slots = [(part.slots.full, *(buffer[:, :, :0].shape for buffer in part.buffers)) for part in _parts(state)]
@@ -269,7 +270,7 @@ def _longest(part: ReservedSlots, retained: int | None, time: int) -> tuple[int,
     return (0, last) if retained is None else (max(0, last - retained), last)
 
 
-def _mapped(state: Any, part: Callable[[ReservedSlots], Any], leaf: Callable[[Tensor], Any]) -> Any:
+def _mapped(state: State, part: Callable[[ReservedSlots], Any], leaf: Callable[[Tensor], Any]) -> State:
     """Return the structure of ``state`` with ``part`` of its reserved slots and
     ``leaf`` of its other tensors, in order."""
     if isinstance(state, Tensor):
@@ -281,19 +282,19 @@ def _mapped(state: Any, part: Callable[[ReservedSlots], Any], leaf: Callable[[Te
     return states.rebuilt(state, [_mapped(item, part, leaf) for item in state])
 
 
-def _parts(state: Any) -> list[ReservedSlots]:
+def _parts(state: State) -> list[ReservedSlots]:
     parts: list[ReservedSlots] = []
     _mapped(state, parts.append, lambda _: None)
     return parts
 
 
-def _leaves(state: Any) -> list[Tensor]:
+def _leaves(state: State) -> list[Tensor]:
     """Return all tensors of a state but the buffers of reserved slots."""
     leaves: list[Tensor] = []
     _mapped(state, lambda part: leaves.append(part.seen), leaves.append)
     return leaves
 
 
-def _opened(state: Any, bounds: Sequence[tuple[int, int]], time: int) -> Any:
+def _opened(state: State, bounds: Sequence[tuple[int, int]], time: int) -> Any:
     bound = iter(bounds)
     return _mapped(state, lambda part: part.open(part.views(*next(bound), time), part.seen), lambda leaf: leaf)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kinformer.core.stack import Stack
+from kinformer.core.state import State
 from kinformer.generation.recordable import UnrecordableError
 from kinformer.generation.recorded import RecordedStep, Recording, Way, record_ways
 
@@ -38,7 +39,7 @@ class ExitsRecording:
         """Return whether the model is unchanged since the recording."""
         return all(piece.holds() for piece in self.pieces)
 
-    def begin(self, state: Any) -> RecordedExits | None:
+    def begin(self, state: State) -> RecordedExits | None:
         """Return steps from ``state`` on; None where that has other sizes, for which it was not checked."""
         steps = [piece.begin(part) for piece, part in zip(self.pieces, _split(self._stack, state), strict=True)]
         return None if None in steps else RecordedExits(self._stack, [step for step in steps if step is not None])
@@ -75,7 +76,7 @@ class RecordedExits:
         return states[-1]._replace(layers=tuple(layer for state in states for layer in state.layers))
 
 
-def record_exits(model: Any, tokens: Tensor, state: Any) -> ExitsRecording:
+def record_exits(model: Any, tokens: Tensor, state: State) -> ExitsRecording:
     """Return the recorded step of ``model``, whose tokens may leave early; otherwise like ``recorded.record``."""
     stack = model.stack
     if len(tokens) > 1:
@@ -91,7 +92,7 @@ def record_exits(model: Any, tokens: Tensor, state: Any) -> ExitsRecording:
     return ExitsRecording(stack, pieces)
 
 
-def _split(stack: Any, state: Any) -> Iterator[Any]:
+def _split(stack: Any, state: State) -> Iterator[Any]:
     """Yield the states of the layers before each exit."""
     for number in range(len(stack.exits)):
         yield state._replace(layers=tuple(state.layers[use] for use in stack.leads(number)))

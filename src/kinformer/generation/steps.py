@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kinformer.core.state import ReservedState
+from kinformer.core.state import ReservedState, State
 from kinformer.generation.recordable import UnrecordableError
 from kinformer.generation.recorded import RecordedStep, Recording, logits_after, record
 from kinformer.generation.recorded_exits import ExitsRecording, RecordedExits, leaves_early, record_exits
@@ -36,7 +36,7 @@ class Steps:
         self._looks_back: bool | None = None
         self._recording: Recording | ExitsRecording | None = None
 
-    def step(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def step(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
         """Return logits [batch, vocab] behind ``tokens`` [batch, 1], which the model drew, and the state there.
 
         While a recording runs it holds the state; the state returned stands for it until :meth:`settled` resolves it.
@@ -63,7 +63,7 @@ class Steps:
                 "a new session after you convert a model."
             )
 
-    def settled(self, state: Any) -> Any:
+    def settled(self, state: State) -> Any:
         """Return the state behind all steps; ``state`` is the one that the last step returned."""
         if self.running is not None:
             state, self.running = self.running.release(), None
@@ -73,7 +73,7 @@ class Steps:
         """Leave the state of a recording that runs, for an earlier one."""
         self.running = None
 
-    def _recorded(self, tokens: Tensor, state: Any) -> RecordedStep | RecordedExits | None:
+    def _recorded(self, tokens: Tensor, state: State) -> RecordedStep | RecordedExits | None:
         """Return the step from ``state`` on, recorded before or now; None where that is not worth it or cannot be."""
         if not self.recorded:
             return None
@@ -105,7 +105,7 @@ def _dtype(model: Any) -> torch.dtype | None:
     return next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), None)
 
 
-def _has_slots(state: Any) -> bool:
+def _has_slots(state: State) -> bool:
     """Return whether each row attends to slots of its own."""
     if isinstance(state, Tensor):
         return False

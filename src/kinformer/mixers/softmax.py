@@ -20,13 +20,13 @@ from torch import Tensor
 
 from kinformer.core.attention_state import (
     AttentionCall,
+    AttentionState,
     ContextState,
     NewTokens,
     Pinned,
     PinnedState,
     Slots,
     SpanState,
-    State,
 )
 from kinformer.core.contract import (
     CausalMixer,
@@ -154,7 +154,7 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
 
     def initial_state(
         self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> State:
+    ) -> AttentionState:
         like: Tensor = self.out.weight  # type: ignore[assignment]
         device = device or like.device
         dtype = dtype or activation_dtype(like)
@@ -177,7 +177,9 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
         aux = state_dtype(dtype).itemsize if isinstance(self.span, TokenSpan) else 0
         return slots * self.head_dim * dtype.itemsize + 8 + aux
 
-    def forward(self, chunk: Chunk, state: State, output_mask: Tensor | None = None) -> tuple[Tensor, State]:
+    def forward(
+        self, chunk: Chunk, state: AttentionState, output_mask: Tensor | None = None
+    ) -> tuple[Tensor, AttentionState]:
         call = AttentionCall(chunk, output_mask)
         if isinstance(state, PinnedState):
             y, after, first = self._step(

@@ -23,6 +23,7 @@ from kinformer.core.contract import (
     require_input,
     select_valid,
 )
+from kinformer.core.state import State
 from kinformer.nn.packed import Packing, masked, padding_of, require_mask
 from kinformer.nn.plain import PlainLayer
 from kinformer.runtime.errors import KinformerError
@@ -55,7 +56,7 @@ class CausalLayer(PlainLayer):
         dtype: torch.dtype | None = None,
         context: Tensor | None = None,
         context_key_padding_mask: Tensor | None = None,
-    ) -> Any:
+    ) -> State:
         """Return the state of ``batch`` new sequences, on the device of the weights and in their dtype unless given.
 
         context: [batch, length, width], what a layer with cross-attention attends to; it is projected once, here.
@@ -79,7 +80,7 @@ class CausalLayer(PlainLayer):
     def forward(
         self,
         x: Tensor,
-        state: Any = None,
+        state: State = None,
         *,
         return_state: Literal[False] = False,
         key_padding_mask: Tensor | None = None,
@@ -93,7 +94,7 @@ class CausalLayer(PlainLayer):
     def forward(
         self,
         x: Tensor,
-        state: Any = None,
+        state: State = None,
         *,
         return_state: Literal[True],
         key_padding_mask: Tensor | None = None,
@@ -101,12 +102,12 @@ class CausalLayer(PlainLayer):
         cu_seqlens: Tensor | None = None,
         context: Tensor | None = None,
         context_key_padding_mask: Tensor | None = None,
-    ) -> tuple[Tensor, Any]: ...
+    ) -> tuple[Tensor, State]: ...
 
     def forward(
         self,
         x: Tensor,
-        state: Any = None,
+        state: State = None,
         *,
         return_state: bool = False,
         key_padding_mask: Tensor | None = None,
@@ -147,7 +148,7 @@ class CausalLayer(PlainLayer):
     if TYPE_CHECKING:
         __call__ = forward
 
-    def _absorb(self, x: Tensor, state: Any, valid: Tensor | None, reset: Tensor | None) -> tuple[Tensor, Any]:
+    def _absorb(self, x: Tensor, state: State, valid: Tensor | None, reset: Tensor | None) -> tuple[Tensor, State]:
         """Return y and the state after x [batch, time, dim], whose ``valid`` tokens may stand anywhere in their row."""
         norm = (AS_THEY_ARE,) if isinstance(self.inner, RecomputesKV) else ()
         if valid is None:
@@ -160,7 +161,7 @@ class CausalLayer(PlainLayer):
         return order.restore(y), after
 
     def _check(
-        self, x: Tensor, state: Any, key_padding_mask: Tensor | None, reset: Tensor | None, context: Tensor | None
+        self, x: Tensor, state: State, key_padding_mask: Tensor | None, reset: Tensor | None, context: Tensor | None
     ) -> None:
         """Refuse arguments of other shapes, types or layers."""
         require_input(x, self.dim)

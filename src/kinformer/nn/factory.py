@@ -15,6 +15,7 @@ from kinformer.core.config import Config, describe, field_types, from_dict, over
 from kinformer.core.contract import Chunk, MixerConfig
 from kinformer.core.encoder import EncoderMixerConfig, SequenceContext
 from kinformer.core.stack import Stack, StackConfig
+from kinformer.core.state import State
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.family.record import Growth
@@ -150,7 +151,7 @@ class _CausalStack(nn.Module):
         """Return one state per use of a layer."""
         return self.stack.initial_state(batch, **options)
 
-    def forward(self, chunk: Chunk, state: tuple[Any, ...]) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    def forward(self, chunk: Chunk, state: tuple[State, ...]) -> tuple[torch.Tensor, tuple[Any, ...]]:
         """Return y [batch, time, dim] and the states after."""
         y, after, _ = self.stack.absorb(chunk, state, _as_it_is)
         return y, after

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from kinformer.core.state import (
+    State,
     detach,
     difference,
     fork,
@@ -51,7 +52,7 @@ __all__ = [
 ]
 
 
-def save(state: Any, path: str | Path) -> None:
+def save(state: State, path: str | Path) -> None:
     """Write the values of ``state`` to a safetensors file, atomically."""
     leaves = tensors(value(state))
     save_tensors(Path(path), {f"{number:04d}": leaf.clone() for number, leaf in enumerate(leaves)})

@@ -12,6 +12,7 @@ from torch import Tensor
 from kinformer.core import state as states
 from kinformer.core.contract import CausalMixer
 from kinformer.core.model import device_of
+from kinformer.core.state import State
 from kinformer.generation.steps import Steps
 from kinformer.serving.request import Row
 
@@ -26,7 +27,7 @@ class Joining(NamedTuple):
     """Rows that join a batch, their ``state`` and the last token of each, ``tokens`` [rows] int64."""
 
     rows: Sequence[Row]
-    state: Any
+    state: State
     tokens: Tensor
 
 

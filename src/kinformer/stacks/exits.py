@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from kinformer.core.contract import Chunk
 from kinformer.core.stack import BeforeUse, ReadExit, Stack, StackConfig
+from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import has_data
 from kinformer.runtime.words import plural
@@ -117,7 +118,7 @@ class Exits(Stack):
         return self.rule is not None and not self.rule.off
 
     def absorb_early_exits(
-        self, chunk: Chunk, state: tuple[Any, ...], before: BeforeUse, taps: Sequence[int], read: ReadExit
+        self, chunk: Chunk, state: tuple[State, ...], before: BeforeUse, taps: Sequence[int], read: ReadExit
     ) -> tuple[tuple[Tensor, tuple[Any, ...], tuple[Tensor, ...]], Tensor | None]:
         drawn = self.training and self.config.training == "mixed"
         if not drawn and (self.training or not self.leaves_early):
@@ -148,7 +149,7 @@ class Exits(Stack):
         return range(self.exits[number - 1] + 1 if number else 0, self.exits[number] + 1)
 
     def until(
-        self, number: int, chunk: Chunk, state: tuple[Any, ...], before: BeforeUse, read: ReadExit
+        self, number: int, chunk: Chunk, state: tuple[State, ...], before: BeforeUse, read: ReadExit
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Any, ...]]:
         """Run a chunk, all of whose tokens run, from the exit before to exit ``number``, with ``state`` of the uses
         there.
@@ -169,7 +170,7 @@ class Exits(Stack):
             leaves = self.rule(at).view(leaves.shape)
         return x, logits, leaves, tuple(after)
 
-    def past(self, number: int, chunk: Chunk, state: tuple[Any, ...], before: BeforeUse) -> tuple[Any, ...]:
+    def past(self, number: int, chunk: Chunk, state: tuple[State, ...], before: BeforeUse) -> tuple[Any, ...]:
         """Return the states of the same uses after a chunk whose tokens have left before."""
         nothing = torch.ones(chunk.x.shape[0], 0, dtype=torch.bool, device=chunk.x.device)
         pairs = zip(self.leads(number), state, strict=True)

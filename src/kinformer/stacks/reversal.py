@@ -14,6 +14,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from kinformer.core import state as states
 from kinformer.core.stack import Branch
+from kinformer.core.state import State
 from kinformer.runtime.derivatives import Gradients, first_order
 from kinformer.runtime.errors import KinformerError
 
@@ -39,7 +40,7 @@ class LayerUse:
         self.autocast: Callable[[], AbstractContextManager[object]] = nullcontext
         self.drawn: list[Callable[[], AbstractContextManager[object]]] = []
 
-    def forward(self, a: Tensor, b: Tensor, state: tuple[Any, ...]) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    def forward(self, a: Tensor, b: Tensor, state: tuple[State, ...]) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
         """Return the streams and the mixers' states after the layer."""
         inputs, after = iter(state), []
         for branch in self.branches:
@@ -49,7 +50,7 @@ class LayerUse:
                 after.append(new_state)
         return a, b, tuple(after)
 
-    def forward_to_undo(self, a: Tensor, b: Tensor, state: tuple[Any, ...]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def forward_to_undo(self, a: Tensor, b: Tensor, state: tuple[State, ...]) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return the streams and states' tensors as :meth:`forward` does, cut from the graph, and note what the
         backward pass must set up again.
 
@@ -124,7 +125,7 @@ class LayerUse:
         rest = iter(grads)
         return added.detach(), [next(rest) if tensor.requires_grad else None for tensor in (x, *tensors, *weights)]
 
-    def _added(self, branch: Branch, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def _added(self, branch: Branch, x: Tensor, state: State) -> tuple[Tensor, State]:
         return branch.run(x.to(self.dtype), self.context, state)
 
 
@@ -137,7 +138,7 @@ class UseLayer(torch.autograd.Function):
         ctx: Any,
         use: LayerUse,
         trail: Trail,
-        state: Any,
+        state: State,
         weights: Callable[[], Sequence[Tensor]],
         a: Tensor,
         b: Tensor,

@@ -30,6 +30,7 @@ from kinformer.core.contract import Chunk, state_dtype
 from kinformer.core.encoder import SequenceContext
 from kinformer.core.parts import Position
 from kinformer.core.stack import BeforeUse, Branch, Stack, StackConfig
+from kinformer.core.state import State
 from kinformer.runtime.compiling import uncompiled
 from kinformer.runtime.derivatives import check_reverse
 from kinformer.runtime.errors import KinformerError
@@ -88,8 +89,8 @@ class Reversible(Stack):
             self._branches(number)
 
     def absorb(
-        self, chunk: Chunk, state: tuple[Any, ...], before: BeforeUse, taps: Sequence[int] = ()
-    ) -> tuple[Tensor, tuple[Any, ...], tuple[Tensor, ...]]:
+        self, chunk: Chunk, state: tuple[State, ...], before: BeforeUse, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, tuple[State, ...], tuple[Tensor, ...]]:
         return self._run(chunk.x, chunk._replace(x=cast(Any, None)), state, taps)
 
     def read(
@@ -108,8 +109,8 @@ class Reversible(Stack):
         return layer.branches()
 
     def _run(
-        self, x: Tensor, context: Any, state: tuple[Any, ...], taps: Sequence[int]
-    ) -> tuple[Tensor, tuple[Any, ...], tuple[Tensor, ...]]:
+        self, x: Tensor, context: Any, state: tuple[State, ...], taps: Sequence[int]
+    ) -> tuple[Tensor, tuple[State, ...], tuple[Tensor, ...]]:
         if self.config.recomputes and torch.is_grad_enabled():
             return self._recomputed(x, context, state, taps)
         a = b = x.to(state_dtype(x.dtype))
@@ -124,8 +125,8 @@ class Reversible(Stack):
 
     @uncompiled("a reversible stack computes layers again in the backward pass; recompute = false")
     def _recomputed(
-        self, x: Tensor, context: Any, state: tuple[Any, ...], taps: Sequence[int]
-    ) -> tuple[Tensor, tuple[Any, ...], tuple[Tensor, ...]]:
+        self, x: Tensor, context: Any, state: tuple[State, ...], taps: Sequence[int]
+    ) -> tuple[Tensor, tuple[State, ...], tuple[Tensor, ...]]:
         """Run the layers without keeping anything for the backward pass but the outputs."""
         for part in states.reserved_parts(state):
             part.refuse_graph()

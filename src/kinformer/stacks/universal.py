@@ -27,6 +27,7 @@ from kinformer.core.contract import Chunk, state_dtype
 from kinformer.core.encoder import SequenceContext
 from kinformer.core.learning import AuxLoss
 from kinformer.core.stack import BeforeUse, HaltingState, Stack, StackConfig
+from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import has_data
 from kinformer.stacks.act import HaltingConfig
@@ -86,8 +87,8 @@ class Universal(Stack):
         return tuple(PonderState(layer, aux) for layer in layers)  # type: ignore[call-arg]
 
     def absorb(
-        self, chunk: Chunk, state: tuple[Any, ...], before: BeforeUse, taps: Sequence[int] = ()
-    ) -> tuple[Tensor, tuple[Any, ...], tuple[Tensor, ...]]:
+        self, chunk: Chunk, state: tuple[State, ...], before: BeforeUse, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, tuple[State, ...], tuple[Tensor, ...]]:
         if self.halting is None:
             return super().absorb(chunk, state, before, taps)
         after: list[Any] = []

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kinformer.core import state as states
 from kinformer.core.contract import CausalMixer
+from kinformer.core.state import State
 from kinformer.testing.errors import agree_states, require
 from kinformer.testing.subject import MixerSubject, named_leaves
 
@@ -38,7 +39,7 @@ def structure(subject: MixerSubject) -> None:
         alike(state, start, f"after a chunk of {size}")
 
 
-def _check_leaves(state: Any, batch: int, place: str) -> None:
+def _check_leaves(state: State, batch: int, place: str) -> None:
     require(not isinstance(state, Tensor), f"{place} is a bare tensor, expected a NamedTuple or tuple of tensors.")
     if not isinstance(state, tuple):
         require(False, f"{place} holds a {type(state).__name__}, expected a NamedTuple or tuple of tensors.")
@@ -51,7 +52,7 @@ def _check_leaves(state: Any, batch: int, place: str) -> None:
             require(item.dtype in (torch.int64, torch.bool), f"a leaf of {place} is {item.dtype}, expected int64.")
 
 
-def alike(state: Any, start: Any, place: str) -> None:
+def alike(state: State, start: Any, place: str) -> None:
     """Check for the same names, dtypes and shapes (but for the number of past slots)."""
     require(_skeleton(state) == _skeleton(start), f"the structure of the state changed {place}.")
     for (name, leaf, is_slots), (_, first, _) in zip(named_leaves(state), named_leaves(start), strict=True):
@@ -64,7 +65,7 @@ def alike(state: Any, start: Any, place: str) -> None:
         )
 
 
-def _skeleton(state: Any) -> Any:
+def _skeleton(state: State) -> Any:
     return None if isinstance(state, Tensor) else (type(state), tuple(_skeleton(item) for item in state))
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kinformer.core import state as states
 from kinformer.core.contract import CausalMixer, Chunk
+from kinformer.core.state import State
 from kinformer.testing.declared import alike
 from kinformer.testing.derivatives import agree_derivatives, agree_gradients
 from kinformer.testing.errors import require
@@ -55,7 +55,7 @@ def _in_two_chunks(subject: MixerSubject, module: CausalMixer, inputs: Tensor) -
     return torch.cat(outputs, dim=1)
 
 
-def _check_accumulators(state: Any) -> None:
+def _check_accumulators(state: State) -> None:
     for name, leaf, is_slots in named_leaves(state):
         if leaf.is_floating_point() and not is_slots:
             require(leaf.element_size() >= 4, f"the accumulator {name} is {leaf.dtype} under autocast, not float32.")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kinformer.core import state as states
+from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing.errors import BITS, VALUES, agree, agree_states, require
 from kinformer.testing.scenario import starts
@@ -155,7 +156,7 @@ def _reclaims(subject: Subject, module: Any, start: Any, kind: str) -> None:
             require(False, f"a reserved state could be read once an earlier one was reclaimed, {kind}.")
 
 
-def has_reserved(state: Any) -> bool:
+def has_reserved(state: State) -> bool:
     """Return whether any part of the state is reserved."""
     if isinstance(state, Tensor):
         return False

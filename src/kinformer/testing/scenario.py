@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kinformer.core import state as states
+from kinformer.core.state import State
 from kinformer.testing.derivatives import dense_gradients
 from kinformer.testing.errors import GRADIENTS, VALUES, agree, agree_states, require
 from kinformer.testing.subject import Subject, named_leaves
@@ -26,14 +27,14 @@ class Plan(NamedTuple):
 
 class ContractOutputs(NamedTuple):
     outputs: Tensor
-    state: Any
+    state: State
     gradients: dict[str, Tensor]
 
 
 How = Callable[[Subject, Any, Plan, Any], tuple[Tensor, Any]]
 
 
-def absorb(subject: Subject, module: Any, plan: Plan, state: Any) -> tuple[Tensor, Any]:
+def absorb(subject: Subject, module: Any, plan: Plan, state: State) -> tuple[Tensor, State]:
     """Absorb the plan as it stands, chunk after chunk; return outputs [batch, time, ...] and the final state."""
     outputs, begin = [], 0
     for size in plan.sizes:
@@ -45,7 +46,7 @@ def absorb(subject: Subject, module: Any, plan: Plan, state: Any) -> tuple[Tenso
     return torch.cat(outputs, dim=1), state
 
 
-def absorb_alone(subject: Subject, module: Any, plan: Plan, state: Any) -> tuple[Tensor, Any]:
+def absorb_alone(subject: Subject, module: Any, plan: Plan, state: State) -> tuple[Tensor, State]:
     """Absorb every sequence of every row alone, whole, without padding, which defines the
     plan's results; zeros at invalid positions."""
     rows, ends = [], []
@@ -63,7 +64,7 @@ def absorb_alone(subject: Subject, module: Any, plan: Plan, state: Any) -> tuple
     return torch.stack(rows), states.join_rows(ends)
 
 
-def _with_costs(state: Any, before: Any) -> Any:
+def _with_costs(state: State, before: State) -> Any:
     """Return ``state`` with the side costs of ``before``, its row's last
     sequence added: a reset clears none of them."""
     if isinstance(state, Tensor):
@@ -117,7 +118,7 @@ def _weights(values: Tensor) -> Tensor:
     return torch.cos(1.3 * torch.arange(values.numel(), dtype=torch.float64) + 0.7).view(values.shape)
 
 
-def project(state: Any) -> Tensor:
+def project(state: State) -> Tensor:
     """Return a fixed linear function of a state's floating leaves that does not
     depend on how many empty slots it has."""
     total = torch.zeros((), dtype=torch.float64)

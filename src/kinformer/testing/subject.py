@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from kinformer.core import state as states
 from kinformer.core.contract import CausalMixer, Chunk
+from kinformer.core.state import State
 
 JITTER = 0.1
 """Noise added to every parameter, so that weights that begin at zero or one hide nothing."""
@@ -45,8 +46,8 @@ class Subject(ABC):
         return built(make or self.make, dtype)
 
     def run(
-        self, module: Any, inputs: Tensor, state: Any, valid: Tensor | None = None, reset: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
+        self, module: Any, inputs: Tensor, state: State, valid: Tensor | None = None, reset: Tensor | None = None
+    ) -> tuple[Tensor, State]:
         """Absorb one chunk after a copy of ``state``, so that a module that writes
         into its state spoils no other check."""
         return self.call(module, inputs, None if state is None else states.fork(state), valid, reset)
@@ -64,14 +65,14 @@ class Subject(ABC):
     def start(self, module: Any, batch: int) -> Any:
         """Return the state of ``batch`` new sequences."""
 
-    def anew(self, module: Any, state: Any) -> Any:
+    def anew(self, module: Any, state: State) -> Any:
         """Return the state of one row's new sequence where a reset ends the one of ``state``."""
         return _keeping(self.start(module, 1), state)
 
     @abstractmethod
     def call(
-        self, module: Any, inputs: Tensor, state: Any, valid: Tensor | None = None, reset: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
+        self, module: Any, inputs: Tensor, state: State, valid: Tensor | None = None, reset: Tensor | None = None
+    ) -> tuple[Tensor, State]:
         """Absorb one chunk after ``state`` itself."""
 
     @abstractmethod
@@ -114,8 +115,8 @@ class MixerSubject(Subject):
         return module.initial_state(batch, dtype=torch.float64)
 
     def call(
-        self, module: Any, inputs: Tensor, state: Any, valid: Tensor | None = None, reset: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
+        self, module: Any, inputs: Tensor, state: State, valid: Tensor | None = None, reset: Tensor | None = None
+    ) -> tuple[Tensor, State]:
         return module(Chunk(inputs, valid, reset), state)
 
     def mask(self, counts: Tensor, time: int, seed: int) -> Tensor:
@@ -140,8 +141,8 @@ class LayerSubject(MixerSubject):
         self.dim, self.impls = dim, {}
 
     def call(
-        self, module: Any, inputs: Tensor, state: Any, valid: Tensor | None = None, reset: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
+        self, module: Any, inputs: Tensor, state: State, valid: Tensor | None = None, reset: Tensor | None = None
+    ) -> tuple[Tensor, State]:
         mask = None if valid is None else ~valid
         return module(inputs, state, return_state=True, key_padding_mask=mask, reset=reset)
 
@@ -168,8 +169,8 @@ class ModelSubject(Subject):
         return None
 
     def call(
-        self, module: Any, inputs: Tensor, state: Any, valid: Tensor | None = None, reset: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
+        self, module: Any, inputs: Tensor, state: State, valid: Tensor | None = None, reset: Tensor | None = None
+    ) -> tuple[Tensor, State]:
         return module(inputs, state, valid=valid, reset=reset)
 
     def mask(self, counts: Tensor, time: int, seed: int) -> Tensor:
@@ -215,7 +216,7 @@ def _keeping(new: Any, old: Any) -> Any:
     return states.rebuilt(new, [_keeping(*pair) for pair in zip(new, old, strict=True)])
 
 
-def named_leaves(state: Any, name: str = "state", is_slots: bool = False) -> Iterator[tuple[str, Tensor, bool]]:
+def named_leaves(state: State, name: str = "state", is_slots: bool = False) -> Iterator[tuple[str, Tensor, bool]]:
     """Yield name, tensor, and whether its third axis counts past slots, of every leaf of a value state."""
     if isinstance(state, Tensor):
         yield name, state, is_slots

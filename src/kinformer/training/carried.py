@@ -13,6 +13,7 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 
 if TYPE_CHECKING:
+    from kinformer.core.state import State
     from kinformer.training.distributed import Group
 
 
@@ -30,7 +31,7 @@ class Carried:
         """Reset all parts to the initial state."""
         self.states = [None] * len(self.states)
 
-    def put(self, part: int, state: Any) -> None:
+    def put(self, part: int, state: State) -> None:
         """Store ``state`` for the next step, cut from its graph."""
         self.states[part] = states.detach(state)
 
@@ -60,7 +61,7 @@ class Carried:
         self.states = [states.fork(states.to(state, device=group.device)) for state in rank_states]
 
 
-def rebuilt(template: Any, leaves: list[Tensor]) -> Any:
+def rebuilt(template: Any, leaves: list[Tensor]) -> State:
     """Return a state of ``leaves`` in the order of ``core.state.tensors``, structured as the ``template``."""
     if len(leaves) != len(list(states.tensors(template))):
         raise KinformerError(
@@ -71,6 +72,6 @@ def rebuilt(template: Any, leaves: list[Tensor]) -> Any:
     return states.map_tensors(lambda _: next(source), template)
 
 
-def _deal(state: Any, parts: int) -> list[Any]:
+def _deal(state: State, parts: int) -> list[Any]:
     total = next(states.tensors(state)).shape[0]
     return [states.select_rows(state, rows) for rows in torch.arange(total).chunk(parts)]

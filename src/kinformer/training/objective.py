@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from kinformer.core import state as states
 from kinformer.core.learning import AuxLoss, Regularized, gather_aux_losses
 from kinformer.core.model import modules_of
+from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
 from kinformer.training.batch import device_of
 
@@ -46,7 +47,7 @@ def require_metrics(metrics: Mapping[str, Any], names: Iterable[str], objective:
 class Objective(Protocol):
     """The protocol of objectives, called once per forward pass."""
 
-    def __call__(self, model: nn.Module, batch: Any, state: Any, progress: float) -> ObjectiveOutput: ...
+    def __call__(self, model: nn.Module, batch: Any, state: State, progress: float) -> ObjectiveOutput: ...
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager:
@@ -73,7 +74,7 @@ class ObjectiveModule(nn.Module):
         """Return the modules trained beside the model: the objective if it has weights, or none."""
         return self.objective if isinstance(self.objective, nn.Module) else nn.Module()
 
-    def forward(self, batch: Any, state: Any, progress: float) -> ObjectiveOutput:
+    def forward(self, batch: Any, state: State, progress: float) -> ObjectiveOutput:
         with autocast(device_of(batch), self.precision), gather_aux_losses(self.with_aux_loss) as read:
             loss, metrics, state = self.objective(self.model, batch, state, progress)
         require_metrics(metrics, (PREDICTED,), self.objective)

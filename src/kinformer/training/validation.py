@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
+from kinformer.core.state import State
 from kinformer.training.batch import map_fields
 from kinformer.training.data_module import DataModule
 from kinformer.training.distributed import Group
@@ -31,7 +30,7 @@ class Validation:
             return means
         names, device = (PREDICTED, *self.data.sums), self.group.device
         sums = torch.zeros(len(names), dtype=torch.float64, device=device)
-        state: Any = None
+        state: State = None
         with torch.no_grad():
             for batch in self.data.validation(self.group.rank, self.group.world):
                 _, metrics, after = engine(map_fields(batch, lambda field: field.to(device)), state, 1.0)

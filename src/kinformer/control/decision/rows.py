@@ -16,6 +16,7 @@ from kinformer.control.decision.options import PER_STEP
 from kinformer.control.policies import normal_log_density
 from kinformer.control.trajectories import Trajectories
 from kinformer.core import state as states
+from kinformer.core.state import State
 from kinformer.data.permutation import mix
 from kinformer.training.data_module import DataModule
 from kinformer.training.metric import ACCURACY, ACTION_ERROR, BITS_PER_ACTION
@@ -146,7 +147,7 @@ class ActionLoss:
 
     reads_hidden = True
 
-    def __call__(self, model: Any, batch: StepsBatch, state: Any, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: Any, batch: StepsBatch, state: State, progress: float) -> ObjectiveOutput:
         predicted, actions, state = predictions(model, batch, state)
         count = max(1, len(actions))
         metrics = {"predicted": torch.full((), len(actions), device=actions.device)}
@@ -163,7 +164,7 @@ class ActionLoss:
         return nats / count, metrics | {"nats": nats.detach()}, state
 
 
-def predictions(model: Any, batch: StepsBatch, state: Any = None) -> tuple[Tensor, Tensor, Any]:
+def predictions(model: Any, batch: StepsBatch, state: State = None) -> tuple[Tensor, Tensor, Any]:
     """Return the outputs of ``model`` for every real step [steps, ...] in float32, the actions [steps, ...], and the
     state after."""
     inputs, state = model.head_inputs(batch.values, state, valid=None if bool(batch.real.all()) else batch.valid)

@@ -18,6 +18,7 @@ from kinformer.control.online.options import ControlOptions
 from kinformer.control.online.rollout import Actor, Rollout
 from kinformer.control.policies import entropy, log_density
 from kinformer.core import state as states
+from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
 from kinformer.training.batch import map_fields
 from kinformer.training.carried import rebuilt
@@ -140,7 +141,7 @@ class PolicyLoss:
     def __init__(self, options: ControlOptions, shift: PolicyShift) -> None:
         self.options, self.shift = options, shift
 
-    def __call__(self, model: Any, batch: Rollout, state: Any, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: Any, batch: Rollout, state: State, progress: float) -> ObjectiveOutput:
         options = self.options
         outputs, after = model(batch.observations, batch.state, reset=batch.begun)
         predicted, values = outputs[..., :-1].float(), outputs[..., -1].float()

@@ -20,6 +20,7 @@ from kinformer.control.online.data import ControlData
 from kinformer.control.policies import log_density
 from kinformer.core import state as states
 from kinformer.core.model import device_of
+from kinformer.core.state import State
 from kinformer.data.permutation import mix
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import reading
@@ -45,7 +46,7 @@ class Rollout(NamedTuple):
     log_densities: Tensor
     advantages: Tensor
     returns: Tensor
-    state: Any
+    state: State
 
     @property
     def size(self) -> int:
@@ -78,7 +79,7 @@ class Actor:
         self.episodes, self.returns = np.zeros(count, np.int64), np.zeros(count)
         self.recent: deque[float] = deque(maxlen=RECENT)
         self.done: list[list[np.ndarray]] = [[] for _ in self.rows]
-        self.state: Any = None
+        self.state: State = None
         self.observations = self._begin(np.ones(count, bool))
 
     @property
@@ -176,7 +177,7 @@ class Actor:
         """[rows], of what is seen after the last step."""
         return self._outputs(model, observations, None)[0][:, -1].cpu().numpy()
 
-    def _outputs(self, model: Any, observations: np.ndarray, begun: np.ndarray | None) -> tuple[Tensor, Any]:
+    def _outputs(self, model: Any, observations: np.ndarray, begun: np.ndarray | None) -> tuple[Tensor, State]:
         """The head's output [rows, ...] in float32, and the state after."""
         device = device_of(model)
         values = torch.from_numpy(observations).to(device)[:, None]

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk, real_resets, select_valid
+from kinformer.core.state import State
 from kinformer.runtime.host import host_ints
 
 
@@ -33,7 +34,7 @@ def last_slots(slots: Tensor, count: int) -> Tensor:
 _Run = Callable[[Tensor, Any, RowGroup], tuple[Tensor, Any]]
 
 
-def by_position(chunk: Chunk, state: Any, past: int, run: _Run) -> tuple[Tensor, Any]:
+def by_position(chunk: Chunk, state: State, past: int, run: _Run) -> tuple[Tensor, State]:
     """Return outputs and state of a chunk, from ``run(x [rows, time, dim], state, rows)`` for each group of rows.
 
     ``state`` has the leaf ``seen`` [batch], and ``past`` slots where tensors are shapes alone.

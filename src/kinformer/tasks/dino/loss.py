@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.core.learning import OnlineLearner
+from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.dino.options import DinoOptions
 from kinformer.tasks.dino.rows import DinoBatch
@@ -91,7 +92,7 @@ class SelfDistillation(OnlineLearner):
     centre: Tensor
     teacher: Any
 
-    def forward(self, model: Any, batch: DinoBatch, state: Any, progress: float) -> ObjectiveOutput:
+    def forward(self, model: Any, batch: DinoBatch, state: State, progress: float) -> ObjectiveOutput:
         views = self._views(batch.values)
         teacher = self._logits(self.teacher, self.teacher_head, views[:2]).detach()
         student = self._logits(self.student, self.head, views)

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from kinformer.core.head import Likelihood
 from kinformer.core.raster import Raster
+from kinformer.core.state import State
 from kinformer.data.images import ImageData
 from kinformer.data.permutation import in_epochs
 from kinformer.training.data_module import DataModule
@@ -95,7 +96,7 @@ class PixelLoss:
     def __init__(self, model: Any) -> None:
         self.nats = nats_of(model)
 
-    def __call__(self, model: Any, batch: ImageBatch, state: Any, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: Any, batch: ImageBatch, state: State, progress: float) -> ObjectiveOutput:
         logits, state = model(shifted(batch.values))
         nats, count = self.nats(logits, batch.values).sum(), batch.values.numel()
         return nats / count, {"nats": nats.detach(), "predicted": torch.full_like(nats.detach(), count)}, state

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kinformer.core.state import State
 from kinformer.data import IGNORED
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.classify.rows import scored
@@ -66,7 +67,7 @@ class MaskedLanguageCpc:
         ends = tuple(token for token in ends_of(model.config) if token is not None)
         return cls(length, mask, ends)
 
-    def __call__(self, model: Any, batch: MaskedBatch, state: Any, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: Any, batch: MaskedBatch, state: State, progress: float) -> ObjectiveOutput:
         chosen = self.choose(batch, fresh=model.training)
         if chosen is None:
             return masked_tokens(model, model.hidden(batch.tokens, valid=batch.valid).long_input, batch)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kinformer.core.state import State
 from kinformer.data import BosEos, Corpus, Rows, Tokenizer
 from kinformer.data.masked_text import MaskedText
 from kinformer.data.masking import Masking, Words, ordinary
@@ -82,7 +83,7 @@ class MaskedLanguage:
 
     reads_hidden = True
 
-    def __call__(self, model: Any, batch: MaskedBatch, state: Any, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: Any, batch: MaskedBatch, state: State, progress: float) -> ObjectiveOutput:
         return masked_tokens(model, model.hidden(batch.tokens, valid=batch.valid).long_input, batch)
 
 

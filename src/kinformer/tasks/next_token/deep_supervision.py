@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from kinformer.core.stack import units_of
+from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch, next_token_nats, predicted
 from kinformer.training.objective import ObjectiveOutput
@@ -48,7 +49,7 @@ class DeepSupervision(nn.Module):
         depth = len(self.readers)
         return [layer - 1 for layer in range(1, depth) if 2 * depth * progress < layer]
 
-    def forward(self, model: nn.Module, batch: TokenBatch, state: Any, progress: float) -> ObjectiveOutput:
+    def forward(self, model: nn.Module, batch: TokenBatch, state: State, progress: float) -> ObjectiveOutput:
         if not self.training:
             return NextTokenLoss()(model, batch, state, progress)
         taps = self.active(progress)

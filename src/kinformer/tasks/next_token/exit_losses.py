@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.core.stack import units_of
+from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
 from kinformer.stacks.exit_rules import AllExits
 from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch, next_token_nats, predicted
@@ -44,7 +45,7 @@ class ExitLosses:
             )
         return cls()
 
-    def __call__(self, model: nn.Module, batch: TokenBatch, state: Any, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: nn.Module, batch: TokenBatch, state: State, progress: float) -> ObjectiveOutput:
         stack: Any = model.stack
         if not model.training:
             return NextTokenLoss()(model, batch, state, progress)
@@ -52,13 +53,15 @@ class ExitLosses:
             return self._mixed(model, batch, state, progress, stack.config.samples)
         return self._aligned(model, batch, state, progress, stack)
 
-    def _mixed(self, model: nn.Module, batch: TokenBatch, state: Any, progress: float, samples: int) -> ObjectiveOutput:
+    def _mixed(
+        self, model: nn.Module, batch: TokenBatch, state: State, progress: float, samples: int
+    ) -> ObjectiveOutput:
         drawn = [NextTokenLoss()(model, batch, state, progress) for _ in range(samples)]
         losses, metrics, states = zip(*drawn, strict=True)
         nats = torch.stack([metric["nats"] for metric in metrics]).mean()
         return torch.stack(losses).mean(), metrics[0] | {"nats": nats}, states[-1]
 
-    def _aligned(self, model: Any, batch: TokenBatch, state: Any, progress: float, stack: Any) -> ObjectiveOutput:
+    def _aligned(self, model: Any, batch: TokenBatch, state: State, progress: float, stack: Any) -> ObjectiveOutput:
         targets, exits = batch.tokens[:, 1:], stack.exits
         _, state, tapped = model.hidden(batch.tokens[:, :-1], state, valid=batch.valid, reset=batch.reset, taps=exits)
         logits = [model.exit_logits(x, number) for number, x in enumerate(tapped)]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch, hidden_nats, next_token_nats, predicted
 from kinformer.training import cross_entropy
@@ -36,7 +37,7 @@ class MultiToken:
             )
         return cls()
 
-    def __call__(self, model: Any, batch: TokenBatch, state: Any, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: Any, batch: TokenBatch, state: State, progress: float) -> ObjectiveOutput:
         if not model.training:
             return NextTokenLoss()(model, batch, state, progress)
         tokens, targets = batch.tokens[:, :-1], batch.tokens[:, 1:]

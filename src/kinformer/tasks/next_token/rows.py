@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kinformer.core.state import State
 from kinformer.data import Corpus, EvaluationStream, RandomWindows, SegmentStreams, Split
 from kinformer.training import cross_entropy
 from kinformer.training.data_module import DataModule
@@ -126,7 +127,7 @@ class RetrievedTokens(DataModule):
 class NextTokenLoss:
     """Cross-entropy of each next token, in nats, over the valid tokens."""
 
-    def __call__(self, model: Any, batch: Any, state: Any, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: Any, batch: Any, state: State, progress: float) -> ObjectiveOutput:
         tokens, targets, marks = batch.tokens[:, :-1], batch.tokens[:, 1:], {"valid": batch.valid, "reset": batch.reset}
         if cross_entropy.in_pieces(model, tokens.numel()):
             inputs, state = model.head_inputs(tokens, state, **marks)
@@ -201,7 +202,7 @@ class RetrievedNextToken:
 
     reads_hidden = True
 
-    def __call__(self, model: Any, batch: RetrievedBatch, state: Any, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: Any, batch: RetrievedBatch, state: State, progress: float) -> ObjectiveOutput:
         hidden_states, state, _ = model.hidden(batch.tokens[:, :-1], state, valid=batch.valid, reset=batch.reset)
         logits = model.head(hidden_states, model.input, neighbours=batch.neighbours)
         loss, nats = next_token_nats(logits, batch.tokens[:, 1:], batch.valid)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kinformer.core import state as states
+from kinformer.core.state import State
 from kinformer.data import IGNORED
 from kinformer.training.batch import take_rows
 from kinformer.training.data_module import DataModule
@@ -67,7 +68,7 @@ class Answers(NamedTuple):
     logits: Tensor
     labels: Tensor
     rows: Tensor
-    state: Any
+    state: State
 
     @property
     def nats(self) -> Tensor:
@@ -80,7 +81,7 @@ class Answers(NamedTuple):
         return self.logits.detach().argmax(-1) == self.labels
 
 
-def answers(model: Any, batch: ScoredBatch, state: Any = None) -> Answers:
+def answers(model: Any, batch: ScoredBatch, state: State = None) -> Answers:
     """What ``model`` says where it is asked."""
     scored = batch.scored
     inputs, state = model.head_inputs(batch.tokens, state, valid=batch.valid)
@@ -124,7 +125,7 @@ class AnswersLoss:
 
     reads_hidden = True
 
-    def __call__(self, model: Any, batch: ScoredBatch, state: Any, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: Any, batch: ScoredBatch, state: State, progress: float) -> ObjectiveOutput:
         answered = answers(model, batch, state)
         nats, right, labels_scored = answered.nats, answered.right, len(answered.labels)
         counts = {"predicted": torch.full_like(right.sum(), labels_scored), "correct": right.sum()}

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kinformer.core.model import CausalModel
+from kinformer.core.state import State
 from kinformer.data.buckets import STEP_OF_WIDTH, Order
 from kinformer.data.filterbank import Filterbank, RunningNorm, normalised, windows
 from kinformer.data.sound import Sound, split_symbols
@@ -160,7 +161,7 @@ class SpeechRows(DataModule):
 class CTC:
     """The mean over symbols of the negative log-likelihood of transcripts; ``errors`` are those of the greedy path."""
 
-    def __call__(self, model: Any, batch: SpeechBatch, state: Any, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: Any, batch: SpeechBatch, state: State, progress: float) -> ObjectiveOutput:
         outputs = model(batch.frames, valid=batch.valid)
         logits, state = (outputs, None) if isinstance(outputs, Tensor) else outputs
         lengths, there = batch.valid.sum(1), batch.counts != IGNORED

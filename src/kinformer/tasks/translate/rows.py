@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kinformer.core import state as states
+from kinformer.core.state import State
 from kinformer.data import IGNORED, BosEos
 from kinformer.data.pairs import Pairs, Parallel
 from kinformer.data.token_batches import TokenBatches
@@ -153,7 +154,7 @@ class TranslationLoss:
     def __init__(self, smoothing: float) -> None:
         self.smoothing = smoothing
 
-    def __call__(self, model: Any, batch: PairBatch, state: Any, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: Any, batch: PairBatch, state: State, progress: float) -> ObjectiveOutput:
         state = model.begin(batch.source, batch.source_valid)
         inputs, state = model.head_inputs(batch.target, state, valid=batch.target_valid)
         counted = batch.labels != IGNORED
