@@ -1,7 +1,7 @@
 """The Macaron layer: that of its authors, with the same weights, and the standard layer in its limit.
 
 The golden arrays were computed by macaron-net 3a84e7a332, whose attention takes the softmax in float32. Its encoder
-layer reads both sides, and its decoder layer has attention to a source: stand-ins for the mixer do that here.
+layer reads both sides; its decoder layer has attention to a source, which a stand-in for the mixer does here.
 """
 
 from pathlib import Path
@@ -14,11 +14,15 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kinformer.blocks.feed_forward import MLP
 from kinformer.blocks.layer import DecoderLayer
-from kinformer.blocks.macaron import MacaronLayer
+from kinformer.blocks.macaron import MacaronEncoderLayer, MacaronLayer
 from kinformer.blocks.residual import PostNorm, PreNorm
 from kinformer.core.contract import CausalMixer, Chunk
+from kinformer.core.encoder import SequenceContext
 from kinformer.core.parts import merge_heads
+from kinformer.family.build import configure
+from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.softmax import SoftmaxAttention
+from kinformer.testing import ENCODER_MODEL_CHECKS, EncoderModelSubject
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "macaron.npz"
 DIM, HEADS, LIMIT = 12, 2, 1e-6
@@ -70,10 +74,9 @@ def load_feed_forward(layer, name, first, second):
         module.down.weight[:, :units], module.down.bias[:] = second
 
 
-def built(residual, hidden, weights, norms):
+def built(config, hidden, weights, norms, residual):
     """A layer with the feed-forwards and norms of the authors' layer."""
-    config = MacaronLayer.Config(
-        mixer=SoftmaxAttention.Config(num_heads=HEADS),
+    config = config.replace(
         feed_forward=MLP.Config(hidden_dim=hidden, activation="relu"),
         residual=residual,
     )
@@ -88,21 +91,31 @@ def built(residual, hidden, weights, norms):
     return layer
 
 
+def load_attention(mixer, weights):
+    mixer.projection.qkv.load_state_dict({kind: weights[f"in_proj_{kind}"] for kind in ("weight", "bias")})
+    mixer.out.load_state_dict({kind: weights[f"out_proj.{kind}"] for kind in ("weight", "bias")})
+
+
 def test_post_norm_is_the_authors_encoder_layer(golden):
     weights = part(golden, "enc.")
-    layer = built(PostNorm.Config(), 16, weights, ("layer_norms.2", "layer_norms.0", "layer_norms.1"))
-    layer.mixer = StandIn(lambda x: attend(part(weights, "self_attn."), x, x))
-    y, _ = layer(Chunk(golden["src"].transpose(0, 1)), ((),))
-    assert (y - golden["enc_out_nopad"].transpose(0, 1)).abs().max() < LIMIT
+    config = MacaronEncoderLayer.Config(mixer=BidirectionalAttention.Config(num_heads=HEADS))
+    norms = "layer_norms.2", "layer_norms.0", "layer_norms.1"
+    layer = built(config, 16, weights, norms, PostNorm.Config())
+    load_attention(layer.mixer, part(weights, "self_attn."))
+    x, valid = golden["src"].transpose(0, 1), ~golden["src_padding"]
+    for name, text in {"enc_out_nopad": SequenceContext(), "enc_out": SequenceContext(valid)}.items():
+        gap = (layer(x, text) - golden[name].transpose(0, 1))[valid if name == "enc_out" else slice(None)]
+        assert gap.abs().max() < LIMIT
 
 
 def test_pre_norm_is_the_authors_decoder_layer(golden):
     """Self-attention is our mixer; attention to the source follows it inside the stand-in."""
     weights = part(golden, "dec.")
-    layer = built(PreNorm.Config(), 19, weights, ("macaron_layer_norm", "self_attn_layer_norm", "final_layer_norm"))
+    config = MacaronLayer.Config(mixer=SoftmaxAttention.Config(num_heads=HEADS))
+    norms = "macaron_layer_norm", "self_attn_layer_norm", "final_layer_norm"
+    layer = built(config, 19, weights, norms, PreNorm.Config())
     own = layer.mixer
-    own.projection.qkv.load_state_dict({kind: weights[f"self_attn.in_proj_{kind}"] for kind in ("weight", "bias")})
-    own.out.load_state_dict({kind: weights[f"self_attn.out_proj.{kind}"] for kind in ("weight", "bias")})
+    load_attention(own, part(weights, "self_attn."))
     norm = nn.LayerNorm(DIM).double()
     norm.load_state_dict({kind: weights[f"encoder_attn_layer_norm.{kind}"] for kind in ("weight", "bias")})
     source, entered = golden["enc_out"].transpose(0, 1), []
@@ -148,3 +161,20 @@ def test_the_half_step_comes_after_dropout():
     layer = MacaronLayer.Config(mixer=SoftmaxAttention.Config(num_heads=2), dropout=0.5).build(16)
     x, y = torch.zeros(1, 4, 16), torch.ones(1, 4, 16)
     assert set(layer.first_residual.leave(x, y, 0.5).unique().tolist()) == {0.0, 1.0}
+
+
+@pytest.mark.parametrize("check", ENCODER_MODEL_CHECKS)
+def test_an_encoder_of_them_keeps_the_laws(check):
+    ENCODER_MODEL_CHECKS[check](EncoderModelSubject(configure("macaron", "tiny-encoder", 61).build, 61, time=17))
+
+
+def test_an_encoder_layer_answers_where_it_is_asked_and_reverses():
+    mixer = BidirectionalAttention.Config(num_heads=2)
+    layer = MacaronEncoderLayer.Config(mixer=mixer, residual=PreNorm.Config()).build(16).double()
+    x, mask = torch.randn(2, 9, 16, dtype=torch.float64), torch.rand(2, 9) < 0.5
+    y = layer(x, SequenceContext())
+    assert torch.equal(layer(x, SequenceContext(), mask), torch.where(mask[..., None], y, x))
+    z = x
+    for branch in layer.branches():
+        z = z + branch.run(z, SequenceContext(), ())[0]
+    assert (z - y).abs().max() < 1e-12

@@ -7,11 +7,13 @@ from torch import nn
 from kinformer.blocks.feed_forward import MLP, GeGLU
 from kinformer.blocks.layer import DecoderLayer
 from kinformer.blocks.norms import LayerNorm
-from kinformer.blocks.parallel import ParallelLayer
+from kinformer.blocks.parallel import ParallelEncoderLayer, ParallelLayer
 from kinformer.blocks.residual import PostNorm, PreNorm, Sandwich
 from kinformer.core.contract import Chunk
+from kinformer.core.encoder import SequenceContext
 from kinformer.family.build import build
 from kinformer.heads.language import LanguageModelHead
+from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.cross import CrossAttention
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.runtime.errors import KinformerError
@@ -100,10 +102,22 @@ def test_parallel_sublayers_read_the_same_stream():
     assert torch.equal(some, torch.where(mask[..., None], y, x))
 
 
+def test_parallel_sublayers_of_an_encoder_read_the_same_stream():
+    layer, x = random_layer(ParallelEncoderLayer.Config(mixer=BidirectionalAttention.Config(num_heads=3)))
+    text = SequenceContext(torch.rand(2, 7) < 0.8)
+    mixed = layer.mixer(layer.mixer_residual.norm(x), text)
+    want = x + mixed + layer.feed_forward(layer.feed_forward_residual.norm(x))
+    y, mask = layer(x, text), torch.rand(2, 7) < 0.5
+    assert (y - want).abs().max() < 1e-12
+    assert torch.equal(layer(x, text, mask), torch.where(mask[..., None], y, x))
+
+
 def test_parallel_refuses_what_is_not_parallel():
     mixer = SoftmaxAttention.Config(num_heads=3)
     with pytest.raises(KinformerError, match="changes; use pre, res_post"):
         ParallelLayer.Config(mixer=mixer, residual=PostNorm.Config()).build(12)
+    with pytest.raises(KinformerError, match="the residual 'post' changes; use pre"):
+        build("bert", "tiny", 23, {"layers.*": {"kind": "parallel", "mixer": "bidirectional", "residual": "post"}})
     with pytest.raises(KinformerError, match="no place for further_mixers"):
         ParallelLayer.Config(mixer=mixer, further_mixers=(CrossAttention.Config(),))
     with pytest.raises(KinformerError, match="has one step"):

@@ -21,6 +21,7 @@ MIXERS = {
     "heads share": SMALL,
     "layerwise": SMALL.replace(sharing="keys_values", shared=True),
     "mean": SMALL.replace(method="mean"),
+    "max": SMALL.replace(method="max"),
     "convolution": SMALL.replace(method="convolution", sharing="keys_values"),
     "convolution by head": SMALL.replace(method="convolution", sharing="none"),
 }
@@ -55,6 +56,8 @@ def by_formula(mixer, x):
                 keys.append(matrix @ (x @ own.T) + bias)
             elif config.method == "mean":
                 keys.append(torch.stack([part.mean(0) @ own.T + bias for part in x.split(width)]))
+            elif config.method == "max":
+                keys.append(torch.stack([(part @ own.T + bias).amax(0) for part in x.split(width)]))
             else:
                 weight = mixer.length.weight[number]
                 kernel = weight[head if len(weight) > 1 else 0].unflatten(1, (width, -1))  # [out, token, in]
@@ -74,7 +77,7 @@ def test_it_is_its_formula_and_blind_to_padding(name, time):
     assert not got[0, time:].any()
 
 
-@pytest.mark.parametrize("method", ["learned", "mean", "convolution"])
+@pytest.mark.parametrize("method", ["learned", "mean", "max", "convolution"])
 def test_as_many_summaries_as_tokens_are_exact_attention(method):
     plain = made(BidirectionalAttention.Config(num_heads=2))
     x = torch.randn(2, 12, 16, dtype=torch.float64)
@@ -85,7 +88,7 @@ def test_as_many_summaries_as_tokens_are_exact_attention(method):
         weights = {"query.weight": q, "key.weight": k, "value.weight": v}
         weights |= {name.replace("weight", "bias"): torch.zeros(16) for name in weights}
         weights |= {"out.weight": plain.out.weight, "out.bias": plain.out.bias}
-        if method != "mean":
+        if method in ("learned", "convolution"):
             own = mixer.length.weight
             weights["length.weight"] = torch.eye(*own.shape[-2:]).expand_as(own)
         mixer.load_state_dict(weights)

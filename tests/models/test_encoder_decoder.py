@@ -39,7 +39,7 @@ def test_other_mixers_keep_the_contract(name, check):
     MODEL_CHECKS[check](SourceModelSubject(config.build, VOCAB, time=13))
 
 
-@pytest.mark.parametrize("name", ["rfa", "universal"])
+@pytest.mark.parametrize("name", ["rfa", "universal", "macaron"])
 @pytest.mark.parametrize("check", ["causality", "partition", "padding", "ragged_reset", "reserved"])
 def test_other_members_keep_the_contract(name, check):
     MODEL_CHECKS[check](SourceModelSubject(configure(name, "tiny-translate", VOCAB).build, VOCAB, time=13))

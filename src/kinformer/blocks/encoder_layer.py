@@ -64,6 +64,10 @@ class EncoderLayer(ChecksInput, PartialOutput, Sublayers):
             feed_forward_branch(self.feed_forward_residual, self.feed_forward),
         )
 
+    def _mixed(self, x: Tensor, text: SequenceContext) -> Tensor:
+        """Return the stream x after the mixer."""
+        return self.mixer_residual.leave(x, self.mixer(self.mixer_residual.enter(x), text))
+
     def forward(self, x: Tensor, text: SequenceContext, output_mask: Tensor | None = None) -> Tensor:
         y = self.mixer(self.mixer_residual.enter(x), text)
         if output_mask is None or isinstance(self.feed_forward, EncoderMixer):  # which needs every token

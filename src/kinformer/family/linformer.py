@@ -57,7 +57,6 @@ MEMBER = Member(
     departures=(
         "padding weighs nothing (the authors' code accepts a padding mask and ignores it)",
         "windows of a mean or a convolution that begin beyond the end of a text are not attended to",
-        "no max pooling",
         "bytes are the default vocabulary",
         "no dropout unless asked for",
     ),

@@ -50,7 +50,7 @@ def models() -> list[type[Config]]:
 
 
 def encoders() -> list[type[Config]]:
-    from kinformer.blocks import bare, encoder_layer, global_input
+    from kinformer.blocks import bare, encoder_layer, global_input, macaron, parallel
     from kinformer.heads import classification, distilled, masked_language, pooling
     from kinformer.mixers import (
         bidirectional,
@@ -71,6 +71,8 @@ def encoders() -> list[type[Config]]:
     return [
         encoder.Encoder.Config,
         encoder_layer.EncoderLayer.Config,
+        macaron.MacaronEncoderLayer.Config,
+        parallel.ParallelEncoderLayer.Config,
         bare.BareLayer.Config,
         global_input.ExtraTokens.Config,
         global_input.Sentences.Config,

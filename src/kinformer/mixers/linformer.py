@@ -3,7 +3,8 @@
     y_i = softmax_r(q_i . K'_r / sqrt(head_dim)) V'_r,   r = 1 .. k,   K' = (E X) W_K + b_K,   V' = (F X) W_V + b_V
 
 E and F [k, n] project the length to the ``rank`` k: learned weights of every position, or the mean of n / k tokens, or
-a convolution whose kernel and stride are n / k. As in the authors' code the tokens are compressed before they are
+a convolution whose kernel and stride are n / k; with ``max`` the largest key and value of n / k tokens stand there,
+feature by feature (pooling, section 4). As in the authors' code the tokens are compressed before they are
 projected, wherever heads share E: then no token has a key. The cost is time * rank, for every length. A token of a
 global input before the sequence is a key of its own.
 """
@@ -25,7 +26,7 @@ from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibi
 from kinformer.kernels.impls import AttentionImpl
 from kinformer.runtime.errors import KinformerError
 
-Method = Literal["learned", "mean", "convolution"]
+Method = Literal["learned", "mean", "max", "convolution"]
 Sharing = Literal["none", "heads", "keys_values"]
 
 
@@ -86,8 +87,8 @@ class Linformer(EncoderMixer):
                     f"max_length = {self.max_length} is no multiple of rank = {self.rank}, but the windows of method = "
                     f"{self.method!r} are max_length / rank tokens wide; choose a divisor."
                 )
-            if self.method == "mean":
-                check_unused(self, "with method = 'mean', which has no weights", "sharing", "shared")
+            if self.method in ("mean", "max"):
+                check_unused(self, f"with method = {self.method!r}, which has no weights", "sharing", "shared")
 
         def build(self, dim: int) -> Linformer:
             return Linformer(self, dim)
@@ -105,7 +106,7 @@ class Linformer(EncoderMixer):
         if config.method == "convolution":
             sizes = (head_dim, self.width * head_dim)
         self.length = None
-        if config.method != "mean":
+        if config.method in ("learned", "convolution"):
             self.length = LengthProjection(config, sizes)
 
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
@@ -128,9 +129,11 @@ class Linformer(EncoderMixer):
         """Return keys and values of the summaries, [batch, heads, summaries, head_dim]."""
         method, weight = self.config.method, None if self.length is None else self.length()
         if weight is None:
-            windows = _windows(x, self.width).sum(-1)
-            lengths = _windows(x.new_ones(1, x.shape[1]) if valid is None else valid, self.width).sum(-1)
-            mean = windows / lengths.clamp_min(1).unsqueeze(-1)
+            seen = _windows(x.new_ones(1, x.shape[1], dtype=torch.bool) if valid is None else valid, self.width)
+            if method == "max":
+                k, v = (_largest(_windows(product(x), self.width), seen) for product in (self.key, self.value))
+                return self._heads(k), self._heads(v)
+            mean = _windows(x, self.width).sum(-1) / seen.sum(-1).clamp_min(1).unsqueeze(-1)
             return self._heads(self.key(mean)), self._heads(self.value(mean))
         if method == "learned" and weight.shape[1] == 1:
             # (E X) W_K instead of E (X W_K): the product with W_K is then of rank rows, not of time.
@@ -160,3 +163,10 @@ def _windows(x: Tensor, width: int) -> Tensor:
     short = -x.shape[1] % width
     padded = functional.pad(x, (*(0, 0) * (x.dim() - 2), 0, short))
     return padded.unfold(1, width, width)
+
+
+def _largest(windows: Tensor, seen: Tensor) -> Tensor:
+    """Return the largest of each window of [batch, windows, features, width] where ``seen`` [batch or 1, windows,
+    width]; 0 where a window has none."""
+    largest = windows.masked_fill(~seen.unsqueeze(2), -torch.inf).amax(-1)
+    return largest.masked_fill(~seen.any(-1).unsqueeze(-1), 0)

@@ -78,8 +78,10 @@ __all__ = [
     "LinearAttention",
     "LinformerAttention",
     "MLP",
+    "MacaronEncoderLayer",
     "MacaronLayer",
     "MemorizingAttention",
+    "ParallelEncoderLayer",
     "ParallelLayer",
     "PostNorm",
     "PreNorm",
@@ -156,7 +158,9 @@ GatedResidual = gated.Gated.Config
 # Layers and stacks
 DecoderLayer = layer.DecoderLayer.Config
 ParallelLayer = parallel.ParallelLayer.Config
+ParallelEncoderLayer = parallel.ParallelEncoderLayer.Config
 MacaronLayer = macaron.MacaronLayer.Config
+MacaronEncoderLayer = macaron.MacaronEncoderLayer.Config
 ShaRnnLayer = sha_rnn.ShaRnnLayer.Config
 EncoderLayer = encoder_layer.EncoderLayer.Config
 BareLayer = bare.BareLayer.Config
