@@ -168,7 +168,7 @@ def test_bash_completes_commands_members_and_options(cli, typed, offered):
 
 
 ZERO_MEANS = {
-    "seed", "walk_seed", "min_lr_ratio", "warmup", "weight_decay", "beta2", "clip", "table_lr", "ema",
+    "seed", "walk_seed", "min_lr_ratio", "warmup", "weight_decay", "momentum", "beta2", "clip", "table_lr", "ema",
     "validate_every", "patience", "checkpoint_every", "checkpoint_minutes", "average", "probes", "weight",
     "temperature", "action_temperature", "overlap", "sweep", "tolerance", "cloning_steps", "return_weight", "discount",
     "gae_lambda", "clip_ratio", "kl_stop", "entropy_weight", "value_weight", "smoothing", "label_smoothing",

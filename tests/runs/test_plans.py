@@ -17,6 +17,7 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.table import task_for
 from kinformer.training.distributed import Group
 from kinformer.training.objective import ObjectiveModule
+from kinformer.training.settings import Settings
 
 FOR_IMAGES = {("image-transformer", "tiny-2d"), ("image-transformer", "small-2d")}
 """Recipes whose usual task is next-token, but whose pattern is for images: they name the task to give."""
@@ -48,7 +49,36 @@ def test_every_recipe_fits_the_usual_length_and_rows(opened, name):
             continue
         plan = checked(opened(options, task).plan(options), task, Group(torch.device("cpu")))
         decided = task.length(plan.data, plan.config)
-        assert plan.settings.length == decided if decided else plan.settings.length <= 512
+        longest = MEMBERS[name].training.get(recipe, {}).get("length", 512)
+        assert plan.settings.length == decided if decided else plan.settings.length <= longest
+
+
+@pytest.mark.parametrize("name", [name for name, record in MEMBERS.items() if record.training])
+def test_a_papers_training_is_options_of_its_recipes(name):
+    for recipe, training in MEMBERS[name].training.items():
+        assert recipe in MEMBERS[name].recipes and vars(Settings(**training)).items() >= training.items()
+
+
+def test_a_recipe_is_trained_as_in_its_paper_unless_set_otherwise(opened):
+    def settings(**given):
+        options = TrainOptions(member="bert", out="nowhere", **given)
+        return opened(options, task_for(None, configure("bert"), "bert")).plan(options).settings
+
+    plain, paper = settings(), settings(recipe="paper")
+    assert (plain.lr, plain.schedule, plain.steps, plain.weight_decay) == (1e-3, "cosine", 1000, 0.1)
+    training = MEMBERS["bert"].training["paper"]
+    assert vars(paper) == vars(plain) | training
+    changed = settings(recipe="paper", lr=3e-4, warmup=0.05, steps=7)
+    assert vars(changed) == vars(paper) | {"lr": 3e-4, "warmup": 0.05, "steps": 7}
+    assert (timed := settings(recipe="paper", minutes=3.0)).steps is None and timed.lr == 1e-4
+
+
+def test_a_comparison_trains_alike_whatever_the_papers_did(text_file, tmp_path):
+    options = CompareOptions(recipe="paper-t12", data=str(text_file), length=64, out=str(tmp_path / "out"))
+    (contestant,) = contestants(entrants(("deep-char",), {}), options)
+    assert contestant.error is None
+    settings = contestant.base.settings()
+    assert (settings.schedule, settings.warmup, settings.weight_decay, settings.momentum) == ("cosine", 0.05, 0.1, 0.9)
 
 
 def test_a_recipe_for_images_says_so(opened):

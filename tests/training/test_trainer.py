@@ -284,6 +284,9 @@ def test_schedule_rises_and_falls() -> None:
     assert max(rates) == rates[10] == 1.0
     assert rates[:11] == sorted(rates[:11]) and rates[10:] == sorted(rates[10:], reverse=True)
     assert rates[99] == pytest.approx(0.1) and rates[0] == pytest.approx(1 / 11)
+    line = Schedule(1.0, 0.1, 0.1, 100, "linear")
+    assert line(10) == 1.0 and line(99) == pytest.approx(0.1) and line(32) - line(33) == pytest.approx(0.9 / 89)
+    assert {Schedule(1.0, 0.1, 0.1, 100, "constant")(step) for step in (10, 50, 99)} == {1.0}
     assert Schedule(1.0, 0.1, 4, 100)(4) == 1.0 and Schedule(1.0, 0.1, 0.05, 1)(0) == 1.0
 
 

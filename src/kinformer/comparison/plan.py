@@ -20,6 +20,7 @@ from kinformer.core.config import override
 from kinformer.data import FileTokenizer
 from kinformer.family.build import configure, storable
 from kinformer.family.kinds import kinds
+from kinformer.family.table import member
 from kinformer.runs.create import checked, group_of
 from kinformer.runs.options import TrainOptions
 from kinformer.runs.planning import check_source, named_data, planner_for
@@ -27,6 +28,7 @@ from kinformer.runtime.errors import KinformerError, memory_sentence
 from kinformer.runtime.progress import note
 from kinformer.tasks.table import task_for
 from kinformer.tasks.task import Task, TrainingPlan
+from kinformer.training.settings import Settings
 
 USUAL_LENGTH = 256
 
@@ -177,6 +179,10 @@ def _base(entrant: Entrant, options: CompareOptions, task: Task) -> TrainOptions
     if options.length is not None and type(task).length is not Task.length:
         shared_values["length"] = None  # the data decide it, for every model by itself
     task_options = {**entrant.needs(task.Options), **options.task_options}
+    # What a recipe's paper trained with gives way to what all members share.
+    for name in member(entrant.member).training.get(recipe, {}):
+        if shared_values.get(name) is None and name not in ("steps", "length"):
+            shared_values[name] = task.settings.get(name, getattr(Settings, name))
     return TrainOptions(
         member=entrant.member,
         out=options.out,

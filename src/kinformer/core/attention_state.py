@@ -51,7 +51,7 @@ class SpanState(NamedTuple):
     aux_name = "span"  # type: ignore[misc]
 
 
-AttentionState = Slots | PinnedState | SpanState
+CacheState = Slots | PinnedState | SpanState
 
 
 class AttentionCall(NamedTuple):

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from kinformer.core.config import Config
 from kinformer.core.first_values import FirstValues
-from kinformer.core.state import State
 from kinformer.runtime.autocast import autocast_dtype
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import checks_calls
@@ -56,7 +55,7 @@ class ChecksChunk:
     dim: int = 0
     """The width that the module was built for; 0 where a call is not checked for it."""
 
-    def __call__(self, chunk: Chunk, state: State, *rest: Any, **options: Any) -> Any:
+    def __call__(self, chunk: Chunk, state: Any, *rest: Any, **options: Any) -> Any:
         """Call ``forward`` after a look at the arguments, which takes about a microsecond."""
         if checks_calls():
             require_chunk(chunk, state, self.dim)
@@ -87,13 +86,11 @@ class CausalMixer(ChecksChunk, nn.Module):
         "window"``), None where the notion is void."""
         return None
 
-    def initial_state(
-        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> State:
+    def initial_state(self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
         """Return the state of ``batch`` new sequences: zero-length or zero-valued tensors of constant structure."""
         raise NotImplementedError
 
-    def forward(self, chunk: Chunk, state: State) -> tuple[Tensor, State]:
+    def forward(self, chunk: Chunk, state: Any) -> tuple[Tensor, Any]:
         """Absorb ``chunk`` after ``state``; return y ``[batch, time, dim]`` and the new state."""
         raise NotImplementedError
 
@@ -102,7 +99,7 @@ class CausalMixer(ChecksChunk, nn.Module):
         raise NotImplementedError
 
 
-def require_chunk(chunk: Any, state: State, dim: int) -> None:
+def require_chunk(chunk: Any, state: Any, dim: int) -> None:
     """Raise unless ``chunk`` and ``state`` are such that a mixer or layer of width ``dim`` can absorb them."""
     if not isinstance(chunk, Chunk):
         raise KinformerError(

@@ -95,6 +95,19 @@ MEMBER = Member(
     ),
     use_when="most heads need little context and you want to pay for just what they use",
     avoid_when="spans are known in advance: `local` is simpler and faster",
+    training={  # section 3
+        name: {
+            "batch_size": 64,
+            "length": 512,
+            "optimizer": "adagrad",
+            "lr": 0.07,
+            "clip": 0.03,
+            "schedule": "constant",
+            "warmup": 32_000,
+            "weight_decay": 0.0,
+        }
+        for name in ("paper", "paper-large")
+    },  # fmt: skip
     recipes={
         "tiny": _tiny,
         "small": _small,

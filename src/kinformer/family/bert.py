@@ -49,6 +49,21 @@ MEMBER = Member(
     parity=("BERT and RoBERTa of transformers: imported checkpoints (tests/interop/test_encoders.py)",),
     use_when="texts of up to some hundred tokens are classified, or masked tokens predicted",
     avoid_when="texts are long, or are to be continued",
+    training={  # appendix A.2
+        name: {
+            "steps": 1_000_000,
+            "batch_size": 256,
+            "length": 512,
+            "lr": 1e-4,
+            "schedule": "linear",
+            "warmup": 10_000,
+            "beta2": 0.999,
+            "min_lr_ratio": 0.0,
+            "weight_decay": 0.01,
+            "clip": 1.0,
+        }
+        for name in ("paper", "paper-large")
+    },  # fmt: skip
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), max_length=128),
         "small": _recipe(_shape(256, 4, 4)),

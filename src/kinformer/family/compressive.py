@@ -64,6 +64,10 @@ MEMBER = Member(
     needs={"segments": True},
     use_when="a Transformer-XL should remember further back in a small state",
     avoid_when="training is short, or what is remembered must be exact",
+    training={  # section 4: Adam, whose rate falls as a cosine from 3e-4 to 1e-6
+        name: {"lr": 3e-4, "min_lr_ratio": 1 / 300, "weight_decay": 0.0, "clip": 0.1}
+        for name in ("paper", "paper-books")
+    },
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), (16, 8, 4), rate=2),
         "small": _recipe(_shape(256, 4, 4, hidden_dim=768), (256, 256, 256), rate=2),

@@ -70,6 +70,18 @@ MEMBER = Member(
     results=("key_to_door",),
     use_when="an agent learns from recorded episodes, without an environment",
     avoid_when="you can act while learning: the task `control` does that",
+    training={  # appendix A: the hyperparameters of OpenAI Gym
+        "paper": {
+            "steps": 100_000,
+            "batch_size": 64,
+            "lr": 1e-4,
+            "schedule": "constant",
+            "warmup": 10_000,
+            "beta2": 0.999,
+            "weight_decay": 1e-4,
+            "clip": 0.25,
+        },
+    },  # fmt: skip
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), timesteps=64),
         "small": _recipe(_shape(256, 4, 4)),

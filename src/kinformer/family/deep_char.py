@@ -56,6 +56,20 @@ MEMBER = Member(
     ),
     use_when="you reproduce deep models of characters with losses at every layer",
     avoid_when="minutes are few: its depth does not pay for itself there",
+    training={  # section 3
+        name: {
+            "steps": 4_000_000,
+            "batch_size": 16,
+            "length": 512,
+            "optimizer": "sgd",
+            "momentum": 0.99,
+            "lr": 3e-3,
+            "schedule": "constant",
+            "warmup": 0.0,
+            "weight_decay": 0.0,
+        }
+        for name in ("paper", "paper-t12")
+    },  # fmt: skip
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), max_length=128),
         "small": _recipe(_shape(256, 4, 4)),

@@ -47,6 +47,18 @@ MEMBER = Member(
     parity=("DeiT of transformers: imported checkpoints (tests/interop/test_images.py)",),
     use_when="images are classified with few labels, and a convolutional teacher exists",
     avoid_when="no teacher is at hand: it is `vit` then",
+    training={  # table 9: 300 epochs, of which 5 warm up; lr is 5e-4 * batch_size / 512
+        name: {
+            "batch_size": 1024,
+            "lr": 1e-3,
+            "warmup": 5 / 300,
+            "beta2": 0.999,
+            "min_lr_ratio": 0.01,
+            "weight_decay": 0.05,
+            "clip": 0.0,
+        }
+        for name in ("paper", "paper-tiny", "paper-small")
+    },  # fmt: skip
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2), 32, 4, classes=10),
         "small": _recipe(ModelShape(256, 4, 4), 32, 4, classes=10),

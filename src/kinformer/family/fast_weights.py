@@ -54,6 +54,16 @@ MEMBER = Member(
     results=("capacity",),
     use_when="facts are overwritten, and the state must stay constant",
     avoid_when="training must be the fastest: a plain sum is faster, and `gated-deltanet` forgets as well",
+    training={  # the authors' scripts of WikiText-103
+        "paper": {
+            "steps": 500_000,
+            "length": 256,
+            "lr": 2.5e-4,
+            "min_lr_ratio": 0.0,
+            "weight_decay": 0.0,
+            "clip": 0.25,
+        },
+    },  # fmt: skip
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2)),
         "small": _recipe(ModelShape(256, 4, 4)),

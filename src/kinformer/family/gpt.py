@@ -50,6 +50,9 @@ MEMBER = Member(
     avoid_when=(
         "the state must not grow, or texts are longer than the positions of training: its learned table ends there"
     ),
+    training={  # Radford et al. 2019, section 2.3
+        name: {"batch_size": 512, "length": 1024} for name in ("paper", "paper-medium", "paper-large", "paper-xl")
+    },
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), max_length=128),
         "small": _recipe(_shape(256, 4, 4)),

@@ -67,6 +67,9 @@ MEMBER = Member(
     ),
     use_when="documents of thousands of tokens are classified, or a BERT is to read them",
     avoid_when="texts fit into a few windows: `bert` is faster",
+    training={  # section 5: masked language modelling that goes on from RoBERTa
+        "paper": {"steps": 65_000, "batch_size": 64, "length": 4096, "lr": 3e-5, "warmup": 500, "beta2": 0.999},
+    },
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), (4, 8), 128),
         "small": _recipe(_shape(256, 4, 4, hidden_dim=640), (32, 64, 128, 128), 4096),

@@ -50,6 +50,18 @@ MEMBER = Member(
     results=("normalisation",),
     use_when="you reproduce the original decoder",
     avoid_when="you train many layers or without a warm-up: `gpt` learns faster there",
+    training={  # Vaswani et al. 2017, section 5.3
+        name: {
+            "lr": dim**-0.5 * 4000**-0.5,
+            "schedule": "inverse-sqrt",
+            "warmup": 4000,
+            "beta2": 0.98,
+            "min_lr_ratio": 0.0,
+            "weight_decay": 0.0,
+            "clip": 0.0,
+        }
+        for name, dim in (("paper", 512), ("paper-big", 1024))
+    },  # fmt: skip
     recipes={
         "tiny": _recipe(_shape(32, 2, 2)),
         "small": _recipe(_shape(256, 4, 4)),

@@ -44,6 +44,18 @@ MEMBER = Member(
     results=("sparse",),
     use_when="you reproduce relative positions as first published",
     avoid_when="texts are long: its tables by distance end at a clip, and `rope` is faster",
+    training={  # section 4.1: the schedule of Vaswani et al.
+        name: {
+            "lr": dim**-0.5 * 4000**-0.5,
+            "schedule": "inverse-sqrt",
+            "warmup": 4000,
+            "beta2": 0.98,
+            "min_lr_ratio": 0.0,
+            "weight_decay": 0.0,
+            "clip": 0.0,
+        }
+        for name, dim in (("paper", 512), ("paper-big", 1024))
+    },  # fmt: skip
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2)),
         "small": _recipe(ModelShape(256, 4, 4)),

@@ -92,6 +92,7 @@ MEMBER = Member(
     results=("sparse",),
     use_when="texts or images have a period (lines, columns) that a stride can follow",
     avoid_when="the structure has no fixed period, or the state must not grow",
+    training={"paper": {"warmup": 5000, "clip": 1.0}},  # section 7: then a cosine
     recipes={
         "tiny": _recipe(_TINY, max_length=128, segment=8, summary=2),
         "tiny-strided": _recipe(_TINY, max_length=128, stride=6),

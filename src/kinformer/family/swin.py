@@ -80,6 +80,18 @@ MEMBER = Member(
     parity=("Swin and Swin V2 of transformers: imported checkpoints (tests/interop/test_images.py)",),
     use_when="images are large, so that attention to all patches is too dear",
     avoid_when="images are small: `vit` learnt more from the same computation",
+    training={  # section 4.1: 300 epochs, of which 20 warm up
+        name: {
+            "batch_size": 1024,
+            "lr": 1e-3,
+            "warmup": 20 / 300,
+            "beta2": 0.999,
+            "min_lr_ratio": 0.005,
+            "weight_decay": 0.05,
+            "clip": 5.0,
+        }
+        for name in ("paper", "paper-small", "paper-base")
+    },  # fmt: skip
     recipes={
         "tiny": _recipe(16, (2, 2), 1, size=32, patch=2, window=4, classes=10),
         "tiny-v2": _recipe(16, (2, 2), 1, size=32, patch=2, window=4, second=True, classes=10),

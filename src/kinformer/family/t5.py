@@ -69,6 +69,21 @@ MEMBER = Member(
     results=("sparse",),
     use_when="you want relative positions without a limit, or continue weights in T5's manner",
     avoid_when="speed decides: a bias by distance costs more than rotating",
+    training={  # section 3.1.2: Adafactor at 1 / sqrt(max(step, 10,000))
+        name: {
+            "steps": 524_288,
+            "batch_size": 128,
+            "length": 512,
+            "optimizer": "adafactor",
+            "lr": 0.01,
+            "schedule": "inverse-sqrt",
+            "warmup": 10_000,
+            "min_lr_ratio": 0.0,
+            "weight_decay": 0.0,
+            "clip": 0.0,
+        }
+        for name in ("paper", "paper-small")
+    },  # fmt: skip
     recipes={
         "tiny": _recipe(_shape(32, 2, 2)),
         "small": _recipe(_shape(256, 4, 4)),

@@ -88,6 +88,25 @@ MEMBER = Member(
     ),
     use_when="long texts are read segment by segment and should remember the one before",
     avoid_when="training is short: the plain decoder makes more steps and is ahead",
+    training={  # the authors' scripts of enwik8 and WikiText-103
+        name: {
+            "steps": steps,
+            "batch_size": rows,
+            "length": length,
+            "lr": 2.5e-4,
+            "warmup": warmup,
+            "beta2": 0.999,
+            "min_lr_ratio": 0.0,
+            "weight_decay": 0.0,
+            "clip": 0.25,
+        }
+        for name, rows, length, warmup, steps in (
+            ("paper", 22, 512, 0, 400_000),
+            ("paper-large", 64, 768, 4000, 400_000),
+            ("paper-words", 60, 150, 0, 200_000),
+            ("paper-words-large", 128, 384, 16_000, 4_000_000),
+        )
+    },  # fmt: skip
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), segment=8, memory=12),
         "small": _recipe(_shape(256, 4, 4), segment=256),

@@ -47,6 +47,18 @@ MEMBER = Member(
     parity=("ViT of transformers: imported checkpoints (tests/interop/test_images.py)",),
     use_when="images are classified and labels are many, or a trained ViT is at hand",
     avoid_when="labels are few: add a teacher (`deit`) or pretrain by the task `dino`",
+    training={  # table 3, the row of ImageNet
+        name: {
+            "batch_size": 4096,
+            "lr": 3e-3,
+            "warmup": 10_000,
+            "beta2": 0.999,
+            "min_lr_ratio": 0.0,
+            "weight_decay": 0.3,
+            "clip": 1.0,
+        }
+        for name in ("paper", "paper-large")
+    },  # fmt: skip
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2), 32, 4, classes=10),
         "small": _recipe(ModelShape(256, 4, 4), 32, 4, classes=10),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kinformer.core.attention_state import (
     AttentionCall,
-    AttentionState,
+    CacheState,
     ContextState,
     NewTokens,
     Pinned,
@@ -154,7 +154,7 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
 
     def initial_state(
         self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> AttentionState:
+    ) -> CacheState:
         like: Tensor = self.out.weight  # type: ignore[assignment]
         device = device or like.device
         dtype = dtype or activation_dtype(like)
@@ -177,9 +177,7 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
         aux = state_dtype(dtype).itemsize if isinstance(self.span, TokenSpan) else 0
         return slots * self.head_dim * dtype.itemsize + 8 + aux
 
-    def forward(
-        self, chunk: Chunk, state: AttentionState, output_mask: Tensor | None = None
-    ) -> tuple[Tensor, AttentionState]:
+    def forward(self, chunk: Chunk, state: CacheState, output_mask: Tensor | None = None) -> tuple[Tensor, CacheState]:
         call = AttentionCall(chunk, output_mask)
         if isinstance(state, PinnedState):
             y, after, first = self._step(

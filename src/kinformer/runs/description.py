@@ -50,6 +50,7 @@ def describe(
         model = config.build()
     facts = record.facts | {
         "recipe": recipe,
+        "training": dict(record.training.get(recipe, {})),
         "computes": [formula._asdict() for formula in formulas(config)],
         "symbols": {name: [symbol, value] for symbol, name, value in symbols(config)},
         "config": to_dict(config),

@@ -78,18 +78,24 @@ class Machine(Checked):
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(Settings, Machine):
     """Train a member. To resume, what is not given is as it was when the run began. With ``minutes`` and running text,
-    it is chosen so that the time is well spent (see ``runs.minutes``); else the defaults of :class:`Settings` hold."""
+    it is chosen so that the time is well spent (see ``runs.minutes``); else those of the
+    recipe's paper, where the member has them, or the defaults of :class:`Settings` hold."""
 
     length: int | None = None  # type: ignore[assignment]
     """Tokens that each row of a batch predicts (512, what the model's positions allow, or what suits `minutes`)."""
     batch_size: int | None = None  # type: ignore[assignment]
     """Rows per step, over all processes and all accumulated parts (8, or what suits `minutes`)."""
     optimizer: Literal["adamw", "muon", "adafactor", "adagrad", "sgd"] | None = None  # type: ignore[assignment]
-    """Muon takes the layers' matrices and AdamW the rest; adagrad clips each parameter; sgd has momentum 0.9
+    """Muon takes the layers' matrices and AdamW the rest; adagrad clips each parameter; sgd has `momentum`
     (adamw, or what suits `minutes`)."""
     lr: float | None = None  # type: ignore[assignment]
     """Highest learning rate (0.001, or what suits `minutes`). With `resume`, a new one holds from there on."""
-    schedule: Literal["cosine", "inverse-sqrt"] | None = None  # type: ignore[assignment]
+    schedule: Literal["cosine", "linear", "inverse-sqrt", "constant"] | None = None  # type: ignore[assignment]
+    min_lr_ratio: float | None = None  # type: ignore[assignment]
+    warmup: float | None = None  # type: ignore[assignment]
+    momentum: float | None = None  # type: ignore[assignment]
+    beta2: float | None = None  # type: ignore[assignment]
+    clip: float | None = None  # type: ignore[assignment]
     weight_decay: float | None = None  # type: ignore[assignment]
     """Decoupled weight decay of matrices; norms, biases and other vectors have none (0.1, or what suits `minutes`)."""
     average: int | None = None  # type: ignore[assignment]

@@ -197,11 +197,13 @@ def _longest(config: ModelConfig) -> int | None:
 
 
 def _settings(options: TrainOptions, task: Task, length: int | None) -> Settings:
-    """``length``: of every row, where the data decide it."""
+    """``length``: of every row, where the data decide it. What is not given is as the recipe's paper, then as the task
+    has it."""
+    usual = {**task.settings, **member(options.member).training.get(options.recipe or "", {})}
+    if options.minutes is not None:
+        usual.pop("steps", None)
     settings = options.settings()
-    settings = replace(
-        settings, **{name: value for name, value in task.settings.items() if getattr(options, name) is None}
-    )
+    settings = replace(settings, **{name: value for name, value in usual.items() if getattr(options, name) is None})
     if length is not None and options.length not in (None, length):
         raise KinformerError(
             f"`length` {options.length}: rows of this data have {plural(length, 'position')}; leave it out."

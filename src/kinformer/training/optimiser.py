@@ -15,7 +15,6 @@ from kinformer.runtime.sharding import gathered, is_sharded, like, whole
 from kinformer.training.muon import StackedMuon
 from kinformer.training.settings import Settings
 
-MOMENTUM = 0.9
 Named = list[tuple[str, nn.Parameter]]
 
 
@@ -143,8 +142,8 @@ def _build(kind: str, groups: list[dict], settings: Settings) -> Optimizer:
     if kind == "adagrad":
         return ClippedAdagrad(groups, lr=settings.lr, clip=settings.clip)
     if kind == "sgd":
-        return SGD(groups, lr=settings.lr, momentum=MOMENTUM)
-    return AdamW(groups, lr=settings.lr, betas=(MOMENTUM, settings.beta2), fused=True)
+        return SGD(groups, lr=settings.lr, momentum=settings.momentum)
+    return AdamW(groups, lr=settings.lr, betas=(settings.momentum, settings.beta2), fused=True)
 
 
 def gather(named: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:

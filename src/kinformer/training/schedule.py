@@ -1,5 +1,5 @@
-"""The learning rate as a function of the step alone: a linear rise, then a cosine (Loshchilov and Hutter 2017), or a
-fall with the inverse square root of the step (Vaswani et al. 2017, section 5.3), which has no end."""
+"""The learning rate as a function of the step alone: a linear rise, then a cosine (Loshchilov and Hutter 2017), a line
+(Devlin et al. 2018), a fall with the inverse square root of the step (Vaswani et al. 2017, section 5.3), or nothing."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from math import cos, pi
 @dataclass(frozen=True)
 class Schedule:
     """The schedule: ``peak`` after ``warmup`` steps (a share of ``steps`` if below 1); then by
-    ``kind``: ``cosine``, with ``floor * peak`` at the last of ``steps``, or ``inverse-sqrt``, peak *
-    sqrt(warmup / step), not below ``floor * peak``."""
+    ``kind``: ``cosine`` or ``linear``, with ``floor * peak`` at the last of ``steps``; ``inverse-sqrt``, peak *
+    sqrt(warmup / step), not below ``floor * peak``; or ``constant``."""
 
     peak: float
     floor: float
@@ -24,8 +24,11 @@ class Schedule:
         rise = round(self.warmup * self.steps) if self.warmup < 1 else round(self.warmup)
         if step < rise:
             return self.peak * (step + 1) / (rise + 1)
+        if self.kind == "constant":
+            return self.peak
         if self.kind == "inverse-sqrt":
             # peak sqrt(warmup / step), which is ``peak`` where the rise ends
             return self.peak * max(self.floor, ((rise + 1) / (step + 1)) ** 0.5)
         done = min(1.0, (step - rise) / max(1, self.steps - 1 - rise))
-        return self.peak * (self.floor + (1 - self.floor) * (1 + cos(pi * done)) / 2)
+        left = 1 - done if self.kind == "linear" else (1 + cos(pi * done)) / 2
+        return self.peak * (self.floor + (1 - self.floor) * left)

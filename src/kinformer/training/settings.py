@@ -32,22 +32,25 @@ class Settings(Checked):
     accumulate: int = 1
     """Parts into which each process splits its batch, to save memory. They are computed one after the other."""
     optimizer: Literal["adamw", "muon", "adafactor", "adagrad", "sgd"] = "adamw"
-    """Muon takes the layers' matrices and AdamW the rest; adagrad clips each parameter; sgd has momentum 0.9."""
+    """Muon takes the layers' matrices and AdamW the rest; adagrad clips each parameter; sgd has `momentum`."""
     lr: float = 1e-3
     """Highest learning rate."""
-    schedule: Literal["cosine", "inverse-sqrt"] = "cosine"
-    """How the learning rate falls after the warm-up: to the end as a cosine, or with the root of the step (cosine; for
-    translation inverse-sqrt)."""
+    schedule: Literal["cosine", "linear", "inverse-sqrt", "constant"] = "cosine"
+    """How the learning rate falls after the warm-up: to the end as a cosine or a line, with the root of the step, or
+    not at all (cosine; for translation inverse-sqrt)."""
     min_lr_ratio: float = 0.1
-    """Least learning rate after the warm-up, as a share of the highest; with the cosine that of the end."""
+    """Least learning rate after the warm-up, as a share of the highest; with cosine and linear that of the end
+    (0.1)."""
     warmup: float = 0.05
-    """How long the learning rate rises: a share of all steps if below 1, else a number of steps."""
+    """How long the learning rate rises: a share of all steps if below 1, else a number of steps (0.05)."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices; norms, biases and other vectors have none."""
+    momentum: float = 0.9
+    """Decay of the mean of gradients: AdamW's first moment, and sgd's momentum (0.9)."""
     beta2: float = 0.95
-    """Decay of AdamW's second moment (its first has 0.9)."""
+    """Decay of AdamW's second moment (0.95)."""
     clip: float = 1.0
-    """Largest norm of the gradient, or with adagrad of each parameter's gradient. 0 means no limit."""
+    """Largest norm of the gradient, or with adagrad of each parameter's gradient. 0 means no limit (1)."""
     table_lr: float = 1e-3
     """Constant learning rate of tables with sparse gradients (product-key memories), which are not clipped."""
     precision: Literal["fp32", "bf16-mixed"] = "fp32"
@@ -104,7 +107,8 @@ class Settings(Checked):
             require(name, getattr(self, name), 0)
         for name in ("lr", "minutes"):
             require_above(name, getattr(self, name), 0)
-        require_share("beta2", self.beta2, zero=True)
+        for name in ("momentum", "beta2"):
+            require_share(name, getattr(self, name), zero=True)
         for name in ("min_lr_ratio", "ema"):
             if not 0 <= getattr(self, name) <= 1:
                 raise KinformerError(f"{marked(name)} is {getattr(self, name):g} but must lie between 0 and 1.")
