@@ -13,18 +13,19 @@ import kinformer
 from kinformer.cli.main import main
 from kinformer.data import ByteTokenizer
 from kinformer.family.build import configure, storable
-from kinformer.interop.native import native_form
+from kinformer.interop.native import Native, native_form
 from kinformer.interop.routes import DECODERS, SETTINGS
 from kinformer.runs.exporting import size_in_bytes
 from kinformer.runs.run import Run, open_run, save_weights
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.table import task_of
 from tests.interop.decoders import Pair, assert_close
-from tests.interop.peers import EXPERTS, tokens
+from tests.interop.peers import tokens
 from tests.interop.test_decoders import IMPORTED
 
-WITHOUT_EXPERTS = {name: pair for name, pair in IMPORTED.items() if pair[0] not in EXPERTS}
-NATIVE = WITHOUT_EXPERTS | {"gpt2": ("gpt2", {"scale_attn_by_inverse_layer_idx": False, "attn_implementation": "sdpa"})}
+NATIVE = IMPORTED | {"gpt2": ("gpt2", {"scale_attn_by_inverse_layer_idx": False, "attn_implementation": "sdpa"})}
+RMS = {"layers.*.norm": {"kind": "rms_norm"}, "norm": {"kind": "rms_norm"}}
+PLAIN = RMS | {"layers.*.feed_forward": {"kind": "swiglu"}}
 REMOTE = ("gated-deltanet", "linear-transformer", "retnet", "local", "transformer-xl", "universal", "calm")
 
 
@@ -92,16 +93,32 @@ def test_an_architecture_of_transformers_leaves_as_it_came(name, tmp_path):
 
 
 def test_every_imported_architecture_of_decoders_has_an_inverse():
-    """But Qwen3-Next, whose dense form is Qwen3.5."""
-    assert DECODERS.keys() - SETTINGS.keys() == {"qwen3_next"}
+    assert DECODERS.keys() == SETTINGS.keys()
 
 
-@pytest.mark.parametrize(("member", "kind"), {"gpt": "gpt2", "rope": "gpt_neox"}.items())
-def test_members_that_are_architectures(member, kind, tmp_path):
-    run = saved_run(member, tmp_path / "run")
+@pytest.mark.parametrize(
+    ("member", "changes", "kind"), [("gpt", {}, "gpt2"), ("rope", {}, "gpt_neox"), ("mla", PLAIN, "deepseek_v2")]
+)
+def test_members_that_are_architectures(member, changes, kind, tmp_path):
+    run = saved_run(member, tmp_path / "run", **changes)
     done = kinformer.export(run, tmp_path / "exported")
     assert (done.native, done.model_type) == (True, kind)
     assert_same_model(loaded(done.folder), kinformer.load(run))
+
+
+COMPOSED = {
+    "mixtral as in its paper": ("mixtral", "paper", {}, "mixtral"),
+    "mla as in its paper": ("mla", "paper", {}, "deepseek_v2"),
+    "mla of DeepSeek-V3": ("mla", "experts", RMS | {"layers.0.feed_forward": {"kind": "swiglu"}}, "deepseek_v3"),
+    "mla without experts": ("mla", "tiny", PLAIN, "deepseek_v2"),
+    "rope with widths that follow": ("rope", "tiny", PLAIN, "llama"),
+}
+
+
+@pytest.mark.parametrize(("member", "recipe", "changes", "kind"), COMPOSED.values(), ids=COMPOSED)
+def test_compositions_that_are_architectures(member, recipe, changes, kind):
+    form = native_form(configure(member, recipe, 256, changes))
+    assert isinstance(form, Native) and form.model_type == kind
 
 
 @pytest.mark.parametrize("member", REMOTE)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -83,10 +83,14 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
         def build(self, dim: int) -> Experts:
             return Experts(self, dim)
 
+        def explicit(self, dim: int) -> Self:
+            return self if self.hidden_dim else self.replace(hidden_dim=-(-8 * dim // (3 * self.topk) // 8) * 8)
+
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
         self.config = config
-        hidden = config.hidden_dim or -(-8 * dim // (3 * config.topk) // 8) * 8
+        hidden = config.explicit(dim).hidden_dim
+        assert hidden is not None
         self.router = UnpackedLinear(dim, config.num_experts, bias=False)
         self.gate_up = nn.Parameter(torch.empty(config.num_experts, dim, 2 * hidden))
         self.down = nn.Parameter(torch.empty(config.num_experts, hidden, dim))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -99,9 +99,12 @@ class SwiGLU(nn.Module):
         def build(self, dim: int) -> SwiGLU:
             return SwiGLU(self, dim)
 
+        def explicit(self, dim: int) -> Self:
+            return self if self.hidden_dim else self.replace(hidden_dim=-(-8 * dim // 3 // 8) * 8)
+
     def __init__(self, config: Any, dim: int) -> None:
         super().__init__()
-        hidden_dim = config.hidden_dim or -(-8 * dim // 3 // 8) * 8
+        hidden_dim = config.explicit(dim).hidden_dim
         self.chunks = config.chunks
         self.gate_up = nn.Linear(dim, 2 * hidden_dim, bias=config.bias)
         self.down = ResidualOutput(hidden_dim, dim, bias=config.bias)

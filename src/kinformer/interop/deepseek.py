@@ -110,12 +110,12 @@ def _deepseek(full: Settings, place: Path, experts: dict[str, Any]) -> dict[str,
     return model | {"layers": layers}
 
 
-def _scale(full: Settings, place: Path) -> float:
-    """Return what scores are multiplied by: with YaRN, mscale_all_dim makes it larger."""
-    scale = (whole(full, place, "qk_nope_head_dim") + whole(full, place, "qk_rope_head_dim")) ** -0.5
+def _scale(full: Settings, place: Path) -> float | None:
+    """Return what scores are multiplied by where it is not usual: with YaRN, mscale_all_dim makes it larger."""
     settings = parameters(full, place)
     if not settings.get("mscale_all_dim"):
-        return scale
+        return None
+    scale = (whole(full, place, "qk_nope_head_dim") + whole(full, place, "qk_rope_head_dim")) ** -0.5
     return scale * magnitude(settings, place, "mscale_all_dim", positive(settings, place, "factor")) ** 2
 
 

@@ -17,7 +17,7 @@ from kinformer.interop.rotary import parameters_of
 Data = Mapping[str, Any]
 
 
-def _common(model: Data) -> dict[str, Any]:
+def common(model: Data) -> dict[str, Any]:
     """Return the settings of LLaMA and its kin."""
     layers, layer = model["layers"], model["layers"][0]
     mixer, feed_forward = layer["mixer"], layer["feed_forward"]
@@ -37,32 +37,33 @@ def _common(model: Data) -> dict[str, Any]:
         "rope_parameters": parameters_of(mixer["position"]),
         "attention_bias": projection["bias"],
         "attention_dropout": mixer["dropout"],
-        "mlp_bias": feed_forward["bias"],
+        "mlp_bias": feed_forward.get("bias", False),
         "tie_word_embeddings": model["head"]["tied"],
         "layer_types": kinds,
         "sliding_window": windows.pop() if len(windows) == 1 else None,
     }
 
 
-def _only(model: Data, *left_out: str, **added: Any) -> dict[str, Any]:
+def only(model: Data, *left_out: str, **added: Any) -> dict[str, Any]:
     """Return the settings of a LLaMA-like without those that it has not, and with ``added``."""
-    return {name: value for name, value in _common(model).items() if name not in left_out} | added
+    return {name: value for name, value in common(model).items() if name not in left_out} | added
 
 
-def _qwen(model: Data) -> dict[str, Any]:
-    windowed = _common(model)["sliding_window"] is not None
-    return _only(model, "mlp_bias", use_sliding_window=windowed, max_window_layers=0)
+def qwen(model: Data) -> dict[str, Any]:
+    """Return the settings of Qwen3."""
+    windowed = common(model)["sliding_window"] is not None
+    return only(model, "mlp_bias", use_sliding_window=windowed, max_window_layers=0)
 
 
 def _gemma(model: Data) -> dict[str, Any]:
-    return _only(model, "mlp_bias", "layer_types", "sliding_window", hidden_act="gelu_pytorch_tanh")
+    return only(model, "mlp_bias", "layer_types", "sliding_window", hidden_act="gelu_pytorch_tanh")
 
 
 def _later_gemma(model: Data) -> dict[str, Any]:
     layers, score = model["layers"], model["layers"][0]["mixer"]["score"]
     scalar = score["scale"] ** -2
     scalar = round(scalar) if round(scalar) ** -0.5 == score["scale"] else scalar
-    settings = _only(model, "mlp_bias", "hidden_act", hidden_activation="gelu_pytorch_tanh")
+    settings = only(model, "mlp_bias", "hidden_act", hidden_activation="gelu_pytorch_tanh")
     settings |= {
         "query_pre_attn_scalar": scalar,
         "attn_logit_softcapping": score.get("cap"),
@@ -82,7 +83,7 @@ def _hybrid(model: Data) -> dict[str, Any]:
     linear = [layer["mixer"] for layer in model["layers"] if layer["mixer"]["kind"] == "linear"]
     if not softmax or not linear:
         raise KeyError("softmax" if linear else "linear")
-    settings = _only({**model, "layers": softmax}, "mlp_bias", "sliding_window")
+    settings = only({**model, "layers": softmax}, "mlp_bias", "sliding_window")
     return settings | {
         "num_hidden_layers": len(model["layers"]),
         "layer_types": [LINEAR if layer["mixer"]["kind"] == "linear" else FULL for layer in model["layers"]],
@@ -94,7 +95,8 @@ def _hybrid(model: Data) -> dict[str, Any]:
     }
 
 
-def _qwen35(model: Data) -> dict[str, Any]:
+def qwen35(model: Data) -> dict[str, Any]:
+    """Return the settings of Qwen3.5."""
     settings = _hybrid(model)
     position = next(layer["mixer"]["position"] for layer in model["layers"] if layer["mixer"]["kind"] == "softmax")
     settings["rope_parameters"] |= {"partial_rotary_factor": position["fraction"]}
@@ -204,22 +206,22 @@ def _mpt(model: Data) -> dict[str, Any]:
 
 
 def _mistral(model: Data) -> dict[str, Any]:
-    return _only(model, "mlp_bias", "attention_bias", "layer_types")
+    return only(model, "mlp_bias", "attention_bias", "layer_types")
 
 
 def _llama(model: Data) -> dict[str, Any]:
-    return _only(model, "layer_types", "sliding_window")
+    return only(model, "layer_types", "sliding_window")
 
 
 SETTINGS: dict[str, Callable[[Data], dict[str, Any]]] = {
     "llama": _llama,
     "mistral": _mistral,
-    "qwen2": lambda model: {name: value for name, value in _qwen(model).items() if name != "attention_bias"},
-    "qwen3": _qwen,
+    "qwen2": lambda model: {name: value for name, value in qwen(model).items() if name != "attention_bias"},
+    "qwen3": qwen,
     "gemma": _gemma,
     "gemma2": _later_gemma,
     "gemma3_text": _later_gemma,
-    "qwen3_5_text": _qwen35,
+    "qwen3_5_text": qwen35,
     "olmo_hybrid": _olmo_hybrid,
     "opt": _opt,
     "gpt2": _gpt2,

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kinformer.core import kind_table
-from kinformer.core.config import from_dict, to_dict
+from kinformer.core.config import Config, from_dict, to_dict
+from kinformer.core.model import CausalModel
 from kinformer.core.model_config import ModelConfig
 from kinformer.interop import encoder_routes, images, routes, trajectory_routes, translator_routes
 from kinformer.interop.routes import Data, Padding, Weights
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 ROUTES = routes.ROUTES | encoder_routes.ROUTES | translator_routes.ROUTES | trajectory_routes.ROUTES
 UNCOMPUTED = {"dropout", "initialisation", "impl", "std", "checkpoint", "chunks"}
-UNCOMPUTED |= {"mask_token", "bos_token", "eos_token", "mean"}
+UNCOMPUTED |= {"mask_token", "bos_token", "eos_token", "mean", "form", "balance"}
 """Settings that change no output of a trained model; mean and std of images stand in a file beside ``config.json``."""
 
 
@@ -70,7 +71,7 @@ def native_form(config: ModelConfig, length: int | None = None, padding: Padding
     ``length``: how many positions ``config.json`` names where those of the model do not end. ``padding``: the token
     that texts are padded with, if there is one.
     """
-    data = to_dict(config)
+    data = to_dict(_explicit(config))
     differences: dict[str, list[tuple[str, Any]]] = {}
     for kind in _candidates(data, padding):
         route = ROUTES[kind]
@@ -101,6 +102,23 @@ def _candidates(model: Data, padding: Padding | None) -> list[str]:
     return sorted(names, key=lambda name: name != "roberta") if padding and padding.text == "<pad>" else names
 
 
+def _explicit(config: ModelConfig) -> ModelConfig:
+    """Return the config of a decoder whose layers name all sizes that follow from its width."""
+    if config.protocol is not CausalModel:
+        return config
+    layers = [
+        layer.replace(
+            **{
+                name: part.explicit(config.dim)
+                for name in ("mixer", "feed_forward")
+                if isinstance(part := getattr(layer, name, None), Config)
+            }
+        )
+        for layer in config.layers
+    ]
+    return config.replace(layers=tuple(layers))
+
+
 def _leaves(node: Any, path: str = "", dim: int = 0) -> Iterator[tuple[str, Any]]:
     """Yield the settings that an output depends on, by their paths."""
     if isinstance(node, Mapping):
@@ -108,6 +126,8 @@ def _leaves(node: Any, path: str = "", dim: int = 0) -> Iterator[tuple[str, Any]
         for name, value in node.items():
             if name == "head_dim" and value is None:
                 value = dim // node["num_heads"]
+            if name == "bias_rate":
+                value = bool(value)  # how fast it learns; whether experts have a bias shows
             if name not in UNCOMPUTED:
                 yield from _leaves(value, f"{path}.{name}" if path else name, dim)
     elif isinstance(node, list | tuple):

@@ -8,9 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kinformer.interop import decoders, gpt2, hybrids, llama
+from kinformer.interop import decoders, deepseek, experts, gpt2, hybrids, inverse, inverse_experts, llama
 from kinformer.interop.checkpoint import CONFIG
-from kinformer.interop.inverse import SETTINGS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,8 +72,15 @@ def _length(model: Data, length: int | None) -> dict[str, Any]:
 
 
 DECODERS: dict[str, Architecture] = (
-    llama.ARCHITECTURES | gpt2.ARCHITECTURES | decoders.ARCHITECTURES | hybrids.ARCHITECTURES
+    llama.ARCHITECTURES
+    | gpt2.ARCHITECTURES
+    | decoders.ARCHITECTURES
+    | hybrids.ARCHITECTURES
+    | experts.ARCHITECTURES
+    | deepseek.ARCHITECTURES
 )
+SETTINGS = inverse.SETTINGS | inverse_experts.SETTINGS
+"""The ``model_type`` to its settings for a config of ours; Qwen3-Next without experts is a Qwen3.5."""
 CAUSAL = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -84,6 +90,11 @@ CAUSAL = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "olmo_hybrid": "OlmoHybridForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "gpt_neox": "GPTNeoXForCausalLM",

@@ -14,7 +14,7 @@ W_uv behind the sum, so that it is attention with one head of keys, the memory i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -86,13 +86,20 @@ class LatentAttention(TokenMemory):
         def build(self, dim: int) -> LatentAttention:
             return LatentAttention(self, dim)
 
+        def sizes(self, dim: int) -> tuple[int, int, int, int]:
+            """Return head_dim, value_dim, rotary_dim and latent_dim."""
+            width = self.head_dim or head_width(dim, self.num_heads)
+            rotary_dim = width // 2 if self.rotary_dim is None else self.rotary_dim
+            return width, self.value_dim or width, rotary_dim, self.latent_dim or 4 * width
+
+        def explicit(self, dim: int) -> Self:
+            names = "head_dim", "value_dim", "rotary_dim", "latent_dim"
+            return self.replace(**dict(zip(names, self.sizes(dim), strict=True)))
+
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
         self.config, self.dim, heads = config, dim, config.num_heads
-        self.head_dim = config.head_dim or head_width(dim, heads)
-        self.value_dim = config.value_dim or self.head_dim
-        self.rotary_dim = self.head_dim // 2 if config.rotary_dim is None else config.rotary_dim
-        self.latent_dim = config.latent_dim or 4 * self.head_dim
+        self.head_dim, self.value_dim, self.rotary_dim, self.latent_dim = config.sizes(dim)
         self.width = self.latent_dim + self.rotary_dim
         self.pattern = config.pattern.build()
         check_causal(config.pattern, self.pattern)
