@@ -23,13 +23,19 @@ from kinformer.runtime.substitutes import substitute, substituting
 from tests.interop.test_export import saved_run
 
 HYBRID = {"layers.1": configure("gpt", "tiny", 256).layers[0]}
-OPERATORS = {"linear-transformer": {"LinearAttention"}, "gated-deltanet": {"LinearAttention", "CausalConvWithState"}}
+EXPERTS = {"kind": "experts", "num_experts": 4, "topk": 2}
+MIXED = {"layers.0.feed_forward": EXPERTS, "layers.1.mixer": {"kind": "lstm"}}
+OPERATORS = {
+    "linear-transformer": {"LinearAttention", "LSTM"},
+    "gated-deltanet": {"LinearAttention", "CausalConvWithState"},
+}
 
 
-@pytest.mark.parametrize("member, changes", [("linear-transformer", {}), ("gated-deltanet", HYBRID)])
+@pytest.mark.parametrize("member, changes", [("linear-transformer", MIXED), ("gated-deltanet", HYBRID)])
 @torch.no_grad()
 def test_onnxruntime_computes_logits_and_state_of_a_prompt_and_of_steps(tmp_path, member, changes):
-    """Kernel attention by its operators; in the hybrid, softmax attention with a growing cache beside it."""
+    """Kernel attention and an LSTM by their operators, experts sorted by TopK; in the hybrid, softmax attention with a
+    growing cache beside it."""
     import onnx as library
 
     run = saved_run(member, tmp_path / "run", **changes)
@@ -39,7 +45,7 @@ def test_onnxruntime_computes_logits_and_state_of_a_prompt_and_of_steps(tmp_path
     assert facts["tokenizer"] == "bytes" and facts["opset"] == 27 and facts["inputs"][0] == "tokens"
     file = library.load(tmp_path / "out" / facts["file"])
     library.checker.check_model(file)
-    names = {"LinearAttention", "CausalConvWithState"}
+    names = {"LinearAttention", "CausalConvWithState", "LSTM"}
     assert {node.op_type for node in file.graph.node} & names == OPERATORS[member]
     assert json.loads(file.metadata_props[0].value)["state"] == facts["state"]
 
@@ -56,6 +62,21 @@ def test_onnxruntime_computes_logits_and_state_of_a_prompt_and_of_steps(tmp_path
         assert np.abs(logits - want.numpy()).max() < 1e-5
     other = configure(member, "tiny", 256, changes).build().eval()
     assert onnx.gap(other, tmp_path / "out" / facts["file"], leaves_of(model)) > 0.01
+
+
+def test_what_stands_in_for_operators_computes_the_same():
+    x, ends = torch.tensor([[3, 1, 3, 0, 1, 3]]), torch.tensor([0, 2, 2, 5])
+    aten = torch.ops.aten
+    for name, arguments, options in (
+        (aten.sort.stable, (x,), {"stable": True}),
+        (aten.argsort.default, (x[0].unique(),), {"descending": True}),
+        (aten.searchsorted.Tensor, (ends, torch.arange(6)), {"right": True}),
+        (aten.searchsorted.Tensor, (ends, torch.arange(6)), {"out_int32": True}),
+    ):
+        one, other = name(*arguments, **options), onnx.WRITTEN_OTHERWISE[name](*arguments, **options)
+        if name is aten.sort.stable:  # ties are the runtime's to break
+            one, other = one[0], other[0]
+        assert torch.equal(one, other) and one.dtype == other.dtype
 
 
 def test_leaves_have_names_and_windows_are_full_from_the_start():

@@ -148,7 +148,7 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
         impl = self.config.impl
         gate, up = grouped_products(x[order // topk], self.gate_up, ends, impl=impl).chunk(2, -1)
         sorted_ = grouped_products(functional.silu(gate) * up, self.down, ends, impl=impl)
-        place = torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=x.device))
+        place = torch.empty_like(order).index_copy(0, order, torch.arange(order.shape[0], device=x.device))
         made = sorted_[place].view(tokens, topk, -1)
         return torch.einsum("nkd,nk->nd", made, weights.to(made.dtype)).to(x.dtype)
 

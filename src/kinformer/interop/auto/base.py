@@ -4,6 +4,8 @@ they can be loaded again."""
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,11 +14,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
-from kinformer.core.model import PROTOCOLS
+from kinformer.core.learning import AuxLoss, Regularized, gather_aux_losses
+from kinformer.core.model import PROTOCOLS, modules_of
 from kinformer.interop.auto.configuration import KinformerConfig
 from kinformer.interop.forms import auto_class_of, use_of
 from kinformer.interop.writing import auto_map, write_code
 from kinformer.runtime.errors import KinformerError
+
+IGNORED = -100
+"""The label of what is not predicted."""
 
 
 class KinformerModel(PreTrainedModel):  # type: ignore[misc]
@@ -57,6 +63,29 @@ class KinformerModel(PreTrainedModel):  # type: ignore[misc]
         self.config.auto_map = auto_map(self.use)
         super().save_pretrained(save_directory, *arguments, **options)
         write_code(Path(save_directory), self.use)
+
+    @contextmanager
+    def _costs(self) -> Iterator[dict[str, Tensor]]:
+        """Collect the auxiliary losses [batch] of the forward passes within the context, in training."""
+        with gather_aux_losses(modules_of(self.model, AuxLoss) if self.training else ()) as costs:
+            yield costs
+
+    def _with_costs(
+        self, loss: Tensor, labels: Tensor, positions: int, options: Mapping[str, Any], *costs: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return ``loss``, in training with what a run's trainer adds: auxiliary losses [batch] as a mean over the
+        ``positions`` that were read, and penalties.
+
+        Of several micro-batches in a step, each counts by its ``labels``, as in the loss of transformers.
+        """
+        if not self.training:
+            return loss
+        further = [module.penalty() for module in modules_of(self.model, Regularized)]
+        further += [cost.float().sum() / positions for some in costs for cost in some.values()]
+        if not further:
+            return loss
+        items = options.get("num_items_in_batch")
+        return loss + torch.stack(further).sum() * (1 if items is None else (labels != IGNORED).sum() / items)
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the table of the input, or the input of a model of images."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kinformer.core.state import pop_aux
 from kinformer.interop.auto.base import require_ids, scaling, valid_of
 from kinformer.interop.auto.continuing import CACHE, ContinuedOutput, ContinuingModel, as_output, cache_in
 
@@ -31,11 +32,14 @@ class KinformerForCausalLM(ContinuingModel):
         ``cache`` or ``past_key_values``, whatever the version of transformers.
         """
         tokens, before = require_ids(input_ids, options), cache_in(options)
-        state = None if before is None else before.state
+        state = None if before is None else before.state if labels is None else pop_aux(before.state)[1]
         cache = self._cache_to_fill(before, use_cache)
-        logits = self._continued(tokens, valid_of(attention_mask, tokens), cache, state, logits_to_keep)
+        with self._costs() as costs:
+            valid = valid_of(attention_mask, tokens)
+            logits, after = self._continued(tokens, valid, cache, state, logits_to_keep)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **scaling(options))
+            loss = self._with_costs(loss, labels, tokens.numel(), options, costs, pop_aux(after)[0])
         held: dict[str, Any] = {} if cache is None else {CACHE: cache}
         return as_output(ContinuedOutput(loss=loss, logits=logits, **held), options)

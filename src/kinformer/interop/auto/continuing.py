@@ -53,15 +53,15 @@ class ContinuingModel(KinformerModel, GenerationMixin):  # type: ignore[misc]
         cache: StateCache | None,
         state: Any,
         logits_to_keep: int | Tensor = 0,
-    ) -> Tensor:
-        """Return logits [batch, time, vocab] of ``tokens`` [batch, time] behind ``state``, zero where not ``valid``;
-        ``cache``, if there is one, then holds the state behind them."""
+    ) -> tuple[Tensor, Any]:
+        """Return logits [batch, time, vocab] of ``tokens`` [batch, time] behind ``state``, zero where not ``valid``,
+        and the state behind them, which ``cache``, if there is one, then holds."""
         inputs, state = self.model.head_inputs(tokens, state, valid=valid)
         if cache is not None:
             cache.advance(state, tokens.shape[1])
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.model.logits(map_tensors(lambda leaf: leaf[:, rows], inputs))
-        return select_valid(logits, None if valid is None else valid[:, rows])
+        return select_valid(logits, None if valid is None else valid[:, rows]), state
 
     def _cache_to_fill(self, cache: StateCache | None, use_cache: bool | None) -> StateCache | None:
         """Return the cache that is to hold the state behind a chunk, None if none is wanted."""

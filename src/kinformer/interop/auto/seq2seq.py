@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from kinformer.interop.auto.base import require_ids, scaling, valid_of
+from kinformer.core.state import pop_aux
+from kinformer.interop.auto.base import IGNORED, require_ids, scaling, valid_of
 from kinformer.interop.auto.configuration import KinformerConfig
 from kinformer.interop.auto.continuing import CACHE, ContinuedOutput, ContinuingModel, as_output, cache_in
 from kinformer.runtime.errors import KinformerError
-
-IGNORED = -100
 
 
 class SourceReader(nn.Module):
@@ -76,18 +75,20 @@ class KinformerForSeq2SeqLM(ContinuingModel):
         if decoder_input_ids is None:
             raise KinformerError("decoder_input_ids: is missing; give what was written so far, or labels.")
         before, hidden = cache_in(options), None
-        if before is not None and before.is_initialized:
-            state = before.state
-        else:
-            hidden = self._read(input_ids, attention_mask, encoder_outputs, options)
-            valid = _source_valid(attention_mask, *hidden.shape[:2])
-            state = self.model.initial_state(len(hidden), device=hidden.device, source=hidden, source_valid=valid)
         cache = self._cache_to_fill(before, options.get("use_cache"))
-        valid = valid_of(decoder_attention_mask, decoder_input_ids)
-        logits = self._continued(decoder_input_ids, valid, cache, state)
+        with self._costs() as costs:
+            if before is not None and before.is_initialized:
+                state = before.state if labels is None else pop_aux(before.state)[1]
+            else:
+                hidden = self._read(input_ids, attention_mask, encoder_outputs, options)
+                valid = _source_valid(attention_mask, *hidden.shape[:2])
+                state = self.model.initial_state(len(hidden), device=hidden.device, source=hidden, source_valid=valid)
+            valid = valid_of(decoder_attention_mask, decoder_input_ids)
+            logits, state = self._continued(decoder_input_ids, valid, cache, state)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **scaling(options))
+            loss = self._with_costs(loss, labels, decoder_input_ids.numel(), options, costs, pop_aux(state)[0])
         held: dict[str, Any] = {} if cache is None else {CACHE: cache}
         return as_output(ContinuedOutput(loss=loss, logits=logits, encoder_last_hidden_state=hidden, **held), options)
 

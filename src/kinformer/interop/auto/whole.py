@@ -47,8 +47,11 @@ class TextEncoder(KinformerModel):
                 raise KinformerError("token_type_ids: this model has no types of tokens; leave them out.")
             del further["types"]
         marks = {name: one.long() for name, one in further.items() if one is not None}
-        logits = self.model(tokens, valid=valid_of(attention_mask, tokens), **marks)
+        with self._costs() as costs:
+            logits = self.model(tokens, valid=valid_of(attention_mask, tokens), **marks)
         loss = None if labels is None else self._loss(logits, labels, scaling(options))
+        if loss is not None and labels is not None:
+            loss = self._with_costs(loss, labels, tokens.numel(), options, costs)
         output = self.output(loss=loss, logits=logits)
         return output.to_tuple() if options.get("return_dict") is False else output
 
@@ -95,13 +98,15 @@ class KinformerForImageClassification(KinformerModel):
         uint8; the model normalises them itself. Of several classifiers logits and losses are means."""
         if pixel_values is None:
             raise KinformerError("pixel_values: is missing; give images [batch, channels, height, width].")
-        logits = self.model(pixel_values)
+        with self._costs() as costs:
+            logits = self.model(pixel_values)
         heads, loss = logits.unbind(1) if logits.dim() == 3 else (logits,), None
         if labels is not None:
             scale = scaling(options)
             losses = [
                 self.loss_function(labels=labels, pooled_logits=head, config=self.config, **scale) for head in heads
             ]
-            loss = torch.stack(losses).mean()
+            positions = len(pixel_values) * self.model.input.length(pixel_values)
+            loss = self._with_costs(torch.stack(losses).mean(), labels, positions, options, costs)
         output = ImageClassifierOutput(loss=loss, logits=logits.mean(1) if logits.dim() == 3 else logits)
         return output.to_tuple() if options.get("return_dict") is False else output

@@ -25,6 +25,9 @@ TIME = "time"
 ROWS, TOKENS, SLOTS = 5, 11, 13
 """Sizes of a graph's examples. A size that a model has elsewhere, too, or 0 or 1, could be taken for a constant."""
 
+TALKATIVE = ("torch", "onnxscript", "onnx_ir")
+"""The loggers of packages that note what a user cannot change."""
+
 
 class FlatStep(nn.Module):
     """The function (tokens [batch, time] int64, leaf, leaf, ...) -> (logits [batch, time, vocab], leaf, leaf, ...).
@@ -109,16 +112,17 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def without_notes() -> Iterator[None]:
-    """Keep PyTorch's warnings and notes on its own graphs from the user."""
-    logger = logging.getLogger("torch")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
+    """Keep warnings and notes of PyTorch and of the converter on their own graphs from the user."""
+    loggers = {logger: logger.level for logger in map(logging.getLogger, TALKATIVE)}
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(before)
+        for logger, level in loggers.items():
+            logger.setLevel(level)
 
 
 def _by_references(model: Any) -> Any:

@@ -1,7 +1,7 @@
 """A causal model as one ONNX graph for prompts and steps: any batch, any time, any number of past slots.
 
-Kernel attention becomes ``LinearAttention`` and ``CausalConvWithState`` of opset 27; all else is operators of
-``torch.export``. Attention is dense in the graph: a pattern is a mask.
+Kernel attention becomes ``LinearAttention`` and ``CausalConvWithState`` of opset 27, an LSTM ``LSTM``; all else is
+operators of ``torch.export``. Attention is dense in the graph: a pattern is a mask.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def write_onnx(model: Any, folder: Path, facts: Mapping[str, Any]) -> tuple[dict
     inputs, outputs = ["tokens", *leaves], ["logits", *(f"next.{name}" for name in leaves)]
     try:
         with without_notes():
-            program = program.run_decompositions({torch.ops.aten.cummax.default: _running_maximum})
+            program = program.run_decompositions(WRITTEN_OTHERWISE)
             program._guards_code = []  # conditions on open sizes, which a graph of ONNX cannot hold
             written = torch.onnx.export(
                 program, (), input_names=inputs, output_names=outputs, dynamo=True, verbose=False,
@@ -145,3 +145,42 @@ def _running_maximum(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     least = torch.iinfo(x.dtype).min if not x.is_floating_point() else -torch.inf
     values = torch.where(index[:, None] >= index, x.unsqueeze(-2), least).amax(-1)
     return values, torch.zeros_like(values, dtype=torch.int64)
+
+
+def _sorted(x: Tensor, *, stable: bool, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
+    """Return a stable sort, which ONNX has no operator for, as TopK of all: of equal numbers that takes the first ones
+    first."""
+    numbers = x if x.is_floating_point() or x.dtype == torch.int64 else x.to(torch.int32)
+    values, order = numbers.topk(x.shape[dim], dim, largest=descending)
+    return values.to(x.dtype), order
+
+
+def _order(x: Tensor, dim: int = -1, descending: bool = False, *, stable: bool = True) -> Tensor:
+    """Return the indices of a stable sort."""
+    return _sorted(x, stable=stable, dim=dim, descending=descending)[1]
+
+
+def _place(
+    ends: Tensor,
+    values: Tensor,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Tensor | None = None,
+) -> Tensor:
+    """Return how many of the ascending ``ends`` lie before each value: searchsorted over one list, by counting."""
+    assert ends.dim() == 1 and sorter is None
+    last = right or side == "right"
+    before = ends <= values.unsqueeze(-1) if last else ends < values.unsqueeze(-1)
+    return before.sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
+
+
+WRITTEN_OTHERWISE = {
+    torch.ops.aten.cummax.default: _running_maximum,
+    torch.ops.aten.searchsorted.Tensor: _place,
+    torch.ops.aten.sort.stable: _sorted,
+    torch.ops.aten.argsort.stable: _order,
+    torch.ops.aten.argsort.default: _order,
+}
+"""Operators of PyTorch that the converter lacks, to what stands in for them."""

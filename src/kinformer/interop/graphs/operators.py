@@ -1,6 +1,6 @@
-"""Operators of ONNX's opset 27 in place of kernels of kernel attention: ``LinearAttention``, ``CausalConvWithState``.
+"""Operators of ONNX's opset 27 in place of kernels: ``LinearAttention``, ``CausalConvWithState`` and ``LSTM``.
 
-Both are written down, not computed. Shapes are those of the kernels that they stand in for.
+All are written down, not computed. Shapes are those of the kernels that they stand in for.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from kinformer.runtime.substitutes import Operator
 
 OPSET = 27
-"""The version of ONNX's operators that has both."""
+"""The version of ONNX's operators that has all three."""
 
 
 def linear_attention(
@@ -58,10 +58,30 @@ def short_convolution(x: Tensor, recent: Tensor, weight: Tensor) -> tuple[Tensor
     )
 
 
+def lstm(
+    x: Tensor, h: Tensor, c: Tensor, w: Tensor, u: Tensor, w_bias: Tensor, u_bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return outputs, h and c behind a chunk (see ``kernels.lstm``): ``LSTM``, whose gates are in the order i, o, f,
+    g."""
+    batch, time, width = *x.shape[:2], h.shape[1]
+    w, u, w_bias, u_bias = (
+        torch.cat([tensor.chunk(4)[gate] for gate in (0, 3, 1, 2)]) for tensor in (w, u, w_bias, u_bias)
+    )
+    y, after, memory = _emit(
+        "LSTM",
+        (x.transpose(0, 1), w[None], u[None], torch.cat([w_bias, u_bias])[None], None, h[None], c[None]),
+        {"hidden_size": width},
+        ([time, 1, batch, width], [1, batch, width], [1, batch, width]),
+        (x.dtype, x.dtype, x.dtype),
+    )
+    return y[:, 0].transpose(0, 1), after[0], memory[0]
+
+
 SUBSTITUTES: dict[str, Operator] = {
     "linear_attention": linear_attention,
     "delta_rule": delta_rule,
     "short_convolution": short_convolution,
+    "lstm": lstm,
 }
 """The operators by the names of the kernels that they stand in for."""
 

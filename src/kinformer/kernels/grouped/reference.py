@@ -9,6 +9,6 @@ from torch import Tensor
 def products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Return y [rows, out] of x [rows, in] and ``weight`` [groups, in, out]; ``ends`` [groups] are the rows behind the
     last one of each group."""
-    rows = torch.arange(len(x), device=x.device, dtype=ends.dtype)
+    rows = torch.arange(x.shape[0], device=x.device, dtype=ends.dtype)
     group = torch.searchsorted(ends, rows, right=True)
     return torch.bmm(x[:, None], weight[group])[:, 0]

@@ -18,6 +18,7 @@ from kinformer.kernels.impls import LstmImpl, names_of
 from kinformer.kernels.lstm import reference
 from kinformer.runtime.compiling import uncompiled
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.substitutes import substitute
 
 IMPLS = names_of(LstmImpl)
 
@@ -52,6 +53,9 @@ def lstm(
     """
     if impl not in IMPLS:
         raise KinformerError(f"lstm: impl={impl!r} is unknown; use one of {', '.join(IMPLS)}.")
+    if (operator := substitute("lstm")) is not None and valid is None and reset is None:
+        y, after, memory = operator(x, h, c, *weights)
+        return y, after, memory
     if impl == "reference":
         return reference.recurrence(x, h, c, weights, valid, reset)
     if x.is_meta or (isinstance(x, FakeTensor) and not torch.compiler.is_compiling()):
