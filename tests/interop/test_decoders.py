@@ -1,6 +1,7 @@
 """Import of decoders: the same numbers as transformers, and nothing run, skipped or guessed."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -8,11 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kinformer
-from kinformer.cli.main import main
 from kinformer.runs.run import open_run
 from kinformer.runtime.errors import KinformerError
 from tests.interop.decoders import CHECKS, Pair, tokens
-from tests.interop.peers import EXPERTS, HYBRIDS, byte_tokenizer
+from tests.interop.peers import EXPERTS, HYBRIDS
 
 IMPORTED = {
     "llama": ("llama", {}),
@@ -226,42 +226,6 @@ def test_code_of_a_folder_is_never_run(pairs, folder, tmp_path):
     assert not (tmp_path / "run-code").exists()
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_5_text"])
-def test_from_a_folder_to_text_metrics_and_back(kind, tmp_path, capsys):
-    """A model that transformers trained and saved is imported, generates what it would there, is evaluated and exported
-    to what transformers loads and continues alike; no network is asked."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    pair = Pair(kind, tmp_path, vocab_size=256)
-    text = "def f(x):\n    return x\n" * 200
-    tokenizer = byte_tokenizer(pair.folder)
-    ids = torch.tensor([tokenizer.encode(text).ids[:256]])
-    optimizer = torch.optim.AdamW(pair.theirs.parameters(), lr=3e-3)
-    for _ in range(10):
-        pair.theirs(ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    pair.theirs.save_pretrained(pair.folder)
-    out, back = str(tmp_path / "trained"), str(tmp_path / "back")
-    capsys.readouterr()
-    assert main(["import", str(pair.folder), "--out", out]) == 0
-    assert open_run(out).member in ("rope", "gated-deltanet") and capsys.readouterr().err == ""
-    assert main(["generate", out, "--prompt", "def", "--max-new-tokens", "5", "--temperature", "0"]) == 0
-    generated = capsys.readouterr().out
-    prompt = torch.tensor([tokenizer.encode("def").ids])
-    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
-    theirs = pair.theirs.generate(prompt, **options)
-    assert tokenizer.decode(theirs[0, prompt.shape[1] :].tolist()) in generated
-    (tmp_path / "text.txt").write_text(text)
-    assert main(["evaluate", out, "--data", str(tmp_path / "text.txt"), "--context", "32", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["bits_per_byte"] < 8
-    assert main(["export", out, "--out", back]) == 0
-    again = AutoModelForCausalLM.from_pretrained(back, local_files_only=True)
-    assert type(again) is type(pair.theirs)
-    assert torch.equal(again.generate(prompt, **options), theirs)
-    assert AutoTokenizer.from_pretrained(back, local_files_only=True)("def")["input_ids"] == prompt[0].tolist()
-
-
 @pytest.mark.parametrize(
     ("kind", "changes", "sentence"),
     [
@@ -280,3 +244,48 @@ def test_a_mixture_that_cannot_be_read_is_one_sentence(kind, changes, sentence, 
     edit(folder, **changes)
     with pytest.raises(KinformerError, match=sentence):
         kinformer.import_checkpoint(folder, tmp_path / "run")
+
+
+SIZES = {
+    "mixtral": ("num_local_experts", "intermediate_size", "hidden_size"),
+    "qwen3_moe": ("num_local_experts", "moe_intermediate_size", "hidden_size", "head_dim"),
+    "deepseek_v2": ("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "kv_lora_rank", "v_head_dim"),
+    "deepseek_v3": ("n_routed_experts", "qk_rope_head_dim", "q_lora_rank", "qk_nope_head_dim", "first_k_dense_replace"),
+    "qwen3_next with experts": ("num_experts", "shared_expert_intermediate_size", "linear_num_value_heads"),
+}
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_a_damaged_mixture_is_one_sentence(kind, pairs, tmp_path):
+    """Sizes that are huge or wrong, experts that are missing, of another shape or of whole numbers, a missing file."""
+    folder = shutil.copytree(pairs(kind).folder, tmp_path / "checkpoint")
+    settings = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    expert = next(name for name in reversed(tensors) if ".experts.3." in name)
+    stem = expert.split(".experts.")[0]
+    several = {name: tensor for name, tensor in tensors.items() if name != expert}
+
+    def refused(out):
+        with pytest.raises(KinformerError) as refusal:
+            kinformer.import_checkpoint(folder, out)
+        assert str(folder) in str(refusal.value) and "\n" not in str(refusal.value) and not out.exists()
+        return str(refusal.value)
+
+    for name in SIZES[kind]:
+        for value in (1, 3, 4096, 2**31 - 1, 10**12, "4", None):
+            if value != settings.get(name) and (value, name) != (None, "q_lora_rank"):
+                edit(folder, **settings | {name: value})
+                refused(tmp_path / "run")
+    edit(folder, **settings)
+    for spoiled, message in (
+        (several, f"lacks {expert.removeprefix('model.')}"),
+        (tensors | {expert: tensors[expert][:1]}, "is not what config.json says|belongs to another model"),
+        (tensors | {expert: tensors[expert].to(torch.int8)}, "weights must be floating-point"),
+        (tensors | {f"{stem}.experts.4.w9.weight": tensors[expert] + 1}, "which a .* has not"),
+    ):
+        save_file({name: tensor.contiguous() for name, tensor in spoiled.items()}, folder / "model.safetensors")
+        assert re.search(message, refused(tmp_path / "run"))
+    (folder / "model.safetensors").unlink()
+    pairs(kind).theirs.save_pretrained(folder, max_shard_size="8KB")
+    sorted(folder.glob("*.safetensors"))[1].unlink()
+    refused(tmp_path / "run")

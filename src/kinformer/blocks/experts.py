@@ -84,6 +84,7 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
             return Experts(self, dim)
 
         def explicit(self, dim: int) -> Self:
+            """Return the config with the ``hidden_dim`` of a model ``dim`` wide."""
             return self if self.hidden_dim else self.replace(hidden_dim=-(-8 * dim // (3 * self.topk) // 8) * 8)
 
     def __init__(self, config: Config, dim: int) -> None:

@@ -100,6 +100,7 @@ class SwiGLU(nn.Module):
             return SwiGLU(self, dim)
 
         def explicit(self, dim: int) -> Self:
+            """Return the config with the ``hidden_dim`` of a model ``dim`` wide."""
             return self if self.hidden_dim else self.replace(hidden_dim=-(-8 * dim // 3 // 8) * 8)
 
     def __init__(self, config: Any, dim: int) -> None:

@@ -73,10 +73,6 @@ class Config(metaclass=_Typed):
         """Return a copy with some fields changed (validated again)."""
         return dataclasses.replace(typing.cast(Any, self), **changes)
 
-    def explicit(self, dim: int) -> Self:
-        """Return the config of a part in a model ``dim`` wide with every size that follows from ``dim``."""
-        return self
-
 
 C = TypeVar("C", bound=Config)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kinformer.core import kind_table
-from kinformer.core.config import Config, from_dict, to_dict
+from kinformer.core.config import from_dict, to_dict
 from kinformer.core.model import CausalModel
 from kinformer.core.model_config import ModelConfig
 from kinformer.interop import encoder_routes, images, routes, trajectory_routes, translator_routes
@@ -111,7 +111,7 @@ def _explicit(config: ModelConfig) -> ModelConfig:
             **{
                 name: part.explicit(config.dim)
                 for name in ("mixer", "feed_forward")
-                if isinstance(part := getattr(layer, name, None), Config)
+                if hasattr(part := getattr(layer, name, 0), "explicit")
             }
         )
         for layer in config.layers

@@ -93,6 +93,7 @@ class LatentAttention(TokenMemory):
             return width, self.value_dim or width, rotary_dim, self.latent_dim or 4 * width
 
         def explicit(self, dim: int) -> Self:
+            """Return the config with these sizes."""
             names = "head_dim", "value_dim", "rotary_dim", "latent_dim"
             return self.replace(**dict(zip(names, self.sizes(dim), strict=True)))
 

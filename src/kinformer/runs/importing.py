@@ -13,7 +13,7 @@ from kinformer.family.table import member as member_called
 from kinformer.interop import read_checkpoint
 from kinformer.runs.folder import creating, require_empty, writing
 from kinformer.runs.run import TOKENIZER, Run, save_weights
-from kinformer.runtime.errors import spelled
+from kinformer.runtime.errors import KinformerError, spelled
 from kinformer.runtime.fields import require_path
 from kinformer.runtime.files import load_weights, read_json, write_atomic
 from kinformer.runtime.unallocated import unallocated
@@ -72,8 +72,11 @@ def import_checkpoint(folder: str | Path, out: str | Path, name: str = "imported
 
 def _checked(imported: Imported, config: ModelConfig, place: str) -> int:
     """The number of parameters, after making sure that config and weights belong together; allocates nothing."""
-    with unallocated():
-        model = config.build()
+    try:
+        with unallocated():
+            model = config.build()
+    except KinformerError as error:
+        raise KinformerError(f"{place}: {error}") from error
     load_weights(model, {name: weight.to("meta") for name, weight in imported.weights.items()}, place)
     return sum(parameter.numel() for parameter in model.parameters())
 
