@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "datastore": BELOW_TASKS | {"tasks"},
     "family": BELOW_TASKS,
     "nn": GROUND | MODELS | {"family"},
-    "interop": GROUND | {"nn"},
+    "interop": GROUND | {"nn", "data"},
     "runs": BELOW_RUNS,
     "testing": GROUND | {"runs", "tasks", "training"},
     "calibration": BELOW_RUNS | {"runs"},

@@ -93,6 +93,13 @@ class RunningNorm:
         return ((x - mean) / (square - mean.square()).clamp_min(LEAST_DEVIATION**2).sqrt()).to(features.dtype)
 
 
+def features_of(samples: Tensor, bank: Filterbank, width: int, stride: int, causal: bool) -> Tensor:
+    """Return sound, float32 [time], as positions [positions, width, mels]; for a ``causal`` model normalised by what
+    was heard so far."""
+    features = bank(samples)
+    return windows(RunningNorm()(features) if causal else normalised(features), width, stride)
+
+
 def windows(features: Tensor, width: int, stride: int) -> Tensor:
     """Return features [frames, mels] as positions [ceil(frames / stride), width, mels].
 

@@ -18,6 +18,8 @@ def use_of(config: ModelConfig) -> str | None:
     """Return the use of a model of ``config``; None for one that transformers has no class for."""
     model: Any = config
     reads_ids = model.input.kind == "tokens"
+    if model.input.kind == "frames":
+        return "CTC" if model.head.kind == "ctc" else None
     if model.protocol is CausalModel:
         return "CausalLM" if reads_ids else None
     if model.protocol is SourceModel:

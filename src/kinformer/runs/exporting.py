@@ -13,6 +13,7 @@ from kinformer.core.model import SourceModel, WholeModel
 from kinformer.family.table import member as member_called
 from kinformer.interop.encoder_routes import labels_of
 from kinformer.interop.routes import Padding
+from kinformer.interop.speech_files import write_speech
 from kinformer.interop.tokenizer_files import Special, of_encoder, padding_of, write_tokenizer
 from kinformer.interop.writing import DTYPES, GENERATES, Form, appearing, form_of, require_new, settings_of, write_model
 from kinformer.runs.graphs import FORMATS, ExportedGraph, export_graph
@@ -21,6 +22,7 @@ from kinformer.runtime.errors import KinformerError, choose, marked, nearest
 from kinformer.runtime.fields import require_path
 from kinformer.runtime.words import plural
 from kinformer.tasks.shared.text import ends_of
+from kinformer.tasks.speech.generate import writing_of
 from kinformer.training.best import best_of, best_weights
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -91,6 +93,8 @@ def export(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     with appearing(out) as place:
         settings = settings_of(form, run.config, run.member, dtype) | _labels(run)
+        if form.use == "CTC":
+            settings |= write_speech(place, *writing_of(run))
         shards = write_model(place, form, settings, weights, shard_bytes)
         if has_tokenizer:
             write_tokenizer(place, source, model.max_length, _special(run, form, padding))
@@ -190,6 +194,10 @@ print({use})"""
 OF_IMAGES = """processor = AutoImageProcessor.from_pretrained("{name}")
 inputs = processor(image, return_tensors="pt")  # an image as PIL or NumPy has it
 print({use})"""
+OF_SOUND = """import torch
+
+samples = torch.zeros(1, model.config.sampling_rate)  # a second of sound from -1 to 1
+print([model.config.id2label[number] for number in model(samples).logits.argmax(-1)[0].tolist()])"""
 OF_STEPS = """import torch
 
 states, actions = torch.zeros(1, 1, {state_dim}), torch.zeros(1, 1, {action_dim})  # one step, yet without action
@@ -203,6 +211,7 @@ PIPELINES = {
     "AutoModelForTokenClassification": "token-classification",
     "AutoModelForImageClassification": "image-classification",
     "AutoModelForSeq2SeqLM": "translation",
+    "AutoModelForCTC": "automatic-speech-recognition",
     "AutoModel": "reinforcement-learning",
 }
 """What a model card calls the use of a model."""
@@ -240,6 +249,8 @@ def _use(run: Run, form: Form, name: str) -> tuple[str, str]:
     """Return the class of transformers that prepares inputs, empty if there is none, and the code that uses a model."""
     if form.auto_class == "AutoModelForImageClassification":
         return "AutoImageProcessor", OF_IMAGES.format(name=name, use=LOGITS)
+    if form.auto_class == "AutoModelForCTC":
+        return "", OF_SOUND
     if form.auto_class == "AutoModel":
         return "", OF_STEPS.format(**to_dict(run.config.input))
     return "AutoTokenizer", OF_TEXT.format(name=name, use=GENERATED if form.auto_class in GENERATES else LOGITS)

@@ -10,6 +10,7 @@ import transformers
 
 from kinformer.interop.auto.causal import KinformerForCausalLM
 from kinformer.interop.auto.configuration import KinformerConfig
+from kinformer.interop.auto.ctc import KinformerForCTC
 from kinformer.interop.auto.seq2seq import KinformerForSeq2SeqLM
 from kinformer.interop.auto.whole import (
     KinformerForImageClassification,
@@ -26,9 +27,11 @@ CLASSES = (
     KinformerForSequenceClassification,
     KinformerForTokenClassification,
     KinformerForImageClassification,
+    KinformerForCTC,
 )
 __all__ = [
     "CLASSES",
+    "KinformerForCTC",
     "KinformerConfig",
     "KinformerForCausalLM",
     "KinformerForImageClassification",

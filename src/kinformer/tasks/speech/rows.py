@@ -19,8 +19,9 @@ from torch.nn import functional
 
 from kinformer.core.model import CausalModel
 from kinformer.core.state import State
+from kinformer.data import filterbank
 from kinformer.data.buckets import STEP_OF_WIDTH, Order
-from kinformer.data.filterbank import Filterbank, RunningNorm, normalised, windows
+from kinformer.data.filterbank import Filterbank
 from kinformer.data.sound import Sound, split_symbols
 from kinformer.evaluation.transcripts import count_errors
 from kinformer.generation.ctc import BLANK, greedy
@@ -115,9 +116,8 @@ class Rows:
 def features_of(samples: Tensor, bank: Filterbank, config: Any) -> Tensor:
     """Return sound, float32 [time], as positions [positions, width, mels] of a model of ``config``; for a causal one
     normalised by what was heard so far."""
-    features = bank(samples)
-    features = RunningNorm()(features) if config.protocol is CausalModel else normalised(features)
-    return windows(features, config.input.width, config.input.stride)
+    causal = config.protocol is CausalModel
+    return filterbank.features_of(samples, bank, config.input.width, config.input.stride, causal)
 
 
 class SpeechRows(DataModule):
