@@ -379,7 +379,7 @@ def test_a_class_of_another_use_refuses_the_folder(pairs):
         assert one.__name__ == f"KinformerFor{one.use}" and "labels" in inspect.signature(one.forward).parameters
 
 
-@pytest.mark.parametrize(("member", "use"), {"gtrxl": "observations", "decision": "steps"}.items())
+@pytest.mark.parametrize(("member", "use"), {"decision": "steps"}.items())
 def test_what_transformers_has_no_class_for_is_refused(member, use, tmp_path):
     run = saved_run(member, tmp_path / "run")
     with pytest.raises(KinformerError, match=f"with the input '{use}' and the head .*only as an architecture"):

@@ -30,14 +30,13 @@ from kinformer.interop.layouts import (
     TAPS_JOINED,
     Layout,
 )
-from kinformer.interop.llama import DEFAULTS, FULL, layer_types, like_llama
+from kinformer.interop.llama import DEFAULTS, layer_types, like_llama
 from kinformer.interop.rotary import parameters, rope
-from kinformer.interop.settings import choice, number, require, switch, whole
+from kinformer.interop.settings import FULL, LINEAR, choice, number, require, switch, whole
 from kinformer.runtime.errors import KinformerError
 
 Norms = Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
 """A layer's residual to what the norms of its mixer and of its feed-forward are called, in files of any version."""
-LINEAR = "linear_attention"
 QWEN35: Mapping[str, Any] = {
     **DEFAULTS,
     "vocab_size": 248320,

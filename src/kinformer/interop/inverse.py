@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kinformer.interop.encoder import ACTIVATIONS
-from kinformer.interop.hybrids import LINEAR
-from kinformer.interop.llama import FULL, WINDOW
 from kinformer.interop.rotary import parameters_of
+from kinformer.interop.settings import FULL, LINEAR, WINDOW
 
 Data = Mapping[str, Any]
 

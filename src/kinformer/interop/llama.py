@@ -16,7 +16,7 @@ from kinformer.interop.architecture import Architecture, Settings
 from kinformer.interop.key_map import GATED, Key, KeyMap, key
 from kinformer.interop.layouts import ONE_PLUS, QKV, SAME, Config, Layout
 from kinformer.interop.rotary import rope
-from kinformer.interop.settings import choice, number, positive, switch, whole
+from kinformer.interop.settings import FULL, WINDOW, choice, number, positive, switch, whole
 from kinformer.runtime.errors import KinformerError
 
 DEFAULTS: Mapping[str, Any] = {
@@ -75,7 +75,6 @@ GEMMA3: Mapping[str, Any] = {
     "final_logit_softcapping": None,
 }
 ENCODES = {"use_bidirectional_attention": False}
-FULL, WINDOW = "full_attention", "sliding_attention"
 
 
 def keys(

@@ -14,9 +14,9 @@ from kinformer.interop.architecture import Architecture, Settings
 from kinformer.interop.encoder import ACTIVATIONS, special_tokens
 from kinformer.interop.encoder_keys import NEW_HEAD, new_head
 from kinformer.interop.key_map import KeyMap, key
-from kinformer.interop.llama import FULL, WINDOW, layer_types
+from kinformer.interop.llama import layer_types
 from kinformer.interop.rotary import rope
-from kinformer.interop.settings import choice, number, switch, whole
+from kinformer.interop.settings import FULL, WINDOW, choice, number, switch, whole
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,6 +9,9 @@ from typing import Any
 
 from kinformer.runtime.errors import KinformerError
 
+FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+"""What the setting ``layer_types`` calls the kinds of layers."""
+
 
 def whole(config: Mapping[str, Any], place: Path, name: str, least: int = 1, most: int = 2**31 - 1) -> int:
     """Return a whole number between ``least`` and ``most``."""
