@@ -25,7 +25,8 @@ from kinformer.testing import (
     ModelSubject,
     examine,
 )
-from kinformer.training.distributed import Group, check_shared
+from kinformer.training.distributed import Group
+from kinformer.training.engines import check_shared
 from kinformer.training.optimiser import Optimiser
 from kinformer.training.settings import Settings
 

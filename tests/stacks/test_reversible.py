@@ -19,7 +19,8 @@ from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.runtime.errors import KinformerError
 from kinformer.stacks.reversible import Reversible
 from kinformer.testing import ENCODER_MODEL_CHECKS, MODEL_CHECKS, EncoderModelSubject, ModelSubject
-from kinformer.training.distributed import Group, check_shared
+from kinformer.training.distributed import Group
+from kinformer.training.engines import check_shared
 
 MEAN = {"kind": "reversible", "join": "mean"}
 WIDE = {"stack": "reversible", "head.tied": False}

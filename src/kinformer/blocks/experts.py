@@ -26,6 +26,7 @@ from torch.nn import functional
 
 from kinformer.blocks.feed_forward import SwiGLU
 from kinformer.core.contract import select_valid, state_dtype
+from kinformer.core.division import divided, in_blocks
 from kinformer.core.feed_forward import FeedForwardConfig, PartlyUsed, ReadsPadding, Selection
 from kinformer.core.learning import AuxLoss, OnlineLearner
 from kinformer.core.parts import UnpackedLinear
@@ -80,6 +81,11 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
             if not self.scale > 0:
                 raise KinformerError(f"scale must be above 0, but is {self.scale:g}.")
 
+        def part(self, dim: int, part: int, parts: int) -> Experts.Config:
+            shared = self.shared_dim and divided(self, "shared_dim", self.shared_dim, parts)
+            hidden_dim = divided(self, "hidden_dim", self.explicit(dim).hidden_dim or 0, parts)
+            return self.replace(hidden_dim=hidden_dim, shared_dim=shared)
+
         def build(self, dim: int) -> Experts:
             return Experts(self, dim)
 
@@ -92,6 +98,7 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
         self.config = config
         hidden = config.explicit(dim).hidden_dim
         assert hidden is not None
+        in_blocks(self, hidden, hidden)  # of gate_up
         self.router = UnpackedLinear(dim, config.num_experts, bias=False)
         self.gate_up = nn.Parameter(torch.empty(config.num_experts, dim, 2 * hidden))
         self.down = nn.Parameter(torch.empty(config.num_experts, hidden, dim))

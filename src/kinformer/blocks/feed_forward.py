@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from kinformer.blocks.slices import per_slice
+from kinformer.core.division import divided, in_blocks
 from kinformer.core.feed_forward import FeedForwardConfig
 from kinformer.core.parts import ResidualOutput
 from kinformer.runtime.dropout import Dropout
@@ -52,6 +53,10 @@ class MLP(nn.Module):
         bias: bool = True
         slices: int = 1
         chunks: int = 1
+
+        def part(self, dim: int, part: int, parts: int) -> MLP.Config:
+            hidden_dim = divided(self, "hidden_dim", self.hidden_dim or 4 * dim // self.slices, parts)
+            return self.replace(hidden_dim=hidden_dim)
 
         def build(self, dim: int) -> nn.Module:
             return per_slice(lambda width: MLP(self, width), dim, self.slices)
@@ -96,6 +101,9 @@ class SwiGLU(nn.Module):
         bias: bool = False
         chunks: int = 1
 
+        def part(self, dim: int, part: int, parts: int) -> SwiGLU.Config:
+            return self.replace(hidden_dim=divided(self, "hidden_dim", self.explicit(dim).hidden_dim or 0, parts))
+
         def build(self, dim: int) -> SwiGLU:
             return SwiGLU(self, dim)
 
@@ -107,7 +115,7 @@ class SwiGLU(nn.Module):
         super().__init__()
         hidden_dim = config.explicit(dim).hidden_dim
         self.chunks = config.chunks
-        self.gate_up = nn.Linear(dim, 2 * hidden_dim, bias=config.bias)
+        self.gate_up = in_blocks(nn.Linear(dim, 2 * hidden_dim, bias=config.bias), hidden_dim, hidden_dim)
         self.down = ResidualOutput(hidden_dim, dim, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -144,6 +152,7 @@ class Boom(nn.Module):
     @dataclass(frozen=True, kw_only=True)
     class Config(FeedForwardConfig):
         kind = "boom"
+        indivisible = "its second product is a sum of slices that are as wide as the stream"
         hidden_dim: int | None = None
         activation: Activation = "gelu_sigmoid"
         bias: bool = True

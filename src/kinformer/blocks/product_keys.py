@@ -37,6 +37,7 @@ class ProductKeys(ReadsPadding, PartlyUsed, nn.Module):
     @dataclass(frozen=True, kw_only=True)
     class Config(FeedForwardConfig):
         kind = "product_keys"
+        indivisible = "every head looks values up in one table"
         num_keys: int = 128  # of each half: there are num_keys ** 2 values
         num_heads: int = 4
         topk: int = 32

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.config import Config
+from kinformer.core.division import Divisible
 from kinformer.core.first_values import FirstValues
 from kinformer.runtime.autocast import autocast_dtype
 from kinformer.runtime.errors import KinformerError
@@ -153,7 +154,7 @@ AS_THEY_ARE = nn.Identity()
 """The ``norm`` of a mixer whose layer hands its inputs on as they are."""
 
 
-class MixerConfig(Config):
+class MixerConfig(Divisible, Config):
     """Base of the configs that build a sequence mixer: ``build(dim) -> CausalMixer``."""
 
     slot = "mixer"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from kinformer.core.config import Config
+from kinformer.core.division import Divisible
 
 
 class ReadsPadding:
@@ -12,7 +13,7 @@ class ReadsPadding:
     depends on which tokens are real."""
 
 
-class FeedForwardConfig(Config):
+class FeedForwardConfig(Divisible, Config):
     """The config; ``build(dim)`` returns a module [..., dim] -> [..., dim]. ``hidden_dim`` defaults to 4 * dim.
 
     A :class:`ReadsPadding` also takes ``valid``. One that looks at other tokens is a mixer: ``build`` gives an

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -10,7 +10,10 @@ from kinformer.core.input import Input
 
 
 class OutputProduct(nn.Module):
-    """A head whose logits are x W^T + b."""
+    """A head whose logits are x W^T + b. ``vocabulary_part``: where processes share the vocabulary, which tokens W has
+    (``training.vocabulary``)."""
+
+    vocabulary_part: Any = None
 
     def product(self, input: Input) -> tuple[Tensor, Tensor | None]:
         """Return W [vocab, dim] and b [vocab] or None; ``input`` is the model's, whose table may be W."""

@@ -18,10 +18,12 @@ class EmbeddingConfig(Config):
     time, dim].
 
     A tied head reads its ``weight`` [vocab_size, ...]. ``bounded_by_training``: as of positions (``core.parts``).
+    ``by_vocabulary``: whether it is a look-up in ``weight`` alone, which may be cut by rows.
     """
 
     slot = "embedding"
     bounded_by_training: ClassVar[bool] = False
+    by_vocabulary: ClassVar[bool] = False
 
     def build(self, vocab_size: int, dim: int) -> nn.Embedding:
         raise NotImplementedError

@@ -11,6 +11,7 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from kinformer.core.config import Config, describe
+from kinformer.core.division import undivided
 from kinformer.core.pattern import Pattern
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
@@ -252,6 +253,10 @@ class ProjectionConfig(Config):
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> Projection:
         raise NotImplementedError
+
+    def part(self, parts: int) -> ProjectionConfig:
+        """Return the config for one of ``parts`` equal parts of the heads (``core.division``)."""
+        raise undivided(self, "nothing says what a part of its heads projects")
 
     def build_output(self, dim: int, num_heads: int, head_dim: int, bias: bool) -> nn.Module:
         """Build a module with a ``weight``: merged heads [batch, time, num_heads * head_dim] -> [batch, time, dim]."""

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from kinformer.core.contract import state_dtype
+from kinformer.core.division import FollowsHeads
 from kinformer.decays.decay import Decay, DecayConfig
 from kinformer.runtime.errors import KinformerError
 
 
-class Fixed(Decay):
+class Fixed(FollowsHeads, Decay):
     """The decays of heads h = 0, 1, ...: half of the state is left after 0.69 * 2^(first + h) tokens."""
 
     @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,9 @@ class Fixed(Decay):
     def __init__(self, first: float, num_heads: int) -> None:
         super().__init__()
         self.first, self.num_heads = first, num_heads
+
+    def follow(self, whole: Fixed, part: int) -> None:
+        self.first = whole.first + part * self.num_heads
 
     def forward(self, x: Tensor) -> Tensor:
         exponents = torch.arange(self.num_heads, device=x.device, dtype=torch.float64) + self.first

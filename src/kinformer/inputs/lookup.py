@@ -15,6 +15,7 @@ class Lookup(nn.Embedding):
     @dataclass(frozen=True, kw_only=True)
     class Config(EmbeddingConfig):
         kind = "lookup"
+        by_vocabulary = True
 
         def build(self, vocab_size: int, dim: int) -> Lookup:
             return Lookup(vocab_size, dim)

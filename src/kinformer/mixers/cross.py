@@ -45,6 +45,7 @@ class CrossAttention(ReadsSource, CausalMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "cross"
+        indivisible = "it projects the source before its forward pass"
         num_heads: int = 4
         head_dim: int | None = None
         source_dim: int | None = None

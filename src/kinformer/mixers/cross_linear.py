@@ -47,6 +47,7 @@ class LinearCrossAttention(ReadsSource, CausalMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "cross_linear"
+        indivisible = "it projects the source before its forward pass"
         num_heads: int = 4
         head_dim: int | None = None
         source_dim: int | None = None

@@ -59,6 +59,7 @@ class LatentAttention(TokenMemory):
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "latent"
+        by_heads = True
         num_heads: int = 4
         head_dim: int | None = None
         value_dim: int | None = None

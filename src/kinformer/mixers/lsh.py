@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, activation_dtype, select_valid
+from kinformer.core.division import in_blocks
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.features.hashes import Hashes, normalised
 from kinformer.kernels.bucketed import IMPLS, bucketed_attention
@@ -36,6 +37,7 @@ class LSHAttention(CausalMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "lsh"
+        by_heads = True
         num_heads: int = 4
         head_dim: int | None = None
         num_buckets: int = 64
@@ -57,7 +59,7 @@ class LSHAttention(CausalMixer):
         self.config, self.num_heads = config, config.num_heads
         self.head_dim = config.head_dim or head_width(dim, config.num_heads)
         width = self.num_heads * self.head_dim
-        self.qv = nn.Linear(dim, 2 * width, bias=config.bias)
+        self.qv = in_blocks(nn.Linear(dim, 2 * width, bias=config.bias), width, width)
         self.out = ResidualOutput(width, dim, bias=config.bias)
         self.hashes = Hashes(self.num_heads, self.head_dim, config.rounds, config.num_buckets)
         self.sizes = Sizes(self.num_heads, self.head_dim, config.rounds, config.num_buckets, config.chunk_size)

@@ -34,6 +34,7 @@ class LSTM(CausalMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "lstm"
+        indivisible = "every unit reads all units of the token before"
         impl: LstmImpl = "auto"
 
         def __post_init__(self) -> None:

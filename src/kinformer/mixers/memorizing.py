@@ -31,6 +31,7 @@ from kinformer.core.contract import (
     real_resets,
     select_valid,
 )
+from kinformer.core.division import in_blocks
 from kinformer.core.parts import Position, PositionConfig, ResidualOutput, Score, head_width, merge_heads
 from kinformer.core.pattern import Band
 from kinformer.core.reserved import KeysValues, ReservedKeysValues
@@ -76,6 +77,7 @@ class Memorizing(HostDriven, CausalMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "memorizing"
+        by_heads = True
         num_heads: int = 4
         head_dim: int | None = None
         window: int = 512
@@ -129,7 +131,7 @@ class Memorizing(HostDriven, CausalMixer):
         self.config = config
         self.num_heads, self.head_dim = config.num_heads, config.head_dim or head_width(dim, config.num_heads)
         width = self.num_heads * self.head_dim
-        self.qkv = nn.Linear(dim, 3 * width, bias=config.bias)
+        self.qkv = in_blocks(nn.Linear(dim, 3 * width, bias=config.bias), width, width, width)
         self.scale = nn.Parameter(torch.ones(config.num_heads))
         self.gate = nn.Parameter(torch.zeros(config.num_heads))
         self.out = ResidualOutput(width, dim, bias=config.bias)

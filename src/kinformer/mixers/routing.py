@@ -65,6 +65,7 @@ class RoutingAttention(CausalMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "routing"
+        indivisible = "its centroids learn by sums over all processes, which would have other heads"
         num_heads: int = 4
         local_heads: int = 2
         head_dim: int | None = None

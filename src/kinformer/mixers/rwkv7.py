@@ -48,6 +48,7 @@ class RWKV7(CausalMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "rwkv7"
+        by_heads = True
         num_heads: int = 4
         head_dim: int | None = None
         decay_rank: int = 64

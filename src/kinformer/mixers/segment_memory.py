@@ -104,6 +104,7 @@ class SegmentMemory(RecomputesKV, CausalMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "segment_memory"
+        by_heads = True
         num_heads: int = 4
         head_dim: int | None = None
         segment: int = 128

@@ -34,6 +34,7 @@ class SingleHead(TokenMemory):
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "single_head"
+        indivisible = "it has one head"
         memory: int = 1024
         dropout: float = 0.0
         eps: float = 1e-12

@@ -81,14 +81,14 @@ from kinformer.scores.scaled_dot import ScaledDot
 
 
 class SoftmaxAttention(PartialOutput, CausalMixer):
-    """Multi-head attention over the chunk and the remembered past.
-
-    Shapes: x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
+    """Multi-head attention over the chunk and the remembered past: x [batch, time, dim] -> y [batch, time, dim].
+    ``head_dim`` defaults to dim / num_heads.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "softmax"
+        by_heads = True
         num_heads: int = 4
         head_dim: int | None = None
         projection: ProjectionConfig = MultiHead.Config()

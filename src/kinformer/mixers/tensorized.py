@@ -62,6 +62,7 @@ class TensorizedAttention(CausalMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "tensorized"
+        indivisible = "its factors are those of one product, without heads"
         rank: int = 40
         blocks: int = 1
         max_length: int = 32

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kinformer.core.division import FollowsHeads
 from kinformer.core.parts import Position, PositionConfig, Relative
 
 
-class Alibi(Position):
+class Alibi(FollowsHeads, Position):
     """Slopes m_h = 2^(-8 h / H), h = 1 ... H, if the number H of heads is a power of two.
 
     Otherwise those of the next lower power c, followed by the first, third, fifth ... of 2 c until there are H: the
@@ -34,6 +35,9 @@ class Alibi(Position):
         self.power = 1 << (num_heads.bit_length() - 1)
         exponents = [*range(2, 2 * self.power + 1, 2), *range(1, 2 * self.power, 2)][:num_heads]
         self.register_buffer("exponents", torch.tensor(exponents))  # kept in files: a meta model is filled by them
+
+    def follow(self, whole: Alibi, part: int) -> None:
+        self.power = whole.power
 
     def slopes(self) -> Tensor:
         """Return m_h of every head, [heads] float64."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from kinformer.core.division import in_blocks
 from kinformer.core.parts import Projection, ProjectionConfig, ResidualOutput
 from kinformer.runtime.errors import KinformerError
 
@@ -27,6 +28,9 @@ class Complex(Projection):
         shared: bool = True  # one set of weights for both parts
         bias: bool = True
 
+        def part(self, parts: int) -> Complex.Config:
+            return self
+
         def build(self, dim: int, num_heads: int, head_dim: int) -> Complex:
             if dim % PARTS or head_dim % PARTS:
                 raise KinformerError(
@@ -42,8 +46,9 @@ class Complex(Projection):
         super().__init__()
         self.num_kv_heads = num_heads
         self.shape = (3, num_heads, head_dim // PARTS)
+        width = num_heads * head_dim // PARTS
         self.qkv = nn.ModuleList(
-            nn.Linear(dim // PARTS, 3 * num_heads * head_dim // PARTS, bias=config.bias)
+            in_blocks(nn.Linear(dim // PARTS, 3 * width, bias=config.bias), width, width, width)
             for _ in range(1 if config.shared else PARTS)
         )
 

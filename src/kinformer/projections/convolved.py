@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from kinformer.core.division import in_blocks
 from kinformer.core.parts import Projection, ProjectionConfig
 from kinformer.projections.multi_head import MultiHead
 from kinformer.projections.shifted import shifted_sum
@@ -41,6 +42,9 @@ class Convolved(Projection):
                     f"width must be 2 or more, but is {self.width}; a convolution of width 1 is its inner projection."
                 )
 
+        def part(self, parts: int) -> Convolved.Config:
+            return self.replace(inner=self.inner.part(parts))
+
         def build(self, dim: int, num_heads: int, head_dim: int) -> Convolved:
             inner = self.inner.build(dim, num_heads, head_dim)
             if inner.context:
@@ -57,6 +61,7 @@ class Convolved(Projection):
         super().__init__()
         self.inner, self.num_kv_heads, self.context = inner, inner.num_kv_heads, width - 1
         self.heads = [num_heads, inner.num_kv_heads, inner.num_kv_heads]
+        in_blocks(self, *self.heads)
         self.weight = nn.Parameter(torch.full((width, sum(self.heads), head_dim), SELF / width))
         with torch.no_grad():
             self.weight[0] = SELF

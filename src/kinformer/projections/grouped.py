@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kinformer.core.division import divided, in_blocks
 from kinformer.core.parts import Projection, ProjectionConfig
 from kinformer.runtime.errors import KinformerError
 
@@ -20,6 +21,9 @@ class Grouped(Projection):
         num_kv_heads: int = 1
         bias: bool = True
 
+        def part(self, parts: int) -> Grouped.Config:
+            return self.replace(num_kv_heads=divided(self, "num_kv_heads", self.num_kv_heads, parts))
+
         def build(self, dim: int, num_heads: int, head_dim: int) -> Grouped:
             if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
                 raise KinformerError(
@@ -31,7 +35,8 @@ class Grouped(Projection):
         super().__init__()
         self.num_kv_heads = config.num_kv_heads
         self.num_heads, self.head_dim = num_heads, head_dim
-        self.qkv = nn.Linear(dim, (num_heads + 2 * config.num_kv_heads) * head_dim, bias=config.bias)
+        widths = [heads * head_dim for heads in (num_heads, config.num_kv_heads, config.num_kv_heads)]
+        self.qkv = in_blocks(nn.Linear(dim, sum(widths), bias=config.bias), *widths)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         batch, time, _ = x.shape

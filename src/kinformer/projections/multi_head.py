@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kinformer.core.division import in_blocks
 from kinformer.core.parts import Projection, ProjectionConfig
 
 
@@ -18,6 +19,9 @@ class MultiHead(Projection):
         kind = "multi_head"
         bias: bool = True
 
+        def part(self, parts: int) -> MultiHead.Config:
+            return self
+
         def build(self, dim: int, num_heads: int, head_dim: int) -> MultiHead:
             return MultiHead(self, dim, num_heads, head_dim)
 
@@ -25,7 +29,8 @@ class MultiHead(Projection):
         super().__init__()
         self.num_kv_heads = num_heads
         self.shape = (3, num_heads, head_dim)
-        self.qkv = nn.Linear(dim, 3 * num_heads * head_dim, bias=config.bias)
+        width = num_heads * head_dim
+        self.qkv = in_blocks(nn.Linear(dim, 3 * width, bias=config.bias), width, width, width)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         batch, time, _ = x.shape

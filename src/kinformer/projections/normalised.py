@@ -14,6 +14,7 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
+from kinformer.core.division import undivided
 from kinformer.core.parts import Projection, ProjectionConfig, merge_heads
 from kinformer.projections.multi_head import MultiHead
 from kinformer.runtime.errors import KinformerError
@@ -31,6 +32,11 @@ class Normalised(Projection):
         inner: ProjectionConfig = MultiHead.Config()
         over: Literal["head", "heads"] = "head"
         eps: float = 1e-6
+
+        def part(self, parts: int) -> Normalised.Config:
+            if self.over == "heads":
+                raise undivided(self, "over = 'heads' is one root mean square of all heads")
+            return self.replace(inner=self.inner.part(parts))
 
         def build(self, dim: int, num_heads: int, head_dim: int) -> Normalised:
             inner = self.inner.build(dim, num_heads, head_dim)

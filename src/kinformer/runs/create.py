@@ -31,7 +31,9 @@ from kinformer.runtime.progress import tolerant
 from kinformer.runtime.unallocated import unallocated
 from kinformer.tasks.table import task_for, training_options
 from kinformer.tasks.task import Task, TrainingPlan
-from kinformer.training.distributed import Group, check_shared, started_by_torchrun
+from kinformer.training.distributed import Group, started_by_torchrun
+from kinformer.training.division import divide
+from kinformer.training.engines import check_shared
 from kinformer.training.objective import Objective
 from kinformer.training.settings import Settings
 
@@ -121,12 +123,14 @@ def _open_recipe(options: TrainOptions, base: Run | None) -> ModelConfig | None:
 
 def checked(plan: TrainingPlan, task: Task, group: Group) -> TrainingPlan:
     """``plan``, unless its model does not go with the data, the length, the objective, or several processes."""
-    plan.settings.rows(group.world)
+    plan.settings.rows(group.replicas)
     with unallocated():
         model = plan.config.build()
         objective = task.objective(plan.settings.objective, model)
     _require_trained(plan, task, model, objective)
     check_shared(model, group)
+    if group.tensor > 1:
+        divide(model, 0, group.tensor)  # refuses what cannot be divided
     task.check(plan, model)
     longest = getattr(model, "max_length", None)
     if longest is not None and plan.settings.length > longest:
@@ -172,4 +176,9 @@ def _longer(config: ModelConfig, length: int) -> str:
 def group_of(options: TrainOptions, device: str) -> Group:
     """The processes that are going to train on the type of ``device``, as the first of them."""
     world = max(options.devices, int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else 1)
-    return Group(torch.device("cuda" if device == "cuda" else "cpu"), world=world, strategy=options.strategy)
+    return Group(
+        torch.device("cuda" if device == "cuda" else "cpu"),
+        world=world,
+        strategy=options.strategy,
+        tensor=options.tensor,
+    )

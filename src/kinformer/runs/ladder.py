@@ -66,7 +66,7 @@ class Ladder(Choosing):
         the last are the usual ones."""
         wanted = self.options
         usual = int(wanted.batch_size or self.task.settings.get("batch_size") or Settings.batch_size)
-        share = wanted.devices * wanted.accumulate
+        share = wanted.replicas * wanted.accumulate
         shares = ROWS if wanted.batch_size is None else (1.0,)
         rows = {max(share, int(usual * part) // share * share) for part in shares}
         recipes = (

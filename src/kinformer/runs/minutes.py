@@ -227,7 +227,7 @@ class Chooser(Choosing):
         """The options with what ``size`` gives to those that are open."""
         needs = dict(member(self.options.member).needs)
         task_options = {field.name: needs.pop(field.name) for field in fields(self.task.Options) if field.name in needs}
-        share = self.options.devices * self.options.accumulate
+        share = self.options.replicas * self.options.accumulate
         rows = -(-size.rows // share) * share
         sizes = {"batch_size": rows, "length": size.length, "precision": fastest_precision(self.device)}
         complete = {**RECIPE, **sizes, **needs}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from kinformer.datastore.options import StoreOptions
+from kinformer.runs.parallel import Processes, spread
 from kinformer.runtime.errors import KinformerError, marked, require, require_above, require_seed, require_share
 from kinformer.runtime.fields import Checked
 from kinformer.tasks.evaluation import EvaluationSettings
@@ -76,7 +77,7 @@ class Machine(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions(Settings, Machine):
+class TrainOptions(Processes, Settings, Machine):
     """Train a member. To resume, what is not given is as it was when the run began. With ``minutes`` and running text,
     it is chosen so that the time is well spent (see ``runs.minutes``); else those of the
     recipe's paper, where the member has them, or the defaults of :class:`Settings` hold."""
@@ -147,12 +148,17 @@ class TrainOptions(Settings, Machine):
     """Processes on this machine, one per GPU or, on a CPU, sharing its cores."""
     strategy: Literal["ddp", "fsdp"] = "ddp"
     """With several processes: each has the whole model (ddp), or a share of it (fsdp)."""
+    parallel: str | None = None
+    """Instead of `devices` and `strategy`: processes by what they share, as in tp=2,fsdp=4. tp: the heads, hidden
+    features and vocabulary of every row; beside it dp (copies for other rows) or fsdp (which also share weights)."""
     task_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the task's own, by name."""
 
     def __post_init__(self) -> None:
         self.settings()
         require("devices", self.devices, 1)
+        for name, value in spread(self.parallel, self.devices).items():
+            object.__setattr__(self, name, value)
         require("train_tokenizer", self.train_tokenizer, 1)
         require("neighbours", self.neighbours, 1)
         require("probes", self.probes, 0)

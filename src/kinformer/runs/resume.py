@@ -36,7 +36,7 @@ def resume(options: TrainOptions) -> tuple[Run, Settings]:
         )
     options = replace(options, member=run.member)
     settings = _merged(run, options)
-    settings.rows(options.devices)
+    settings.rows(options.replicas)
     _check_unchanged(run, options)
     spec = run.data.get("spec") if options.data is None else named_data(options, run.task, run.folder)
     data = dict(run.data) | {"spec": spec} | STORES.resume(run, options)

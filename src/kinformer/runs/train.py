@@ -43,6 +43,7 @@ class Job:
     settings: Settings
     device: str
     strategy: Literal["ddp", "fsdp"]
+    tensor: int
     threads: int | None
     quiet: bool
     begun: float
@@ -114,7 +115,7 @@ def prepare(options: TrainOptions, quiet: bool, begun: float) -> Job:
         )
     _set_threads(options.threads, options.devices, device)
     run, settings = resume(options) if options.resume else create(options, device, begun, quiet)
-    return Job(run, settings, device, options.strategy, options.threads, quiet, begun)
+    return Job(run, settings, device, options.strategy, options.tensor, options.threads, quiet, begun)
 
 
 def work(job: Job, group: Group) -> Summary:
@@ -150,7 +151,7 @@ def _set_threads(threads: int | None, processes: int, device: str) -> None:
 
 
 def _join_and_work(job: Job) -> Summary:
-    with distributed.join(job.device, job.strategy) as group:
+    with distributed.join(job.device, job.strategy, job.tensor) as group:
         summary = work(job, group)
     if summary.result.signal:
         sys.exit(128 + summary.result.signal)  # the result of a process that a signal ended is not awaited
@@ -160,10 +161,11 @@ def _join_and_work(job: Job) -> Summary:
 def _under_torchrun(options: TrainOptions, quiet: bool, begun: float) -> Summary:
     world = int(os.environ["WORLD_SIZE"])
     if options.devices not in (1, world):
-        raise KinformerError(
-            f"`devices` {options.devices}: torchrun started {plural(world, 'process')}; leave `devices` out."
-        )
-    with ExitStack() as held, distributed.join(_device_type(options.device), options.strategy) as group:
+        flag = f"`devices` {options.devices}" if options.parallel is None else f"`parallel` {options.parallel}"
+        remedy = "leave `devices` out" if options.parallel is None else f"give sizes whose product is {world}"
+        raise KinformerError(f"{flag}: torchrun started {plural(world, 'process')}; {remedy}.")
+    engine = _device_type(options.device), options.strategy, options.tensor
+    with ExitStack() as held, distributed.join(*engine) as group:
         _set_threads(options.threads, world, group.device.type)
 
         def prepared() -> Job:

@@ -15,15 +15,15 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
-from kinformer.runtime.sharding import like
 from kinformer.training.checkpoint import Checkpoints
+from kinformer.training.layouts import AS_THEY_LIE, Layouts
 
 
 class MovingAverage:
     """The moving mean of the parameters of ``model``, not of its buffers; of none where ``share`` is 0."""
 
-    def __init__(self, model: nn.Module, share: float) -> None:
-        self.share = share
+    def __init__(self, model: nn.Module, share: float, layouts: Layouts = AS_THEY_LIE) -> None:
+        self.share, self.layouts = share, layouts
         self.named = {name: named_parameter.detach() for name, named_parameter in model.named_parameters() if share}
         self.means = {name: value.clone() for name, value in self.named.items()}
 
@@ -42,22 +42,29 @@ class MovingAverage:
         """Return the means by the names of their parameters, sharded over processes as these are."""
         return self.means
 
+    def rooms(self) -> dict[str, Tensor]:
+        """Return memory for the means of a checkpoint."""
+        return {name: self.layouts.room(name, mean, mean) for name, mean in self.means.items()}
+
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         """Continue from the means of a checkpoint, whole tensors by name."""
         for name, mean in self.means.items():
-            mean.copy_(like(mean, tensors[name]))
+            mean.copy_(self.layouts.placed(name, tensors[name], mean))
 
 
-def mean_weights(model: nn.Module, checkpoints: Checkpoints, steps: Sequence[int]) -> dict[str, Tensor]:
+def mean_weights(
+    model: nn.Module, checkpoints: Checkpoints, steps: Sequence[int], layouts: Layouts = AS_THEY_LIE
+) -> dict[str, Tensor]:
     """Return the mean of the weights of ``model`` and of the checkpoints of ``steps``, sharded over processes as the
     model's are; tensors that are not floating-point are the model's."""
     weights_now = {name: weight for name, weight in model.state_dict().items() if weight.is_floating_point()}
     # Summed in float64, so that rounding is that of one division, however many checkpoints there are.
     total = {name: weight.to(torch.float64, copy=True) for name, weight in weights_now.items()}
     for step in steps:
-        weights = checkpoints.weights(step, weights_now)
+        rooms = {name: layouts.room(name, weight, weight) for name, weight in weights_now.items()}
+        weights = checkpoints.weights(step, rooms)
         for name, weight in weights_now.items():
-            total[name] += like(weight, weights[name]).to(weight.device)
+            total[name] += layouts.placed(name, weights[name], weight).to(weight.device)
     return {name: (weight / (len(steps) + 1)).to(weights_now[name].dtype) for name, weight in total.items()}
 
 

@@ -26,6 +26,7 @@ class Carried:
 
     def __init__(self, parts: int) -> None:
         self.states: list[Any] = [None] * parts
+        self.cuts: list[int | None] = []
 
     def clear(self) -> None:
         """Reset all parts to the initial state."""
@@ -35,6 +36,32 @@ class Carried:
         """Store ``state`` for the next step, cut from its graph."""
         self.states[part] = states.detach(state)
 
+    def divide(self, whole: Any, model: Any, group: Group) -> None:
+        """Keep what this process's part of a divided ``model`` has of the states of ``whole``, one of the undivided
+        model: its heads. Leaves that have no heads are the same in all parts."""
+        pairs = zip(states.tensors(whole), states.tensors(model.initial_state(1)), strict=True)
+        for leaf, fewer in pairs:
+            dims = [dim for dim, (a, b) in enumerate(zip(leaf.shape, fewer.shape, strict=True)) if a != b]
+            self.cuts.append(dims[0] if dims else None)
+        if any(getattr(module, "context", 0) and hasattr(module, "combine") for module in model.modules()):
+            raise KinformerError(
+                "`parallel` tp: the state of the projection 'convolved' holds heads of queries, keys and values side "
+                "by side, so it cannot be carried by heads; train without `carry`, or leave tp out."
+            )
+        part = group.rank % group.tensor
+        for index, state in enumerate(self.states):
+            if state is not None:
+                order = iter(self.cuts)
+                self.states[index] = states.map_tensors(lambda leaf: self._part(leaf, next(order), part, group), state)  # noqa: B023
+
+    @staticmethod
+    def _part(leaf: Tensor, dim: int | None, part: int, group: Group) -> Tensor:
+        return leaf if dim is None else leaf.chunk(group.tensor, dim)[part].clone()
+
+    def _joined(self, index: int, leaves: tuple[Tensor, ...]) -> Tensor:
+        dim = self.cuts[index]
+        return leaves[0] if dim is None else torch.cat(leaves, dim)
+
     def tensors(self, group: Group) -> dict[str, Tensor]:
         """Return every leaf of every part on the first process, called ``"part.leaf"``; all processes take part."""
         if self.states[0] is None:
@@ -42,6 +69,11 @@ class Carried:
         leaves_here = [leaf for state in self.states for leaf in states.tensors(state)]
         everyone = group.collect(leaves_here)
         per_part = len(leaves_here) // len(self.states)
+        if self.cuts:
+            parts = [everyone[begin : begin + group.tensor] for begin in range(0, len(everyone), group.tensor)]
+            everyone = [
+                [self._joined(i % per_part, same) for i, same in enumerate(zip(*part, strict=True))] for part in parts
+            ]
         flat = [leaf for leaves in everyone for leaf in leaves]
         return {f"{i // per_part:04d}.{i % per_part:04d}": leaf.clone() for i, leaf in enumerate(flat)}
 
@@ -53,10 +85,10 @@ class Carried:
         for name in sorted(tensors):
             rows.setdefault(name.split(".")[0], []).append(tensors[name])
         all_states = [rebuilt(template, leaves) for leaves in rows.values()]
-        wanted = group.world * len(self.states)
+        wanted = group.replicas * len(self.states)
         if len(all_states) != wanted:
             all_states = _deal(states.join_rows(all_states), wanted)
-        rank_states = all_states[group.rank * len(self.states) : (group.rank + 1) * len(self.states)]
+        rank_states = all_states[group.replica * len(self.states) : (group.replica + 1) * len(self.states)]
         # Copied, since how a tensor from a file is aligned in memory may decide how a sum of it is rounded.
         self.states = [states.fork(states.to(state, device=group.device)) for state in rank_states]
 

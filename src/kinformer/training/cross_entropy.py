@@ -27,10 +27,26 @@ _NAME, _REMEDY = "the cross-entropy in pieces", "differentiate torch's cross_ent
 
 def in_pieces(model: Any, rows: int) -> bool:
     """Return whether the cross-entropies of so many ``rows`` of a causal model are to be summed by :func:`summed`."""
+    if divided(model):
+        return True
     if not large(model, rows) or model._compiled_call_impl is not None:
         return False
     weight = model.head.product(model.input)[0]
     return type(weight) in (Tensor, nn.Parameter) and weight.device.type == "cpu"
+
+
+def divided(model: Any) -> bool:
+    """Return whether processes share the vocabulary of ``model``'s head."""
+    return getattr(getattr(model, "head", None), "vocabulary_part", None) is not None
+
+
+def of_head(model: Any, x: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum of the cross-entropies of ``targets`` [rows] int64 for hidden states x [rows, width]."""
+    weight, bias = model.head.product(model.input)
+    if divided(model):
+        part: Any = model.head.vocabulary_part
+        return part.nats(x, weight, bias, targets)
+    return summed(x, weight, bias, targets)
 
 
 def large(model: Any, rows: int) -> bool:

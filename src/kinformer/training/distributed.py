@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import Tensor, distributed, nn
 
-from kinformer.core.stack import Stack, sparse_tables, units_of
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.process import begin_process
 from kinformer.training.interrupt import SIGNALS
@@ -31,12 +29,27 @@ SIGNALLED = tuple(128 + number for number in SIGNALS)
 
 @dataclass(frozen=True)
 class Group:
-    """The processes that train one model together; this one has number ``rank`` of ``world``."""
+    """The processes that train one model together; this one has number ``rank`` of ``world``.
+
+    ``tensor`` neighbours compute the same rows, each with a part of the heads; the ``strategy`` says what is shared by
+    those that compute other rows.
+    """
 
     device: torch.device
     rank: int = 0
     world: int = 1
     strategy: Strategy = "ddp"
+    tensor: int = 1
+
+    @property
+    def replicas(self) -> int:
+        """Return how many shares of a batch's rows there are."""
+        return self.world // self.tensor
+
+    @property
+    def replica(self) -> int:
+        """Return the number of the rows' share that this process computes."""
+        return self.rank // self.tensor
 
     @property
     def first(self) -> bool:
@@ -46,30 +59,19 @@ class Group:
     @property
     def sharded(self) -> bool:
         """Return whether every process holds a part of the weights only."""
-        return self.world > 1 and self.strategy == "fsdp"
+        return self.tensor > 1 or (self.world > 1 and self.strategy == "fsdp")
 
     def wrap(self, step: nn.Module) -> nn.Module:
-        """Wrap ``step`` by the strategy's engine; with FSDP the layers and the rest are sharded in place."""
-        check_shared(step, self)
-        if self.world == 1:
-            return step
-        if self.strategy == "ddp":
-            return nn.parallel.DistributedDataParallel(step)
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+        """Wrap ``step`` by the strategy's engine; where its weights are divided or sharded, that is done in place."""
+        from kinformer.training.engines import wrapped
 
-        # Layers return slices of their state and never write into them, which is what this warns of.
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-        mesh = init_device_mesh(self.device.type, (self.world,))
-        for unit in units_of(cast(nn.Module, step.model)):
-            fully_shard(unit, mesh=mesh)
-        return cast(nn.Module, fully_shard(step, mesh=mesh))
+        return wrapped(step, self)
 
     def exchange(self, engine: nn.Module, wanted: bool) -> AbstractContextManager[None]:
         """Decide whether the backward pass inside exchanges gradients: only the last of accumulated parts needs to."""
-        if self.world > 1 and self.strategy == "fsdp":
+        if self.replicas > 1 and self.strategy == "fsdp":
             cast(Any, engine).set_requires_gradient_sync(wanted)
-        elif self.world > 1 and not wanted:
+        elif self.replicas > 1 and self.tensor == 1 and not wanted:
             return cast(Any, engine).no_sync()
         return nullcontext()
 
@@ -145,28 +147,6 @@ class Group:
         return [tensors, *received]
 
 
-def check_shared(model: nn.Module, group: Group) -> None:
-    """Refuse models that several processes cannot train together."""
-    if group.world == 1:
-        return
-    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-        raise KinformerError(
-            f"`devices` {group.world}: the norm 'batch' sees the tokens of one process only; train in one, or with "
-            "`set` layers.*.feed_forward.norm=layer."
-        )
-    if group.strategy == "fsdp" and any(not stack.shardable for stack in model.modules() if isinstance(stack, Stack)):
-        raise KinformerError(
-            "`strategy` fsdp: a stack that computes layers again from their outputs needs whole weights then; train "
-            "with `strategy` ddp, or with `set` stack=sequential."
-        )
-    if sparse_tables(model) and (group.strategy == "fsdp" or group.device.type != "cpu"):
-        where = "`strategy` fsdp" if group.strategy == "fsdp" else f"`devices` {group.world} on GPUs"
-        raise KinformerError(
-            f"{where}: a table with sparse gradients cannot be shared so; train in one process, with `strategy` ddp on "
-            "a CPU, or with `set` layers.N.feed_forward.sparse=false, which makes them dense."
-        )
-
-
 def started_by_torchrun() -> bool:
     """Return whether this process is one of several that torchrun (or another
     launcher that sets its variables) started."""
@@ -174,7 +154,7 @@ def started_by_torchrun() -> bool:
 
 
 @contextmanager
-def join(device: str, strategy: Strategy) -> Iterator[Group]:
+def join(device: str, strategy: Strategy, tensor: int = 1) -> Iterator[Group]:
     """Join the group that the launcher's environment variables describe, and leave it in good order at the end.
 
     Hold no model or optimiser outside of the block.
@@ -186,7 +166,7 @@ def join(device: str, strategy: Strategy) -> Iterator[Group]:
         torch.cuda.set_device(local_device)
     distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", rank=rank, world_size=world)
     try:
-        yield Group(local_device, rank, world, strategy)
+        yield Group(local_device, rank, world, strategy, tensor)
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)
         raise

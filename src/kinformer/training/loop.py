@@ -23,6 +23,7 @@ from kinformer.training.carried import Carried
 from kinformer.training.checkpoint import REGULAR, Checkpoint
 from kinformer.training.data_module import DataModule
 from kinformer.training.distributed import Group
+from kinformer.training.engines import check_divided
 from kinformer.training.interrupt import Interrupt
 from kinformer.training.logging import Log, Silence, TrainingProgress
 from kinformer.training.objective import Objective, ObjectiveModule
@@ -62,6 +63,7 @@ class Trainer:
         self.checkpoints, self.best = self.storage.checkpoints, self.storage.best
         saved = self.checkpoints.load(group)
         carried = Carried(settings.accumulate)
+        check_divided(data, settings, group)
         whole = ObjectiveModule(self.model, objective, settings.precision)
         self.extras = whole.extras.to(group.device)
         if saved:
@@ -76,14 +78,18 @@ class Trainer:
             by_layer = sharded or getattr(objective, "reads_hidden", False)
             for module in units_of(self.model) if by_layer else (self.model,):
                 module.compile()
+        undivided = self.model.initial_state(1) if group.tensor > 1 and data.carries else None  # type: ignore[operator]
         self.regularized, self.engine = whole.regularized, group.wrap(whole)
-        optimiser = Optimiser(self.model, settings, self.extras)
-        self.moving = MovingAverage(self.model, settings.ema)
+        self.layouts = self.storage.layouts = whole.layouts
+        if undivided is not None:
+            carried.divide(undivided, self.model, group)
+        optimiser = Optimiser(self.model, settings, self.extras, self.layouts)
+        self.moving = MovingAverage(self.model, settings.ema, self.layouts)
         if saved:
             with reading(self._place(saved), "holds an optimiser of another model", "use its own run folder"):
                 rooms = optimiser.rooms(saved.forms("optimizer"))
                 optimiser.load(saved.read("optimizer", rooms), self._place(saved))
-                self.moving.load_state_dict(saved.read("average", self.moving.state_dict()))
+                self.moving.load_state_dict(saved.read("average", self.moving.rooms()))
         self.update = Updater(self.engine, optimiser, carried, data, settings, group)
         self.validation = Validation(data, group)
         self._restore(saved, begun)
@@ -231,7 +237,7 @@ class Trainer:
             self.course.turn(self.step, self.step)
         earlier = self.checkpoints.regular_steps()[-(self.settings.average - 1) :] if self.settings.average > 1 else []
         if measures and earlier:
-            with replaced(self.model, mean_weights(self.model, self.checkpoints, earlier)):
+            with replaced(self.model, mean_weights(self.model, self.checkpoints, earlier, self.layouts)):
                 self._measure(f"mean of {plural(len(earlier) + 1, 'checkpoint')}", "averaged")
 
     def _validate(self) -> None:

@@ -21,6 +21,7 @@ from kinformer.core.model import modules_of
 from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
 from kinformer.training.batch import device_of
+from kinformer.training.layouts import Layouts
 
 ObjectiveOutput = tuple[Tensor, dict[str, Tensor], Any]
 """Loss, metrics and the model's state after the batch, None of a model that has none."""
@@ -67,6 +68,7 @@ class ObjectiveModule(nn.Module):
     def __init__(self, model: nn.Module, objective: Objective, precision: str) -> None:
         super().__init__()
         self.model, self.objective, self.precision = model, objective, precision
+        self.layouts = Layouts()
         self.regularized, self.with_aux_loss = modules_of(model, Regularized), modules_of(model, AuxLoss)
 
     @property

@@ -11,7 +11,8 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer, SparseAdam
 
 from kinformer.core.stack import sparse_tables, units_of
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.sharding import gathered, is_sharded, like, whole
+from kinformer.runtime.sharding import gathered, is_sharded, whole
+from kinformer.training.layouts import AS_THEY_LIE, Layouts
 from kinformer.training.muon import StackedMuon
 from kinformer.training.settings import Settings
 
@@ -27,7 +28,14 @@ class Optimiser:
     that were looked up (Lample et al. 2019); they do not decay, and are not clipped.
     """
 
-    def __init__(self, model: nn.Module, settings: Settings, extras: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Settings,
+        extras: nn.Module | None = None,
+        layouts: Layouts = AS_THEY_LIE,
+    ) -> None:
+        self.layouts = layouts
         named = list(model.named_parameters())
         if extras is not None:
             named += extras.named_parameters(prefix="objective")
@@ -94,10 +102,7 @@ class Optimiser:
         rooms = {}
         for path, form in forms.items():
             parameter = parameters.get(path.rpartition(":")[0])
-            if parameter is not None and is_sharded(parameter) and parameter.shape == form.shape:
-                rooms[path] = torch.empty_like(parameter, dtype=form.dtype, requires_grad=False)
-            else:
-                rooms[path] = torch.empty_like(form, device="cpu")
+            rooms[path] = self.layouts.room(path, form if parameter is None else parameter, form)
         return rooms
 
     def load(self, tensors: Mapping[str, Tensor], place: str) -> None:
@@ -115,7 +120,7 @@ class Optimiser:
             whole_number = isinstance(optimiser, SparseAdam)
             data["state"] = {
                 index: {
-                    key: int(value) if whole_number and key == "step" else like(parameter, value)
+                    key: int(value) if whole_number and key == "step" else self.layouts.placed(name, value, parameter)
                     for key, value in states[name].items()
                 }
                 for index, (name, parameter) in enumerate(zip(names, parameters, strict=True))

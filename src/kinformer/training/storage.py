@@ -16,6 +16,7 @@ from kinformer.runtime.lock import is_here
 from kinformer.training.best import SHARDED, WEIGHTS, Best
 from kinformer.training.checkpoint import CHECKPOINTS, Checkpoint, Checkpoints
 from kinformer.training.distributed import Group
+from kinformer.training.layouts import AS_THEY_LIE
 from kinformer.training.metric import Metric
 from kinformer.training.optimiser import finite, gather
 from kinformer.training.settings import Settings
@@ -31,6 +32,7 @@ class Storage:
 
     def __init__(self, folder: Path, settings: Settings, metrics: Sequence[Metric], group: Group) -> None:
         self.folder, self.settings, self.group = folder, settings, group
+        self.layouts = AS_THEY_LIE
         self.checkpoints = Checkpoints(folder / CHECKPOINTS, settings.keep, settings.average)
         self.best = Best(folder, metrics)
         self.home = folder.stat() if folder.exists() else None
@@ -41,7 +43,7 @@ class Storage:
         A weight that is not finite is an error, and nothing is written. Where there are no best weights yet, these are.
         """
         if self.group.sharded:
-            groups = {name: dict(tensors) for name, tensors in groups.items() if tensors}
+            groups = {name: self.layouts.in_rows(tensors) for name, tensors in groups.items() if tensors}
             files = {name: tensors for name, tensors in files.items() if tensors}
             self.group.on_all(lambda: self._require_good(step, groups["model"]))
             if self.best.step is None:
@@ -57,7 +59,7 @@ class Storage:
         """Write ``weights``, sharded as the model's are, as the best."""
         if self.group.sharded:
             self.group.on_all(self._require_home)
-            self._write_best(step, weights)
+            self._write_best(step, self.layouts.in_rows(weights))
         else:
             whole = gather(weights.items(), self.group.first)
             self.group.on_first(lambda: self._write_best(step, whole))

@@ -16,6 +16,7 @@ from kinformer.training.batch import map_fields, rows_of, take_rows
 from kinformer.training.carried import Carried
 from kinformer.training.data_module import DataModule
 from kinformer.training.distributed import Group
+from kinformer.training.engines import average_gradients
 from kinformer.training.objective import PREDICTED, require_metrics
 from kinformer.training.optimiser import Optimiser
 from kinformer.training.pace import seconds_per_step
@@ -49,7 +50,7 @@ class Updater:
     ) -> None:
         self.engine, self.optimiser, self.carried, self.data = engine, optimiser, carried, data
         self.settings, self.group = settings, group
-        settings.rows(group.world)  # refuses those that cannot be shared
+        settings.rows(group.replicas)  # refuses those that cannot be shared
         self.resampled, self.online = modules_of(engine, Resampled), modules_of(engine, OnlineLearner)
         self.regularized = modules_of(engine, Regularized)
 
@@ -80,6 +81,7 @@ class Updater:
         for part in range(parts):
             with self.group.exchange(self.engine, part == parts - 1):
                 costs.append(self._part(part, batch, progress))
+        average_gradients(self.engine)
         norm = self.optimiser.clip(self.settings.clip)
         self.optimiser.step(rate)
         for module in self.online:
@@ -87,7 +89,7 @@ class Updater:
         for bounded in self.regularized:
             bounded.constrain()
         loss, *metrics = torch.stack(costs).mean(dim=0)
-        return Done(loss, norm.detach(), torch.stack(metrics), batch.size * self.group.world)
+        return Done(loss, norm.detach(), torch.stack(metrics), batch.size * self.group.replicas)
 
     def _part(self, part: int, batch: Any, progress: float) -> Tensor:
         size = rows_of(batch) // self.settings.accumulate
@@ -109,13 +111,13 @@ class Updater:
 
     def _seed_masks(self, step: int) -> None:
         """Begin the step's random masks: they depend on nothing before, so a resumed run draws the same."""
-        seed = int(mix(self.settings.seed, step, self.group.rank)[0])
+        seed = int(mix(self.settings.seed, step, self.group.replica)[0])
         torch.default_generator.manual_seed(seed)
         if self.group.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
     def _batch(self, step: int) -> Any:
-        return map_fields(self.data.batch(step, self.group.rank, self.group.world), self._place)
+        return map_fields(self.data.batch(step, self.group.replica, self.group.replicas), self._place)
 
     def _place(self, tensor: Tensor) -> Tensor:
         if self.group.device.type == "cuda":

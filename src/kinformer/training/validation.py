@@ -32,7 +32,7 @@ class Validation:
         sums = torch.zeros(len(names), dtype=torch.float64, device=device)
         state: State = None
         with torch.no_grad():
-            for batch in self.data.validation(self.group.rank, self.group.world):
+            for batch in self.data.validation(self.group.replica, self.group.replicas):
                 _, metrics, after = engine(map_fields(batch, lambda field: field.to(device)), state, 1.0)
                 state = after if self.data.carries else None
                 del after  # it may be as large as the activations

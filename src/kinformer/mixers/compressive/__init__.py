@@ -70,6 +70,7 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "compressive"
+        indivisible = "its state adds up costs of all heads"
         num_heads: int = 4
         head_dim: int | None = None
         segment: int = 128

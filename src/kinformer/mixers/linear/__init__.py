@@ -32,6 +32,7 @@ from kinformer.core.contract import (
     select_valid,
     state_dtype,
 )
+from kinformer.core.division import in_blocks
 from kinformer.core.feature_map import FeatureMapConfig
 from kinformer.core.parts import PositionConfig, ResidualOutput, head_width, merge_heads
 from kinformer.decays.decay import DecayConfig
@@ -51,8 +52,8 @@ class KernelState(NamedTuple):
     """The state of kernel attention; a leaf that the config does not use has no elements.
 
     kv: [batch, heads, features, value_dim]; z: [batch, heads, features], the normaliser's sum; recent: [batch,
-    key_heads, convolution - 1, channels], projected tokens; maximum: [batch, key_heads] int64 (see
-    ``kernels.linear.running``); seen: [batch] int64, for positions and the maximum.
+    key_heads, convolution - 1, channels], projected tokens; maximum: [batch, key_heads] int64
+    (``kernels.linear.running``); seen: [batch] int64, for positions and it.
     """
 
     kv: Tensor
@@ -71,13 +72,13 @@ class LinearAttention(CausalMixer):
     ``position`` turns queries and keys. ``floor``: the normaliser is no less than this. ``skip``: D_h v_t is added to a
     head's output. ``gate_rank``: of W_g (None: full); ``gate_first``: the gate stands before the norm. ``steps``: of
     the delta rule a token, each with a key, a value and a beta of its own. ``negative_eigenvalues``: beta is in (0, 2)
-    (Grazzi et al. 2025). The rows of ``qkv`` are those of q, k and v; with the delta rule, a key head's q, k, v and
-    beta stand together, as in its authors' code.
+    (Grazzi et al. 2025). Rows of ``qkv``: q, k and v; with the delta rule q, k, v, beta of each key head.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "linear"
+        by_heads = True
         num_heads: int = 4
         head_dim: int | None = None
         value_dim: int | None = None
@@ -124,6 +125,7 @@ class LinearAttention(CausalMixer):
         self.widths = [self.head_dim, config.steps * self.head_dim, written * self.value_dim]
         self.strengths = written if config.rule == "delta" else 0
         self.qkv = nn.Linear(dim, self.key_heads * (sum(self.widths) + self.strengths), bias=config.bias)
+        in_blocks(self.qkv, *(self.key_heads * width for width in self.widths if not self.strengths))
         self.out = ResidualOutput(heads * self.value_dim, dim, bias=config.bias)
         self.position = config.position.build_heads(dim, self.key_heads, self.head_dim)
         self.decay = None if config.decay is None else config.decay.build(dim, heads, self.features)
@@ -161,8 +163,7 @@ class LinearAttention(CausalMixer):
         return self.averages or (self.config.normaliser == "sum" and not self.config.floor)
 
     @property
-    def _columns(self) -> int:
-        """Return the columns of s: with a floor, the normaliser's sum is one more."""
+    def _columns(self) -> int:  # with a floor, the normaliser's sum is one more
         return self.value_dim + (self.config.floor > 0)
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:

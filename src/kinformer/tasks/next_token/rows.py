@@ -148,7 +148,8 @@ def next_token_nats(logits: Tensor, targets: Tensor, valid: Tensor | None) -> tu
     count: Tensor | int = max(1, targets.numel())
     if valid is not None:
         targets, count = targets.masked_fill(~valid, -100), valid.sum().clamp_min(1)
-    nats = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    nats = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     return nats / count, nats.detach()
 
 
@@ -160,8 +161,7 @@ def hidden_nats(model: Any, inputs: Any, targets: Tensor, valid: Tensor | None) 
     count: Tensor | int = max(1, targets.numel())
     if valid is not None:
         inputs, targets, count = inputs[valid], targets[valid], valid.sum().clamp_min(1)
-    weight, bias = model.head.product(model.input)
-    nats = cross_entropy.summed(inputs.flatten(0, -2), weight, bias, targets.flatten())
+    nats = cross_entropy.of_head(model, inputs.flatten(0, -2), targets.flatten())
     return nats / count, nats.detach()
 
 

@@ -1,0 +1,205 @@
+"""The division of a model's heads, hidden features and vocabulary into equal parts (Shoeybi et al. 2019, Megatron-LM,
+section 3; arXiv 1909.08053).
+
+    mixer, feed-forward   y = sum over parts of F_part(x), F_part with 1 / parts of the heads, or of the hidden features
+    table, logits         rows of the vocabulary
+
+A config says what one part of it is (``part``); a part is built and computes as any other module of fewer heads does.
+Which rows of a weight a part takes follows from the shapes of both, and from the ``blocks`` of products that make
+several things side by side, such as queries, keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.config import describe
+from kinformer.core.contract import RecomputesKV
+from kinformer.core.division import FollowsHeads, undivided
+from kinformer.core.head import OutputProduct
+from kinformer.core.learning import Regularized, Resampled
+from kinformer.core.parts import ResidualOutput
+from kinformer.core.stack import Stack, share, sparse_tables
+from kinformer.runtime.errors import KinformerError
+
+_FEED_FORWARDS = ("feed_forward", "first_feed_forward")
+_ENTERING = {"pre": "norm", "reordered": "norm", "gated": "norm", "sandwich": "inner_norm"}
+"""The norm that stands before a sublayer, by the kind of its residual."""
+
+
+class Cut(NamedTuple):
+    """Where a tensor is cut: along ``dim``, every one of its ``blocks`` into equal parts."""
+
+    dim: int
+    blocks: tuple[int, ...]
+
+    def rows(self, part: int, parts: int) -> Tensor:
+        """Return the indices along ``dim`` that part number ``part`` takes, in its order."""
+        taken, begin = [], 0
+        for size in self.blocks:
+            width = size // parts
+            taken.append(torch.arange(begin + part * width, begin + (part + 1) * width))
+            begin += size
+        return torch.cat(taken)
+
+    def order(self, parts: int) -> Tensor:
+        """Return the indices along ``dim`` that the parts take, one part after the other."""
+        return torch.cat([self.rows(part, parts) for part in range(parts)])
+
+
+@dataclass
+class Division:
+    """What each of ``parts`` has of a model, by the names of its parameters and modules.
+
+    ``cuts``: the tensors that are cut. ``partial``: whole ones of divided modules, whose gradients are sums over parts.
+    ``added``: biases behind such a sum, of which each part adds its share. ``mixers``, ``feed_forwards``: the divided
+    modules, the sum of whose outputs counts. ``vocabulary``: whether the table and the logits are cut.
+    """
+
+    parts: int
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    partial: set[str] = field(default_factory=set)
+    added: set[str] = field(default_factory=set)
+    mixers: list[str] = field(default_factory=list)
+    feed_forwards: list[str] = field(default_factory=list)
+    vocabulary: bool = False
+
+
+def divide(model: Any, part: int, parts: int) -> Division:
+    """Make ``model``, a decoder, part number ``part`` of ``parts`` of itself, in place.
+
+    Errors: ``KinformerError``, in one sentence, where a part of the model cannot be divided; it is then unchanged.
+    """
+    replaced = _replacements(model, part, parts)
+    whole = _tensors(model)
+    blocks = {name: getattr(module, "blocks", ()) for name, module in model.named_modules()}
+    followed = {name: module for name, module in _modules(model).items() if isinstance(module, FollowsHeads)}
+    division = Division(parts)
+    for path, (parent, name, module, mixes) in replaced.items():
+        module.train(parent.training)
+        setattr(parent, name, module)  # of a list, too: its items are attributes
+        (division.mixers if mixes else division.feed_forwards).append(path)
+    model.stack.shared = share(model.stack.layers)
+    for name, new in _modules(model).items():
+        if isinstance(new, FollowsHeads) and new is not followed[name]:
+            new.follow(followed[name], part)
+    division.vocabulary = _divides_vocabulary(model, parts)
+    _take(model, whole, blocks, division, part)
+    return division
+
+
+def _replacements(model: Any, part: int, parts: int) -> dict[str, tuple[Any, str, nn.Module, bool]]:
+    """Return the new modules by their paths: the parent, the name there, the module, and whether it is a mixer."""
+    config = model.config
+    stack = getattr(model, "stack", None)
+    if getattr(config, "kind", None) != "decoder" or not isinstance(stack, Stack):
+        raise KinformerError(
+            f"{describe(config)} cannot be divided among processes: only decoders can; leave `parallel` tp out."
+        )
+    if not stack.shardable:
+        raise undivided(config.stack, "it computes layers again, branch by branch, outside of their forward pass")
+    if sparse_tables(model):
+        raise undivided(config, "a table has sparse gradients")
+    replaced: dict[str, tuple[Any, str, nn.Module, bool]] = {}
+    widths = config.stack.widths(config.dim, len(config.layers))
+    for number, (layer, options, width) in enumerate(zip(stack.layers, config.layers, widths, strict=True)):
+        place = f"stack.layers.{number}"
+        for name in ("mixer", *_FEED_FORWARDS):
+            if isinstance(getattr(layer, name, None), nn.Module):
+                chosen = getattr(options, "feed_forward" if name in _FEED_FORWARDS else name)
+                module = chosen.part(width, part, parts).build(width)
+                replaced[f"{place}.{name}"] = layer, name, module, name == "mixer"
+        further = getattr(options, "further_mixers", ())
+        for index, chosen in enumerate(further):
+            module = chosen.part(width, part, parts).build(width)
+            replaced[f"{place}.further_mixers.{index}"] = layer.further_mixers, str(index), module, True
+    for path, (_, _, module, _) in replaced.items():
+        _require_local(path, module)
+    return replaced
+
+
+def _require_local(path: str, module: nn.Module) -> None:
+    """Refuse a divided ``module`` that learns otherwise than by the gradients of its outputs."""
+    for inner in module.modules():
+        if isinstance(inner, Regularized) or (isinstance(inner, Resampled) and inner.redraw):
+            what = "a penalty of its weights" if isinstance(inner, Regularized) else "features that are drawn anew"
+            raise KinformerError(
+                f"{path} cannot be divided among processes: it has {what} for all heads; leave `parallel` tp out."
+            )
+
+
+def _take(model: Any, whole: Mapping[str, Tensor], blocks: Mapping[str, Any], division: Division, part: int) -> None:
+    """Fill the tensors of a divided ``model`` from the ``whole`` one's, and note what became of each."""
+    inside = (*(f"{path}." for path in (*division.mixers, *division.feed_forwards)), "stack.shared.")
+    for number, (layer, options) in enumerate(zip(model.stack.layers, model.config.layers, strict=True)):
+        if isinstance(layer.mixer, RecomputesKV) and options.residual.kind in _ENTERING:  # it repeats this norm itself
+            inside = (*inside, f"stack.layers.{number}.mixer_residual.{_ENTERING[options.residual.kind]}.")
+    for name, tensor in _tensors(model).items():
+        source, owner = whole[name], name.rpartition(".")[0]
+        dims = [dim for dim, (a, b) in enumerate(zip(source.shape, tensor.shape, strict=True)) if a != b]
+        if division.vocabulary and name in _vocabulary(model):
+            dims = [0]
+        if dims:
+            (dim,) = dims
+            sizes = blocks.get(owner, ())
+            cut = Cut(dim, tuple(sizes) if sum(sizes) == source.shape[dim] else (source.shape[dim],))
+            division.cuts[name] = cut
+            source = source.index_select(dim, cut.rows(part, division.parts).to(source.device))
+        elif name.startswith(inside):
+            division.partial.add(name)
+        _put(model, name, source)
+    for name, module in model.named_modules():
+        if isinstance(module, ResidualOutput) and f"{name}.weight" in division.cuts and module.bias is not None:
+            division.added.add(f"{name}.bias")
+
+
+@torch.no_grad()
+def _put(model: Any, name: str, value: Tensor) -> None:
+    path, _, key = name.rpartition(".")
+    owner = model.get_submodule(path)
+    old = getattr(owner, key)
+    if isinstance(old, nn.Parameter):
+        setattr(owner, key, nn.Parameter(value.detach().clone(), requires_grad=old.requires_grad))
+    else:
+        owner._buffers[key] = value.detach().clone()
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+
+
+def _modules(model: nn.Module) -> dict[str, nn.Module]:
+    return dict(model.named_modules(remove_duplicate=False))
+
+
+def output_product(model: Any) -> tuple[str, Any] | None:
+    """Return the path of a model's head that is a product with a matrix of the vocabulary's rows, and the head."""
+    head, path = model.head, "head"
+    while not isinstance(head, OutputProduct):
+        head, path = getattr(head, "inner", None), f"{path}.inner"
+        if head is None or type(model.head).__name__ != "AdjustedHead":
+            return None
+    return path, head
+
+
+def _divides_vocabulary(model: Any, parts: int) -> bool:
+    """Return whether the table and the logits are cut by the rows of the vocabulary; they are whole otherwise."""
+    embedding = getattr(model.config.input, "embedding", None)
+    simple = embedding is not None and type(embedding).by_vocabulary and model.exit_heads is None
+    if not simple or model.vocab_size % parts or model.ahead is not None:
+        return False
+    return output_product(model) is not None
+
+
+def _vocabulary(model: Any) -> set[str]:
+    """Return the names of the tensors whose rows are those of the vocabulary."""
+    product = output_product(model)
+    assert product is not None
+    path, head = product
+    names = {"input.embedding.weight"}
+    return names | {f"{path}.{name}" for name, _ in head.named_parameters()}

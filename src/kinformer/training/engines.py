@@ -1,0 +1,110 @@
+"""The engines behind a group of processes: DDP, FSDP2 and tensor parallelism, alone or one over the other."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import distributed, nn
+
+from kinformer.core.stack import Stack, sparse_tables, units_of
+from kinformer.runtime.errors import KinformerError
+from kinformer.training.data_module import DataModule
+from kinformer.training.settings import Settings
+
+if TYPE_CHECKING:
+    from kinformer.training.distributed import Group
+
+
+def wrapped(step: nn.Module, group: Group) -> nn.Module:
+    """Return ``step``, an ``ObjectiveModule``, behind the engine of ``group``."""
+    check_shared(step, group)
+    if group.world == 1:
+        return step
+    if group.strategy == "ddp" and group.tensor == 1:
+        return nn.parallel.DistributedDataParallel(step)
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if group.tensor > 1:
+        from kinformer.training.tensor_parallel import parallelize
+
+        # DTensor remarks that norms and checkpoints are gathered along one axis after the other.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        sizes = (group.replicas, group.tensor)
+        mesh = init_device_mesh(group.device.type, sizes, mesh_dim_names=("replicas", "tp"))
+        part: Any = step
+        part.layouts = parallelize(part, mesh["tp"])
+        if group.replicas == 1:
+            return step
+        if group.strategy == "ddp":
+            part.replicas = mesh["replicas"].get_group()
+            return step
+        return _sharded(step, mesh["replicas"])
+    return _sharded(step, init_device_mesh(group.device.type, (group.world,)))
+
+
+def _sharded(step: nn.Module, mesh: Any) -> nn.Module:
+    """Cut the weights of ``step`` along ``mesh``, unit by unit, in place."""
+    from torch.distributed.fsdp import fully_shard
+
+    # Layers return slices of their state and never write into them, which is what this warns of.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    for unit in units_of(cast(nn.Module, step.model)):
+        fully_shard(unit, mesh=mesh)
+    return cast(nn.Module, fully_shard(step, mesh=mesh))
+
+
+def average_gradients(engine: nn.Module) -> None:
+    """Replace gradients by their means over the replicas of a divided model, where no engine does."""
+    replicas = getattr(engine, "replicas", None)
+    if replicas is None:
+        return
+    count = distributed.get_world_size(replicas)
+    gradients = [cast(Any, item.grad).to_local() for item in engine.parameters() if item.grad is not None]
+    for work in [distributed.all_reduce(gradient, group=replicas, async_op=True) for gradient in gradients]:
+        assert work is not None
+        work.wait()
+    torch._foreach_div_(gradients, count)
+
+
+def check_divided(data: DataModule, settings: Settings, group: Group) -> None:
+    """Refuse runs of tensor parallelism that do more with the model than compute losses of rows."""
+    if group.tensor == 1:
+        return
+    if type(data).begin is not DataModule.begin:
+        raise KinformerError(
+            f"`parallel` tp={group.tensor}: rows of this task are made by the model itself, which has a part of its "
+            "heads only; leave tp out."
+        )
+    if settings.compile:
+        raise KinformerError(
+            f"`parallel` tp={group.tensor}: `compile` does not see how processes add up their parts; leave one out."
+        )
+
+
+def check_shared(model: nn.Module, group: Group) -> None:
+    """Refuse models that several processes cannot train together."""
+    if group.world == 1:
+        return
+    if group.world % group.tensor:
+        raise KinformerError(
+            f"`parallel` tp={group.tensor}: does not divide {group.world} processes; give a divisor of that number."
+        )
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        raise KinformerError(
+            f"`devices` {group.world}: the norm 'batch' sees the tokens of one process only; train in one, or with "
+            "`set` layers.*.feed_forward.norm=layer."
+        )
+    if group.strategy == "fsdp" and any(not stack.shardable for stack in model.modules() if isinstance(stack, Stack)):
+        raise KinformerError(
+            "`strategy` fsdp: a stack that computes layers again from their outputs needs whole weights then; train "
+            "with `strategy` ddp, or with `set` stack=sequential."
+        )
+    if sparse_tables(model) and (group.strategy == "fsdp" or group.device.type != "cpu"):
+        where = "`strategy` fsdp" if group.strategy == "fsdp" else f"`devices` {group.world} on GPUs"
+        raise KinformerError(
+            f"{where}: a table with sparse gradients cannot be shared so; train in one process, with `strategy` ddp on "
+            "a CPU, or with `set` layers.N.feed_forward.sparse=false, which makes them dense."
+        )

@@ -1,0 +1,100 @@
+"""Where the parts of a run's tensors lie: tensor parallelism gives every process the rows of its heads, which are not
+neighbours in a whole weight. Checkpoints hold whole weights' rows in order, so that any number of processes reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from kinformer.runtime.sharding import is_sharded, like
+
+if TYPE_CHECKING:
+    from kinformer.training.division import Cut
+
+
+class Layouts:
+    """The cuts of a model's parameters by name, among the ``parts`` processes of an axis of ``mesh``; without a mesh,
+    tensors lie as they are."""
+
+    def __init__(self, mesh: Any = None, cuts: Mapping[str, Cut] | None = None, parts: int = 1) -> None:
+        self.mesh, self.cuts, self.parts = mesh, cuts or {}, parts
+
+    def in_rows(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return ``tensors``, called "name" or "name:key" after their parameters, each cut into rows over all
+        processes. Each is whole for a moment, one after the other; all processes must call together."""
+        if self.mesh is None:
+            return dict(tensors)
+        return {name: self._in_rows(name, tensor) for name, tensor in tensors.items()}
+
+    def room(self, name: str, parameter: Tensor, form: Tensor) -> Tensor:
+        """Return memory for a tensor of the form ``form`` that belongs to ``parameter``, for a reader of rows."""
+        if not is_sharded(parameter) and (cut := self._cut(name)):
+            shape = list(parameter.shape)
+            shape[cut.dim] *= self.parts
+            return torch.empty(shape, dtype=form.dtype)
+        if not is_sharded(parameter) or parameter.shape != form.shape:
+            return torch.empty_like(form, device="cpu")
+        if self.mesh is None:
+            return torch.empty_like(parameter, dtype=form.dtype, requires_grad=False)
+        return self._rows(torch.empty(form.shape, dtype=form.dtype))
+
+    def placed(self, name: str, value: Tensor, parameter: Tensor) -> Tensor:
+        """Return ``value``, whole or cut into rows, as ``parameter`` lies, where it has its shape."""
+        cut = self._cut(name)
+        if not is_sharded(parameter) and cut and value.shape != parameter.shape:
+            return value.index_select(cut.dim, self._ours(cut))
+        if self.mesh is None or not is_sharded(parameter) or value.shape != parameter.shape:
+            return like(parameter, value)
+        spread: Any = value
+        whole = (spread.full_tensor() if is_sharded(value) else value).to(parameter.device)
+        target: Any = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+        if cut:
+            whole = whole.index_select(cut.dim, self._ours(cut).to(whole.device))
+        local = target.to_local()
+        if target.device_mesh.ndim > 1 and whole.dim():  # FSDP cuts what is left into rows, the last ones fewer
+            size = -(-len(whole) // target.device_mesh.size(0))
+            whole = whole[target.device_mesh.get_local_rank(0) * size :][: len(local)]
+        local.copy_(whole)
+        return target
+
+    def _in_rows(self, name: str, tensor: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor, Shard
+
+        cut, spread = self._cut(name), tensor.detach()
+        buffer = not is_sharded(tensor)
+        if buffer and (cut is None or not tensor.dim()):
+            return tensor
+        if buffer and cut is not None:
+            spread = DTensor.from_local(spread, self.mesh, [Shard(cut.dim)], run_check=False)
+        whole: Tensor = cast(Any, spread).full_tensor()
+        if cut is not None and len(cut.blocks) > 1:
+            order = cut.order(self.parts).to(whole.device)
+            whole = torch.empty_like(whole).index_copy_(cut.dim, order, whole)
+        return whole if buffer or not whole.dim() else self._rows(whole)
+
+    def _ours(self, cut: Cut) -> Tensor:
+        return cut.rows(self.mesh.get_local_rank(), self.parts)
+
+    def _cut(self, name: str) -> Cut | None:
+        return self.cuts.get(name.partition(":")[0])
+
+    def _rows(self, whole: Tensor) -> Tensor:
+        """Return ``whole`` cut into rows over all processes of the job."""
+        from torch import distributed
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        world, rank = distributed.get_world_size(), distributed.get_rank()
+        if not hasattr(self, "_flat"):
+            self._flat = init_device_mesh(whole.device.type, (world,))
+        size = -(-len(whole) // world)
+        local = whole[rank * size : (rank + 1) * size].clone()
+        form: Any = {"shape": whole.shape, "stride": whole.stride()}
+        return DTensor.from_local(local, self._flat, [Shard(0)], run_check=False, **form)
+
+
+AS_THEY_LIE = Layouts()

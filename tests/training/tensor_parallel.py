@@ -1,0 +1,93 @@
+"""Runs of tensor parallelism in two and four processes. Prints what became of them.
+
+    python -m tests.training.tensor_parallel FOLDER DATA
+
+Processes are forks of this one, which has computed nothing before and loaded all that they need.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.tensor.parallel  # noqa: F401
+
+from kinformer.data import open_corpus
+from kinformer.family.kinds import kinds
+from kinformer.training.distributed import Group
+from tests.training.sharded import together
+from tests.training.tiny import rewound, train
+
+HYBRID = {"member": "gated-deltanet", "layers": 2, "layers.1.mixer": {"kind": "softmax", "position": "rope"}}
+RUNS: dict[str, dict[str, Any]] = {
+    "t5": {"model": {"member": "t5", "layers": 1, "head": "language"}, "ema": 0.5},
+    "hybrid": {"model": HYBRID, "segments": True},
+}
+"""One of every kind of what is cut: heads, states, a table that belongs to the stack, the vocabulary and its loss."""
+OPTIONS: dict[str, Any] = {"steps": 10, "checkpoint_every": 5, "validate_every": 10}
+
+
+def run(corpus: Any, folder: Path, group: Group, name: str, **changes: Any) -> None:
+    """Train in float64, in which order of summation does not show."""
+    torch.set_default_dtype(torch.float64)
+    train(corpus, folder, group, **OPTIONS | RUNS[name] | changes)
+
+
+def divided(place: Path, text: str) -> Callable[[Group], object]:
+    """Every run by two parts of the heads; one of one process continued by two."""
+
+    def work(group: Group) -> None:
+        corpus, two = open_corpus(text), replace(group, strategy="ddp", tensor=2)
+        for name in RUNS:
+            run(corpus, place / f"two {name}", two, name)
+        run(corpus, place / "one to two hybrid", two, "hybrid")
+
+    return work
+
+
+def meshed(place: Path, text: str) -> Callable[[Group], object]:
+    """Runs by a mesh of two parts of the heads and two shares of the rows, with shards of weights and with copies."""
+
+    def work(group: Group) -> None:
+        corpus, four = open_corpus(text), replace(group, strategy="fsdp", tensor=2)
+        run(corpus, place / "four hybrid", four, "hybrid")
+        run(corpus, place / "four t5", replace(four, strategy="ddp"), "t5")
+
+    return work
+
+
+def alone(place: Path, text: str) -> Callable[[Group], object]:
+    """The same runs in one process, and one of two and one of four processes continued by it."""
+
+    def work(group: Group) -> None:
+        corpus = open_corpus(text)
+        for name in RUNS:
+            run(corpus, place / f"one {name}", group, name)
+        rewound(place / "one hybrid", place / "one to two hybrid")
+
+    return work
+
+
+def continued(place: Path, text: str) -> Callable[[Group], object]:
+    """Runs of two and of four processes, from their middle, in one."""
+
+    def work(group: Group) -> None:
+        corpus = open_corpus(text)
+        for many, name in (("two", "t5"), ("four", "hybrid")):
+            run(corpus, rewound(place / f"{many} {name}", place / f"{many} to one {name}"), group, name)
+
+    return work
+
+
+if __name__ == "__main__":
+    signal.alarm(300)
+    kinds()
+    folder, data = Path(sys.argv[1]), sys.argv[2]
+    jobs = [(1, alone), (2, divided), (4, meshed), (1, continued)]
+    print(json.dumps([together(world, folder, job(folder, data)) for world, job in jobs]))

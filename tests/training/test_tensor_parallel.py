@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kinformer.data import Corpus
+from kinformer.training.checkpoint import Checkpoints
+from tests.training.tensor_parallel import RUNS
+from tests.training.tiny import curve, gap, weights
+
+SAME_AS = {f"{many} {name}": f"one {name}" for many in ("two", "four") for name in RUNS} | {
+    "one to two hybrid": "one hybrid",
+    "four to one hybrid": "one hybrid",
+    "two to one t5": "one t5",
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Corpus, text: Path) -> Path:
+    place = tmp_path_factory.mktemp("runs")
+    command = [sys.executable, "-m", "tests.training.tensor_parallel", str(place), str(text)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [[0], [0, 0], [0, 0, 0, 0], [0]], done.stderr[-4000:]
+    return place
+
+
+@pytest.mark.parametrize("name", SAME_AS)
+def test_divided_heads_learn_what_one_process_does(runs: Path, name: str) -> None:
+    """After ten steps in float64; losses are those of every step, which gradients before have decided."""
+    assert gap(runs / name, runs / SAME_AS[name]) < 1e-10
+    assert curve(runs / name) == pytest.approx(curve(runs / SAME_AS[name]), rel=1e-12)
+
+
+def test_checkpoints_hold_every_row_once(runs: Path) -> None:
+    saved = Checkpoints(runs / "two t5" / "checkpoints", 1).load()
+    assert saved is not None and saved.shards is not None
+    forms = {name: form.shape for name, form in saved.shards.group("model").items()}
+    assert forms == {name: weight.shape for name, weight in weights(runs / "one t5").items()}
+    assert {name.partition("-model")[0] for name in saved.shards.files} == {"shard-00001", "shard-00002"}
