@@ -70,11 +70,13 @@ def estimate(member: str, **options: Any) -> MemberEstimate:
     The result has ``parameters`` and ``active_parameters`` (those that one token uses); ``flops_inference`` (of a
     forward without gradients), ``flops_forward`` (of that of a training step) and ``flops_step``, additions and
     multiplications for the batch; ``train_bytes``, ``inference_bytes``, ``state_bytes`` and ``peak_bytes`` (of a
-    process on a CPU); ``parts`` and ``memory``, which break these down; and ``rules_of_thumb``.
+    process on a CPU); ``parts`` and ``memory``, which break these down; ``rules_of_thumb``; and ``cluster``, the
+    costs on many devices.
 
     member: a member of the family.
     options: ``recipe`` ("small"), ``vocab_size``, ``set``, ``length`` (tokens of a sequence, 1024), ``batch_size`` (1),
-        ``optimizer`` ("adamw") and ``precision`` ("fp32"); see ``estimation.options.EstimateOptions``.
+        ``optimizer`` ("adamw") and ``precision`` ("fp32"); ``devices`` ("64"), ``hardware`` ("h100") and
+        ``efficiency`` (0.5), for ``cluster``; see ``estimation.options.EstimateOptions``.
 
     Errors: ``KinformerError`` for unknown names, sizes below 1 and lengths beyond the model's positions.
     """

@@ -21,6 +21,7 @@ import torch.distributed.tensor.parallel  # noqa: F401
 from kinformer.data import open_corpus
 from kinformer.family.kinds import kinds
 from kinformer.training.distributed import Group
+from tests.training.measured import measured
 from tests.training.sharded import together
 from tests.training.tiny import rewound, train
 
@@ -89,5 +90,5 @@ if __name__ == "__main__":
     signal.alarm(300)
     kinds()
     folder, data = Path(sys.argv[1]), sys.argv[2]
-    jobs = [(1, alone), (2, divided), (4, meshed), (1, continued)]
+    jobs = [(1, alone), (2, divided), (4, meshed), (1, continued), (2, measured)]
     print(json.dumps([together(world, folder, job(folder, data)) for world, job in jobs]))

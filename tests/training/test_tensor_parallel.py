@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from kinformer.data import Corpus
+from kinformer.estimation.cluster import Mesh, Part
+from kinformer.family.build import configure
 from kinformer.training.checkpoint import Checkpoints
+from tests.training.measured import LENGTH, MEMBERS, MESHES, ROWS
 from tests.training.tensor_parallel import RUNS
 from tests.training.tiny import curve, gap, weights
 
@@ -25,7 +28,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Corpus, text: Path) -
     command = [sys.executable, "-m", "tests.training.tensor_parallel", str(place), str(text)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == [[0], [0, 0], [0, 0, 0, 0], [0]], done.stderr[-4000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [[0], [0, 0], [0, 0, 0, 0], [0], [0, 0]], done.stderr[-4000:]
     return place
 
 
@@ -42,3 +45,23 @@ def test_checkpoints_hold_every_row_once(runs: Path) -> None:
     forms = {name: form.shape for name, form in saved.shards.group("model").items()}
     assert forms == {name: weight.shape for name, weight in weights(runs / "one t5").items()}
     assert {name.partition("-model")[0] for name in saved.shards.files} == {"shard-00001", "shard-00002"}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("member", MEMBERS)
+def test_the_estimate_is_what_two_processes_hold_and_exchange(runs: Path, member: str, mesh: str) -> None:
+    counted = json.loads((runs / "measured.json").read_text())[f"{member} {mesh}"]
+    strategy, tensor = MESHES[mesh]
+    part, devices = (
+        Part(configure(member, "tiny", 256), tensor, LENGTH, "adamw", "fp32"),
+        Mesh(tensor, 2 // tensor, strategy),
+    )
+    rows = ROWS // devices.replicas
+    memory, payload = part.memory(devices, rows), part.payload(devices, rows)
+    assert counted["weights"] == pytest.approx(memory["weights"], rel=0.05)
+    assert counted["optimizer"] == pytest.approx(memory["optimizer"], rel=0.05)
+    assert counted.get("all_reduce", 0) == pytest.approx(payload.all_reduce + payload.tensor, rel=0.05)
+    assert counted.get("all_gather", 0) == pytest.approx(payload.all_gather, rel=0.05)
+    assert counted.get("reduce_scatter", 0) == pytest.approx(payload.reduce_scatter, rel=0.05)
+    if devices.strategy == "ddp":
+        assert counted["activations"] == pytest.approx(memory["activations"], rel=0.15)

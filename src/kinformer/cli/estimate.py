@@ -12,6 +12,7 @@ from kinformer.runtime.words import plural
 from kinformer.training.metric import flops, size
 
 if TYPE_CHECKING:
+    from kinformer.runs.cluster import ClusterEstimate
     from kinformer.runs.estimate import MemberEstimate
 
 
@@ -42,12 +43,44 @@ def _show(options: Options, result: MemberEstimate) -> None:
     print(f"{options.member} ({result.recipe}), {rows}, {options.precision}, {options.optimizer}\n")
     _print_parts(result)
     print(_memory(result))
+    if result.cluster is not None:
+        _print_cluster(result.cluster, options)
     if rules := result.rules_of_thumb:
         print(
             f"rules of thumb: {plural(rules.parameters, 'parameter')} (V E + 12 L E^2), {flops(rules.flops_step)} a "
             f"step (6 a parameter and token),\n{size(rules.activation_bytes)} activations (B T L (14 E + T N) "
             f"numbers; T N are scores, which tiled attention never stores), {size(rules.train_bytes)} in training"
         )
+
+
+def _print_cluster(cluster: ClusterEstimate, options: Options) -> None:
+    print(f"training on devices like {options.hardware} ({cluster.device.source}), a device each:")
+    header = ("devices", "--parallel", "--accumulate", "memory", "fits", "sent, data", "sent, tp", "step", "tokens/s")
+    rows = []
+    for devices, costs in cluster.meshes.items():
+        for cost in costs if len(cluster.meshes) == 1 else costs[:1]:
+            fits = "yes" if cost.fits else "no"
+            sent = size(cost.data_bytes), size(cost.tensor_bytes)
+            time = f"{cost.step:.3g} s", f"{cost.tokens_per_second:,.0f}"
+            rows.append((f"{devices:,}", cost.mesh, cost.accumulate, size(cost.train_bytes), fits, *sent, *time))
+    print_table(header, rows, numeric=(0, 2, 3, 5, 6, 7, 8))
+    if cluster.refused:
+        print(f"More devices a row: {cluster.refused.partition('; leave')[0]}.")
+    print(f"\nserving in {options.precision}, the state of rows at their full length:")
+    served = [
+        (
+            f"{cost.devices}",
+            size(cost.weights),
+            size(cost.state),
+            f"{cost.rows:,}",
+            f"{1000 * cost.seconds:.3g} ms",
+            f"{cost.tokens_per_second:,.0f}",
+        )
+        for cost in cluster.serving
+    ]
+    columns = ("devices a row", "weights", "state of a row", "rows that fit", "a token of one row", "tokens/s a device")
+    print_table(columns, served, numeric=(0, 1, 2, 3, 4, 5))
+    print()
 
 
 def _print_parts(result: MemberEstimate) -> None:

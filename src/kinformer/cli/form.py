@@ -34,7 +34,9 @@ GROUPS = {
         "validate_every", "validation_tokens", "patience", "checkpoint_every",
     ),
     "retrieval": ("datastore", "retriever", "weight", "neighbours", "knn_temperature", "probes", "tune", "sizes"),
-    "machine": ("device", "threads", "precision", "weights", "chunk", "compile", "devices", "strategy", "parallel"),
+    "machine": ("device", "threads", "precision", "weights", "chunk", "compile", "devices", "strategy", "parallel",
+        "hardware", "efficiency",
+    ),
     "general": ("seed", "json", "quiet", "verbose", "no_echo", "config"),
 }  # fmt: skip
 """Title to options. What stands in neither table comes after the first ones."""

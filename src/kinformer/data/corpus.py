@@ -16,6 +16,7 @@ from pathlib import Path
 from kinformer.data.extents import HASHED_WHOLE, Extent, Extents, fingerprint_of
 from kinformer.data.files import SourceFile, folder_files, reading, single_file, stdlib_files
 from kinformer.data.formats import check_folder, check_plain
+from kinformer.data.mixture import Mixture, counts_of, fingerprint_of_mixture, joined, mixture_of
 from kinformer.data.packed import is_packed, open_packed
 from kinformer.data.split import Split
 from kinformer.data.stored import default_cache
@@ -36,6 +37,11 @@ class Corpus:
     fingerprint: str
     tokenizer: Tokenizer
     splits: dict[str, Split]
+    mixture: Mixture | None = None
+
+    def held_out(self, tokens: int) -> Split:
+        """Return some ``tokens`` tokens of the validation split, of a mixture those of every corpus by its weight."""
+        return self.splits["validation"].take(tokens) if self.mixture is None else self.mixture.held_out(tokens)
 
     @property
     def identity(self) -> dict:
@@ -58,13 +64,16 @@ def open_corpus(
     """Open the data that ``spec`` names, without reading more of it than its fingerprint needs.
 
     ``spec`` is ``"stdlib"``, the path of a file (text or binary, any size) or of a folder (write ``./stdlib`` for a
-    folder of that name), or a folder of token shards (``data/packed.py``), which are read where they are.
+    folder of that name), or a folder of token shards (``data/packed.py``), which are read where they are; or several
+    of these with weights, as ``web=0.7,code=0.3`` (``data/mixture.py``).
 
     About 90 % trains, 5 % validates, 5 % tests; ``holdout=0.1`` holds out the last tenth
     instead, which is then validation and test at once. See :func:`kinformer.data.corpus.partition`.
     ``cache`` is the folder for token ids, written once per corpus and tokenizer; ``~/.cache/kinformer`` if not given.
     Raises :class:`KinformerError` for a path that is missing, unreadable, empty or not data.
     """
+    if weights := mixture_of(spec):
+        return _mixed(weights, cache, tokenizer, holdout)
     if is_packed(spec):
         return _packed(spec, tokenizer or ByteTokenizer(), holdout)
     name, version, files = _find(spec)
@@ -81,6 +90,20 @@ def open_corpus(
         for split in splits.values():
             _held_if_small(split.extents)
     return Corpus(name, version or fingerprint.split(":")[1][:12], fingerprint, tokenizer, splits)
+
+
+def _mixed(
+    weights: Sequence[tuple[str, float]], cache: Path | None, tokenizer: Tokenizer | None, holdout: float | None
+) -> Corpus:
+    corpora = [open_corpus(path, cache=cache, tokenizer=tokenizer, holdout=holdout) for path, _ in weights]
+    counts = counts_of([weight for _, weight in weights])
+    fingerprint = fingerprint_of_mixture([corpus.fingerprint for corpus in corpora], counts)
+    splits = {name: joined([corpus.splits[name] for corpus in corpora]) for name in corpora[0].splits}
+    for split in splits.values():
+        _held_if_small(split.extents)
+    name = " + ".join(corpus.name for corpus in corpora)
+    mixture = Mixture(tuple(corpus.splits for corpus in corpora), counts)
+    return Corpus(name, fingerprint.split(":")[1][:12], fingerprint, corpora[0].tokenizer, splits, mixture)
 
 
 def _packed(spec: str, tokenizer: Tokenizer, holdout: float | None) -> Corpus:

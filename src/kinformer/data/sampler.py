@@ -48,21 +48,24 @@ class RandomWindows:
 
     def starts(self, step: int) -> np.ndarray:
         """Return the position of the first token of each row of the global batch, int64 [batch_size]."""
-        sample = step * self.batch_size + np.arange(self.batch_size)
+        return self.at(step * self.batch_size + np.arange(self.batch_size))
+
+    def at(self, sample: np.ndarray) -> np.ndarray:
+        """Return the position of the first token of each row, by its number since the first step."""
         epoch, index = np.divmod(sample, self.windows)
         window = permute(index, self.windows, mix(self.seed, _ORDER, epoch))
         return _phase(self.seed, epoch, self._phases) + window * self.length
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray:
         """Return ids int64 [batch_size / world, length + 1]."""
-        return self.split.rows(_share(self.starts(step), rank, world), self.length + 1)
+        return self.split.rows(share_of(self.starts(step), rank, world), self.length + 1)
 
     def resets(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray | None:
         """Return bool [batch_size / world, length], True at the first token of a
         document; None without ``reset_documents``."""
         if not self.reset_documents:
             return None
-        return self.split.document_starts(_share(self.starts(step), rank, world), self.length)
+        return self.split.document_starts(share_of(self.starts(step), rank, world), self.length)
 
 
 class SegmentStreams:
@@ -87,11 +90,11 @@ class SegmentStreams:
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray:
         """Return ids int64 [batch_size / world, length + 1]."""
-        return self.split.rows(_share(self.starts(step), rank, world), self.length + 1)
+        return self.split.rows(share_of(self.starts(step), rank, world), self.length + 1)
 
     def resets(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray:
         """Return bool [batch_size / world, length], True at the first token of a document or of a stream."""
-        resets = self.split.document_starts(_share(self.starts(step), rank, world), self.length)
+        resets = self.split.document_starts(share_of(self.starts(step), rank, world), self.length)
         if step % self.segments == 0:
             resets[:, 0] = True
         return resets
@@ -108,7 +111,8 @@ def _phase(seed: int, epoch: np.ndarray, phases: int) -> np.ndarray:
     return (mix(seed, _PHASE, epoch) % np.uint64(phases)).astype(np.int64)
 
 
-def _share(rows: np.ndarray, rank: int, world: int) -> np.ndarray:
+def share_of(rows: np.ndarray, rank: int, world: int) -> np.ndarray:
+    """Return the share of the ``rows`` of a batch that process ``rank`` of ``world`` has."""
     if len(rows) % world:
         raise KinformerError(
             f"a batch of {plural(len(rows), 'row')} cannot be shared by {plural(world, 'process')} alike; give a "

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kinformer.runtime.errors import require
+from kinformer.runtime.errors import require, require_share
 from kinformer.runtime.fields import Checked
 
 
@@ -31,7 +31,16 @@ class EstimateOptions(Checked):
     precision: Literal["fp32", "bf16-mixed"] = "fp32"
     """Precision of the activations in training, and of the weights in inference."""
 
+    devices: str | None = None
+    """Also estimate training and serving on so many devices: 64, or 8..4096 (powers of two). `batch_size` is then that
+    of all together."""
+    hardware: str = "h100"
+    """With `devices`: what they are (a100, h100, h200, mi300x), with changes as in h100,network=25e9,node=4."""
+    efficiency: float = 0.5
+    """With `devices`: the share of the peak FLOP/s that a device reaches in a step."""
+
     def __post_init__(self) -> None:
+        require_share("efficiency", self.efficiency, zero=False)
         for name in ("vocab_size", "length", "batch_size"):
             require(name, getattr(self, name), 1)
         super().__post_init__()

@@ -14,6 +14,7 @@ from kinformer.estimation.options import EstimateOptions
 from kinformer.estimation.parts import without_data
 from kinformer.estimation.peak import interpreter_bytes, peak
 from kinformer.estimation.rules import RulesOfThumb, rules_of_thumb
+from kinformer.runs.cluster import ClusterEstimate, cluster_of
 from kinformer.runs.description import subject_of
 from kinformer.runtime.unallocated import unallocated
 from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch
@@ -30,6 +31,7 @@ class MemberEstimate(Estimate):
 
     peak, peak_bytes: bytes of a process that trains it on a CPU, by part and in all.
     rules_of_thumb: what the field's rules say of a plain decoder of these sizes; None where they say nothing.
+    cluster: the costs on many devices; None where no number of them is given.
     """
 
     recipe: str
@@ -38,6 +40,7 @@ class MemberEstimate(Estimate):
     peak_bytes: int
     peak: dict[str, int]
     rules_of_thumb: RulesOfThumb | None
+    cluster: ClusterEstimate | None
 
 
 def estimate_member(options: EstimateOptions) -> MemberEstimate:
@@ -62,6 +65,7 @@ def estimate_member(options: EstimateOptions) -> MemberEstimate:
         peak_bytes=sum(process.values()),
         peak=process,
         rules_of_thumb=rules,
+        cluster=cluster_of(config, options, sizes["length"]),
     )
 
 

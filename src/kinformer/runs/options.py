@@ -111,7 +111,8 @@ class TrainOptions(Processes, Settings, Machine):
     out: str
     """The run folder: new, or with `resume` an existing one."""
     data: str | None = None
-    """What to learn from: a file or folder of text or bytes, token shards (`kinformer pack`), - for standard input, or
+    """What to learn from: a file or folder of text or bytes, token shards (`kinformer pack`), - for standard input,
+    several of these with weights, as web=0.7,code=0.3, or
     stdlib, Python's standard library (the default of tasks of text). For classify: a folder per class, or a .csv, .tsv
     or .jsonl. For image: a folder of pictures, IDX files, .npz, or digits."""
     text_field: str | None = None

@@ -17,6 +17,7 @@ from kinformer.data import ByteTokenizer, FileTokenizer, Tokenizer, spool, train
 from kinformer.data.corpus import STDLIB
 from kinformer.data.files import atomic_write
 from kinformer.data.formats import write_field
+from kinformer.data.mixture import mixture_of
 from kinformer.data.packed import is_packed, packed_tokenizer
 from kinformer.family.build import configure
 from kinformer.family.inheritance import inherited_config
@@ -153,6 +154,8 @@ def named_data(options: TrainOptions, task: Task, folder: Path) -> str:
         with atomic_write(folder.resolve() / FIELD) as file:
             write_field(Path(options.data).expanduser(), options.text_field, file)
         return str(folder.resolve() / FIELD)
+    if weights := mixture_of(options.data):
+        return ",".join(f"{path if path == STDLIB else Path(path).expanduser().resolve()}={w:g}" for path, w in weights)
     return str(Path(options.data).expanduser().resolve())
 
 
@@ -170,8 +173,9 @@ def _tokenizer_for(options: TrainOptions, task: Task, source: Source, base: Run 
         if size is not None:
             raise KinformerError(f"`tokenizer` {options.tokenizer} and `train_tokenizer` {size} contradict; give one.")
         return ByteTokenizer() if options.tokenizer == BYTES else _file_tokenizer(options.tokenizer)
-    if size is None and is_packed(source.spec):
-        return packed_tokenizer(source.spec)
+    named = [path for path, _ in mixture_of(source.spec) or [(source.spec, 1.0)]]
+    if size is None and (packed := next(filter(is_packed, named), None)) is not None:
+        return packed_tokenizer(packed)
     size = task.default_vocabulary(source, task_options) if size is None else size
     if size is None:
         return ByteTokenizer()

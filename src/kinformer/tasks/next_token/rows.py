@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from kinformer.core.state import State
 from kinformer.data import Corpus, EvaluationStream, RandomWindows, SegmentStreams, Split
+from kinformer.data.mixture import MixedWindows, require_single
 from kinformer.training import cross_entropy
 from kinformer.training.data_module import DataModule
 from kinformer.training.metric import BITS_PER_BYTE
@@ -49,10 +50,15 @@ class NextTokens(DataModule):
     ) -> None:
         self.corpus, self.settings, self.carries = corpus, settings, segments
         place = (corpus.splits["train"], settings.batch_size, settings.length, settings.seed)
-        self.sampler: SegmentStreams | RandomWindows = (
-            SegmentStreams(*place) if segments else RandomWindows(*place, reset_documents=reset_documents)
-        )
-        held_out = corpus.splits["validation"].take(settings.validation_tokens)
+        self.sampler: SegmentStreams | RandomWindows | MixedWindows
+        if segments:
+            require_single(corpus, "segments")
+            self.sampler = SegmentStreams(*place)
+        elif corpus.mixture is not None:
+            self.sampler = MixedWindows(place[0], corpus.mixture, *place[1:], reset_documents=reset_documents)
+        else:
+            self.sampler = RandomWindows(*place, reset_documents=reset_documents)
+        held_out = corpus.held_out(settings.validation_tokens)
         streams = max(1, min(settings.batch_size, (len(held_out) - 1) // settings.length))
         self.stream = EvaluationStream(held_out, settings.length, streams, reset_documents=segments or reset_documents)
 

@@ -1,0 +1,49 @@
+"""What serving a model takes of devices that share every row: memory, and time as memory and products allow.
+
+    seconds a token = max(bytes of weights and states / bandwidth, FLOPs / (efficiency * FLOP/s)) + bytes of tp / link
+
+Weights are read once for all rows of a step, a row's state for itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kinformer.estimation.cluster import Cluster, Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingCost:
+    """What each of ``devices`` devices of a row holds: bytes of ``weights``, and of the ``state`` of a row at its full
+    length; how many ``rows`` fit; ``seconds`` a token of one row alone, and tokens a second and device of all rows."""
+
+    devices: int
+    weights: int
+    state: int
+    rows: int
+    seconds: float
+    tokens_per_second: float
+
+
+def serving_costs(cluster: Cluster, devices: int) -> list[ServingCost]:
+    """Return the costs of serving rows of the cluster's length by 1, 2, 4, ... of so many ``devices`` of a node, where
+    the model fits, the most tokens a second first."""
+    costs, shared = [], 1
+    while shared <= min(devices, cluster.device.node):
+        if (part := cluster.part(shared)) is not None:
+            memory = part.inference()
+            rows = int((cluster.device.memory - memory["weights"]) // max(1, memory["state"]))
+            if rows >= 1:
+                speed = rows / _seconds(cluster, part, shared, rows) / shared
+                alone = _seconds(cluster, part, shared, 1)
+                costs.append(ServingCost(devices=shared, **memory, rows=rows, seconds=alone, tokens_per_second=speed))
+        shared *= 2
+    return sorted(costs, key=lambda cost: -cost.tokens_per_second)
+
+
+def _seconds(cluster: Cluster, part: Part, devices: int, rows: int) -> float:
+    """Return the seconds of a step of one token for each of so many rows."""
+    memory, device = part.inference(), cluster.device
+    read = (memory["weights"] + rows * memory["state"]) / device.bandwidth
+    computed = rows * part.token_flops() / cluster.flops(part.precision)
+    return max(read, computed) + 2 * (1 - 1 / devices) * rows * part.token_payload() / device.link

@@ -1,0 +1,83 @@
+"""Estimates for many devices: meshes, exchanged bytes and errors. What processes hold and exchange is counted in
+``tests/training/test_tensor_parallel.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kinformer.cli.estimate import Options, run
+from kinformer.estimation.cluster import Cluster, Mesh, Part, Payload, meshes
+from kinformer.estimation.estimate import estimate
+from kinformer.estimation.machines import DEVICES, device_of, numbers_of
+from kinformer.estimation.serving import serving_costs
+from kinformer.family.build import configure
+from kinformer.runtime.errors import KinformerError
+
+SIZES: dict[str, Any] = {"length": 64, "optimizer": "adamw", "precision": "fp32"}
+
+
+def test_meshes_share_rows_and_devices_evenly() -> None:
+    every = list(meshes(16, 8, 4))
+    assert every == [Mesh(2, 8, "ddp"), Mesh(2, 8, "fsdp"), Mesh(4, 4, "ddp"), Mesh(4, 4, "fsdp")]
+    assert [mesh.text for mesh in every] == ["tp=2,dp=8", "tp=2,fsdp=8", "tp=4,dp=4", "tp=4,fsdp=4"]
+    assert list(meshes(1, 3, 8)) == [Mesh(1, 1, "ddp")]
+
+
+def test_rings_send_what_they_must() -> None:
+    payload = Payload(all_reduce=800, tensor=100)
+    assert payload.sent(Mesh(2, 4, "ddp")) == (2 * 800 * 3 / 4, 2 * 100 / 2)
+    assert Payload(all_gather=800, reduce_scatter=400).sent(Mesh(1, 4, "fsdp")) == (900, 0)
+
+
+def test_parts_together_hold_the_model_once() -> None:
+    config = configure("gated-deltanet", "tiny", 64)
+    whole, half = (Part(config, parts, **SIZES) for parts in (1, 2))
+    assert whole.of_rows("flops_step", 3) == estimate(config, batch=3, **SIZES).flops_step
+    assert half.of_rows("flops_step", 2) == pytest.approx(whole.of_rows("flops_step", 2) / 2, rel=0.02)
+    assert half.inference()["state"] == pytest.approx(whole.inference()["state"] / 2, rel=0.02)
+    division = half.division
+    assert division is not None
+    twice = sum(item.numel() for name, item in half.model.named_parameters() if name not in division.cuts)
+    assert 2 * half.memory(Mesh(2, 1, "ddp"), 1)["weights"] - 4 * twice == whole.memory(Mesh(1, 1, "ddp"), 1)["weights"]
+
+
+def test_rows_come_in_parts_where_memory_is_small() -> None:
+    config = configure("gpt", "tiny", 64)
+    memory = estimate(config, batch=8, **SIZES).train_bytes
+    small = device_of(f"h100,memory={memory // 2},link=1e12")
+    (alone,) = Cluster(config, small, 0.5, batch=8, **SIZES).costs(1)
+    assert alone.fits and alone.accumulate == 4 and alone.train_bytes <= memory // 2 and alone.data_bytes == 0
+
+
+def test_what_cannot_be_divided_is_told_beside_what_can(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = Cluster(configure("performer", "tiny", 64), DEVICES["a100"], 0.5, batch=2, **SIZES)
+    assert {cost.mesh for cost in cluster.costs(2)} == {"dp=2", "fsdp=2"} and "drawn anew" in cluster.refused
+    assert [cost.devices for cost in serving_costs(cluster, 8)] == [1]
+    assert run(Options(member="rope", recipe="tiny", length=32, batch_size=4, devices="4")) == 0
+    text = capsys.readouterr().out
+    assert "tp=2,fsdp=2" in text and "num_heads = 2 is no multiple of 4" in text and "tokens/s a device" in text
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("tpu", "'tpu' is no device that is described; valid names are"),
+        ("h100,ram=3", "'ram' is none of its numbers"),
+        ("h100,link=fast", "link must be a number above 0"),
+        ("h100,link=-1", "link must be a number above 0"),
+    ],
+)
+def test_a_wrong_device_is_one_sentence(text: str, why: str) -> None:
+    with pytest.raises(KinformerError, match=f"^.?hardware.? {text}: {why}"):
+        device_of(text)
+
+
+def test_numbers_of_devices() -> None:
+    assert numbers_of("64") == [64] and numbers_of("8..40") == [8, 16, 32]
+    for text in ("0", "8..", "a", "8..9999999", "-4"):
+        with pytest.raises(KinformerError, match="must be a number from 1 to"):
+            numbers_of(text)
+    with pytest.raises(KinformerError, match="batch_size.? 3 cannot be shared by 64 devices.*multiple of 8"):
+        run(Options(member="rope", recipe="tiny", length=32, batch_size=3, devices="64"))
