@@ -1,6 +1,6 @@
 """Import of flash-linear-attention's folders: what its own classes compute, and what is refused.
 
-The golden numbers are those of its 0.6.0, whose kernels ran in Triton's interpreter.
+The golden numbers are those of its 0.6.0, whose kernels ran in Triton's interpreter (tests/golden/make_fla_folders.py).
 """
 
 import json
