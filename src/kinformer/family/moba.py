@@ -39,6 +39,7 @@ MEMBER = Member(
     ),
     exact_limit="with as many blocks to see as the text has it is softmax attention, with the same weights",
     parity=("moba_attn_varlen_naive of MoonshotAI/MoBA, in float32 (tests/mixers/test_chosen_blocks.py)",),
+    results=("chosen_blocks",),
     use_when="texts have many thousands of tokens, a token needs few places of them, and the cache may grow",
     avoid_when="texts are short, or the state must not grow: the cache is that of full attention",
     recipes={

@@ -88,6 +88,7 @@ MEMBER = Member(
         "naive_nsa_with_compression of fla-org/native-sparse-attention, in float32 "
         "(tests/mixers/test_chosen_blocks.py)",
     ),
+    results=("chosen_blocks",),
     use_when="texts have many thousands of tokens, several heads can share keys, and the cache may grow",
     avoid_when="texts are short: three branches then cost more than full attention",
     recipes={
