@@ -22,6 +22,7 @@ WHY_NOT = {
     "routing": "centroids learn by sums over all processes",
     "adaptive-span": "has costs of all heads",
     "performer": "drawn anew for all heads",
+    "nsa": "num_kv_heads = 1 is no multiple of 2",
     "mamba2": "key_heads = 1 is no multiple of 2",
     "compressive": "costs of all heads",
     "pkm": "sparse gradients",

@@ -88,6 +88,7 @@ class ChosenBlocks(HostDriven, CausalMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "chosen_blocks"
+        by_heads = True
         num_heads: int = 4
         head_dim: int | None = None
         projection: ProjectionConfig = MultiHead.Config()
