@@ -49,6 +49,12 @@ def test_the_text_holds_the_record_config_parameters_state_and_pattern(cli):
     assert max(map(len, out.splitlines())) <= 100
 
 
+def test_the_training_of_a_paper_is_shown(cli):
+    _, out, _ = cli("show", "deep-char", "--recipe", "paper", "--brief")
+    assert "training unless set otherwise: steps = 4000000, batch_size = 16" in out and "momentum = 0.99" in out
+    assert "training unless" not in cli("show", "deep-char", "--recipe", "tiny", "--brief")[1]
+
+
 def test_a_name_may_be_written_in_capitals(cli, text_file, tmp_path):
     assert cli("show", "GPT", "--recipe", "tiny") == cli("show", "gpt", "--recipe", "tiny")
     small = ["--recipe", "tiny", "--steps", 1, "--length", 16, "--batch-size", 2, "--device", "cpu"]

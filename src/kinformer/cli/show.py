@@ -67,8 +67,11 @@ def _print(page: dict[str, Any], config: dict[str, Any]) -> None:
     print(f"recipes: {', '.join(page['recipes'])}\n\nconfig of {page['name']}, recipe {page['recipe']}")
     print("\n".join(tree(config, "  ")))
     if page["training"]:
-        options = ", ".join(f"{name} = {value}" for name, value in page["training"].items())
-        print(textwrap.fill(f"\ntraining, unless set otherwise: {options}", 100, subsequent_indent="  "))
+        options = ", ".join(
+            f"{name} = {f'{value:.3g}' if isinstance(value, float) else value}"
+            for name, value in page["training"].items()
+        )
+        print("\n" + textwrap.fill(f"training unless set otherwise: {options}", 100, subsequent_indent="  "))
     total = page["parameters"]["total"]
     active = page["parameters"]["active"]
     print(f"\nparameters: {total:,}{f', of which one token uses {active:,}' if active < total else ''}")
