@@ -15,6 +15,7 @@ from kinformer.positions.alibi import Alibi
 from kinformer.positions.rope import Rope
 from kinformer.projections.convolved import Convolved
 from kinformer.projections.grouped import Grouped
+from kinformer.runs.tracing.weights import weights_of
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import CHECKS, MixerSubject
 
@@ -89,7 +90,7 @@ def test_parity_with_nsa(golden, impl):
         projection=GROUPED, block=4, count=3, shared_choice=True, compression=True, window=5, impl=impl
     )
     mixer, start = of_authors(config.replace(num_heads=4), *qkv)
-    mixer.gate = Gated(golden["nsa_g"].permute(1, 2, 3, 0))
+    mixer.branch_gates = Gated(golden["nsa_g"].permute(1, 2, 3, 0))
     y = mixer(Chunk(torch.zeros(1, 23, 8)), start)[0]
     assert (y.view(want.shape) - want).abs().max() < 1e-5
 
@@ -114,9 +115,9 @@ def test_branches_are_softmax_attention_where_blocks_are_tokens_and_the_window_i
     """Means of blocks of one token are the tokens; every branch then is full attention, and gates of 1/2 add up."""
     mixer = built(ChosenBlocks.Config(**NSA | {"block": 1, "count": 12, "window": 12}))
     with torch.no_grad():
-        mixer.gate.weight.zero_()
+        mixer.branch_gates.weight.zero_()
     full = SoftmaxAttention.Config(num_heads=4, projection=GROUPED, position=Rope.Config()).build(DIM).double()
-    full.load_state_dict({name: value for name, value in mixer.state_dict().items() if name != "gate.weight"})
+    full.load_state_dict({name: value for name, value in mixer.state_dict().items() if name != "branch_gates.weight"})
     with torch.no_grad():
         full.out.weight *= 1.5
     assert (outputs(mixer, inputs(12)) - outputs(full, inputs(12))).abs().max() < 1e-12
@@ -168,6 +169,19 @@ def test_the_state_is_the_cache_and_the_means_of_complete_blocks():
     want = torch.cat([state.attention.k, state.attention.v], -1)[:, :, :12].unflatten(2, (4, 3)).mean(3)
     assert (state.means - want).abs().max() < 1e-12
     assert mixer.state_bytes(13, dtype=torch.float64) == 2 * (2 * 13 * 4 + 4 * 8) * 8 + 8
+
+
+@pytest.mark.parametrize("settings", [MOBA, NSA], ids=["moba", "nsa"])
+def test_weights_are_read_and_rows_add_up_to_the_gates(settings):
+    mixer, x = built(ChosenBlocks.Config(**settings)), inputs(20, batch=1)
+    read = weights_of(mixer, (Chunk(x), mixer.initial_state(1, dtype=x.dtype)))
+    assert (read.weights @ read.values + read.constant - read.outputs).abs().max() < 1e-12
+    rows = torch.ones(2, 20, dtype=x.dtype)
+    if mixer.branch_gates is not None:
+        gates = torch.sigmoid(mixer.branch_gates(x))[0].unflatten(-1, (4, 3)).permute(2, 1, 0)
+        complete = (torch.arange(20) >= 2).to(x.dtype)  # before the first complete block there are no means
+        rows = gates[0] * complete + gates[1] + gates[2]
+    assert (read.weights.sum(-1) - rows).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("check", [check for check in CHECKS if check != "compile"])

@@ -137,7 +137,7 @@ class ChosenBlocks(HostDriven, CausalMixer):
                 "projection grouped, or leave shared_choice out."
             )
         self.branches = 1 + config.compression + (config.window is not None)
-        self.gate = None if self.branches == 1 else nn.Linear(dim, heads * self.branches, bias=False)
+        self.branch_gates = None if self.branches == 1 else nn.Linear(dim, heads * self.branches, bias=False)
         self.out = config.projection.build_output(dim, heads, self.head_dim, config.bias)
         self.scale = self.head_dim**-0.5
         choosers = self.kv_heads if config.shared_choice else heads
@@ -207,8 +207,8 @@ class ChosenBlocks(HostDriven, CausalMixer):
             impl: AttentionImpl = "reference" if self.config.impl == "reference" else "auto"
             branches.append(attention(q, k, v, visibility, Scoring(self.scale), impl=impl).out)
         y = branches[0]
-        if self.gate is not None:
-            gates = torch.sigmoid(self.gate(select_valid(chunk.x, chunk.valid)))
+        if self.branch_gates is not None:
+            gates = torch.sigmoid(self.branch_gates(select_valid(chunk.x, chunk.valid)))
             gates = gates.unflatten(-1, (-1, self.branches)).transpose(1, 2)  # [batch, heads, time, branches]
             y = sum(gates[..., i, None] * branch for i, branch in enumerate(branches))
         return self.out(merge_heads(y)), means.after
