@@ -167,7 +167,11 @@ def test_what_a_missing_package_was_is_told(package):
     look_again()
     fails(f"{start}which is not installed; install it.", model_config, data)
     del data["layers"][0]["mixer"]["package"]
-    fails("config.layers.0.mixer: 'leaky' is not a known mixer; valid names are compressive, ", model_config, data)
+    fails(
+        "config.layers.0.mixer: 'leaky' is not a known mixer; valid names are chosen_blocks, compressive, ",
+        model_config,
+        data,
+    )
     message = "layers.0.feed_forward: the feed_forward 'gelu' comes from the package '3', which is not installed"
     fails(message, configure, "gpt", "tiny", set={"layers.0.feed_forward": {"kind": "gelu", "package": 3}})
 

@@ -144,7 +144,7 @@ def test_every_member_that_can_begins_with_the_plain_one():
         assert len(result.origins) > 9 or name.name == "sha-rnn"  # whose layers have all other names
         assert {part.mixer.kind for part in config.layers} == {part.mixer.kind for part in recipe.layers}
         assert logits(model.eval()).isfinite().all()
-    assert refused <= {"complex-order"}
+    assert refused <= {"complex-order", "nsa"}  # whose heads choose together, as they share keys
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,9 @@ from tests.comparison.browser import Browser
 from tests.members import CAUSAL, ENCODERS
 
 TEXT = "wind sings under the tree"
-PARTIAL = {"compressive", "memorizing", "linformer"}
-"""Members of which something beside the text's tokens takes a share of the softmax, or some of it is lost."""
+PARTIAL = {"compressive", "memorizing", "linformer", "nsa"}
+"""Members of which something beside the text's tokens takes a share of the softmax, or some of it is lost, or of which
+the weights are those of three branches, each with a gate."""
 
 
 def calls_of(name, time=21):
@@ -50,7 +51,7 @@ def test_weights_times_values_are_what_the_heads_of_every_mixer_give(name):
         assert error[:, rows].abs().max() < 1e-12
         sums = weights.sum(-1)
         if not site.implied:
-            assert weights.min() >= 0 and sums.max() < 1 + 1e-9
+            assert weights.min() >= 0 and sums.max() < (3 if name == "nsa" else 1) + 1e-9
             if name not in PARTIAL:
                 assert (((sums - 1).abs() < 1e-9) | (sums == 0)).all()
         if isinstance(call.inputs[0], Chunk):

@@ -181,7 +181,7 @@ def test_a_vocabulary_of_its_own_from_both_sides(tmp_path):
         ({"segments": True}, "segments: is for the task next-token, not for translate"),
         ({"text_field": "x"}, "text_field x: is for running text; name the sides of JSON lines with source"),
         ({"average": -1}, "average is -1"),
-        ({"schedule": "linear"}, "schedule is 'linear'"),
+        ({"schedule": "square"}, "schedule is 'square'"),
     ],
 )
 def test_mistakes_of_training(pairs, tmp_path, given, told):

@@ -79,8 +79,8 @@ MEMBER = Member(
         "learnt function of blocks of 32 tokens, one every 16, from which the importance of the chosen blocks of 64 "
         "is added up)",
         "the three branches share one projection of keys and values, as there (the paper: each its own)",
-        "values are as wide as keys in the recipe paper (the paper: 128 and 192); the widths of its feed-forwards and its "
-        "vocabulary are our choice, as the paper does not state them",
+        "values are as wide as keys in the recipe paper (the paper: 128 and 192); the widths of its feed-forwards and "
+        "its vocabulary are our choice, as the paper does not state them",
         "layer norm and GELU in all recipes but paper",
     ),
     exact_limit="with blocks of one token, all of them seen, and a window as long as the text, every branch is softmax "
