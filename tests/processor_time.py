@@ -11,8 +11,9 @@ import pytest
 
 LISTED = 5.0
 """Seconds beyond which a test is named at the end of the session."""
-LIMIT = 60.0
-"""Seconds beyond which a step of a test (its fixtures, or the test itself) fails."""
+LIMIT = 120.0
+"""Seconds beyond which a step of a test (its fixtures, or the test itself) fails. Processors differ by a factor of 2.5:
+what takes 25 s on one with AMX takes 60 s on one without."""
 _NAME = "processor_seconds"
 
 
