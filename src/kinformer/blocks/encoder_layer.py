@@ -69,11 +69,10 @@ class EncoderLayer(ChecksInput, PartialOutput, Sublayers):
         return self.mixer_residual.leave(x, self.mixer(self.mixer_residual.enter(x), text))
 
     def forward(self, x: Tensor, text: SequenceContext, output_mask: Tensor | None = None) -> Tensor:
-        y = self.mixer(self.mixer_residual.enter(x), text)
         if output_mask is None or isinstance(self.feed_forward, EncoderMixer):  # which needs every token
-            mixed = self.mixer_residual.leave(x, y)
-            mixed = fed(self.feed_forward_residual, self.feed_forward, mixed, text.valid)
-            return mixed if output_mask is None else torch.where(output_mask[..., None], mixed, x)
+            y = fed(self.feed_forward_residual, self.feed_forward, self._mixed(x, text), text.valid)
+            return y if output_mask is None else torch.where(output_mask[..., None], y, x)
+        y = self.mixer(self.mixer_residual.enter(x), text)
         some = self.mixer_residual.leave(x[output_mask], y[output_mask])
         some = fed(self.feed_forward_residual, self.feed_forward, some, None)
         return x.to(some.dtype).index_put((output_mask,), some)

@@ -81,23 +81,26 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
             if not self.scale > 0:
                 raise KinformerError(f"scale must be above 0, but is {self.scale:g}.")
 
-        def part(self, dim: int, part: int, parts: int) -> Experts.Config:
+        def part(self, dim: int, parts: int) -> Experts.Config:
             shared = self.shared_dim and divided(self, "shared_dim", self.shared_dim, parts)
-            hidden_dim = divided(self, "hidden_dim", self.explicit(dim).hidden_dim or 0, parts)
+            hidden_dim = divided(self, "hidden_dim", self.width(dim), parts)
             return self.replace(hidden_dim=hidden_dim, shared_dim=shared)
 
         def build(self, dim: int) -> Experts:
             return Experts(self, dim)
 
+        def width(self, dim: int) -> int:
+            """Return the hidden features of an expert in a model ``dim`` wide."""
+            return self.hidden_dim or -(-8 * dim // (3 * self.topk) // 8) * 8
+
         def explicit(self, dim: int) -> Self:
-            """Return the config with the ``hidden_dim`` of a model ``dim`` wide."""
-            return self if self.hidden_dim else self.replace(hidden_dim=-(-8 * dim // (3 * self.topk) // 8) * 8)
+            """Return the config with this ``hidden_dim``."""
+            return self.replace(hidden_dim=self.width(dim))
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
         self.config = config
-        hidden = config.explicit(dim).hidden_dim
-        assert hidden is not None
+        hidden = config.width(dim)
         in_blocks(self, hidden, hidden)  # of gate_up
         self.router = UnpackedLinear(dim, config.num_experts, bias=False)
         self.gate_up = nn.Parameter(torch.empty(config.num_experts, dim, 2 * hidden))

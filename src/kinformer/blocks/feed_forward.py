@@ -54,7 +54,7 @@ class MLP(nn.Module):
         slices: int = 1
         chunks: int = 1
 
-        def part(self, dim: int, part: int, parts: int) -> MLP.Config:
+        def part(self, dim: int, parts: int) -> MLP.Config:
             hidden_dim = divided(self, "hidden_dim", self.hidden_dim or 4 * dim // self.slices, parts)
             return self.replace(hidden_dim=hidden_dim)
 
@@ -101,19 +101,23 @@ class SwiGLU(nn.Module):
         bias: bool = False
         chunks: int = 1
 
-        def part(self, dim: int, part: int, parts: int) -> SwiGLU.Config:
-            return self.replace(hidden_dim=divided(self, "hidden_dim", self.explicit(dim).hidden_dim or 0, parts))
+        def part(self, dim: int, parts: int) -> SwiGLU.Config:
+            return self.replace(hidden_dim=divided(self, "hidden_dim", self.width(dim), parts))
 
         def build(self, dim: int) -> SwiGLU:
             return SwiGLU(self, dim)
 
+        def width(self, dim: int) -> int:
+            """Return the hidden features in a model ``dim`` wide."""
+            return self.hidden_dim or -(-8 * dim // 3 // 8) * 8
+
         def explicit(self, dim: int) -> Self:
-            """Return the config with the ``hidden_dim`` of a model ``dim`` wide."""
-            return self if self.hidden_dim else self.replace(hidden_dim=-(-8 * dim // 3 // 8) * 8)
+            """Return the config with this ``hidden_dim``."""
+            return self.replace(hidden_dim=self.width(dim))
 
     def __init__(self, config: Any, dim: int) -> None:
         super().__init__()
-        hidden_dim = config.explicit(dim).hidden_dim
+        hidden_dim = config.width(dim)
         self.chunks = config.chunks
         self.gate_up = in_blocks(nn.Linear(dim, 2 * hidden_dim, bias=config.bias), hidden_dim, hidden_dim)
         self.down = ResidualOutput(hidden_dim, dim, bias=config.bias)

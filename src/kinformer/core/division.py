@@ -36,8 +36,8 @@ class Divisible:
     indivisible: ClassVar[str] = "nothing says what a part of it computes"
     by_heads: ClassVar[bool] = False
 
-    def part(self, dim: int, part: int, parts: int) -> Self:
-        """Return the config of part number ``part`` of ``parts`` equal ones, for a stream of width ``dim``."""
+    def part(self, dim: int, parts: int) -> Self:
+        """Return the config of one of ``parts`` equal parts, for a stream of width ``dim``."""
         config: Any = self
         if self.by_heads:
             return config.replace(**fewer_heads(config, dim, parts))

@@ -39,9 +39,6 @@ class TokenMemoryState(NamedTuple):
         return ReservedSlots.of(self, length)
 
 
-State = TokenMemoryState | ReservedSlots
-
-
 class TokenMemory(CausalMixer):
     """The base of such mixers. ``width`` is that of a memory, ``pattern`` says which ones a query sees."""
 
@@ -78,7 +75,9 @@ class TokenMemory(CausalMixer):
         past = length if self.retained is None else min(length, self.retained)
         return past * self.width * dtype.itemsize + 8
 
-    def forward(self, chunk: Chunk, state: State) -> tuple[Tensor, State]:
+    def forward(
+        self, chunk: Chunk, state: TokenMemoryState | ReservedSlots
+    ) -> tuple[Tensor, TokenMemoryState | ReservedSlots]:
         if isinstance(state, TokenMemoryState):
             return self._absorb(chunk, state)
         if chunk.valid is not None or chunk.reset is not None:

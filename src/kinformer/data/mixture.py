@@ -20,7 +20,7 @@ import numpy as np
 
 from kinformer.data.extents import Extents
 from kinformer.data.permutation import mix, permute
-from kinformer.data.sampler import RandomWindows, share_of
+from kinformer.data.sampler import RandomWindows, Rows
 from kinformer.data.split import Split
 from kinformer.runtime.errors import KinformerError
 
@@ -100,7 +100,7 @@ def joined(splits: Sequence[Split]) -> Split:
     )
 
 
-class MixedWindows:
+class MixedWindows(Rows):
     """Windows of ``length`` + 1 tokens of the corpora of a ``mixture``, as :class:`RandomWindows` has them of one;
     ``split`` is their training splits one after the other."""
 
@@ -124,24 +124,12 @@ class MixedWindows:
         return corpus, cycle * self._counts[corpus] + place - self._before[corpus]
 
     def starts(self, step: int) -> np.ndarray:
-        """Return the position of the first token of each row of the global batch, int64 [batch_size]."""
         corpus, number = self.corpora(step)
         starts = np.empty(self.batch_size, np.int64)
         for index, windows in enumerate(self._windows):
             ours = corpus == index
             starts[ours] = self._begins[index] + windows.at(number[ours])
         return starts
-
-    def batch(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray:
-        """Return ids int64 [batch_size / world, length + 1]."""
-        return self.split.rows(share_of(self.starts(step), rank, world), self.length + 1)
-
-    def resets(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray | None:
-        """Return bool [batch_size / world, length], True at the first token of a
-        document; None without ``reset_documents``."""
-        if not self.reset_documents:
-            return None
-        return self.split.document_starts(share_of(self.starts(step), rank, world), self.length)
 
 
 def require_single(corpus: Corpus, what: str) -> None:

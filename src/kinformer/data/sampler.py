@@ -32,12 +32,37 @@ class Sampler(Protocol):
         ...
 
 
-class RandomWindows:
+class Rows:
+    """The batches of rows of a ``split``, each ``length`` + 1 tokens from where a subclass's :meth:`starts` says. With
+    ``reset_documents`` the first token of each document is marked by :meth:`resets`."""
+
+    split: Split
+    batch_size: int
+    length: int
+    seed: int
+    reset_documents = False
+
+    def starts(self, step: int) -> np.ndarray:
+        """Return the position of the first token of each row of the global batch, int64 [batch_size]."""
+        raise NotImplementedError
+
+    def batch(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray:
+        """Return ids int64 [batch_size / world, length + 1]."""
+        return self.split.rows(_share(self.starts(step), rank, world), self.length + 1)
+
+    def resets(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray | None:
+        """Return bool [batch_size / world, length], True at the first token of a
+        document; None without ``reset_documents``."""
+        if not self.reset_documents:
+            return None
+        return self.split.document_starts(_share(self.starts(step), rank, world), self.length)
+
+
+class RandomWindows(Rows):
     """Windows of ``length`` + 1 tokens in random order, each token predicted once per epoch.
 
     An epoch is a random permutation of windows that touch without overlapping, shifted by a random phase; at most
-    ``2 * length`` tokens at the ends stay unused in it. Windows may cross documents; with ``reset_documents`` the
-    first token of each document is marked by :meth:`resets`.
+    ``2 * length`` tokens at the ends stay unused in it. Windows may cross documents.
     """
 
     def __init__(self, split: Split, batch_size: int, length: int, seed: int, *, reset_documents: bool = False) -> None:
@@ -56,19 +81,8 @@ class RandomWindows:
         window = permute(index, self.windows, mix(self.seed, _ORDER, epoch))
         return _phase(self.seed, epoch, self._phases) + window * self.length
 
-    def batch(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray:
-        """Return ids int64 [batch_size / world, length + 1]."""
-        return self.split.rows(share_of(self.starts(step), rank, world), self.length + 1)
 
-    def resets(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray | None:
-        """Return bool [batch_size / world, length], True at the first token of a
-        document; None without ``reset_documents``."""
-        if not self.reset_documents:
-            return None
-        return self.split.document_starts(share_of(self.starts(step), rank, world), self.length)
-
-
-class SegmentStreams:
+class SegmentStreams(Rows):
     """Consecutive segments of ``batch_size`` contiguous streams, for training with a carried state.
 
     The split is cut into equal streams, one per row; step by step each row walks along its own. After ``segments``
@@ -88,13 +102,9 @@ class SegmentStreams:
         phase = _phase(self.seed, np.array([epoch]), self._phases)
         return np.arange(self.batch_size) * self.stream_length + phase + segment * self.length
 
-    def batch(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray:
-        """Return ids int64 [batch_size / world, length + 1]."""
-        return self.split.rows(share_of(self.starts(step), rank, world), self.length + 1)
-
     def resets(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray:
         """Return bool [batch_size / world, length], True at the first token of a document or of a stream."""
-        resets = self.split.document_starts(share_of(self.starts(step), rank, world), self.length)
+        resets = self.split.document_starts(_share(self.starts(step), rank, world), self.length)
         if step % self.segments == 0:
             resets[:, 0] = True
         return resets
@@ -111,7 +121,7 @@ def _phase(seed: int, epoch: np.ndarray, phases: int) -> np.ndarray:
     return (mix(seed, _PHASE, epoch) % np.uint64(phases)).astype(np.int64)
 
 
-def share_of(rows: np.ndarray, rank: int, world: int) -> np.ndarray:
+def _share(rows: np.ndarray, rank: int, world: int) -> np.ndarray:
     """Return the share of the ``rows`` of a batch that process ``rank`` of ``world`` has."""
     if len(rows) % world:
         raise KinformerError(

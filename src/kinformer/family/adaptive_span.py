@@ -107,7 +107,7 @@ MEMBER = Member(
             "weight_decay": 0.0,
         }
         for name in ("paper", "paper-large")
-    },  # fmt: skip
+    },
     recipes={
         "tiny": _tiny,
         "small": _small,

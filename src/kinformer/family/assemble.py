@@ -32,6 +32,21 @@ class ModelShape:
     activation: Activation = "gelu"
 
 
+def noam(dim: int, warmup: int = 4000, **more: Any) -> dict[str, Any]:
+    """The training of a model ``dim`` wide by Vaswani et al. 2017, section 5.3: the rate dim^-0.5 min(step^-0.5, step
+    warmup^-1.5); ``more`` are further options."""
+    return {
+        "lr": dim**-0.5 * warmup**-0.5,
+        "schedule": "inverse-sqrt",
+        "warmup": warmup,
+        "beta2": 0.98,
+        "min_lr_ratio": 0.0,
+        "weight_decay": 0.0,
+        "clip": 0.0,
+        **more,
+    }
+
+
 def residual(name: Literal["pre", "post"]) -> ResidualConfig:
     """The residual with the norm before (pre) or behind (post) every sublayer."""
     from kinformer.blocks.residual import PostNorm, PreNorm

@@ -63,7 +63,7 @@ MEMBER = Member(
             "clip": 1.0,
         }
         for name in ("paper", "paper-large")
-    },  # fmt: skip
+    },
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), max_length=128),
         "small": _recipe(_shape(256, 4, 4)),

@@ -81,7 +81,7 @@ MEMBER = Member(
             "weight_decay": 1e-4,
             "clip": 0.25,
         },
-    },  # fmt: skip
+    },
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), timesteps=64),
         "small": _recipe(_shape(256, 4, 4)),

@@ -69,7 +69,7 @@ MEMBER = Member(
             "weight_decay": 0.0,
         }
         for name in ("paper", "paper-t12")
-    },  # fmt: skip
+    },
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), max_length=128),
         "small": _recipe(_shape(256, 4, 4)),

@@ -63,7 +63,7 @@ MEMBER = Member(
             "weight_decay": 0.0,
             "clip": 0.25,
         },
-    },  # fmt: skip
+    },
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2)),
         "small": _recipe(ModelShape(256, 4, 4)),

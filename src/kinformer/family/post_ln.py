@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import ModelShape, decoder
+from kinformer.family.assemble import ModelShape, decoder, noam
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
@@ -50,18 +50,7 @@ MEMBER = Member(
     results=("normalisation",),
     use_when="you reproduce the original decoder",
     avoid_when="you train many layers or without a warm-up: `gpt` learns faster there",
-    training={  # Vaswani et al. 2017, section 5.3
-        name: {
-            "lr": dim**-0.5 * 4000**-0.5,
-            "schedule": "inverse-sqrt",
-            "warmup": 4000,
-            "beta2": 0.98,
-            "min_lr_ratio": 0.0,
-            "weight_decay": 0.0,
-            "clip": 0.0,
-        }
-        for name, dim in (("paper", 512), ("paper-big", 1024))
-    },  # fmt: skip
+    training={"paper": noam(512), "paper-big": noam(1024)},
     recipes={
         "tiny": _recipe(_shape(32, 2, 2)),
         "small": _recipe(_shape(256, 4, 4)),

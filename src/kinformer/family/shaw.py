@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import ModelShape, decoder
+from kinformer.family.assemble import ModelShape, decoder, noam
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
@@ -44,18 +44,7 @@ MEMBER = Member(
     results=("sparse",),
     use_when="you reproduce relative positions as first published",
     avoid_when="texts are long: its tables by distance end at a clip, and `rope` is faster",
-    training={  # section 4.1: the schedule of Vaswani et al.
-        name: {
-            "lr": dim**-0.5 * 4000**-0.5,
-            "schedule": "inverse-sqrt",
-            "warmup": 4000,
-            "beta2": 0.98,
-            "min_lr_ratio": 0.0,
-            "weight_decay": 0.0,
-            "clip": 0.0,
-        }
-        for name, dim in (("paper", 512), ("paper-big", 1024))
-    },  # fmt: skip
+    training={"paper": noam(512), "paper-big": noam(1024)},  # section 4.1
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2)),
         "small": _recipe(ModelShape(256, 4, 4)),

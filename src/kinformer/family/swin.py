@@ -91,7 +91,7 @@ MEMBER = Member(
             "clip": 5.0,
         }
         for name in ("paper", "paper-small", "paper-base")
-    },  # fmt: skip
+    },
     recipes={
         "tiny": _recipe(16, (2, 2), 1, size=32, patch=2, window=4, classes=10),
         "tiny-v2": _recipe(16, (2, 2), 1, size=32, patch=2, window=4, second=True, classes=10),

@@ -83,7 +83,7 @@ MEMBER = Member(
             "clip": 0.0,
         }
         for name in ("paper", "paper-small")
-    },  # fmt: skip
+    },
     recipes={
         "tiny": _recipe(_shape(32, 2, 2)),
         "small": _recipe(_shape(256, 4, 4)),

@@ -106,7 +106,7 @@ MEMBER = Member(
             ("paper-words", 60, 150, 0, 200_000),
             ("paper-words-large", 128, 384, 16_000, 4_000_000),
         )
-    },  # fmt: skip
+    },
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), segment=8, memory=12),
         "small": _recipe(_shape(256, 4, 4), segment=256),

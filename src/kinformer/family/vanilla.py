@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from kinformer.family.assemble import ModelShape, decoder, encoder_decoder
+from kinformer.family.assemble import ModelShape, decoder, encoder_decoder, noam
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
@@ -58,20 +58,10 @@ MEMBER = Member(
     parity=("Marian of transformers: logits of imported checkpoints (tests/interop/test_marian.py)",),
     use_when="one sequence becomes another, as in translation",
     avoid_when="a text is only to be continued: a decoder does that with half of the parts",
-    training={  # section 5.3; lr is d^-0.5 warmup^-0.5
-        name: {
-            "steps": steps,
-            "lr": dim**-0.5 * 4000**-0.5,
-            "schedule": "inverse-sqrt",
-            "warmup": 4000,
-            "beta2": 0.98,
-            "min_lr_ratio": 0.0,
-            "weight_decay": 0.0,
-            "clip": 0.0,
-            "average": average,
-        }
-        for name, dim, steps, average in (("paper", 512, 100_000, 5), ("paper-big", 1024, 300_000, 20))
-    },  # fmt: skip
+    training={
+        "paper": noam(512, steps=100_000, average=5),
+        "paper-big": noam(1024, steps=300_000, average=20),
+    },
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), dropout=0.0),
         "small": _recipe(_shape(256, 4, 4)),

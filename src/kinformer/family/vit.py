@@ -58,7 +58,7 @@ MEMBER = Member(
             "clip": 1.0,
         }
         for name in ("paper", "paper-large")
-    },  # fmt: skip
+    },
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2), 32, 4, classes=10),
         "small": _recipe(ModelShape(256, 4, 4), 32, 4, classes=10),

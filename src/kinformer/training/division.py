@@ -75,7 +75,7 @@ def divide(model: Any, part: int, parts: int) -> Division:
 
     Errors: ``KinformerError``, in one sentence, where a part of the model cannot be divided; it is then unchanged.
     """
-    replaced = _replacements(model, part, parts)
+    replaced = _replacements(model, parts)
     whole = _tensors(model)
     blocks = {name: getattr(module, "blocks", ()) for name, module in model.named_modules()}
     followed = {name: module for name, module in _modules(model).items() if isinstance(module, FollowsHeads)}
@@ -93,7 +93,7 @@ def divide(model: Any, part: int, parts: int) -> Division:
     return division
 
 
-def _replacements(model: Any, part: int, parts: int) -> dict[str, tuple[Any, str, nn.Module, bool]]:
+def _replacements(model: Any, parts: int) -> dict[str, tuple[Any, str, nn.Module, bool]]:
     """Return the new modules by their paths: the parent, the name there, the module, and whether it is a mixer."""
     config = model.config
     stack = getattr(model, "stack", None)
@@ -112,11 +112,11 @@ def _replacements(model: Any, part: int, parts: int) -> dict[str, tuple[Any, str
         for name in ("mixer", *_FEED_FORWARDS):
             if isinstance(getattr(layer, name, None), nn.Module):
                 chosen = getattr(options, "feed_forward" if name in _FEED_FORWARDS else name)
-                module = chosen.part(width, part, parts).build(width)
+                module = chosen.part(width, parts).build(width)
                 replaced[f"{place}.{name}"] = layer, name, module, name == "mixer"
         further = getattr(options, "further_mixers", ())
         for index, chosen in enumerate(further):
-            module = chosen.part(width, part, parts).build(width)
+            module = chosen.part(width, parts).build(width)
             replaced[f"{place}.further_mixers.{index}"] = layer.further_mixers, str(index), module, True
     for path, (_, _, module, _) in replaced.items():
         _require_local(path, module)

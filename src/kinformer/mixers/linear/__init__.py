@@ -53,7 +53,7 @@ class KernelState(NamedTuple):
 
     kv: [batch, heads, features, value_dim]; z: [batch, heads, features], the normaliser's sum; recent: [batch,
     key_heads, convolution - 1, channels], projected tokens; maximum: [batch, key_heads] int64
-    (``kernels.linear.running``); seen: [batch] int64, for positions and it.
+    (``kernels.linear.running``); seen: [batch] int64, for positions and the maximum.
     """
 
     kv: Tensor
