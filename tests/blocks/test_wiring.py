@@ -11,12 +11,13 @@ from kinformer.blocks.parallel import ParallelEncoderLayer, ParallelLayer
 from kinformer.blocks.residual import PostNorm, PreNorm, Sandwich
 from kinformer.core.contract import Chunk
 from kinformer.core.encoder import SequenceContext
-from kinformer.family.build import build
+from kinformer.family.build import build, configure
 from kinformer.heads.language import LanguageModelHead
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.cross import CrossAttention
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.runtime.errors import KinformerError
+from kinformer.testing import ENCODER_MODEL_CHECKS, EncoderModelSubject
 
 NAMES = {
     "self_attn.in_proj_weight": "mixer.projection.qkv.weight",
@@ -110,6 +111,12 @@ def test_parallel_sublayers_of_an_encoder_read_the_same_stream():
     y, mask = layer(x, text), torch.rand(2, 7) < 0.5
     assert (y - want).abs().max() < 1e-12
     assert torch.equal(layer(x, text, mask), torch.where(mask[..., None], y, x))
+
+
+@pytest.mark.parametrize("check", ENCODER_MODEL_CHECKS)
+def test_an_encoder_of_parallel_layers_keeps_the_laws(check):
+    config = configure("bert", "tiny", 61, {"layers.*": {"kind": "parallel", "mixer": "bidirectional"}})
+    ENCODER_MODEL_CHECKS[check](EncoderModelSubject(config.build, 61, time=17))
 
 
 def test_parallel_refuses_what_is_not_parallel():
