@@ -46,7 +46,7 @@ class Carried:
         if any(getattr(module, "context", 0) and hasattr(module, "combine") for module in model.modules()):
             raise KinformerError(
                 "`parallel` tp: the state of the projection 'convolved' holds heads of queries, keys and values side "
-                "by side, so it cannot be carried by heads; train without `carry`, or leave tp out."
+                "by side, so it cannot be carried by heads; train without `segments`, or leave tp out."
             )
         part = group.rank % group.tensor
         for index, state in enumerate(self.states):

@@ -3,7 +3,7 @@
 The queries that chose a block stand side by side, so that every product is of matrices (MoBA's authors compute it so:
 moba/moba_efficient.py). A query's softmax over its blocks is joined by their log-sum-exps. Queries are computed some at
 a time, so that what is held does not grow with the text. The backward recomputes P = exp(S - lse) and uses
-dS = P * (dP - delta), delta = rowsum(dO * O) - dlse.
+dS = P * (dP - delta), delta = rowsum(dO * O).
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def _backward(grad_out: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> tu
             whole += _joined(tiles, errors)
         rows.put(dq, part, whole.mul_(call.scale))
     dk.mul_(1 / _LOG2_E)  # queries are scaled by log2 e
-    return dq, rows_to_slots(dk, call, call.k), rows_to_slots(dv, call, call.v)
+    return dq, _in_slots(dk, call, call.k), _in_slots(dv, call, call.v)
 
 
 def _accumulate(
@@ -239,7 +239,7 @@ def _accumulate(
     dv.index_add_(0, group.block, torch.bmm(weights.mT, grads))
 
 
-def rows_to_slots(x: Tensor, call: ChosenCall, like: Tensor) -> Tensor:
+def _in_slots(x: Tensor, call: ChosenCall, like: Tensor) -> Tensor:
     """Return gradients of blocks [batch * kv_heads * blocks, size, width] as those of the slots of ``like``."""
     batch, kv_heads, slots, width = like.shape
     x = x.view(batch, kv_heads, -1, width)
