@@ -19,6 +19,7 @@ def weights():
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_updates_are_those_of_pytorch(monkeypatch, small, nesterov):
     monkeypatch.setattr(muon, "SMALL", small)
+    monkeypatch.setattr(muon, "PRECISION", dict.fromkeys(muon.PRECISION, torch.bfloat16))
     ours, theirs = weights(), weights()
     stacked = StackedMuon([{"params": ours[:4], "weight_decay": 0.3}, {"params": ours[4:], "weight_decay": 0.0}], 0.02)
     single = Muon(
@@ -52,3 +53,32 @@ def test_directions_have_singular_values_near_one():
     values = torch.linalg.svdvals(directions.float())
     assert directions.shape == stack.shape
     assert float(values.min()) > 0.4 and float(values.max()) < 1.6
+
+
+@pytest.mark.parametrize("shape", [(3, 24, 8), (3, 8, 24), (24, 8), (3, 8, 8), (2, 8, 12)])
+def test_float32_iterations_are_those_of_float64(shape):
+    """The factor of the short side, which float32 takes for long matrices, gives what the plain iterations give."""
+    torch.manual_seed(0)
+    stack = torch.randn(shape)
+    exact = muon.orthogonalised(stack.double(), (3.4445, -4.7750, 2.0315), 5, 1e-7)
+    torch.testing.assert_close(
+        muon.orthogonalised(stack, (3.4445, -4.7750, 2.0315), 5, 1e-7).double(), exact, rtol=0, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float32])
+def test_the_table_of_processors_chooses_the_type_of_the_iterations(monkeypatch, precision):
+    monkeypatch.setattr(muon, "PRECISION", dict.fromkeys(muon.PRECISION, precision))
+    seen = []
+    plain = muon.orthogonalised
+
+    def recorded(x, *settings):
+        seen.append(x.dtype)
+        return plain(x, *settings)
+
+    monkeypatch.setattr(muon, "orthogonalised", recorded)
+    parameters = weights()
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    StackedMuon([{"params": parameters}], 0.02).step()
+    assert set(seen) == {precision}
