@@ -171,3 +171,13 @@ def test_logits_are_scaled_and_capped_and_embeddings_normed():
     assert entered[0].mean(-1).abs().max() < 1e-6
     with pytest.raises(KinformerError, match="softcap must be above 0"):
         LanguageModelHead.Config(softcap=0.0)
+
+
+@pytest.mark.parametrize("kind", ["parallel", "macaron"])
+def test_another_kind_of_layer_keeps_its_parts(kind):
+    """``layers.*.kind`` changes the layer alone: mixer, feed-forward and norm stay what they were."""
+    plain = configure("gpt", recipe="tiny", set={"layers.*.feed_forward.hidden_dim": 24})
+    changed = configure("gpt", recipe="tiny", set={"layers.*.feed_forward.hidden_dim": 24, "layers.*.kind": kind})
+    for before, after in zip(plain.layers, changed.layers, strict=True):
+        assert after.kind == kind
+        assert (after.mixer, after.feed_forward, after.norm) == (before.mixer, before.feed_forward, before.norm)

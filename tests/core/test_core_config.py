@@ -108,6 +108,7 @@ STACK = Stack(dim=16, layers=(Layer(), Layer(pattern=Local())))
         ({"layers.0.pattern": '{"kind": "local", "window": 2}'}, lambda s: s.layers[0].pattern.window == 2),
         ({"layers.0.pattern": Local(window=5)}, lambda s: s.layers[0].pattern.window == 5),
         ({"layers.1.pattern.kind": "causal"}, lambda s: s.layers[1].pattern == Causal()),
+        ({"layers.1.pattern.window": 5, "layers.1.pattern.kind": "local"}, lambda s: s.layers[1].pattern.window == 5),
         ({"layers.*.bias": "false"}, lambda s: [layer.bias for layer in s.layers] == [False, False]),
         ({"layers.0.rate": 1}, lambda s: type(s.layers[0].rate) is float),
         ({"layers.0.limit": "7"}, lambda s: s.layers[0].limit == 7),

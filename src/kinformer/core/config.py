@@ -24,8 +24,7 @@ from kinformer.runtime.parsing import fits, parse_plain, plain
 from kinformer.runtime.plugins import KINFORMER, PARTS, package_of, require_package
 
 Kinds = Mapping[str, Mapping[str, type["Config"]]]
-LONGEST = 10_000
-"""The most items that a list of a config may be repeated to; more layers than any model has."""
+LONGEST = 10_000  # items that a list may be repeated to; more layers than any model has
 
 
 class _Typed(type):
@@ -120,7 +119,8 @@ def override(config: C, changes: Mapping[str, Any], kinds: Kinds) -> C:
 
     ``*`` means every item of a list. Values may be text (as typed on a command line) or Python values. A part is
     replaced by its kind (``"pattern": "local"``) or by an object (``{"kind": "local", "window": 64}``), and a list is
-    repeated or cut to a length by an integer (``"layers": 6``).
+    repeated or cut to a length by an integer (``"layers": 6``). The path of a kind (``"layers.*.kind": "parallel"``)
+    changes it and keeps the fields that both kinds have.
     """
     for path, value in changes.items():
         config = _replace(config, path.split("."), value, kinds, f"`set` {path}")
@@ -143,7 +143,7 @@ def _replace(node: Any, keys: list[str], value: Any, kinds: Kinds, path: str) ->
         )
     fields = field_types(type(node))
     if key == "kind" and not rest:
-        return _parse_slot(type(node).slot, value, kinds, path)
+        return _parse_slot(type(node).slot, _retyped(node, value, kinds), kinds, path)
     if key not in fields:
         raise KinformerError(f"{path}: {key!r} is not a field of {describe(node)}; {nearest(key, fields)}")
     current = getattr(node, key)
@@ -154,6 +154,13 @@ def _replace(node: Any, keys: list[str], value: Any, kinds: Kinds, path: str) ->
     else:
         new = _parse(fields[key], value, kinds, path)
     return _checked(lambda: node.replace(**{key: new}), path)
+
+
+def _retyped(node: Config, kind: Any, kinds: Kinds) -> dict[str, Any]:
+    """Return the data of a part of ``kind`` with the fields of ``node`` that it has too, of the same type."""
+    new = kinds.get(type(node).slot, {}).get(str(kind))
+    shared = field_types(type(node)).items() & (field_types(new).items() if new else ())
+    return {"kind": kind} | {name: getattr(node, name) for name, _ in shared}
 
 
 def check_unused(config: Config, why: str, *names: str) -> None:
@@ -236,12 +243,11 @@ def _parse_object(expected: type[Config], config: Config, kinds: Kinds, place: s
         )
     if not expected.slot and not isinstance(config, expected):
         raise KinformerError(f"{place}: {describe(config)} is no {describe(expected)}, which belongs here; give one.")
-    changes = {}
-    for name, field in field_types(type(config)).items():
-        old = getattr(config, name)
-        new = _parse(field, old, kinds, f"{place}.{name}")
-        if new is not old and (new != old or type(new) is not type(old)):
-            changes[name] = new
+    old = {name: getattr(config, name) for name in field_types(type(config))}
+    new = {
+        name: _parse(field, old[name], kinds, f"{place}.{name}") for name, field in field_types(type(config)).items()
+    }
+    changes = {name: value for name, value in new.items() if value != old[name] or type(value) is not type(old[name])}
     return _checked(lambda: config.replace(**changes), place) if changes else config
 
 
@@ -281,11 +287,8 @@ def _parse_fields(config: type[Config], data: Any, kinds: Kinds, place: str) -> 
         if key not in fields:
             raise KinformerError(f"{place}: {key!r} is not a field of {describe(config)}; {nearest(key, fields)}")
     values = {key: _parse(fields[key], value, kinds, f"{place}.{key}") for key, value in data.items()}
-    required = [
-        f.name
-        for f in dataclasses.fields(typing.cast(Any, config))
-        if f.default is f.default_factory is dataclasses.MISSING
-    ]
+    required = [item.name for item in dataclasses.fields(typing.cast(Any, config))
+                if item.default is item.default_factory is dataclasses.MISSING]  # fmt: skip
     if missing := [name for name in required if name not in values]:
         raise KinformerError(f"{place}: {describe(config)} needs {', '.join(missing)}, which must be given.")
     return _checked(lambda: config(**values), place)
