@@ -6,14 +6,17 @@ a model.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.optim import Optimizer
 
 F = TypeVar("F", bound=Callable[..., Any])
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 
 def uncompiled(reason: str) -> Callable[[F], F]:
@@ -49,6 +52,16 @@ def spare_operators(*operators: Any) -> None:
             kernel = getattr(function, "__wrapped__", None)
             if kernel is not None and not hasattr(kernel, "__dynamo_disable"):
                 kernel.__dynamo_disable = uncompiled("it is an operator's kernel")(kernel)
+
+
+def spared(optimiser: type[OptimizerT]) -> type[OptimizerT]:
+    """Return the same optimiser as a class whose methods do not load the compiler, which PyTorch's own do at the first
+    call, to leave themselves out of graphs."""
+    methods: dict[str, Any] = {}
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        methods[name] = uncompiled("it is an optimiser's method")(inspect.unwrap(getattr(optimiser, name)))
+    methods["step"] = torch.no_grad()(inspect.unwrap(optimiser.step))
+    return type(optimiser.__name__, (optimiser,), methods)
 
 
 def constant(function: F) -> F:

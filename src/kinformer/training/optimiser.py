@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer, SparseAdam
 
 from kinformer.core.stack import sparse_tables, units_of
+from kinformer.runtime.compiling import spared
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.sharding import gathered, is_sharded, whole
 from kinformer.training.layouts import AS_THEY_LIE, Layouts
@@ -60,7 +61,7 @@ class Optimiser:
         self.table_rate = settings.table_lr
         if tables:
             self.names.append([name for name, _ in tables])
-            self.optimisers.append(SparseAdam([parameter for _, parameter in tables]))
+            self.optimisers.append(spared(SparseAdam)([parameter for _, parameter in tables]))
 
     def step(self, rate: float) -> None:
         """Make one update with learning rate ``rate``, and free the gradients. At the rate 0 nothing moves."""
@@ -141,14 +142,14 @@ def _groups(named: Named, weight_decay: float) -> list[dict]:
 
 def _build(kind: str, groups: list[dict], settings: Settings) -> Optimizer:
     if kind == "muon":
-        return StackedMuon(groups, settings.lr)
+        return spared(StackedMuon)(groups, settings.lr)
     if kind == "adafactor":
-        return Adafactor(groups, lr=settings.lr)
+        return spared(Adafactor)(groups, lr=settings.lr)
     if kind == "adagrad":
-        return ClippedAdagrad(groups, lr=settings.lr, clip=settings.clip)
+        return spared(ClippedAdagrad)(groups, lr=settings.lr, clip=settings.clip)
     if kind == "sgd":
-        return SGD(groups, lr=settings.lr, momentum=settings.momentum)
-    return AdamW(groups, lr=settings.lr, betas=(settings.momentum, settings.beta2), fused=True)
+        return spared(SGD)(groups, lr=settings.lr, momentum=settings.momentum)
+    return spared(AdamW)(groups, lr=settings.lr, betas=(settings.momentum, settings.beta2), fused=True)
 
 
 def gather(named: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
