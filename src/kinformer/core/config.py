@@ -105,7 +105,7 @@ def tags(config: Config) -> dict[str, Any]:
     """Return the keys beside the fields in a config's dict form: its ``kind`` and, if
     another package has it, its ``package``."""
     tagged = {"kind": config.kind} if config.kind else {}
-    package = _package_of(type(config))
+    package = package_of(type(config), PARTS, f"{config.slot}.{config.kind}")
     return tagged if package is None else tagged | {"package": package}
 
 
@@ -266,16 +266,11 @@ def _class_of(slot: str, kind: str, package: Any, table: Mapping[str, type[Confi
     """Return the class of a kind, which must come from ``package`` ("name version") where data says so."""
     config = table.get(kind)
     if package is not None:
-        result = None if config is None else _package_of(config) or KINFORMER
+        result = None if config is None else package_of(config, PARTS, f"{slot}.{kind}") or KINFORMER
         require_package(str(package), f"the {slot} {kind!r}", result)
     if config is None:
         raise KinformerError(f"{kind!r} is not a known {slot}; {nearest(kind, table)}")
     return config
-
-
-def _package_of(config: type[Config]) -> str | None:
-    """Return the other package that adds a kind of part, None where it is Kinformer's or unknown."""
-    return package_of(config, PARTS, f"{config.slot}.{config.kind}")
 
 
 def _parse_fields(config: type[Config], data: Any, kinds: Kinds, place: str) -> Config:
@@ -287,8 +282,8 @@ def _parse_fields(config: type[Config], data: Any, kinds: Kinds, place: str) -> 
         if key not in fields:
             raise KinformerError(f"{place}: {key!r} is not a field of {describe(config)}; {nearest(key, fields)}")
     values = {key: _parse(fields[key], value, kinds, f"{place}.{key}") for key, value in data.items()}
-    required = [item.name for item in dataclasses.fields(typing.cast(Any, config))
-                if item.default is item.default_factory is dataclasses.MISSING]  # fmt: skip
+    entries = dataclasses.fields(typing.cast(Any, config))
+    required = (item.name for item in entries if item.default is item.default_factory is dataclasses.MISSING)
     if missing := [name for name in required if name not in values]:
         raise KinformerError(f"{place}: {describe(config)} needs {', '.join(missing)}, which must be given.")
     return _checked(lambda: config(**values), place)

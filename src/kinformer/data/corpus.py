@@ -43,6 +43,13 @@ class Corpus:
         """Return some ``tokens`` tokens of the validation split, of a mixture those of every corpus by its weight."""
         return self.splits["validation"].take(tokens) if self.mixture is None else self.mixture.held_out(tokens)
 
+    def require_single(self, what: str) -> None:
+        """Refuse a mixture where rows are not windows of text in random order."""
+        if self.mixture is not None:
+            raise KinformerError(
+                f"`data` is a mixture of corpora, of which `{what}` cannot take rows by weights; give one corpus."
+            )
+
     @property
     def identity(self) -> dict:
         """Return the identity that a run folder stores as JSON; metrics compare only where identities are equal."""

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,9 +22,6 @@ from kinformer.data.permutation import mix, permute
 from kinformer.data.sampler import RandomWindows, Rows
 from kinformer.data.split import Split
 from kinformer.runtime.errors import KinformerError
-
-if TYPE_CHECKING:
-    from kinformer.data.corpus import Corpus
 
 CYCLE = 1000
 _ORDER, _CORPUS = 0x4D49584F, 0x4D495843
@@ -130,11 +126,3 @@ class MixedWindows(Rows):
             ours = corpus == index
             starts[ours] = self._begins[index] + windows.at(number[ours])
         return starts
-
-
-def require_single(corpus: Corpus, what: str) -> None:
-    """Refuse a mixture where rows are not windows of text in random order."""
-    if corpus.mixture is not None:
-        raise KinformerError(
-            f"`data` is a mixture of corpora, of which `{what}` cannot take rows by weights; give one corpus."
-        )

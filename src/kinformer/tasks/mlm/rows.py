@@ -13,7 +13,6 @@ from kinformer.core.state import State
 from kinformer.data import BosEos, Corpus, Rows, Tokenizer
 from kinformer.data.masked_text import MaskedText
 from kinformer.data.masking import Masking, Words, ordinary
-from kinformer.data.mixture import require_single
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.classify.rows import scored
 from kinformer.tasks.shared.options import MlmOptions
@@ -53,7 +52,7 @@ class MaskedTokens(DataModule):
     sums = ("nats", "correct")
 
     def __init__(self, corpus: Corpus, settings: Settings, masking: Masking, ends: BosEos) -> None:
-        require_single(corpus, "mlm")
+        corpus.require_single("mlm")
         self.bits = bits_per_masked(unit_of(corpus))
         self.metrics = (self.bits, ACCURACY)
         train, splits = corpus.splits["train"], corpus.splits["validation"].take(settings.validation_tokens)

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from kinformer.core.state import State
 from kinformer.data import Corpus, EvaluationStream, RandomWindows, SegmentStreams, Split
-from kinformer.data.mixture import MixedWindows, require_single
+from kinformer.data.mixture import MixedWindows
 from kinformer.training import cross_entropy
 from kinformer.training.data_module import DataModule
 from kinformer.training.metric import BITS_PER_BYTE
@@ -52,7 +52,7 @@ class NextTokens(DataModule):
         place = (corpus.splits["train"], settings.batch_size, settings.length, settings.seed)
         self.sampler: SegmentStreams | RandomWindows | MixedWindows
         if segments:
-            require_single(corpus, "segments")
+            corpus.require_single("segments")
             self.sampler = SegmentStreams(*place)
         elif corpus.mixture is not None:
             self.sampler = MixedWindows(place[0], corpus.mixture, *place[1:], reset_documents=reset_documents)
