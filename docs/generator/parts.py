@@ -13,6 +13,7 @@ from generator.text import contents, escaped, html, literal, page, table, write
 from generator.typeset import typeset
 from kinformer.core.config import Config
 from kinformer.family.kinds import kinds
+from kinformer.family.settings import meaning
 from kinformer.figures.formulas import SLOTS
 
 TITLES = {
@@ -77,7 +78,7 @@ def _kind(slot: str, kind: str, config: type[Config]) -> Iterator[str]:
         yield from prose(own)
     rows = list(_settings(config))
     if rows:
-        yield table(("setting", "type", "default"), rows)
+        yield table(("setting", "type", "default", "meaning"), rows)
 
 
 def _builds(config: type[Config]) -> Any:
@@ -97,7 +98,7 @@ def prose(text: str, typeset_formulas: bool = False) -> Iterator[str]:
             yield escaped(" ".join(paragraph.split()))
 
 
-def _settings(config: type[Config]) -> Iterator[tuple[str, str, str]]:
+def _settings(config: type[Config]) -> Iterator[tuple[str, str, str, str]]:
     for each in fields(config):  # type: ignore[arg-type]
         default = each.default
         if isinstance(default, Config):
@@ -107,7 +108,7 @@ def _settings(config: type[Config]) -> Iterator[tuple[str, str, str]]:
         else:
             shown = f"`{default}`"
         kind = each.type if isinstance(each.type, str) else each.type.__name__
-        yield f"`{each.name}`", f"`{kind}`".replace("|", "\\|"), shown
+        yield f"`{each.name}`", f"`{kind}`".replace("|", "\\|"), shown, escaped(meaning(config, each.name))
 
 
 def overview(slots: list[str]) -> str:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass, replace
-from itertools import pairwise
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from kinformer.runtime.errors import RARE, spelled
+from kinformer.runtime.fields import field_docs
 from kinformer.runtime.parsing import parse_count
 from kinformer.tasks.table import OptionKind as Kind
 from kinformer.tasks.table import tasks
@@ -229,17 +226,7 @@ def option_docs(options: type) -> dict[str, str]:
 
     The parser reads such texts too, but not those of a class that :func:`form_of` makes at run time.
     """
-    docs: dict[str, str] = {}
-    for part in filter(is_dataclass, reversed(options.__mro__)):
-        try:
-            tree: Any = ast.parse(textwrap.dedent(inspect.getsource(part)))
-        except OSError:  # the class was made without a source
-            continue
-        for pair in pairwise(tree.body[0].body):
-            match pair:
-                case (ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text)))):
-                    docs[name] = spelled(" ".join(text.split()))
-    return docs
+    return {name: spelled(text) for name, text in field_docs(options).items()}
 
 
 def _default(option: Field[Any]) -> Any:

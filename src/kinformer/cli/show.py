@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kinformer.cli.options import Changes, CommonOptions, Member
 from kinformer.cli.output import print_json, print_table
@@ -15,6 +16,10 @@ from kinformer.family.table import FAMILY, member
 from kinformer.runtime.errors import require
 from kinformer.runtime.words import plural
 from kinformer.training.metric import size
+
+if TYPE_CHECKING:
+    from kinformer.core.model_config import ModelConfig
+    from kinformer.runs.description import Description
 
 MOST_PICTURES = 8
 DEFAULTS = ""
@@ -34,6 +39,8 @@ class Options(CommonOptions):
     """Tokens of the vocabulary; the recipe's own if not given."""
     brief: bool = False
     """Only name the settings that are at their defaults."""
+    explain: bool = False
+    """Say behind each setting what it means; with --brief only of those that are not at their defaults."""
 
     def __post_init__(self) -> None:
         require("vocab_size", self.vocab_size, 1)
@@ -48,13 +55,27 @@ def run(options: Options) -> int:
 
     described = describe(options.member, options.recipe, options.vocab_size, overrides(options.set))
     if options.json:
-        print_json(described.facts)
+        print_json(described.facts | _meanings(described.config) if options.explain else described.facts)
     else:
-        _print(described.facts, folded(described.config) if options.brief else described.facts["config"])
+        _print(described.facts, _config_lines(described, options))
     return 0
 
 
-def _print(page: dict[str, Any], config: dict[str, Any]) -> None:
+def _meanings(config: ModelConfig) -> dict[str, Any]:
+    from kinformer.family.settings import meanings_in
+
+    return {"meanings": meanings_in(config)}
+
+
+def _config_lines(described: Description, options: Options) -> Iterator[str]:
+    if not options.explain:
+        return tree(folded(described.config) if options.brief else described.facts["config"], "  ")
+    from kinformer.cli.explain import explained
+
+    return explained(described.config, shutil.get_terminal_size((100, 24)).columns, options.brief)
+
+
+def _print(page: dict[str, Any], config: Iterable[str]) -> None:
     changes = f" (changes: {', '.join(page['axes'])})" if page["axes"] else ""
     print(f"{page['title']}{changes}\n{page['paper']}\n")
     for title, clause in (("take it when", page["use_when"]), ("not when", page["avoid_when"])):
@@ -65,7 +86,7 @@ def _print(page: dict[str, Any], config: dict[str, Any]) -> None:
     for title, text in (("exact limit", page["exact_limit"]), *(("departure", item) for item in page["departures"])):
         print(textwrap.fill(f"{title}: {text}", 100, subsequent_indent="  "))
     print(f"recipes: {', '.join(page['recipes'])}\n\nconfig of {page['name']}, recipe {page['recipe']}")
-    print("\n".join(tree(config, "  ")))
+    print("\n".join(config))
     if page["training"]:
         options = ", ".join(
             f"{name} = {f'{value:.3g}' if isinstance(value, float) else value}"
@@ -131,7 +152,7 @@ def tree(config: Any, indent: str) -> Iterator[str]:
             yield f"{indent}{name}: {value.get('kind', '')}".rstrip()
             yield from tree(_without_kind(value), indent + "  ")
         elif isinstance(value, list) and value and isinstance(value[0], dict):
-            for first, last, item in _runs(value):
+            for first, last, item in runs(value):
                 layers = str(first) if first == last else f"{first} to {last}"
                 yield f"{indent}{name} {layers}: {item.get('kind', '')}".rstrip()
                 yield from tree(_without_kind(item), indent + "  ")
@@ -145,7 +166,7 @@ def _without_kind(value: dict[str, Any]) -> dict[str, Any]:
     return {name: item for name, item in value.items() if name != "kind"}
 
 
-def _runs(items: list[Any]) -> Iterator[tuple[int, int, Any]]:
+def runs(items: Sequence[Any]) -> Iterator[tuple[int, int, Any]]:
     """(first, last, item) of each run of equal items."""
     first = 0
     for index in range(1, len(items) + 1):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
 import os
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any, Literal
 
 from kinformer.runtime.errors import KinformerError, marked, require_below_largest, require_finite_number
@@ -123,3 +127,20 @@ def _type_name(kind: Any) -> str:
     if typing.get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, typing.get_args(kind)))
     return "left out" if kind is type(None) else _NAMES[kind]
+
+
+@cache
+def field_docs(cls: type) -> Mapping[str, str]:
+    """Return the text under every field of a dataclass and of its bases, by name, as one line; of a class without a
+    source, none."""
+    docs: dict[str, str] = {}
+    for part in filter(is_dataclass, reversed(cls.__mro__)):
+        try:
+            tree: Any = ast.parse(textwrap.dedent(inspect.getsource(part)))
+        except OSError:  # the class was made without a source
+            continue
+        for pair in pairwise(tree.body[0].body):
+            match pair:
+                case (ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text)))):
+                    docs[name] = " ".join(text.split())
+    return docs
