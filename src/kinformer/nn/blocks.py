@@ -27,6 +27,7 @@ from kinformer.mixers import (
     bidirectional_lsh,
     bidirectional_lstm,
     bidirectional_routing,
+    causal_sinkhorn,
     chosen_blocks,
     compressive,
     cross,
@@ -38,6 +39,7 @@ from kinformer.mixers import (
     lsh,
     lstm,
     memorizing,
+    outer_product,
     routing,
     rwkv7,
     segment_memory,
@@ -61,6 +63,7 @@ __all__ = [
     "BidirectionalLinearAttention",
     "BidirectionalRoutingAttention",
     "Boom",
+    "CausalSinkhornAttention",
     "ChosenBlocks",
     "CompressiveAttention",
     "CrossAttention",
@@ -81,6 +84,7 @@ __all__ = [
     "MacaronEncoderLayer",
     "MacaronLayer",
     "MemorizingAttention",
+    "OuterProduct",
     "ParallelEncoderLayer",
     "ParallelLayer",
     "PostNorm",
@@ -115,8 +119,10 @@ LinearCrossAttention = cross_linear.LinearCrossAttention.Config
 LatentAttention = latent.LatentAttention.Config
 LinearAttention = linear.LinearAttention.Config
 ChosenBlocks = chosen_blocks.ChosenBlocks.Config
+CausalSinkhornAttention = causal_sinkhorn.CausalSinkhornAttention.Config
 RWKV7TimeMix = rwkv7.RWKV7.Config
 LSHAttention = lsh.LSHAttention.Config
+OuterProduct = outer_product.OuterProduct.Config
 RoutingAttention = routing.RoutingAttention.Config
 MemorizingAttention = memorizing.Memorizing.Config
 SegmentMemoryAttention = segment_memory.SegmentMemory.Config
