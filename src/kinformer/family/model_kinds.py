@@ -63,6 +63,7 @@ def encoders() -> list[type[Config]]:
         separable_convolution,
         sinkhorn,
         star,
+        tensorized,
         windows,
     )
     from kinformer.models import encoder
@@ -84,6 +85,7 @@ def encoders() -> list[type[Config]]:
         etc.EtcAttention.Config,
         linformer.Linformer.Config,
         star.StarAttention.Config,
+        tensorized.BidirectionalTensorized.Config,
         sinkhorn.SinkhornAttention.Config,
         separable_convolution.SeparableConvolution.Config,
         windows.WindowAttention.Config,

@@ -62,6 +62,7 @@ __all__ = [
     "BidirectionalLSTM",
     "BidirectionalLinearAttention",
     "BidirectionalRoutingAttention",
+    "BidirectionalTensorizedAttention",
     "Boom",
     "CausalSinkhornAttention",
     "ChosenBlocks",
@@ -140,6 +141,7 @@ BidirectionalLSTM = bidirectional_lstm.BidirectionalLSTM.Config
 EtcAttention = etc.EtcAttention.Config
 LinformerAttention = linformer.Linformer.Config
 SinkhornAttention = sinkhorn.SinkhornAttention.Config
+BidirectionalTensorizedAttention = tensorized.BidirectionalTensorized.Config
 StarAttention = star.StarAttention.Config
 WindowAttention = windows.WindowAttention.Config
 SeparableConvolution = separable_convolution.SeparableConvolution.Config

@@ -39,7 +39,7 @@ from kinformer.mixers.single_head import SingleHead
 from kinformer.mixers.sinkhorn import SinkhornAttention
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.mixers.star import StarAttention
-from kinformer.mixers.tensorized import TensorizedAttention
+from kinformer.mixers.tensorized import BidirectionalTensorized, TensorizedAttention
 from kinformer.mixers.windows import WindowAttention
 from kinformer.projections.by_piece import Pieces
 from kinformer.runs.tracing.probe import Probe
@@ -254,8 +254,11 @@ NO_WEIGHTS: dict[type, str] = {
     BidirectionalLSTM: "An LSTM has no attention: what it remembers of a token is no weighted sum.",
     StarAttention: "A star attends twice in one layer, to neighbours and through its relay, so no weights between two "
     "tokens say what reaches an output.",
-    TensorizedAttention: "Tensorized attention multiplies queries, keys and values in a core tensor; it weighs no "
-    "tokens by probabilities.",
+    **dict.fromkeys(
+        (TensorizedAttention, BidirectionalTensorized),
+        "Tensorized attention multiplies queries, keys and values in a core tensor; it weighs no tokens by "
+        "probabilities.",
+    ),
     OuterProduct: "Fast weights behind an activation hold no sum of values that tokens add.",
     LinearCrossAttention: "Linear cross-attention holds sums over the source, which do not say what each of its tokens "
     "adds.",
