@@ -22,6 +22,7 @@ class EncoderLayerConfig(Config):
     """The config; ``build(dim)`` returns a layer (x [batch, time, dim], text) -> y [batch, time, dim]."""
 
     slot = "encoder_layer"
+    stays = ("mixer",)
 
     @property
     def main_field(self) -> str:

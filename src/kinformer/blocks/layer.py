@@ -25,6 +25,7 @@ class LayerConfig(Config):
     is a tuple of those of its sublayers."""
 
     slot = "layer"
+    stays = ("mixer", "further_mixers")
 
     @property
     def main_field(self) -> str:

@@ -64,6 +64,7 @@ class Config(metaclass=_Typed):
 
     kind: ClassVar[str] = ""
     slot: ClassVar[str] = ""
+    stays: ClassVar[tuple[str, ...]] = ()  # of the fields, what a change of the kind does not change
 
     def __new__(cls, **values: Any) -> Self:
         require_ranges(values)
@@ -143,7 +144,7 @@ def _replace(node: Any, keys: list[str], value: Any, kinds: Kinds, path: str) ->
         )
     fields = field_types(type(node))
     if key == "kind" and not rest:
-        return _parse_slot(type(node).slot, value, kinds, path)
+        return _parse_slot(type(node).slot, value, kinds, path, node)
     if key not in fields:
         raise KinformerError(f"{path}: {key!r} is not a field of {describe(node)}; {nearest(key, fields)}")
     current = getattr(node, key)
@@ -214,7 +215,6 @@ def _parse(kind: Any, value: Any, kinds: Kinds, place: str) -> Any:
 
 
 def _parse_union(args: tuple[Any, ...], value: Any, kinds: Kinds, place: str) -> Any:
-    """Return None, or ``value`` as the first of the types that it is one of."""
     if type(None) in args and (value is None or (isinstance(value, str) and value.lower() in ("none", "null"))):
         return None
     *others, last = [arg for arg in args if arg is not type(None)]
@@ -245,7 +245,7 @@ def _parse_object(expected: type[Config], config: Config, kinds: Kinds, place: s
     return _checked(lambda: config.replace(**changes), place) if changes else config
 
 
-def _parse_slot(slot: str, value: Any, kinds: Kinds, place: str) -> Config:
+def _parse_slot(slot: str, value: Any, kinds: Kinds, place: str, old: Config | None = None) -> Config:
     table = kinds.get(slot, {})
     data = plain(value)
     if isinstance(data, str):
@@ -253,7 +253,8 @@ def _parse_slot(slot: str, value: Any, kinds: Kinds, place: str) -> Config:
     if not isinstance(data, dict) or not isinstance(data.get("kind"), str):
         raise KinformerError(f"{place}: {value!r} does not say which {slot} it is; {nearest('', table)}")
     config = _checked(lambda: _class_of(slot, data["kind"], data.get("package"), table), place)
-    return _parse_fields(config, {k: v for k, v in data.items() if k not in ("kind", "package")}, kinds, place)
+    kept = {} if old is None else {name: getattr(old, name) for name in field_types(config) if name in old.stays}
+    return _parse_fields(config, kept | {k: v for k, v in data.items() if k not in ("kind", "package")}, kinds, place)
 
 
 def _class_of(slot: str, kind: str, package: Any, table: Mapping[str, type[Config]]) -> type[Config]:
@@ -282,9 +283,9 @@ def _parse_fields(config: type[Config], data: Any, kinds: Kinds, place: str) -> 
             raise KinformerError(f"{place}: {key!r} is not a field of {describe(config)}; {nearest(key, fields)}")
     values = {key: _parse(fields[key], value, kinds, f"{place}.{key}") for key, value in data.items()}
     required = [
-        f.name
-        for f in dataclasses.fields(typing.cast(Any, config))
-        if f.default is f.default_factory is dataclasses.MISSING
+        field.name
+        for field in dataclasses.fields(typing.cast(Any, config))
+        if field.default is field.default_factory is dataclasses.MISSING
     ]
     if missing := [name for name in required if name not in values]:
         raise KinformerError(f"{place}: {describe(config)} needs {', '.join(missing)}, which must be given.")

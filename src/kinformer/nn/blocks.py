@@ -56,6 +56,7 @@ from kinformer.stacks import act, reversible, sequential, universal
 
 __all__ = [
     "ACT",
+    "BareDecoderLayer",
     "BareLayer",
     "BidirectionalAttention",
     "BidirectionalLSHAttention",
@@ -102,6 +103,7 @@ __all__ = [
     "SeparableConvolution",
     "SeparableTransition",
     "SequentialStack",
+    "ShaRnnEncoderLayer",
     "ShaRnnLayer",
     "SingleHeadAttention",
     "SinkhornAttention",
@@ -170,8 +172,10 @@ ParallelEncoderLayer = parallel.ParallelEncoderLayer.Config
 MacaronLayer = macaron.MacaronLayer.Config
 MacaronEncoderLayer = macaron.MacaronEncoderLayer.Config
 ShaRnnLayer = sha_rnn.ShaRnnLayer.Config
+ShaRnnEncoderLayer = sha_rnn.ShaRnnEncoderLayer.Config
 EncoderLayer = encoder_layer.EncoderLayer.Config
 BareLayer = bare.BareLayer.Config
+BareDecoderLayer = bare.BareDecoderLayer.Config
 SequentialStack = sequential.Sequential.Config
 UniversalStack = universal.Universal.Config
 ReversibleStack = reversible.Reversible.Config
