@@ -35,13 +35,22 @@ OF_KINDS: dict[str, dict[str, Any]] = {
     "rope": {"scaling": "none"},
     "geometric": {"thresholds": (0.5,)},
     "sinkhorn": {"max_length": 48},
+    "causal_sinkhorn": {"max_length": 48},
 }
 OPTIONAL = {"decay": "decay", "halting": "halting", "rule": "exit_rule", "span": "span"}
 """Fields that hold a part of a slot, or none."""
 SURPRISE = 0.3
 """How often a field that is no size differs from its default."""
 MIXERS = {"softmax": 5, "linear": 5, "segment_memory": 1, "compressive": 1, "lsh": 1, "lstm": 1, "single_head": 1}
-MIXERS |= {"chosen_blocks": 1, "latent": 1, "memorizing": 1, "routing": 1, "tensorized": 1}
+MIXERS |= {
+    "chosen_blocks": 1,
+    "latent": 1,
+    "causal_sinkhorn": 1,
+    "memorizing": 1,
+    "outer_product": 1,
+    "routing": 1,
+    "tensorized": 1,
+}
 
 
 def draw(random_: random.Random, slot: str, kind: str | None = None) -> Any:

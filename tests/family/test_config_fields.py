@@ -79,6 +79,7 @@ OWN = {
     ("mixer", "softmax"): {"pattern": Causal.Config()},
     ("mixer", "memorizing"): {"topk": 2},
     ("mixer", "chosen_blocks"): {"block": 3},
+    ("mixer", "causal_sinkhorn"): {"max_length": 32},
     ("encoder_mixer", "routing"): {"num_clusters": 3, "window": 4},
     ("mixer", "routing"): {"num_clusters": 3, "window": 4},
     ("encoder_mixer", "lsh"): {"num_buckets": 4, "chunk_size": 4, "rounds": 2},

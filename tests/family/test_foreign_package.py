@@ -168,7 +168,7 @@ def test_what_a_missing_package_was_is_told(package):
     fails(f"{start}which is not installed; install it.", model_config, data)
     del data["layers"][0]["mixer"]["package"]
     fails(
-        "config.layers.0.mixer: 'leaky' is not a known mixer; valid names are chosen_blocks, compressive, ",
+        "config.layers.0.mixer: 'leaky' is not a known mixer; valid names are causal_sinkhorn, chosen_blocks, ",
         model_config,
         data,
     )

@@ -12,11 +12,12 @@ from kinformer.blocks.feed_forward import MLP
 from kinformer.blocks.layer import DecoderLayer
 from kinformer.blocks.residual import PostNorm
 from kinformer.core.contract import Chunk
+from kinformer.core.encoder import SequenceContext
 from kinformer.mixers import tensorized
-from kinformer.mixers.tensorized import TensorizedAttention
+from kinformer.mixers.tensorized import BidirectionalTensorized, TensorizedAttention
 from kinformer.positions.xl import sinusoids
 from kinformer.runtime.errors import KinformerError
-from kinformer.testing import CHECKS, MixerSubject
+from kinformer.testing import CHECKS, ENCODER_CHECKS, EncoderMixerSubject, MixerSubject
 
 DIM = 8
 SMALL = TensorizedAttention.Config(rank=3, blocks=2, max_length=60)
@@ -193,3 +194,30 @@ def test_sequences_that_are_too_long_are_refused():
     with pytest.raises(KinformerError, match="position 60 has no weights"):
         mixer(Chunk(torch.randn(1, 1, DIM, dtype=torch.float64)), state)
     assert kinformer.build("tensorized", recipe="small").max_length == 32
+
+
+WHOLE = {
+    "positions": BidirectionalTensorized.Config(rank=3, blocks=2, max_length=60),
+    "content alone": BidirectionalTensorized.Config(rank=3, max_length=60, positions=False),
+}
+
+
+@pytest.mark.parametrize("check", [check for check in ENCODER_CHECKS if check != "implementations"])
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_encoders_contract(name, check):
+    make = WHOLE[name].build
+    subject = EncoderMixerSubject(lambda: make(DIM), dim=DIM, num_globals=(0,), global_tokens=False)
+    ENCODER_CHECKS[check](subject)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_encoder_is_the_tensor_with_nothing_hidden(name):
+    """And its last token is the decoder's, which sees as much."""
+    mixer, x = made(WHOLE[name]), torch.randn(2, 17, DIM, dtype=torch.float64)
+    want = torch.stack([torch.einsum("ojk,ijk->io", mixer.pairs[:, :13, :13], tensor_of(mixer, row[:13])) for row in x])
+    got = mixer(x, SequenceContext(torch.arange(17).expand(2, 17) < 13))
+    torch.testing.assert_close(got[:, :13], want, rtol=0, atol=1e-12)
+    decoder = made(MIXERS[name])
+    decoder.load_state_dict(mixer.state_dict())
+    last = decoder(Chunk(x[:, :13]), decoder.initial_state(2, dtype=x.dtype))[0][:, -1]
+    torch.testing.assert_close(got[:, 12], last, rtol=0, atol=1e-12)

@@ -36,7 +36,8 @@ class EncoderLayer(ChecksInput, PartialOutput, Sublayers):
     """The mixer, then the feed-forward, post-norm unless set otherwise (Devlin et al. 2018).
 
     ``mixer_norm``: whether the mixer's residual has a norm. The first layer of ModernBERT (Warner et al. 2024) has none
-    there, as its input has one already.
+    there, as its input has one already. The feed-forward's residual is ``feed_forward_residual`` (None: as the
+    mixer's).
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,7 @@ class EncoderLayer(ChecksInput, PartialOutput, Sublayers):
         norm: NormConfig = LayerNorm()
         mixer_norm: bool = True
         residual: ResidualConfig = PostNorm.Config()
+        feed_forward_residual: ResidualConfig | None = None
         dropout: float = 0.0
 
         def build(self, dim: int) -> EncoderLayer:

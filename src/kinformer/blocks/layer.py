@@ -39,7 +39,8 @@ class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
     """The layer: ``mixer``, then any ``further_mixers`` (such as cross-attention), then the feed-forward, each in a
     residual.
 
-    A feed-forward that looks at earlier tokens is the last of the ``mixers``, whose states are the layer's.
+    A feed-forward that looks at earlier tokens is the last of the ``mixers``, whose states are the layer's. The
+    feed-forward's residual is ``feed_forward_residual`` (None: as the mixers').
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,7 @@ class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
         feed_forward: FeedForwardConfig = MLP.Config()
         norm: NormConfig = LayerNorm()
         residual: ResidualConfig = PreNorm.Config()
+        feed_forward_residual: ResidualConfig | None = None
         dropout: float = 0.0
 
         def build(self, dim: int) -> DecoderLayer:

@@ -39,7 +39,8 @@ class MacaronLayer(DecoderLayer):
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, dim)
         self.first_feed_forward = tokenwise(config.feed_forward, dim)
-        self.first_residual = config.residual.build(dim, config.norm, config.dropout)
+        residual = config.feed_forward_residual or config.residual
+        self.first_residual = residual.build(dim, config.norm, config.dropout)
 
     def branches(self) -> tuple[Branch, ...]:
         first = feed_forward_branch(self.first_residual, self.first_feed_forward, HALF)
@@ -68,7 +69,8 @@ class MacaronEncoderLayer(EncoderLayer):
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, dim)
         self.first_feed_forward = config.feed_forward.build(dim)
-        self.first_residual = config.residual.build(dim, config.norm, config.dropout)
+        residual = config.feed_forward_residual or config.residual
+        self.first_residual = residual.build(dim, config.norm, config.dropout)
 
     def branches(self) -> tuple[Branch, ...]:
         first = feed_forward_branch(self.first_residual, self.first_feed_forward, HALF)

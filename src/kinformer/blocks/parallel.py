@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kinformer.blocks.encoder_layer import EncoderLayer
 from kinformer.blocks.layer import DecoderLayer
-from kinformer.blocks.residual import PreNorm, Residual, ResidualConfig
-from kinformer.blocks.sublayers import fed_output, tokenwise
+from kinformer.blocks.residual import PreNorm, ResidualConfig
+from kinformer.blocks.sublayers import Sublayers, fed_output, tokenwise
 from kinformer.core.contract import Chunk
 from kinformer.core.encoder import SequenceContext
 from kinformer.core.stack import Branch
@@ -44,7 +44,7 @@ class ParallelLayer(DecoderLayer):
         super().__init__(config, dim)
         if self._transition:
             tokenwise(config.feed_forward, dim)
-        _require_sum(self.mixer_residual, config.residual.kind)
+        _require_sums(self, config)
 
     def branches(self) -> tuple[Branch, ...]:
         raise _one_step("decoder")
@@ -70,7 +70,7 @@ class ParallelEncoderLayer(EncoderLayer):
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, dim)
-        _require_sum(self.mixer_residual, config.residual.kind)
+        _require_sums(self, config)
 
     def branches(self) -> tuple[Branch, ...]:
         raise _one_step("encoder")
@@ -80,13 +80,15 @@ class ParallelEncoderLayer(EncoderLayer):
         return y if output_mask is None else torch.where(output_mask[..., None], y, x)
 
 
-def _require_sum(residual: Residual, kind: str) -> None:
-    """Refuse a residual behind which the stream is no sum."""
-    if not residual.additive:
-        raise KinformerError(
-            f"the layer 'parallel' adds its sublayers to one stream, which the residual {kind!r} changes; "
-            "use pre, res_post, sandwich or reordered."
-        )
+def _require_sums(layer: Sublayers, config: DecoderLayer.Config | EncoderLayer.Config) -> None:
+    """Refuse residuals behind which the stream is no sum."""
+    kinds = config.residual.kind, (config.feed_forward_residual or config.residual).kind
+    for residual, kind in zip((layer.mixer_residual, layer.feed_forward_residual), kinds, strict=True):
+        if not residual.additive:
+            raise KinformerError(
+                f"the layer 'parallel' adds its sublayers to one stream, which the residual {kind!r} changes; "
+                "use pre, res_post, sandwich or reordered."
+            )
 
 
 def _one_step(standard: str) -> KinformerError:

@@ -3,7 +3,9 @@
     h = mixer(norm(x)),   h = attention(h) where there is one,   y = norm'(h) + boom(norm''(h))
 
 There is no residual path around the recurrence, and every stream that something is added to is normed first. Dropout
-falls on what the recurrence and the boom layer give.
+falls on what the recurrence and the boom layer give. Where a decoder reads a source, h <- h + cross(norm(h)) follows
+the attention; in an encoder, whose attention holds no residual sum of its own, h <- h + attention(norm(h)). The paper
+has neither.
 """
 
 from __future__ import annotations
@@ -13,24 +15,28 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from kinformer.blocks.encoder_layer import EncoderLayerConfig
 from kinformer.blocks.feed_forward import Boom
-from kinformer.blocks.layer import LayerConfig
+from kinformer.blocks.layer import LayerConfig, causal
 from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.blocks.sublayers import mixed, tokenwise
 from kinformer.core.contract import CausalMixer, ChecksChunk, Chunk, MixerConfig, initial_states
-from kinformer.core.feed_forward import FeedForwardConfig
+from kinformer.core.encoder import ChecksInput, EncoderMixerConfig, SequenceContext
+from kinformer.core.feed_forward import FeedForwardConfig, ReadsPadding
 from kinformer.core.state import State
 from kinformer.runtime.dropout import Dropout
 
 
 class ShaRnnLayer(ChecksChunk, nn.Module):
-    """The layer of recurrence, attention and feed-forward. Its state is the tuple of the first one's or two's."""
+    """The layer of recurrence, attention, any ``further_mixers`` (such as cross-attention) and feed-forward. Its state
+    is the tuple of the mixers'."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(LayerConfig):
         kind = "sha_rnn"
         mixer: MixerConfig
         attention: MixerConfig | None = None
+        further_mixers: tuple[MixerConfig, ...] = ()
         feed_forward: FeedForwardConfig = Boom.Config()
         norm: NormConfig = LayerNorm(eps=1e-12)
         dropout: float = 0.0
@@ -48,13 +54,16 @@ class ShaRnnLayer(ChecksChunk, nn.Module):
         self.dim = dim
         self.mixer = config.mixer.build(dim)
         self.attention = None if config.attention is None else config.attention.build(dim)
+        self.further_mixers = nn.ModuleList(causal(mixer, dim) for mixer in config.further_mixers)
+        self.further_norms = nn.ModuleList(config.norm.build(dim) for _ in config.further_mixers)
         self.feed_forward = tokenwise(config.feed_forward, dim)
         self.mixer_norm, self.stream_norm, self.feed_forward_norm = (config.norm.build(dim) for _ in range(3))
         self.dropout = Dropout(config.dropout) if config.dropout else nn.Identity()
 
     @property
     def mixers(self) -> tuple[CausalMixer, ...]:
-        return (self.mixer,) if self.attention is None else (self.mixer, self.attention)
+        attention = () if self.attention is None else (self.attention,)
+        return (self.mixer, *attention, *self.further_mixers)  # type: ignore[return-value]
 
     def initial_state(self, batch: int, **options: Any) -> tuple[Any, ...]:
         """Return the states of the mixers; ``options`` as of ``core.contract.initial_states``."""
@@ -66,5 +75,50 @@ class ShaRnnLayer(ChecksChunk, nn.Module):
         if self.attention is not None:
             h, remembered = self.attention(chunk._replace(x=h), state[1])
             after.append(remembered)
+        further = zip(self.further_mixers, self.further_norms, state[len(after) :], strict=True)
+        for mixer, norm, mixer_state in further:
+            read, mixer_state = mixed(mixer, chunk._replace(x=h), mixer_state, norm)  # type: ignore[arg-type]
+            h = h + self.dropout(read)
+            after.append(mixer_state)
         stream, x = self.stream_norm(h), self.feed_forward_norm(h)
-        return stream + self.dropout(self.feed_forward(x)), tuple(after)
+        y = self.feed_forward(x, chunk.valid) if isinstance(self.feed_forward, ReadsPadding) else self.feed_forward(x)
+        return stream + self.dropout(y), tuple(after)
+
+
+class ShaRnnEncoderLayer(ChecksInput, nn.Module):
+    """The layer (x [batch, time, dim], text) -> y of a recurrence both ways, attention and feed-forward."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(EncoderLayerConfig):
+        kind = "sha_rnn"
+        mixer: EncoderMixerConfig
+        attention: EncoderMixerConfig | None = None
+        feed_forward: FeedForwardConfig = Boom.Config()
+        norm: NormConfig = LayerNorm(eps=1e-12)
+        dropout: float = 0.0
+
+        @property
+        def main_field(self) -> str:
+            """Return the attention where there is one, else the recurrence."""
+            return "mixer" if self.attention is None else "attention"
+
+        def build(self, dim: int) -> ShaRnnEncoderLayer:
+            return ShaRnnEncoderLayer(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.mixer = config.mixer.build(dim)
+        self.attention = None if config.attention is None else config.attention.build(dim)
+        self.attention_norm = None if config.attention is None else config.norm.build(dim)
+        self.feed_forward = tokenwise(config.feed_forward, dim)
+        self.mixer_norm, self.stream_norm, self.feed_forward_norm = (config.norm.build(dim) for _ in range(3))
+        self.dropout = Dropout(config.dropout) if config.dropout else nn.Identity()
+
+    def forward(self, x: Tensor, text: SequenceContext) -> Tensor:
+        h = self.dropout(self.mixer(self.mixer_norm(x), text))
+        if self.attention is not None and self.attention_norm is not None:
+            h = h + self.dropout(self.attention(self.attention_norm(h), text))
+        y = self.feed_forward_norm(h)
+        y = self.feed_forward(y, text.valid) if isinstance(self.feed_forward, ReadsPadding) else self.feed_forward(y)
+        return self.stream_norm(h) + self.dropout(y)

@@ -16,7 +16,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class Sublayers(nn.Module):
-    """A mixer and a feed-forward, both built; ``config`` has norm, residual and dropout."""
+    """A mixer and a feed-forward, both built; ``config`` has norm, residuals and dropout."""
 
     def __init__(self, config: Any, mixer: nn.Module, feed_forward: nn.Module, dim: int) -> None:
         super().__init__()
@@ -24,7 +24,12 @@ class Sublayers(nn.Module):
         self.mixer = mixer
         self.feed_forward = feed_forward
         self.mixer_residual: Residual = config.residual.build(dim, config.norm, config.dropout)
-        self.feed_forward_residual: Residual = config.residual.build(dim, config.norm, config.dropout)
+        residual = config.feed_forward_residual or config.residual
+        if config.feed_forward_residual == config.residual:
+            raise KinformerError(
+                f"feed_forward_residual is {config.residual.kind!r}, which residual is already; leave it out (null)."
+            )
+        self.feed_forward_residual: Residual = residual.build(dim, config.norm, config.dropout)
 
 
 def mixed(

@@ -36,6 +36,17 @@ def _recipe(shape: ModelShape) -> Recipe:
     return recipe
 
 
+def _outer(shape: ModelShape) -> Recipe:
+    """The recipe of fast weights behind an activation (the paper's equations 1 to 3)."""
+
+    def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.mixers.outer_product import OuterProduct
+
+        return decoder(shape, vocab or 256, mixer=OuterProduct.Config(num_heads=shape.num_heads))
+
+    return recipe
+
+
 MEMBER = Member(
     name="fast-weights",
     title="Fast Weight Transformer (delta rule)",
@@ -48,6 +59,8 @@ MEMBER = Member(
         "pre-norm, and GELU in the recipes tiny and small; the recipe paper is post-norm with ReLU as published",
         "the sum normalisation adds 1e-5 to the sum (the authors' language models had none at first)",
         "the softmax over the vocabulary is not adaptive",
+        "outer products through an activation (equations 1 to 3) are the recipes outer, whose tokens are computed one "
+        "after the other",
     ),
     exact_limit="no finite limit; with the sum rule and the same features it is linear attention",
     parity=("lmtool-fwp, the authors' code, and labml-nn 0.5.1 (tests/family/test_parity.py)",),
@@ -68,6 +81,8 @@ MEMBER = Member(
         "tiny": _recipe(ModelShape(32, 2, 2)),
         "small": _recipe(ModelShape(256, 4, 4)),
         "benchmark": _recipe(ModelShape(256, 4, 4, activation="relu")),
+        "tiny-outer": _outer(ModelShape(32, 2, 2)),
+        "outer": _outer(ModelShape(256, 4, 4)),
         "paper": _recipe(ModelShape(128, 16, 8, hidden_dim=2048, residual="post", activation="relu")),
     },
 )

@@ -41,6 +41,7 @@ def _builtin_kinds() -> dict[str, dict[str, type[Config]]]:
 def _mixers() -> list[type[Config]]:
     """Return the causal mixers and the compressions of memories."""
     from kinformer.mixers import (
+        causal_sinkhorn,
         chosen_blocks,
         compressive,
         cross,
@@ -50,6 +51,7 @@ def _mixers() -> list[type[Config]]:
         lsh,
         lstm,
         memorizing,
+        outer_product,
         routing,
         rwkv7,
         segment_memory,
@@ -63,6 +65,7 @@ def _mixers() -> list[type[Config]]:
         softmax.SoftmaxAttention.Config,
         segment_memory.SegmentMemory.Config,
         compressive.Compressive.Config,
+        causal_sinkhorn.CausalSinkhornAttention.Config,
         chosen_blocks.ChosenBlocks.Config,
         latent.LatentAttention.Config,
         linear.LinearAttention.Config,
@@ -71,6 +74,7 @@ def _mixers() -> list[type[Config]]:
         lstm.LSTM.Config,
         single_head.SingleHead.Config,
         memorizing.Memorizing.Config,
+        outer_product.OuterProduct.Config,
         routing.RoutingAttention.Config,
         cross.CrossAttention.Config,
         cross_linear.LinearCrossAttention.Config,
@@ -84,7 +88,7 @@ def _mixers() -> list[type[Config]]:
 
 def _scores_and_projections() -> list[type[Config]]:
     """Return the scores, spans and projections."""
-    from kinformer.projections import complex, convolved, grouped, multi_head, normalised
+    from kinformer.projections import complex, convolved, grouped, multi_head, normalised, shared_qk
     from kinformer.scores import (
         additive,
         bilinear,
@@ -112,6 +116,7 @@ def _scores_and_projections() -> list[type[Config]]:
         normalised.Normalised.Config,
         convolved.Convolved.Config,
         complex.Complex.Config,
+        shared_qk.SharedQK.Config,
     ]
 
 

@@ -50,7 +50,7 @@ def models() -> list[type[Config]]:
 
 
 def encoders() -> list[type[Config]]:
-    from kinformer.blocks import bare, encoder_layer, global_input, macaron, parallel
+    from kinformer.blocks import bare, encoder_layer, global_input, macaron, parallel, sha_rnn
     from kinformer.heads import classification, distilled, masked_language, pooling
     from kinformer.mixers import (
         bidirectional,
@@ -63,6 +63,7 @@ def encoders() -> list[type[Config]]:
         separable_convolution,
         sinkhorn,
         star,
+        tensorized,
         windows,
     )
     from kinformer.models import encoder
@@ -74,6 +75,7 @@ def encoders() -> list[type[Config]]:
         macaron.MacaronEncoderLayer.Config,
         parallel.ParallelEncoderLayer.Config,
         bare.BareLayer.Config,
+        sha_rnn.ShaRnnEncoderLayer.Config,
         global_input.ExtraTokens.Config,
         global_input.Sentences.Config,
         bidirectional.BidirectionalAttention.Config,
@@ -84,6 +86,7 @@ def encoders() -> list[type[Config]]:
         etc.EtcAttention.Config,
         linformer.Linformer.Config,
         star.StarAttention.Config,
+        tensorized.BidirectionalTensorized.Config,
         sinkhorn.SinkhornAttention.Config,
         separable_convolution.SeparableConvolution.Config,
         windows.WindowAttention.Config,
@@ -100,6 +103,7 @@ def encoders() -> list[type[Config]]:
 def blocks() -> list[type[Config]]:
     """Return the layers, residuals, norms and feed-forwards."""
     from kinformer.blocks import (
+        bare,
         experts,
         feed_forward,
         gated,
@@ -118,6 +122,7 @@ def blocks() -> list[type[Config]]:
         macaron.MacaronLayer.Config,
         parallel.ParallelLayer.Config,
         sha_rnn.ShaRnnLayer.Config,
+        bare.BareDecoderLayer.Config,
         residual.PreNorm.Config,
         residual.PostNorm.Config,
         residual.ResPostNorm.Config,

@@ -1,8 +1,8 @@
-"""Primer-EZ: squared ReLU, and queries, keys and values convolved over time."""
+"""Primer: squared ReLU, and queries, keys and values convolved over time; Primer-EZ, and the whole."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
@@ -32,6 +32,21 @@ def _recipe(shape: ModelShape, vocab_size: int = 256) -> Recipe:
     return recipe
 
 
+def _whole(shape: ModelShape, vocab_size: int = 256) -> Recipe:
+    """The recipe of the whole Primer: queries are made of the keys, and norms stand behind feed-forwards."""
+
+    def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.blocks.residual import ResPostNorm
+        from kinformer.projections.shared_qk import SharedQK
+
+        base: Any = _recipe(shape, vocab_size)(vocab)
+        mixer = base.layers[0].mixer.replace(projection=SharedQK.Config())
+        layer = base.layers[0].replace(mixer=mixer, feed_forward_residual=ResPostNorm.Config())
+        return base.replace(layers=(layer,) * shape.depth)
+
+    return recipe
+
+
 def _shape(dim: int, depth: int, num_heads: int) -> ModelShape:
     return ModelShape(dim, depth, num_heads, activation="squared_relu")
 
@@ -45,9 +60,9 @@ MEMBER = Member(
     causal=True,
     growth="linear",
     departures=(
-        "Primer-EZ, the two changes that the paper recommends; of the full Primer these are left out: keys and queries "
-        "from one projection, and the norm after the feed-forward instead of before it (its variance over x (x - mean) "
-        "is a layer norm's exactly)",
+        "Primer-EZ, the two changes that the paper recommends; the whole Primer is the recipes whole, whose queries "
+        "are made of the keys and whose norms stand behind feed-forwards, as in the authors' code (the norm's variance "
+        "over x (x - mean) is a layer norm's exactly)",
         "scores are divided by sqrt(head_dim), which the authors leave to the initial weights",
         "no dropout, as in the paper's language models",
     ),
@@ -61,6 +76,9 @@ MEMBER = Member(
         "tiny": _recipe(_shape(32, 2, 2)),
         "small": _recipe(_shape(256, 4, 4)),
         "benchmark": _recipe(_shape(256, 4, 4)),
+        "tiny-whole": _whole(_shape(32, 2, 2)),
+        "whole": _whole(_shape(256, 4, 4)),
+        "paper-whole": _whole(_shape(768, 12, 12), vocab_size=32128),
         "paper": _recipe(_shape(512, 6, 8), vocab_size=32128),
         "paper-medium": _recipe(_shape(768, 12, 12), vocab_size=32128),
     },

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kinformer.family.assemble import ModelShape, decoder
+from kinformer.family.assemble import ModelShape, decoder, encoder, encoder_decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
+    from kinformer.models.encoder import Encoder
+    from kinformer.models.encoder_decoder import EncoderDecoder
 
 
 def _recipe(shape: ModelShape, rank: int, max_length: int, *, blocks: int = 2, vocab_size: int = 256) -> Recipe:
@@ -17,6 +19,33 @@ def _recipe(shape: ModelShape, rank: int, max_length: int, *, blocks: int = 2, v
 
         mixer = TensorizedAttention.Config(rank=rank, blocks=blocks, max_length=max_length)
         return decoder(shape, vocab or vocab_size, mixer)
+
+    return recipe
+
+
+def _encoding(shape: ModelShape, rank: int, max_length: int) -> Recipe:
+    """The recipe of an encoder below a masked-language-model head."""
+
+    def recipe(vocab: int | None) -> Encoder.Config:
+        from kinformer.mixers.tensorized import BidirectionalTensorized
+        from kinformer.positions.none import NoPosition
+
+        mixer = BidirectionalTensorized.Config(rank=rank, blocks=2, max_length=max_length)
+        return encoder(shape, vocab or 259, [mixer], NoPosition.Config())
+
+    return recipe
+
+
+def _translating(shape: ModelShape, rank: int, max_length: int, vocab_size: int = 258) -> Recipe:
+    """The recipe of tensorized attention on both sides (the paper's section 5.2), and exact attention between them."""
+
+    def recipe(vocab: int | None) -> EncoderDecoder.Config:
+        from kinformer.mixers.cross import CrossAttention
+        from kinformer.mixers.tensorized import BidirectionalTensorized
+
+        base: Any = _recipe(shape, rank, max_length)(vocab or vocab_size)
+        mixer = BidirectionalTensorized.Config(rank=rank, blocks=2, max_length=max_length)
+        return encoder_decoder(base, mixer, cross=CrossAttention.Config(num_heads=shape.num_heads))
 
     return recipe
 
@@ -34,6 +63,8 @@ MEMBER = Member(
         "the tensor of length^3 elements is not made: pairs before a block of 32 queries are summed first, at some "
         "2 length^2 dim (rank + 32) operations a layer and term",
         "positions count from the beginning of a sequence; there is no memory of an earlier segment",
+        "encoders and translators (recipes encoder and translate) sum every pair of a text, so that the sum is the "
+        "same for all queries; attention to the source is exact",
         "blocks share their factors, as in the authors' code, so that more of them add no capacity (tested)",
         "cores begin as softmax of noise; the authors' are uninitialised memory",
         "dim * max_length^2 weights a layer, so that the recipes read 32 to 128 tokens (`length`)",
@@ -47,6 +78,10 @@ MEMBER = Member(
         "tiny": _recipe(ModelShape(32, 2, 2), 8, 128),
         "small": _recipe(ModelShape(256, 4, 4, hidden_dim=896), 40, 32),
         "benchmark": _recipe(ModelShape(256, 4, 4), 40, 128),
+        "tiny-encoder": _encoding(ModelShape(32, 2, 2, residual="post"), 8, 128),
+        "encoder": _encoding(ModelShape(256, 4, 4, hidden_dim=896, residual="post"), 40, 64),
+        "tiny-translate": _translating(ModelShape(32, 2, 2), 8, 128),
+        "translate": _translating(ModelShape(256, 4, 4), 40, 64),
         # of the Penn Treebank, as far as the authors' code says: one head, rank 40, 32 tokens
         "paper": _recipe(
             ModelShape(256, 3, 1, hidden_dim=2100, residual="post", activation="relu"), 40, 32, vocab_size=10000

@@ -30,10 +30,13 @@ def _recipe(
     dropout: float = 0.0,
     learned: bool = False,
     convolution: bool = False,
+    post: bool = False,
 ) -> Recipe:
-    """The recipe of ``shape.depth`` layers, ``steps`` times; ``convolution``: their transition is a separable one."""
+    """The recipe of ``shape.depth`` layers, ``steps`` times; ``convolution``: their transition is a separable one;
+    ``post``: norms stand behind sublayers."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.blocks.residual import PostNorm
         from kinformer.mixers.separable_transition import SeparableTransition
         from kinformer.mixers.softmax import SoftmaxAttention
         from kinformer.positions.timing import Timing
@@ -48,6 +51,9 @@ def _recipe(
         layers = tuple(layer.replace(dropout=dropout) for layer in config.layers)
         if convolution:
             layers = tuple(layer.replace(feed_forward=SeparableTransition()) for layer in layers)
+        if post:
+            layers = tuple(layer.replace(residual=PostNorm.Config()) for layer in layers)
+            config = config.replace(norm=None)
         return config.replace(layers=layers, stack=_stack(steps, halts, bias), dropout=dropout)
 
     return recipe
@@ -98,7 +104,8 @@ MEMBER = Member(
     growth="linear",
     departures=(
         "the decoder alone, as a language model, but for the recipes encoder and translate",
-        "norms stand before sublayers and behind the last step, as in tensor2tensor; in the paper behind sublayers",
+        "norms stand before sublayers and behind the last step, as in tensor2tensor; in the paper behind "
+        "sublayers, which are the recipes post-norm",
         "a halted token's vector is copied, as in the paper, so that its work is saved; in tensor2tensor it goes on "
         "changing where others see it (stack.halting.halted=evolving)",
         "halting weights begin at zero, so that at first all tokens take equally many steps",
@@ -112,6 +119,8 @@ MEMBER = Member(
         "tiny": _recipe(_shape(32, 1, 2), 3, bias=-0.5, learned=True),
         "small": _recipe(_shape(256, 4, 4), 2),
         "benchmark": _recipe(_shape(256, 1, 4), 4),
+        "tiny-post-norm": _recipe(_shape(32, 1, 2), 3, bias=-0.5, learned=True, post=True),
+        "paper-post-norm": _recipe(_shape(1024, 1, 16), 6, halts=False, dropout=0.3, learned=True, post=True),
         "paper": _recipe(_shape(1024, 1, 16), 6, halts=False, dropout=0.3, learned=True),
         "tiny-convolution": _recipe(_shape(32, 1, 2), 3, bias=-0.5, learned=True, convolution=True),
         "convolution": _recipe(_shape(256, 4, 4), 2, convolution=True),

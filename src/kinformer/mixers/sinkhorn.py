@@ -25,6 +25,7 @@ from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceCon
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
 from kinformer.kernels.impls import AttentionImpl
+from kinformer.kernels.sinkhorn import sinkhorn, with_gumbel_noise
 from kinformer.projections.multi_head import MultiHead
 from kinformer.runtime.errors import KinformerError
 
@@ -139,24 +140,9 @@ class SortingNetwork(nn.Module):
         logits = self.outer(self.inner(sums).relu()).unflatten(-1, (self.config.num_heads, -1))
         logits = logits[..., : sums.shape[1]].transpose(1, 2).to(state_dtype(logits.dtype))
         if self.config.noise and self.training:
-            drawn = torch.empty_like(logits).exponential_().clamp_min(torch.finfo(logits.dtype).tiny)
-            # -log of an exponential variable is Gumbel noise.
-            logits = logits - drawn.log()
+            logits = with_gumbel_noise(logits)
         pairs = None if filled is None else (filled[:, :, None] & filled[:, None])[:, None]
         return sinkhorn(logits / self.config.temperature, self.config.iterations, pairs)
-
-
-def sinkhorn(logits: Tensor, iterations: int, pairs: Tensor | None = None) -> Tensor:
-    """Balance exp(logits) [..., n, n] in the log domain (Sinkhorn 1964; Mena et al. 2018): rows, then columns are
-    divided by their sums, ``iterations`` times. ``pairs`` bool: which entries there are; others are 0."""
-    # A quarter of the lowest number: subtracting a logsumexp from it must not overflow to -inf, whose gradient is NaN.
-    lowest = logits.new_full((), torch.finfo(logits.dtype).min / 4)
-    for _ in range(iterations):
-        for axis in (-1, -2):
-            logits = logits if pairs is None else torch.where(pairs, logits, lowest)
-            # log S <- log S - log sum exp(log S), over rows and then over columns
-            logits = logits - logits.logsumexp(axis, keepdim=True)
-    return logits.exp() if pairs is None else torch.where(pairs, logits, lowest).exp()
 
 
 def _sorted(weights: Tensor, k: Tensor, v: Tensor, present: Tensor | None) -> tuple[Tensor, Tensor]:

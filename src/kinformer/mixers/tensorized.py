@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
 
 from kinformer.core.contract import (
     CausalMixer,
@@ -35,6 +35,8 @@ from kinformer.core.contract import (
     select_valid,
     state_dtype,
 )
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global, within
+from kinformer.kernels.tensorized import Block
 from kinformer.positions.xl import sinusoids
 from kinformer.runtime.errors import KinformerError
 
@@ -58,6 +60,11 @@ class TensorizedAttention(CausalMixer):
     """The mixer x [batch, time, dim] -> y [batch, time, dim], for sequences of at most ``max_length`` tokens."""
 
     growth = "linear"
+    qkv: nn.Linear
+    position: nn.Linear | None
+    query_bias: nn.Parameter
+    core: nn.Parameter
+    pairs: nn.Parameter
 
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
@@ -69,28 +76,17 @@ class TensorizedAttention(CausalMixer):
         positions: bool = True
 
         def __post_init__(self) -> None:
-            for name in ("rank", "blocks", "max_length"):
-                if getattr(self, name) < 1:
-                    raise KinformerError(f"{name} must be 1 or more, but is {getattr(self, name)}.")
+            check_sizes(self)
 
         def build(self, dim: int) -> TensorizedAttention:
-            if self.positions and dim % 2:
-                raise KinformerError(
-                    f"sinusoids need an even width, but dim = {dim}; give an even one, or "
-                    "`set` layers.*.mixer.positions=false."
-                )
+            check_even(self, dim)
             return TensorizedAttention(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
         self.config, self.dim, self.max_length = config, dim, config.max_length
         self.terms = 2 if config.positions else 1
-        self.qkv = nn.Linear(dim, 3 * config.rank, bias=False)
-        self.position = nn.Linear(dim, config.rank, bias=False) if config.positions else None
-        self.query_bias = nn.Parameter(torch.zeros(self.terms, config.rank))  # u and w
-        self.core = nn.Parameter(torch.randn(config.blocks, config.rank).softmax(-1))
-        self.pairs = nn.Parameter(torch.empty(dim, config.max_length, config.max_length))  # W
-        nn.init.uniform_(self.pairs, -1 / config.max_length, 1 / config.max_length)  # as a product of all pairs
+        add_factors(self, config, dim)
 
     def initial_state(
         self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
@@ -163,70 +159,87 @@ class TensorizedAttention(CausalMixer):
         return torch.where(filled.unsqueeze(-1), table[where.clamp(0, end - 1)], table.new_zeros(()))
 
 
-class Block(NamedTuple):
-    """A block of tokens, from slot ``first`` on, and all slots up to the last of them.
+class BidirectionalTensorized(EncoderMixer):
+    """The mixer x [batch, time, dim] -> y [batch, time, dim] of whole texts of at most ``max_length`` tokens: every
+    pair of tokens is in the sum of every query,
 
-    ``queries`` [batch, tokens, width], ``keys`` [batch, slots, width], ``v`` [batch, slots, rank]; width is rank, or
-    twice that where keys of content and of positions stand side by side. ``number`` [batch, all slots] or None: which
-    of the chunk's sequences a slot belongs to.
+        y_i = M ((q_i + u) * g),    M = sum_jk W_jk k_j * v_k  (with positions also p_j, and (q_i + w) * g)
+
+    so that M is made once, by time^2 dim rank operations. Padding has no weight.
     """
 
-    queries: Tensor
-    keys: Tensor
-    v: Tensor
-    first: int
-    number: Tensor | None
+    qkv: nn.Linear
+    position: nn.Linear | None
+    query_bias: nn.Parameter
+    core: nn.Parameter
+    pairs: nn.Parameter
 
-    def outputs(self, weight: Tensor, total: Tensor) -> Tensor:
-        """Return y [batch, tokens, dim]; ``total`` is M of the slots before."""
-        # M ((q_i + u) * g), the pairs of earlier slots
-        y = torch.einsum("btr,bdr->btd", self.queries, total.to(self.queries.dtype))
-        if self.number is not None:
-            y = torch.where((self._present == self._before)[..., None], y, y.new_zeros(()))
-        tensor = self._tensor().flatten(2)
-        if len(weight) == 1:
-            return y + linear(tensor, weight[0].flatten(1))
-        return y + torch.einsum("btp,bdp->btd", tensor, weight.flatten(2))
+    @dataclass(frozen=True, kw_only=True)
+    class Config(EncoderMixerConfig):
+        kind = "tensorized"
+        rank: int = 40
+        blocks: int = 1
+        max_length: int = 32
+        positions: bool = True
 
-    def _tensor(self) -> Tensor:
-        """Return T [batch, tokens, tokens, slots + first] of queries, keys of the block and all values; then of
-        queries, values of the block and earlier keys; zero where either is hidden from the query."""
-        first, rank = self.first, self.v.shape[-1]
-        queries, keys, v = self.queries[:, :, None], self.keys[:, None, first:], self.v[:, None, first:]
-        by_key = (queries * keys).unflatten(-1, (-1, rank)).sum(-2) @ self.v.mT[:, None]
-        by_value = (queries * v.repeat(1, 1, 1, queries.shape[-1] // rank)) @ self.keys[:, None, :first].mT
-        index = torch.arange(self.v.shape[1], device=self.v.device)
-        shown = index <= index[first:, None]
-        if self.number is not None:
-            shown = shown & (self.number[:, None, : len(index)] == self._present[..., None])
-        shown = shown[..., first:, None] & torch.cat([shown, shown[..., :first]], -1)[..., None, :]
-        tensor = torch.cat([by_key, by_value], -1)
-        return torch.where(shown, tensor, tensor.new_zeros(()))
+        def __post_init__(self) -> None:
+            check_sizes(self)
 
-    def sums(self, weight: Tensor, total: Tensor) -> Tensor:
-        """Return M of all slots of the last token's sequence."""
-        keys, v, first = self.keys, self.v, self.first
-        if self.number is not None:
-            last = self._present[:, -1:]
-            same = (self.number[:, : v.shape[1]] == last)[..., None]
-            keys, v = (torch.where(same, item, item.new_zeros(())) for item in (keys, v))
-            total = torch.where((last == self._before)[..., None], total, total.new_zeros(()))
-        v = v.repeat(1, 1, keys.shape[-1] // v.shape[-1])
-        products = torch.cat([keys[:, first:, None] * v[:, None], v[:, first:, None] * keys[:, None, :first]], 2)
-        products = products.flatten(1, 2)
-        if len(weight) == 1:
-            return total + torch.einsum("dp,bpr->bdr", weight[0].flatten(1), products)
-        return total + torch.einsum("bdp,bpr->bdr", weight.flatten(2), products)
+        def build(self, dim: int) -> BidirectionalTensorized:
+            check_even(self, dim)
+            return BidirectionalTensorized(self, dim)
 
-    @property
-    def _present(self) -> Tensor:
-        """Return the sequence number of each token, [batch, tokens]."""
-        assert self.number is not None
-        return self.number[:, self.first : self.v.shape[1]]
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.config, self.dim, self.max_length = config, dim, config.max_length
+        add_factors(self, config, dim)
 
-    @property
-    def _before(self) -> Tensor:
-        """Return the sequence number of the slot before the block, [batch, 1];
-        the first of a chunk continues the past."""
-        assert self.number is not None
-        return self.number[:, self.first - 1 : self.first] if self.first else torch.zeros_like(self.number[:, :1])
+    def check(self, global_tokens: bool, global_input: bool) -> None:
+        refuse_global("this mixer (tensorized) weighs pairs of positions", global_tokens, global_input)
+
+    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
+        self.check(text.global_positions is not None, text.num_global > 0)
+        time, end = x.shape[1], self.config.max_length
+        x, valid = within(select_valid(x, text.valid), text.valid, end, "tensorized")
+        length = x.shape[1]
+        q, k, v = self.qkv(x).chunk(3, -1)
+        core = self.core.mean(0).to(q.dtype)
+        queries = torch.cat([(q + bias.to(q.dtype)) * core for bias in self.query_bias], -1)
+        if self.position is not None:
+            distance = torch.arange(end - 1, end - 1 - length, -1, device=x.device)
+            p = self.position(sinusoids(distance, self.dim, 10000.0).to(x.dtype)).expand(len(x), -1, -1)
+            k, v = torch.cat([k, p], -1), v.repeat(1, 1, 2)
+        k, v = select_valid(k, valid), select_valid(v, valid)
+        # M [batch, dim, width], of sums over k first: [batch, dim, time, width] is never larger than W
+        weighed = torch.einsum("djk,bjr->bdkr", self.pairs[:, :length, :length].to(k.dtype), k)
+        total = torch.einsum("bdkr,bkr->bdr", weighed, v)
+        y = torch.einsum("btr,bdr->btd", queries, total)
+        return select_valid(pad(y, (0, 0, 0, time - length)), text.valid)
+
+
+Sizes = TensorizedAttention.Config | BidirectionalTensorized.Config
+
+
+def check_sizes(config: Sizes) -> None:
+    """Refuse a rank, a number of blocks or a length below 1."""
+    for name in ("rank", "blocks", "max_length"):
+        if getattr(config, name) < 1:
+            raise KinformerError(f"{name} must be 1 or more, but is {getattr(config, name)}.")
+
+
+def check_even(config: Sizes, dim: int) -> None:
+    """Refuse a width that sinusoids of positions do not divide into sines and cosines."""
+    if config.positions and dim % 2:
+        raise KinformerError(
+            f"sinusoids need an even width, but dim = {dim}; give an even one, or `set` layers.*.mixer.positions=false."
+        )
+
+
+def add_factors(mixer: TensorizedAttention | BidirectionalTensorized, config: Sizes, dim: int) -> None:
+    """Give ``mixer`` the weights of the decomposition, of which ``pairs`` is W."""
+    mixer.qkv = nn.Linear(dim, 3 * config.rank, bias=False)
+    mixer.position = nn.Linear(dim, config.rank, bias=False) if config.positions else None
+    mixer.query_bias = nn.Parameter(torch.zeros(2 if config.positions else 1, config.rank))  # u and w
+    mixer.core = nn.Parameter(torch.randn(config.blocks, config.rank).softmax(-1))
+    mixer.pairs = nn.Parameter(torch.empty(dim, config.max_length, config.max_length))
+    nn.init.uniform_(mixer.pairs, -1 / config.max_length, 1 / config.max_length)  # as a product of all pairs

@@ -27,6 +27,7 @@ from kinformer.mixers import (
     bidirectional_lsh,
     bidirectional_lstm,
     bidirectional_routing,
+    causal_sinkhorn,
     chosen_blocks,
     compressive,
     cross,
@@ -38,6 +39,7 @@ from kinformer.mixers import (
     lsh,
     lstm,
     memorizing,
+    outer_product,
     routing,
     rwkv7,
     segment_memory,
@@ -54,13 +56,16 @@ from kinformer.stacks import act, reversible, sequential, universal
 
 __all__ = [
     "ACT",
+    "BareDecoderLayer",
     "BareLayer",
     "BidirectionalAttention",
     "BidirectionalLSHAttention",
     "BidirectionalLSTM",
     "BidirectionalLinearAttention",
     "BidirectionalRoutingAttention",
+    "BidirectionalTensorizedAttention",
     "Boom",
+    "CausalSinkhornAttention",
     "ChosenBlocks",
     "CompressiveAttention",
     "CrossAttention",
@@ -81,6 +86,7 @@ __all__ = [
     "MacaronEncoderLayer",
     "MacaronLayer",
     "MemorizingAttention",
+    "OuterProduct",
     "ParallelEncoderLayer",
     "ParallelLayer",
     "PostNorm",
@@ -97,6 +103,7 @@ __all__ = [
     "SeparableConvolution",
     "SeparableTransition",
     "SequentialStack",
+    "ShaRnnEncoderLayer",
     "ShaRnnLayer",
     "SingleHeadAttention",
     "SinkhornAttention",
@@ -115,8 +122,10 @@ LinearCrossAttention = cross_linear.LinearCrossAttention.Config
 LatentAttention = latent.LatentAttention.Config
 LinearAttention = linear.LinearAttention.Config
 ChosenBlocks = chosen_blocks.ChosenBlocks.Config
+CausalSinkhornAttention = causal_sinkhorn.CausalSinkhornAttention.Config
 RWKV7TimeMix = rwkv7.RWKV7.Config
 LSHAttention = lsh.LSHAttention.Config
+OuterProduct = outer_product.OuterProduct.Config
 RoutingAttention = routing.RoutingAttention.Config
 MemorizingAttention = memorizing.Memorizing.Config
 SegmentMemoryAttention = segment_memory.SegmentMemory.Config
@@ -134,6 +143,7 @@ BidirectionalLSTM = bidirectional_lstm.BidirectionalLSTM.Config
 EtcAttention = etc.EtcAttention.Config
 LinformerAttention = linformer.Linformer.Config
 SinkhornAttention = sinkhorn.SinkhornAttention.Config
+BidirectionalTensorizedAttention = tensorized.BidirectionalTensorized.Config
 StarAttention = star.StarAttention.Config
 WindowAttention = windows.WindowAttention.Config
 SeparableConvolution = separable_convolution.SeparableConvolution.Config
@@ -162,8 +172,10 @@ ParallelEncoderLayer = parallel.ParallelEncoderLayer.Config
 MacaronLayer = macaron.MacaronLayer.Config
 MacaronEncoderLayer = macaron.MacaronEncoderLayer.Config
 ShaRnnLayer = sha_rnn.ShaRnnLayer.Config
+ShaRnnEncoderLayer = sha_rnn.ShaRnnEncoderLayer.Config
 EncoderLayer = encoder_layer.EncoderLayer.Config
 BareLayer = bare.BareLayer.Config
+BareDecoderLayer = bare.BareDecoderLayer.Config
 SequentialStack = sequential.Sequential.Config
 UniversalStack = universal.Universal.Config
 ReversibleStack = reversible.Reversible.Config

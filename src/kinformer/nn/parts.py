@@ -48,7 +48,7 @@ from kinformer.positions import (
     timing,
     xl,
 )
-from kinformer.projections import complex, convolved, grouped, multi_head, multi_head_global, normalised
+from kinformer.projections import complex, convolved, grouped, multi_head, multi_head_global, normalised, shared_qk
 from kinformer.scores import additive, bilinear, capped, dot, dynamic_span, modulus, scaled_dot, sink_logit, soft_span
 
 __all__ = [
@@ -106,6 +106,7 @@ __all__ = [
     "SinusoidalPositions",
     "SoftSpan",
     "SoftplusChannelsDecay",
+    "SharedQKProjection",
     "SoftplusDecay",
     "StridedPattern",
     "SumNormalisedFeatures",
@@ -189,5 +190,6 @@ MultiHeadProjection = multi_head.MultiHead.Config
 GroupedProjection = grouped.Grouped.Config
 ConvolvedProjection = convolved.Convolved.Config
 NormalisedProjection = normalised.Normalised.Config
+SharedQKProjection = shared_qk.SharedQK.Config
 ComplexProjection = complex.Complex.Config
 MultiHeadGlobalProjection = multi_head_global.MultiHeadGlobal.Config

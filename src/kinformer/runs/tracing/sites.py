@@ -17,6 +17,7 @@ from kinformer.mixers.bidirectional_linear import BidirectionalLinear
 from kinformer.mixers.bidirectional_lsh import BidirectionalLSH
 from kinformer.mixers.bidirectional_lstm import BidirectionalLSTM
 from kinformer.mixers.bidirectional_routing import BidirectionalRouting
+from kinformer.mixers.causal_sinkhorn import CausalSinkhornAttention
 from kinformer.mixers.chosen_blocks import ChosenBlocks
 from kinformer.mixers.compressive import Compressive
 from kinformer.mixers.cross import CrossAttention
@@ -28,6 +29,7 @@ from kinformer.mixers.linformer import Linformer
 from kinformer.mixers.lsh import LSHAttention
 from kinformer.mixers.lstm import LSTM
 from kinformer.mixers.memorizing import Memorizing
+from kinformer.mixers.outer_product import OuterProduct
 from kinformer.mixers.routing import RoutingAttention
 from kinformer.mixers.rwkv7 import RWKV7
 from kinformer.mixers.segment_memory import SegmentMemory
@@ -37,7 +39,7 @@ from kinformer.mixers.single_head import SingleHead
 from kinformer.mixers.sinkhorn import SinkhornAttention
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.mixers.star import StarAttention
-from kinformer.mixers.tensorized import TensorizedAttention
+from kinformer.mixers.tensorized import BidirectionalTensorized, TensorizedAttention
 from kinformer.mixers.windows import WindowAttention
 from kinformer.projections.by_piece import Pieces
 from kinformer.runs.tracing.probe import Probe
@@ -217,6 +219,7 @@ def _shape_of(mixer: Any) -> tuple[int, int, int]:
     return mixer.shape
 
 
+_SORTED = "implied by attention to sorted blocks: its probabilities times what each token adds to each sorted block"
 _KERNEL = "implied by kernel attention, which computes no probabilities: what each value adds to the output"
 SITES: dict[type, Site] = {
     SoftmaxAttention: Site(_by_position),
@@ -242,10 +245,8 @@ SITES: dict[type, Site] = {
     RWKV7: Site(_kernel, _KERNEL),
     BidirectionalLinear: Site(_rows("qkv", _shape_of), _KERNEL),
     Linformer: Site(_summaries, keys="summaries"),
-    SinkhornAttention: Site(
-        _by_projection,
-        "implied by attention to sorted blocks: its probabilities times what each token adds to each sorted block",
-    ),
+    SinkhornAttention: Site(_by_projection, _SORTED),
+    CausalSinkhornAttention: Site(_by_projection, _SORTED),
 }
 """Where values enter a mixer, by its class; a mixer of another package adds its own."""
 NO_WEIGHTS: dict[type, str] = {
@@ -253,8 +254,12 @@ NO_WEIGHTS: dict[type, str] = {
     BidirectionalLSTM: "An LSTM has no attention: what it remembers of a token is no weighted sum.",
     StarAttention: "A star attends twice in one layer, to neighbours and through its relay, so no weights between two "
     "tokens say what reaches an output.",
-    TensorizedAttention: "Tensorized attention multiplies queries, keys and values in a core tensor; it weighs no "
-    "tokens by probabilities.",
+    **dict.fromkeys(
+        (TensorizedAttention, BidirectionalTensorized),
+        "Tensorized attention multiplies queries, keys and values in a core tensor; it weighs no tokens by "
+        "probabilities.",
+    ),
+    OuterProduct: "Fast weights behind an activation hold no sum of values that tokens add.",
     LinearCrossAttention: "Linear cross-attention holds sums over the source, which do not say what each of its tokens "
     "adds.",
     **dict.fromkeys(

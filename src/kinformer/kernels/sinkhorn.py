@@ -1,0 +1,43 @@
+"""Sinkhorn balancing: a matrix of logits becomes one whose rows and columns sum to 1, nearly a permutation (Sinkhorn
+1964; with Gumbel noise Mena et al. 2018)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def sinkhorn(logits: Tensor, iterations: int, pairs: Tensor | None = None) -> Tensor:
+    """Balance exp(logits) [..., n, n] in the log domain: rows, then columns are divided by their sums, ``iterations``
+    times. ``pairs`` bool: which entries there are; others are 0."""
+    # A quarter of the lowest number: subtracting a logsumexp from it must not overflow to -inf, whose gradient is NaN.
+    lowest = logits.new_full((), torch.finfo(logits.dtype).min / 4)
+    for _ in range(iterations):
+        for axis in (-1, -2):
+            logits = logits if pairs is None else torch.where(pairs, logits, lowest)
+            # log S <- log S - log sum exp(log S), over rows and then over columns
+            logits = logits - logits.logsumexp(axis, keepdim=True)
+    return logits.exp() if pairs is None else torch.where(pairs, logits, lowest).exp()
+
+
+def with_gumbel_noise(logits: Tensor) -> Tensor:
+    """Add to ``logits`` noise whose largest sum is a draw from their softmax; -log of an exponential variable."""
+    drawn = torch.empty_like(logits).exponential_().clamp_min(torch.finfo(logits.dtype).tiny)
+    return logits - drawn.log()
+
+
+def sorted_within_the_past(logits: Tensor, blocks: Tensor, iterations: int) -> Tensor:
+    """Return by which weight each of ``blocks`` [batch, m] takes the blocks before it, [batch, heads, m, n]; 0 for
+    itself and later ones.
+
+    ``logits`` [batch, heads, n, n] of blocks for blocks. The weights of block i are the last row of the balanced square
+    of rows 1 to i and columns 0 to i - 1: what it and the blocks before it ask of its past, so that no later block and
+    no token from its first one on has a part in them.
+    """
+    count = logits.shape[-1]
+    index = torch.arange(count, device=logits.device)
+    which = blocks[:, None, :, None, None]  # [batch, heads, m, rows, columns]
+    pairs = (index[:, None] >= 1) & (index[:, None] <= which) & (index < which)
+    balanced = sinkhorn(logits[:, :, None].expand(-1, -1, blocks.shape[1], -1, -1), iterations, pairs)
+    row = which.clamp(max=count - 1).expand(-1, logits.shape[1], -1, 1, count)
+    return balanced.gather(3, row).squeeze(3)
