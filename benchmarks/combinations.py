@@ -32,6 +32,7 @@ from kinformer.blocks.feed_forward import MLP
 from kinformer.blocks.layer import DecoderLayer
 from kinformer.core.config import Config
 from kinformer.core.encoder import GLOBAL
+from kinformer.decays.sigmoid import Sigmoid
 from kinformer.family.kinds import kinds
 from kinformer.inputs.tokens import Tokens
 from kinformer.mixers.bidirectional import BidirectionalAttention
@@ -73,16 +74,18 @@ ALONG = ("head", "embedding")
 
 
 class Combination(NamedTuple):
-    """Parts by slot, the number of heads, and of which kind the model is, or its form of latent attention."""
+    """Parts by slot, the number of heads, of which kind the model is, or its form of latent attention, and whether its
+    scores fade."""
 
     model: str
     num_heads: int
     parts: dict[str, Config]
     gate: str
+    fades: bool = False
 
     def __str__(self) -> str:
         told = ", ".join(f"{slot} {part.kind}" for slot, part in self.parts.items())
-        return f"{self.model} of {self.num_heads} heads: {told}, gate {self.gate}"
+        return f"{self.model} of {self.num_heads} heads: {told}, gate {self.gate}" + ", a decay" * self.fades
 
     def config(self) -> Any:
         """The model's, of one layer."""
@@ -97,6 +100,7 @@ class Combination(NamedTuple):
         settings["position"] = NoPosition.Config() if at_tokens else parts["position"]
         kind = {"encoder": BidirectionalAttention, "decoder": SoftmaxAttention}.get(self.model, LatentAttention)
         settings |= {"form": self.model} if kind is LatentAttention else {}
+        settings |= {"decay": Sigmoid.Config(coupled=False)} if self.fades else {}
         mixer = kind.Config(num_heads=self.num_heads, **settings)
         layer = EncoderLayer if encoder else DecoderLayer
         return (Encoder if encoder else Decoder).Config(
@@ -137,10 +141,11 @@ def combinations(seed: int = 0) -> Iterator[Combination]:
     draw.shuffle(crossed)
     pairs = list(itertools.product(*(parts[slot] for slot in ALONG)))
     fitting = {model: [pair for pair in pairs if _fit(model, *pair)] for model in ("decoder", "encoder")}
-    for model, *chosen in crossed:
+    for number, (model, *chosen) in enumerate(crossed):
         pair = draw.choice(fitting[model] if draw.random() < FITTING else pairs)
         found = dict(zip((*SLOTS, *ALONG), (*chosen, *pair), strict=True))
-        yield Combination(model, draw.choice((2, 4)), found, draw.choice(GATES))
+        fades = model == "decoder" and number % 4 == 0
+        yield Combination(model, draw.choice((2, 4)), found, draw.choice(GATES), fades)
 
 
 def latent_combinations(seed: int = 0) -> Iterator[Combination]:

@@ -3,12 +3,14 @@ brings and projects."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from kinformer.core.contract import Chunk
-from kinformer.core.reserved import KeysValues, ReservedKeysValues
+from kinformer.core.contract import Chunk, state_dtype
+from kinformer.core.reserved import DecayedKeysValues, KeysValues, ReservedSlots
 
 
 class Pinned(NamedTuple):
@@ -18,17 +20,21 @@ class Pinned(NamedTuple):
     v: Tensor
 
 
+Cache = KeysValues | DecayedKeysValues | ReservedSlots
+"""The keys and values of the past, as a value or reserved."""
+
+
 class ContextState(NamedTuple):
     """The state of attention whose projection has a context; ``recent`` [batch, heads, up to context, head_dim] are the
     projections of the last tokens, right-aligned."""
 
-    attention: KeysValues | ReservedKeysValues
+    attention: Cache
     recent: Tensor
 
     slots = ("recent",)  # type: ignore[misc]
 
 
-Slots = KeysValues | ReservedKeysValues | ContextState
+Slots = Cache | ContextState
 
 
 class PinnedState(NamedTuple):
@@ -54,6 +60,48 @@ class SpanState(NamedTuple):
 CacheState = Slots | PinnedState | SpanState
 
 
+class CacheShape(NamedTuple):
+    """The sizes of a mixer's states: heads, ``kv_heads`` of keys, of ``head_dim`` features; the ``context`` of the
+    projection, the ``pinned`` first tokens; whether tokens have ``spans`` of their own, and whether scores ``decay``.
+    """
+
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    context: int
+    pinned: int
+    spans: bool
+    decay: bool
+
+    @property
+    def projected_heads(self) -> int:
+        return self.num_heads + 2 * self.kv_heads
+
+    def empty(self, batch: int, device: torch.device, dtype: torch.dtype) -> CacheState:
+        """Return the state of ``batch`` new sequences."""
+        empty = torch.zeros(batch, self.kv_heads, 0, self.head_dim, device=device, dtype=dtype)
+        seen = torch.zeros(batch, dtype=torch.int64, device=device)
+        state: Any = KeysValues(empty, empty, seen)  # type: ignore[call-arg]
+        if self.decay:
+            sums = torch.zeros(batch, self.num_heads, 0, 1, device=device, dtype=torch.float64)
+            state = DecayedKeysValues(empty, empty, sums, seen)  # type: ignore[call-arg]
+        if self.context:
+            state = ContextState(state, empty.new_zeros(batch, self.projected_heads, 0, self.head_dim))  # type: ignore[call-arg]
+        if self.pinned:
+            first = empty.new_zeros(*empty.shape[:2], self.pinned, self.head_dim)
+            state = PinnedState(state, first, first)  # type: ignore[call-arg]
+        if self.spans:
+            state = SpanState(state, torch.zeros(batch, device=device, dtype=state_dtype(dtype)))  # type: ignore[call-arg]
+        return state  # type: ignore[no-any-return]
+
+    def bytes(self, length: int, horizon: int | None, dtype: torch.dtype) -> int:
+        """Return the bytes of one row's state after ``length`` tokens, of which the last ``horizon`` are kept."""
+        past = length if horizon is None else min(length, horizon)
+        slots = 2 * self.kv_heads * (past + self.pinned) + self.projected_heads * min(length, self.context)
+        sums = self.decay * self.num_heads * past * torch.float64.itemsize
+        return slots * self.head_dim * dtype.itemsize + sums + 8 + state_dtype(dtype).itemsize * self.spans
+
+
 class AttentionCall(NamedTuple):
     """A chunk and the tokens whose outputs are needed; ``z`` [batch, heads, time], the spans of its tokens, where each
     has its own; ``first``, the tokens pinned before it, where the pattern pins some."""
@@ -66,10 +114,22 @@ class AttentionCall(NamedTuple):
 
 class NewTokens(NamedTuple):
     """What is projected of a chunk: q (None where no output is needed), k and v, turned by position; ``far``, the
-    queries turned by their ranks, for pinned tokens; ``recent``, what later tokens need of the projection."""
+    queries turned by their ranks, for pinned tokens; ``recent``, what later tokens need of the projection; ``sums``
+    [batch, heads, time, 1] of the decay, as pairs of tokens and as the state need them, where scores decay."""
 
     q: Tensor | None
     k: Tensor
     v: Tensor
     far: Tensor | None
     recent: Tensor | None
+    sums: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def seeing(self) -> tuple[Tensor, ...]:
+        """Return what queries attend to: keys and values, and sums."""
+        return (self.k, self.v) if self.sums is None else (self.k, self.v, self.sums[0])
+
+
+def joined(before: Sequence[Tensor], new: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the slots of a chunk behind those before it, leaf by leaf."""
+    return tuple(torch.cat([old.to(x.dtype), x], dim=2) for old, x in zip(before, new, strict=True))

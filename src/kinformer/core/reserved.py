@@ -80,6 +80,13 @@ class ReservedSlots(ReservedState):
         after = type(self)(state, Slots(end - length, end, max(slots.room - time, 0), slots.full), ticket)
         return [buffer[:, :, stop - past : end] for buffer in buffers], after, slots.full
 
+    def last(self, leaf: int, time: int) -> Tensor:
+        """Return the newest past slot of a buffer, [batch, heads, 0 or 1, width], before a chunk of ``time`` tokens."""
+        buffer, slots = self._state[leaf], self._slots
+        if self._opened:
+            return buffer[:, :, :-time][:, :, -1:]
+        return buffer[:, :, slots.start : slots.stop][:, :, -1:]
+
     @property
     def slots(self) -> Slots:
         """Return which slots of the buffers are the past."""
@@ -212,6 +219,22 @@ class KeysValues(NamedTuple):
     def reserve(self, length: int) -> ReservedKeysValues:
         """Return a single-owner state with room for ``length`` more tokens, for generation under ``no_grad``."""
         return ReservedKeysValues.of(self, length)
+
+
+class DecayedKeysValues(NamedTuple):
+    """The cache ``k``, ``v`` of :class:`KeysValues`, and of every key the logarithms of a decay ``sums`` [batch, heads,
+    past, 1] float64, summed from where its sequence begins; ``seen`` [batch] int64."""
+
+    k: Tensor
+    v: Tensor
+    sums: Tensor
+    seen: Tensor
+
+    slots = ("k", "v", "sums")  # type: ignore[misc]
+
+    def reserve(self, length: int) -> ReservedSlots:
+        """Return a single-owner state with room for ``length`` more tokens, for generation under ``no_grad``."""
+        return ReservedSlots.of(self, length)
 
 
 class ReservedKeysValues(ReservedSlots):

@@ -6,20 +6,23 @@
 a difference of slots is a difference of positions for every row, and ``seen`` says how many slots of a row are valid.
 With a learnt ``span`` the pattern, and with it the state, is cut to what the heads look at as the weights are now.
 Where each token has spans of its own, their cost adds up in the state. Where the pattern pins the first tokens, the
-state holds these too, and attention to them is merged with that to the others.
+state holds these too, and attention to them is merged with that to the others. A ``decay`` by head lowers scores by
+what lies between query and key (``decays.of_scores``), and the state holds its sums.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kinformer.core.attention_state import (
     AttentionCall,
+    Cache,
+    CacheShape,
     CacheState,
     ContextState,
     NewTokens,
@@ -27,6 +30,7 @@ from kinformer.core.attention_state import (
     PinnedState,
     Slots,
     SpanState,
+    joined,
 )
 from kinformer.core.contract import (
     CausalMixer,
@@ -38,7 +42,6 @@ from kinformer.core.contract import (
     newest,
     positions_of,
     select_valid,
-    state_dtype,
 )
 from kinformer.core.parts import (
     PatternConfig,
@@ -53,8 +56,10 @@ from kinformer.core.parts import (
     merge_heads,
 )
 from kinformer.core.pattern import Pattern
-from kinformer.core.reserved import KeysValues, ReservedKeysValues
+from kinformer.core.reserved import DecayedKeysValues, KeysValues, ReservedSlots
 from kinformer.core.span import SpanConfig, TokenSpan, relative_of
+from kinformer.decays.decay import DecayConfig
+from kinformer.decays.of_scores import build_score_decay, sums_of
 from kinformer.kernels.attention import (
     Attended,
     AttentionDropout,
@@ -96,6 +101,7 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
         pattern: PatternConfig = Causal.Config()
         score: ScoreConfig = ScaledDot.Config()
         span: SpanConfig | None = None
+        decay: DecayConfig | None = None  # of scores
         gate: Gate = "none"  # of the heads' outputs
         value_residual: bool = False
         exclusive: bool = False  # outputs without what points along the token's own value
@@ -122,7 +128,9 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
             check_unpinned(config.pattern, self.whole_pattern)
         self.pins = self.whole_pattern.pinned, (self.whole_pattern.recent.behind or 0) + 1
         check_score(config.score, self.score, self.position)
-        self.dim, self.head_dim, self.dropout, self.impl = dim, head_dim, config.dropout, config.impl
+        pinned, by_token = self.pins[0], isinstance(self.span, TokenSpan)
+        self.decay = build_score_decay(config, dim, head_dim, self.score, self.position, pinned > 0 or by_token)
+        self.dim, self.dropout, self.impl = dim, config.dropout, config.impl
         check_impl(config.impl, self._needs(), "softmax")
         kv_heads = self.projection.num_kv_heads
         self.value_residual = ValueResidual(kv_heads, head_dim) if config.value_residual else None
@@ -131,7 +139,8 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
         self.exclusive = Exclusive(config.num_heads) if config.exclusive else None
         self.gate = build_gate(config.gate, dim, config.num_heads, head_dim)
         self.out = config.projection.build_output(dim, config.num_heads, head_dim, config.bias)
-        self.projected_heads = config.num_heads + 2 * self.projection.num_kv_heads
+        heads = config.num_heads, kv_heads, head_dim
+        self.shape = CacheShape(*heads, self.projection.context, pinned, by_token, self.decay is not None)
         self.growth = "linear" if self.pattern.horizon is None else "window"
 
     @property
@@ -156,33 +165,16 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
         self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> CacheState:
         like: Tensor = self.out.weight  # type: ignore[assignment]
-        device = device or like.device
-        dtype = dtype or activation_dtype(like)
-        empty = torch.zeros(batch, self.projection.num_kv_heads, 0, self.head_dim, device=device, dtype=dtype)
-        seen = torch.zeros(batch, dtype=torch.int64, device=device)
-        state: Any = KeysValues(empty, empty, seen)  # type: ignore[call-arg]
-        if self.projection.context:
-            state = ContextState(state, empty.new_zeros(batch, self.projected_heads, 0, self.head_dim))  # type: ignore[call-arg]
-        if self.pins[0]:
-            first = empty.new_zeros(*empty.shape[:2], self.pins[0], self.head_dim)
-            state = PinnedState(state, first, first)  # type: ignore[call-arg]
-        if isinstance(self.span, TokenSpan):
-            state = SpanState(state, torch.zeros(batch, device=device, dtype=state_dtype(dtype)))  # type: ignore[call-arg]
-        return state
+        return self.shape.empty(batch, device or like.device, dtype or activation_dtype(like))
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
-        past = length if self.pattern.horizon is None else min(length, self.pattern.horizon)
-        past += self.pins[0]
-        slots = 2 * self.projection.num_kv_heads * past + self.projected_heads * min(length, self.projection.context)
-        aux = state_dtype(dtype).itemsize if isinstance(self.span, TokenSpan) else 0
-        return slots * self.head_dim * dtype.itemsize + 8 + aux
+        return self.shape.bytes(length, self.pattern.horizon, dtype)
 
     def forward(self, chunk: Chunk, state: CacheState, output_mask: Tensor | None = None) -> tuple[Tensor, CacheState]:
         call = AttentionCall(chunk, output_mask)
         if isinstance(state, PinnedState):
-            y, after, first = self._step(
-                call._replace(first=Pinned(state.first_keys, state.first_values)), state.attention
-            )
+            call = call._replace(first=Pinned(state.first_keys, state.first_values))
+            y, after, first = self._step(call, state.attention)
             assert first is not None
             return y, PinnedState(after, *first)  # type: ignore[call-arg]
         if not isinstance(state, SpanState):
@@ -194,7 +186,7 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
 
     def _step(self, call: AttentionCall, state: Slots) -> tuple[Tensor, Slots, Pinned | None]:
         attention, recent = state if isinstance(state, ContextState) else (state, None)  # type: ignore[misc]
-        if isinstance(attention, KeysValues):
+        if not isinstance(attention, ReservedSlots):
             y, attention, recent, first = self._absorb(call, attention, recent)
         elif call.chunk.valid is None and call.chunk.reset is None:
             y, attention, recent, first = self._extend(call, attention, recent)
@@ -205,29 +197,35 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
         return y, attention if recent is None else ContextState(attention, recent), first  # type: ignore[call-arg]
 
     def _absorb(
-        self, call: AttentionCall, state: KeysValues, recent: Tensor | None
-    ) -> tuple[Tensor, KeysValues, Tensor | None, Pinned | None]:
+        self, call: AttentionCall, state: KeysValues | DecayedKeysValues, recent: Tensor | None
+    ) -> tuple[Tensor, KeysValues | DecayedKeysValues, Tensor | None, Pinned | None]:
         chunk = call.chunk
         positions = positions_of(chunk, state.seen)
         seen = advance(state.seen, chunk, positions)
-        new = self._project(call, positions, seen, recent)
+        new = self._decayed(self._project(call, positions, seen, recent), chunk, positions, state)
         first, pinned = self._pinned(call, new, positions, seen)
-        k, v, past = new.k, new.v, state.k.shape[2]
-        if past:
-            k, v = torch.cat([state.k.to(k.dtype), k], dim=2), torch.cat([state.v.to(v.dtype), v], dim=2)
-        y = self._attend(call, (new.q, k, v), positions, not past and chunk.reset is None, pinned)
-        k, v = (newest(chunk, slots, seen, self.pattern.horizon) for slots in (k, v))
-        return select_valid(y, chunk.valid), KeysValues(k, v, seen), new.recent, first  # type: ignore[call-arg]
+        past, before = state.k.shape[2], state[:-1]
+        seeing = joined(before, new.seeing) if past else new.seeing
+        y = self._attend(call, new.q, seeing, positions, not past and chunk.reset is None, pinned)
+        retained = seeing if new.sums is None else (*seeing[:2], *joined(before[2:], new.sums[1:]))
+        retained = tuple(newest(chunk, slots, seen, self.pattern.horizon) for slots in retained)
+        return select_valid(y, chunk.valid), type(state)(*retained, seen), new.recent, first  # type: ignore[call-arg]
 
     def _extend(
-        self, call: AttentionCall, state: ReservedKeysValues, recent: Tensor | None
-    ) -> tuple[Tensor, ReservedKeysValues, Tensor | None, Pinned | None]:
+        self, call: AttentionCall, state: ReservedSlots, recent: Tensor | None
+    ) -> tuple[Tensor, ReservedSlots, Tensor | None, Pinned | None]:
         positions = state.positions(call.chunk)
         seen = positions[:, -1] + 1
-        new = self._project(call, positions, seen, recent)
+        new = self._decayed(self._project(call, positions, seen, recent), call.chunk, positions, state)
         first, pinned = self._pinned(call, new, positions, seen)
-        k, v, state, full = state.append(new.k, new.v, self.pattern.horizon)
-        return self._attend(call, (new.q, k, v), positions, full, pinned), state, new.recent, first
+        seeing, state, full = state.extend(new.seeing, self.pattern.horizon)
+        return self._attend(call, new.q, seeing, positions, full, pinned), state, new.recent, first
+
+    def _decayed(self, new: NewTokens, chunk: Chunk, positions: Tensor, state: Cache) -> NewTokens:
+        if self.decay is None or isinstance(state, KeysValues):
+            return new
+        last = state.last(2, positions.shape[1]) if isinstance(state, ReservedSlots) else state.sums[:, :, -1:]
+        return new._replace(sums=sums_of(self.decay, select_valid(chunk.x, chunk.valid), chunk, positions, last))
 
     def _project(self, call: AttentionCall, positions: Tensor, seen: Tensor, recent: Tensor | None) -> NewTokens:
         chunk, output_mask = call.chunk, call.output_mask
@@ -274,18 +272,20 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
     def _attend(
         self,
         call: AttentionCall,
-        qkv: tuple[Tensor | None, Tensor, Tensor],
+        q: Tensor | None,
+        seeing: Sequence[Tensor],
         positions: Tensor,
         whole: bool,
         pinned: Attended | None,
     ) -> Tensor:
         """Attend, merge with what was attended to of ``pinned`` tokens, and project; ``whole``: every slot belongs to
         the sequence of every query of its row."""
-        (q, k, v), output_mask = qkv, call.output_mask
+        (k, v, *sums), output_mask = seeing, call.output_mask
         if q is None or (output_mask is not None and not output_mask.numel()):
             return v.new_zeros(*positions.shape, self.dim)
         dropout = AttentionDropout.drawn(self.dropout, self.training)
         scoring = Scoring.of(self.score, relative_of(self.position, self.span, k.shape[2] - 1), dropout)
+        scoring = scoring._replace(decay=sums[0][..., 0]) if sums else scoring
         visibility = Visibility(self.pattern, positions, whole)
         q = self.score.queries(q)
         v = v if self.differential is None else self.differential.values(v)

@@ -14,13 +14,13 @@ from torch.nn.functional import pad
 
 from kinformer.core.pattern import Band
 from kinformer.kernels import band, block_sparse
-from kinformer.kernels.attention import few, gathered, one_query, reference, sdpa
+from kinformer.kernels.attention import decayed, few, gathered, one_query, reference, sdpa
 from kinformer.kernels.attention.route import IMPLS, Needs, check_impl, choose_impl
 from kinformer.kernels.impls import AttentionImpl
 from kinformer.kernels.softmax.dropout import AttentionDropout
 from kinformer.kernels.softmax.merge import merge, with_sink
 from kinformer.kernels.softmax.request import Attended, Gathered, Projected, Scoring, Visibility
-from kinformer.runtime.autocast import autocast_together
+from kinformer.runtime.autocast import autocast_together, no_autocast
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.matmul import by_onednn
 from kinformer.runtime.words import plural
@@ -80,6 +80,8 @@ def attention(
     assert isinstance(k, Tensor) and isinstance(v, Tensor), "keys and values are of one kind"
     q, k, v = autocast_together(q, k, v)
     _check(q, k, v, visibility, scoring)
+    if scoring.decay is not None and impl != "reference":
+        return _decayed((q, k, v), visibility, scoring, impl, lse)
     if impl == "auto":
         impl = choose_impl(q, k, visibility, scoring, lse, v.shape[3])
     else:
@@ -97,6 +99,21 @@ def slot_sums(
     _check(q, k, v, visibility, _checked(scoring))
     check_impl(impl, Needs(lse=True), "sums of attention")
     return (reference if impl == "reference" else block_sparse.chunked).slot_sums(q, k, v, visibility, scoring)
+
+
+def _decayed(
+    qkv: tuple[Tensor, Tensor, Tensor], visibility: Visibility, scoring: Scoring, impl: AttentionImpl, lse: bool
+) -> Attended:
+    """Return attention with a decay: one query adds it to its scores, more have features for it."""
+    q = qkv[0]
+    if impl in ("auto", "chunked") and _single(q, visibility, scoring):
+        return one_query.attend(*qkv, visibility, scoring, lse)
+    with no_autocast(q.device):  # the features are of float32 at least
+        parts = [attention(*part, impl=impl, lse=lse) for part in decayed.blocks(*qkv, visibility, scoring)]
+    if len(parts) == 1:
+        return Attended(parts[0].out.to(q.dtype), parts[0].lse)
+    sums = torch.cat([part.lse for part in parts if part.lse is not None], 2) if lse else None
+    return Attended(torch.cat([part.out for part in parts], 2).to(q.dtype), sums)
 
 
 def _gathered(
@@ -138,14 +155,26 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: S
         if lse or folds or pairs or small:
             return with_sink(few.attend(q, k, v, visibility, scoring), scoring.sink)
         return _sets(q, k, v, visibility, scoring)
-    by_distance = visibility.pattern.band is not None and scoring.form == "dot" and scoring.relative is None
-    plain = by_distance and visibility.key_padding_mask is None
-    # The keys that a single query sees are looked up, and no graph can hold as many as there happen to be.
-    countable = plain or not (q.is_meta or torch.compiler.is_compiling())
-    if q.shape[2] == 1 and scoring.dropout is None and countable:
+    if _single(q, visibility, scoring):
         return one_query.attend(q, k, v, visibility, scoring, lse)
-    attended = (band.chunked if plain else block_sparse.chunked).attend(q, k, v, visibility, scoring)
+    attended = (band.chunked if _plain(visibility, scoring) else block_sparse.chunked).attend(
+        q, k, v, visibility, scoring
+    )
     return with_sink(attended, scoring.sink)
+
+
+def _plain(visibility: Visibility, scoring: Scoring) -> bool:
+    """Return whether pairs are those of a band, and scores products."""
+    assert visibility.pattern is not None
+    by_distance = visibility.pattern.band is not None and scoring.form == "dot" and scoring.relative is None
+    return by_distance and visibility.key_padding_mask is None
+
+
+def _single(q: Tensor, visibility: Visibility, scoring: Scoring) -> bool:
+    """Return whether the kernel of one query per head can have the call."""
+    # The keys that a single query sees are looked up, and no graph can hold as many as there happen to be.
+    countable = _plain(visibility, scoring) or not (q.is_meta or torch.compiler.is_compiling())
+    return q.shape[2] == 1 and scoring.dropout is None and countable
 
 
 def _sets(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
@@ -206,6 +235,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
     if scoring.sink is not None and scoring.sink.shape != q.shape[1:2]:
         raise KinformerError(
             f"{_PLACE}: sink is {list(scoring.sink.shape)}, expected one for every query head, [heads]."
+        )
+    if scoring.decay is not None and (visibility.pattern is None or scoring.form != "dot"):
+        raise KinformerError(
+            f"{_PLACE}: a decay with scores of the form {scoring.form} or without a pattern; it is for products, the "
+            "form dot, and tokens that have an order."
         )
     if visibility.pattern is None:
         has_positions = visibility.positions is not None, visibility.key_positions is not None

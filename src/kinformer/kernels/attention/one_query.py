@@ -1,7 +1,7 @@
 """Attention of one query per head, for generation: no plan, no tiles, and of patterns that hide most slots only those
 that some head sees.
 
-out = softmax_j(scale * q . k_j + what the distance adds) v_j,   j over those slots and, of value 0, the sink
+out = softmax_j(scale * q . k_j + what distance and decay add) v_j,   j over those slots and, of value 0, the sink
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
     """
     batch, heads, _, head_dim = q.shape
     accumulator, relative = state_dtype(q.dtype), scoring.relative
-    k, v, seen, distance = _seen_slots(q, k, v, visibility, relative is not None)
+    decay = None if scoring.decay is None else scoring.decay[..., -1:] - scoring.decay  # c_i - c_j
+    k, v, decay, seen, distance = _seen_slots(q, (k, v), decay, visibility, relative is not None)
     grouped = q.reshape(batch, k.shape[1], -1, head_dim)
     vector = None if scoring.vector is None else scoring.vector.view(*grouped.shape[1:3], 1, head_dim)
     scores = products(grouped, k, scoring, vector)
     if relative is not None:
         assert distance is not None
         scores = _moved(scores.flatten(1, 2).to(accumulator), q, distance, scoring.scale, relative).view(scores.shape)
+    if decay is not None:
+        scores = scores.to(accumulator) + decay.to(accumulator).view(scores.shape)
     if scoring.sink is not None:
         sink = scoring.sink.to(scores.dtype).view(1, *grouped.shape[1:3], 1).expand(batch, -1, -1, -1)
         scores = torch.cat([scores, sink], -1)
@@ -61,14 +64,15 @@ def _sums(scores: Tensor, seen: Tensor | None) -> Tensor:
 
 
 def _seen_slots(
-    q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, measured: bool
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the keys and values that some head may see, which head sees which, and their distances.
+    q: Tensor, kv: tuple[Tensor, Tensor], decay: Tensor | None, visibility: Visibility, measured: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Return the keys, values and decays that some head may see, which head sees which, and their distances.
 
     The mask is [batch, heads or 1, slots], None where all heads see all; distances [slots] are None where they are
     neither needed for the mask nor ``measured``.
     """
-    slots, pattern = k.shape[2], visibility.pattern
+    (k, v), pattern = kv, visibility.pattern
+    slots = k.shape[2]
     assert pattern is not None
     if pattern.band is None or visibility.key_padding_mask is not None:
         distance = torch.arange(slots - 1, -1, -1, device=q.device)
@@ -77,19 +81,21 @@ def _seen_slots(
             seen = seen & ~visibility.key_padding_mask[:, None]
         # Gathering slots pays only where the pattern hides more than half of them.
         if pattern.horizon is not None and 2 * pattern.horizon >= slots:  # it hides few of them
-            return k, v, seen, distance
+            return k, v, decay, seen, distance
         picked = seen.any(0).any(0).nonzero()[:, 0]
         if picked.shape[0] < slots:
             k, v, seen, distance = k[:, :, picked], v[:, :, picked], seen[:, :, picked], distance[picked]
-        return k, v, seen, distance
+            decay = None if decay is None else decay[:, :, picked]
+        return k, v, decay, seen, distance
     first, end = interval(visibility, 1, slots)
     if end - first < slots:
         k, v = k[:, :, first:end], v[:, :, first:end]
+        decay = None if decay is None else decay[:, :, first:end]
     positions = None if visibility.whole else visibility.positions
     if positions is None and not measured:
-        return k, v, None, None
+        return k, v, decay, None, None
     distance = torch.arange(slots - 1 - first, slots - 1 - end, -1, device=q.device)
-    return k, v, None if positions is None else (distance <= positions)[:, None], distance
+    return k, v, decay, None if positions is None else (distance <= positions)[:, None], distance
 
 
 def _visible(pattern: Pattern, positions: Tensor, distance: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Softmax attention written densely: the truth that every kernel is held to, in any dtype.
 
-score_ij = scale * (q_i . k_j + (q_i + shift) . keys[d]) + bias[d] + bias_ij,   d = slot of query i - slot of key j
+score_ij = scale * (q_i . k_j + (q_i + shift) . keys[d]) + bias[d] + bias_ij + c_i - c_j
+d = slot of query i - slot of key j,   c = ``decay``
 p_i = softmax_j(score_ij) over the keys that query i may see,   out_i = sum_j p_ij (v_j + values[d])
 
 A sink logit z adds exp(z) to the sum below p_i. Where query i may see no key, or a bias of -inf hides all that it may
@@ -121,4 +122,7 @@ def _scores(q: Tensor, k: Tensor, visibility: Visibility, scoring: Scoring) -> T
         scores = scores + scale * torch.einsum("bhid,bhijd->bhij", shifted, by_pair(relative.keys.to(q.dtype)))
     if relative.bias is not None:
         scores = scores + by_pair(relative.bias.to(q.dtype))
+    if scoring.decay is not None:
+        c = scoring.decay
+        scores = scores + (c[:, :, -q.shape[2] :, None] - c[:, :, None]).to(q.dtype)
     return scores if scoring.bias is None else scores + scoring.bias.to(q.dtype)

@@ -48,7 +48,9 @@ class Scoring(NamedTuple):
     ``scale``, ``form`` and ``vector`` are those of a ``core.parts.Score``, ``relative`` that of a
     ``core.parts.Position``. ``bias`` broadcasts to [batch, heads, time, slots] and is added to the scores; all pairs
     are computed. ``dropout`` is that of the probabilities. ``sink`` [heads] is the score of one more key, which has the
-    value 0 and which every query sees; it counts in the log-sum-exp.
+    value 0 and which every query sees; it counts in the log-sum-exp. ``decay`` [batch, heads, slots] float64, of calls
+    with a pattern, has the logarithms of a decay summed up to each slot: c_i - c_j is added to the score of query i and
+    key j.
     """
 
     scale: float
@@ -58,6 +60,7 @@ class Scoring(NamedTuple):
     bias: Tensor | None = None
     dropout: AttentionDropout | None = None
     sink: Tensor | None = None
+    decay: Tensor | None = None
 
     @classmethod
     def of(cls, score: Score, relative: Relative | None = None, dropout: AttentionDropout | None = None) -> Scoring:

@@ -1,0 +1,111 @@
+"""Softmax attention with a decay: flash-linear-attention's naive form, limits, contract, and long texts."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kinformer.core.contract import Chunk
+from kinformer.core.pattern import Band
+from kinformer.decays.fixed import Fixed
+from kinformer.decays.low_rank import LowRank
+from kinformer.decays.sigmoid import Sigmoid
+from kinformer.kernels.attention import Scoring, Visibility, attention, decayed
+from kinformer.mixers.softmax import SoftmaxAttention
+from kinformer.patterns.local import Local
+from kinformer.patterns.sinks import Sinks
+from kinformer.positions.alibi import Alibi
+from kinformer.positions.distance_aware import DistanceAware
+from kinformer.positions.shaw import Shaw
+from kinformer.projections.grouped import Grouped
+from kinformer.runtime.errors import KinformerError
+from kinformer.scores.sink_logit import SinkLogit
+from kinformer.testing import CHECKS, MixerSubject
+
+from .made import DIM, SCORES, built, inputs
+
+GATE = Sigmoid.Config(coupled=False)
+
+
+def outputs(mixer, x):
+    return mixer(Chunk(x), mixer.initial_state(len(x), dtype=torch.float64))[0]
+
+
+@pytest.mark.parametrize("impl", ["auto", "chunked", "sdpa", "reference"])
+@pytest.mark.parametrize(("name", "behind"), [("y", None), ("window", 3)])
+def test_parity_with_flash_linear_attention(monkeypatch, impl, name, behind):
+    """naive_forgetting_attn of fla 0.6.0, four heads over two of keys, which computes in float32."""
+    with np.load(Path(__file__).parents[1] / "golden" / "forgetting.npz", allow_pickle=False) as arrays:
+        golden = {key: torch.from_numpy(arrays[key]).double().transpose(1, 2) for key in arrays}
+    visibility, qkv = Visibility(Band(behind=behind)), [golden[key] for key in "qkv"]
+    scoring = Scoring(0.5, decay=golden["g"].cumsum(-1))
+    for rows in (decayed.ROWS, 4):
+        monkeypatch.setattr(decayed, "ROWS", rows)
+        found = attention(*qkv, visibility, scoring, impl=impl).out
+        torch.testing.assert_close(found, golden[name], rtol=1e-5, atol=1e-6)
+    q, *kv = qkv
+    one = attention(q[:, :, -1:], *kv, visibility, scoring, impl=impl).out
+    torch.testing.assert_close(one, golden[name][:, :, -1:], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"projection": Grouped.Config(num_kv_heads=2), "score": SinkLogit.Config()},
+        {"pattern": Local.Config(window=4), "position": Shaw.Config(max_distance=3)},
+    ],
+    ids=["shared keys and a sink", "a window and keys by distance"],
+)
+def test_contract(monkeypatch, settings):
+    monkeypatch.setattr(decayed, "ROWS", 5)
+    config = SoftmaxAttention.Config(decay=GATE, **settings)
+    impls = {impl: lambda impl=impl: config.replace(impl=impl).build(DIM) for impl in ("reference", "chunked")}
+    subject = MixerSubject(lambda: config.build(DIM), dim=DIM, batch=2, impls=impls)
+    for check in set(CHECKS) - ({"compile"} if "pattern" in settings else set()):
+        CHECKS[check](subject)
+
+
+def test_where_the_gate_is_open_it_is_plain_attention_and_elsewhere_it_is_not():
+    config, x = SoftmaxAttention.Config(), inputs(13)
+    plain, mixer = built(config), built(config.replace(decay=GATE))
+    mixer.load_state_dict(plain.state_dict(), strict=False)
+    with torch.no_grad():
+        mixer.decay.gate.weight.zero_()
+        mixer.decay.gate.bias.fill_(50.0)
+        torch.testing.assert_close(outputs(mixer, x), outputs(plain, x), rtol=1e-12, atol=1e-12)
+        mixer.decay.gate.bias.fill_(3.0)
+        assert (outputs(mixer, x) - outputs(plain, x)).abs().max() > 1e-4
+
+
+def test_with_a_constant_decay_it_is_alibi():
+    config, x = SoftmaxAttention.Config(), inputs(13)
+    mixer, alibi = built(config.replace(decay=Fixed.Config(first=2.0))), built(config.replace(position=Alibi.Config()))
+    alibi.load_state_dict(mixer.state_dict(), strict=False)
+    slopes = -torch.log1p(-(2.0 ** -(torch.arange(4, dtype=torch.float64) + 2)))
+    alibi.position.slopes = lambda: slopes
+    assert (outputs(mixer, x) - outputs(alibi, x)).abs().max() < 1e-6  # the logarithms are float32
+
+
+def test_a_text_that_has_long_faded_takes_no_digits():
+    """A sum of a million would leave float32 no more than 1/16 of a score."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 40, 4, generator=generator, dtype=torch.float64)
+    c = -torch.rand(1, 2, 40, generator=generator, dtype=torch.float64).cumsum(-1)
+    want = attention(q, k, v, Visibility(Band()), Scoring(0.5, decay=c), impl="reference").out
+    for time in (40, 1):
+        last = q[:, :, -time:].float(), k.float(), v.float()
+        found = attention(*last, Visibility(Band()), Scoring(0.5, decay=c - 1e6)).out
+        assert (found - want[:, :, -time:]).abs().max() < 1e-5
+
+
+def test_what_cannot_decay_is_refused():
+    for settings, message in (
+        ({"decay": Sigmoid.Config()}, "set coupled = false"),
+        ({"decay": LowRank.Config()}, "a number for every feature"),
+        ({"score": SCORES["additive"]}, "'additive' is no product"),
+        ({"pattern": Sinks.Config(count=2, window=4)}, "leave one of them out"),
+        ({"position": DistanceAware.Config()}, "leave one of them out"),
+    ):
+        with pytest.raises(KinformerError, match=message):
+            SoftmaxAttention.Config(**{"decay": GATE, **settings}).build(DIM)
