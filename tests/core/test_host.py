@@ -13,6 +13,7 @@ from kinformer.runtime import processor
         ("flags: avx2 avx512_bf16", "AVX-512 and bfloat16"),
         ("flags: avx512_bf16 amx_tile amx_bf16", "AMX"),
         ("flags: avx2", "other"),
+        ("flags: sse2 avx2", "other"),
         (None, "other"),
     ],
 )
@@ -21,6 +22,7 @@ def test_processors_are_told_apart(flags: str | None, expected: str, monkeypatch
     processor.processor_class.cache_clear()
     try:
         assert processor.processor_class() == expected
+        assert processor.emulates_bfloat16() == (expected == "other" and "sse2" in (flags or ""))
     finally:
         processor.processor_class.cache_clear()
     assert expected in route.TABLE and expected in packed.LEAST

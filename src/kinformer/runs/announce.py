@@ -10,6 +10,7 @@ import torch
 from kinformer.runs.inheriting import inheritance_text
 from kinformer.runs.run import Run
 from kinformer.runtime.errors import spelled
+from kinformer.runtime.processor import emulates_bfloat16
 from kinformer.runtime.words import plural
 from kinformer.training.distributed import Group
 from kinformer.training.result import Result
@@ -32,7 +33,7 @@ def announcement(run: Run, settings: Settings, parameters: int, group: Group, fr
     return (
         f"kinformer: {run.member} ({run.recipe}), {plural(parameters, 'parameter')}, task {run.task.name}\n"
         f"{begins}"
-        f"kinformer: data {_data(run.data)}; {_device(group)}, {settings.precision}, {work}"
+        f"kinformer: data {_data(run.data)}; {_device(group)}, {_precision(group, settings)}, {work}"
         f"{note if 0 < frozen < parameters and not run.data.get('init') else ''}"
     )
 
@@ -71,6 +72,11 @@ def _bytes(count: int) -> str:
         if count >= least:
             return f"{count / least:.3g} {unit}"
     return plural(count, "byte")
+
+
+def _precision(group: Group, settings: Settings) -> str:
+    slow = settings.precision == "bf16-mixed" and group.device.type == "cpu" and emulates_bfloat16()
+    return f"{settings.precision} (this processor emulates bfloat16: fp32 is faster)" if slow else settings.precision
 
 
 def _device(group: Group) -> str:

@@ -25,3 +25,10 @@ def processor_class() -> str:
 def has_amx() -> bool:
     """Return whether this x86 processor has AMX tiles; True where that cannot be determined."""
     return processor() is None or processor_class() == "AMX"
+
+
+def emulates_bfloat16() -> bool:
+    """Return whether this is an x86 processor without products of bfloat16 numbers, which it then makes several times
+    slower than those of float32; False where that cannot be determined."""
+    flags = processor() or ""
+    return "sse2" in flags and processor_class() == "other" and "avx_ne_convert" not in flags
