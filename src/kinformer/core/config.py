@@ -253,8 +253,8 @@ def _parse_slot(slot: str, value: Any, kinds: Kinds, place: str, old: Config | N
     if not isinstance(data, dict) or not isinstance(data.get("kind"), str):
         raise KinformerError(f"{place}: {value!r} does not say which {slot} it is; {nearest('', table)}")
     config = _checked(lambda: _class_of(slot, data["kind"], data.get("package"), table), place)
-    kept = {} if old is None else {name: getattr(old, name) for name in field_types(config) if name in old.stays}
-    return _parse_fields(config, kept | {k: v for k, v in data.items() if k not in ("kind", "package")}, kinds, place)
+    stays = {} if old is None else {name: getattr(old, name) for name in field_types(config) if name in old.stays}
+    return _parse_fields(config, stays | {k: v for k, v in data.items() if k not in ("kind", "package")}, kinds, place)
 
 
 def _class_of(slot: str, kind: str, package: Any, table: Mapping[str, type[Config]]) -> type[Config]:
