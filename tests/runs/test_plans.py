@@ -147,7 +147,7 @@ def test_a_remedy_for_an_odd_width_works():
 @pytest.mark.parametrize(
     ("name", "task", "changes", "sentence"),
     [
-        ("vanilla", None, {"stack": "exits"}, "an encoder-decoder is trained for has no losses of exits"),
+        ("vanilla", None, SEPARATE, "give objective exits"),
         ("gpt", None, SEPARATE, "give objective exits"),
         ("gpt", "recall", SEPARATE, "recall has none that trains them"),
     ],

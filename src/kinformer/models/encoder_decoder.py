@@ -83,12 +83,6 @@ class EncoderDecoder(Decoder):
                 "no layer of the decoder looks at the source; give its layers cross-attention, as "
                 '`set` \'layers.*.further_mixers=[{"kind": "cross"}]\', or train a decoder alone.'
             )
-        if self.stack.exits:
-            raise KinformerError(
-                f"the stack {config.stack.kind!r} lets tokens leave a decoder of text early, but what an "
-                "encoder-decoder is trained for has no losses of exits; use the stack 'sequential', or train a decoder "
-                "alone, such as calm."
-            )
 
     def _build_entrance(self, config: Any, dim: int) -> None:
         super()._build_entrance(config, dim)

@@ -38,6 +38,12 @@ def _smoothed(model: Any) -> Any:
     return TranslationLoss(0.0)
 
 
+def _exits(model: Any) -> Any:
+    from kinformer.tasks.translate.exit_losses import TranslationExits
+
+    return TranslationExits.of(model, 0.0)
+
+
 class Translate(Task):
     """Bits per byte of the target while it is trained, BLEU and chrF of what is written."""
 
@@ -61,7 +67,7 @@ class Translate(Task):
     )
     prediction = Prediction(reads=OF_TEXTS)
     metrics = (BITS_PER_BYTE, BLEU, CHRF)
-    objectives = {"translation": _smoothed}
+    objectives = {"translation": _smoothed, "exits": _exits}
     Options = TranslateOptions
     EvaluationOptions = TranslateEvaluationOptions
     GenerationOptions = Decoding
@@ -116,10 +122,12 @@ class Translate(Task):
         return TranslationPairs(plan.data, plan.settings, ends_of(plan.config), plan.options.label_smoothing)
 
     def objective(self, name: str | None, model: nn.Module, data: DataModule | None = None) -> Objective:
+        from kinformer.tasks.translate.exit_losses import TranslationExits
         from kinformer.tasks.translate.rows import TranslationLoss
 
-        self.choose_objective(name)
-        return TranslationLoss(getattr(data, "smoothing", 0.0))
+        smoothing = getattr(data, "smoothing", 0.0)
+        exits = self.choose_objective(name) == "exits"
+        return TranslationExits.of(model, smoothing) if exits else TranslationLoss(smoothing)
 
     def measure(
         self,
