@@ -54,6 +54,16 @@ class SpanState(NamedTuple):
 CacheState = Slots | PinnedState | SpanState
 
 
+def initial(empty: Tensor, seen: Tensor, recent: Tensor | None, pinned: int, aux: Tensor | None) -> CacheState:
+    """Return the state of new sequences, from ``empty`` keys [batch, kv_heads, 0, head_dim] and ``seen``; ``recent``,
+    ``pinned`` tokens and ``aux`` where there are any."""
+    cache = KeysValues(empty, empty, seen)  # type: ignore[call-arg]
+    state: Slots = cache if recent is None else ContextState(cache, recent)  # type: ignore[call-arg]
+    first = empty.new_zeros(*empty.shape[:2], pinned, empty.shape[3])
+    pins = PinnedState(state, first, first) if pinned else state  # type: ignore[call-arg]
+    return pins if aux is None else SpanState(state, aux)  # type: ignore[call-arg]
+
+
 class AttentionCall(NamedTuple):
     """A chunk and the tokens whose outputs are needed; ``z`` [batch, heads, time], the spans of its tokens, where each
     has its own; ``first``, the tokens pinned before it, where the pattern pins some."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from kinformer.core.attention_state import (
     PinnedState,
     Slots,
     SpanState,
+    initial,
 )
 from kinformer.core.contract import (
     CausalMixer,
@@ -40,6 +40,7 @@ from kinformer.core.contract import (
     select_valid,
     state_dtype,
 )
+from kinformer.core.crossing import Crosses, after_row, with_past
 from kinformer.core.parts import (
     PatternConfig,
     PositionConfig,
@@ -61,12 +62,12 @@ from kinformer.kernels.attention import (
     Needs,
     Scoring,
     Visibility,
-    attention,
     check_impl,
     merge,
     spans,
 )
 from kinformer.kernels.attention import pinned as pinned_tokens
+from kinformer.kernels.attention.ring import around
 from kinformer.kernels.impls import AttentionImpl
 from kinformer.patterns.causal import Causal
 from kinformer.patterns.spanned import spanned
@@ -80,10 +81,9 @@ from kinformer.runtime.host import is_empty_mask
 from kinformer.scores.scaled_dot import ScaledDot
 
 
-class SoftmaxAttention(PartialOutput, CausalMixer):
+class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
     """Multi-head attention over the chunk and the remembered past: x [batch, time, dim] -> y [batch, time, dim].
-    ``head_dim`` defaults to dim / num_heads.
-    """
+    ``head_dim`` defaults to dim / num_heads."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
@@ -133,6 +133,8 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
         self.out = config.projection.build_output(dim, config.num_heads, head_dim, config.bias)
         self.projected_heads = config.num_heads + 2 * self.projection.num_kv_heads
         self.growth = "linear" if self.pattern.horizon is None else "window"
+        self.crosses = not (self.pins[0] or self.projection.context or isinstance(self.span, TokenSpan))
+        self.rings = self.score.form == "dot" and self.span is None and self.position.relative(0, 1) is None
 
     @property
     def pattern(self) -> Pattern:
@@ -160,15 +162,9 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
         dtype = dtype or activation_dtype(like)
         empty = torch.zeros(batch, self.projection.num_kv_heads, 0, self.head_dim, device=device, dtype=dtype)
         seen = torch.zeros(batch, dtype=torch.int64, device=device)
-        state: Any = KeysValues(empty, empty, seen)  # type: ignore[call-arg]
-        if self.projection.context:
-            state = ContextState(state, empty.new_zeros(batch, self.projected_heads, 0, self.head_dim))  # type: ignore[call-arg]
-        if self.pins[0]:
-            first = empty.new_zeros(*empty.shape[:2], self.pins[0], self.head_dim)
-            state = PinnedState(state, first, first)  # type: ignore[call-arg]
-        if isinstance(self.span, TokenSpan):
-            state = SpanState(state, torch.zeros(batch, device=device, dtype=state_dtype(dtype)))  # type: ignore[call-arg]
-        return state
+        recent = empty.new_zeros(batch, self.projected_heads, 0, self.head_dim) if self.projection.context else None
+        aux = seen.new_zeros(batch, dtype=state_dtype(dtype)) if isinstance(self.span, TokenSpan) else None
+        return initial(empty, seen, recent, self.pins[0], aux)
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
         past = length if self.pattern.horizon is None else min(length, self.pattern.horizon)
@@ -212,11 +208,13 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
         seen = advance(state.seen, chunk, positions)
         new = self._project(call, positions, seen, recent)
         first, pinned = self._pinned(call, new, positions, seen)
-        k, v, past = new.k, new.v, state.k.shape[2]
-        if past:
-            k, v = torch.cat([state.k.to(k.dtype), k], dim=2), torch.cat([state.v.to(v.dtype), v], dim=2)
-        y = self._attend(call, (new.q, k, v), positions, not past and chunk.reset is None, pinned)
-        k, v = (newest(chunk, slots, seen, self.pattern.horizon) for slots in (k, v))
+        crossing, most = None if self.goes_round else self.crossing, self.pattern.horizon
+        k, v = with_past(crossing, (new.k, new.v), (state.k, state.v), most)
+        whole = not state.k.shape[2] and chunk.reset is None
+        y = self._attend(call, (new.q, k, v), positions, whole, pinned)
+        k, v = (newest(chunk, slots, seen, most) for slots in (k, v))
+        if self.crossing is not None:
+            (k, v), seen = after_row(self.crossing, (k, v), state.k, positions.shape[1], most), self.crossing.seen
         return select_valid(y, chunk.valid), KeysValues(k, v, seen), new.recent, first  # type: ignore[call-arg]
 
     def _extend(
@@ -293,7 +291,8 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
             assert call.z is not None
             y = spans.attend(q, k, v, call.z, self.span, visibility, scoring, self.impl)
         else:
-            attended = attention(q, k, v, visibility, scoring, impl=self.impl, lse=pinned is not None)
+            how = scoring, self.impl, self.crossing if self.goes_round else None
+            attended = around((q, k, v), visibility, *how, lse=pinned is not None)
             y = (attended if pinned is None else merge(attended, pinned)).out
         y = y if self.exclusive is None else self.exclusive(y, v[:, :, -y.shape[2] :])
         y = y if self.differential is None else self.differential(y)
