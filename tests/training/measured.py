@@ -35,6 +35,8 @@ class Collectives(TorchDispatchMode):
         if name in _TENSOR:
             tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
             self.bytes[_TENSOR[name]] += sum(tensor.nbytes for tensor in tensors)
+        elif name == "c10d::send":
+            self.bytes["sent"] += sum(tensor.nbytes for tensor in args[0])
         elif name == "c10d::_reduce_scatter_base_":
             self.bytes["reduce_scatter"] += args[1].nbytes
         elif name.startswith("c10d::") and name not in ("c10d::barrier",):

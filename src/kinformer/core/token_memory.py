@@ -22,6 +22,7 @@ from kinformer.core.contract import (
     positions_of,
     select_valid,
 )
+from kinformer.core.crossing import Crosses, after_row
 from kinformer.core.pattern import Pattern
 from kinformer.core.reserved import ReservedSlots
 
@@ -39,7 +40,7 @@ class TokenMemoryState(NamedTuple):
         return ReservedSlots.of(self, length)
 
 
-class TokenMemory(CausalMixer):
+class TokenMemory(Crosses, CausalMixer):
     """The base of such mixers. ``width`` is that of a memory, ``pattern`` says which ones a query sees."""
 
     pattern: Pattern
@@ -94,8 +95,13 @@ class TokenMemory(CausalMixer):
         seen = advance(state.seen, chunk, positions)
         h, slots = self.remember(select_valid(chunk.x, chunk.valid), positions)
         past = state.memory.shape[2]
-        if past:
+        crossing, time = self.crossing, slots.shape[2]
+        if crossing is not None:
+            slots = torch.cat(crossing.past(slots, state.memory, self.retained), dim=2)
+        elif past:
             slots = torch.cat([state.memory.to(slots.dtype), slots], dim=2)
         y = self.attend(h, slots, positions, whole=not past and chunk.reset is None)
         memory = newest(chunk, slots, seen, self.retained)
+        if crossing is not None:
+            (memory,), seen = after_row(crossing, (memory,), state.memory, time, self.retained), crossing.seen
         return select_valid(y, chunk.valid), TokenMemoryState(memory, seen)  # type: ignore[call-arg]

@@ -21,9 +21,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, real_resets, select_valid, state_dtype
+from kinformer.core.contract import (
+    CausalMixer,
+    Chunk,
+    MixerConfig,
+    positions_of,
+    real_resets,
+    select_valid,
+    state_dtype,
+)
+from kinformer.core.crossing import Crosses, recent_slots
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
-from kinformer.kernels.delta import DeltaTokens, delta_steps
+from kinformer.kernels.delta import DeltaTokens
+from kinformer.kernels.delta.crossing import delta_across
 from kinformer.kernels.impls import LinearImpl
 from kinformer.kernels.linear import IMPLS
 from kinformer.projections.short_convolution import convolve
@@ -42,7 +52,7 @@ class TimeMixState(NamedTuple):
     recent: Tensor
 
 
-class RWKV7(CausalMixer):
+class RWKV7(Crosses, CausalMixer):
     """The mixer x [batch, time, dim] -> y [batch, time, dim]; ranks are those of W_w1, W_a1 and W_g1."""
 
     @dataclass(frozen=True, kw_only=True)
@@ -100,7 +110,11 @@ class RWKV7(CausalMixer):
 
     def forward(self, chunk: Chunk, state: TimeMixState) -> tuple[Tensor, TimeMixState]:
         x, reset = select_valid(chunk.x, chunk.valid).unsqueeze(1), real_resets(chunk)
-        mixed, recent = convolve(x, torch.stack([1 - self.shift, self.shift]), state.recent, chunk.valid, reset)
+        recent = state.recent
+        if self.crossing is not None:
+            recent, x = recent_slots(self.crossing, x, recent, positions_of(chunk, recent.new_zeros(0)))
+        mixed, recent = convolve(x, torch.stack([1 - self.shift, self.shift]), recent, chunk.valid, reset)
+        recent = recent if self.crossing is None else self.crossing.last(recent)
         xr, xw, xk, xv, xa, xg = mixed.unbind(1)
         rate = torch.sigmoid(self.rate_up(self.rate_down(xa)) + self.rate_bias)
         k, tilted = self.k(xk), self.decay_up(torch.tanh(self.decay_down(xw))) + self.decay_bias
@@ -141,7 +155,7 @@ class RWKV7(CausalMixer):
             strength = strength * valid[:, None, :, None]
         erase = torch.stack([read, torch.zeros_like(read)], 3)
         two_steps = DeltaTokens(r, keys, values, strength, erase, log_decay, reset)
-        return delta_steps(two_steps, kv, impl=self.config.impl)
+        return delta_across(two_steps, kv, self.config.impl, self.crossing)
 
     def _output(self, y: Tensor, bonus: Tensor, gate: Tensor, valid: Tensor | None) -> Tensor:
         normed = merge_heads(functional.layer_norm(y, (self.head_dim,), eps=1e-5 * self.head_dim))

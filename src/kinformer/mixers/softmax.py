@@ -43,6 +43,7 @@ from kinformer.core.contract import (
     positions_of,
     select_valid,
 )
+from kinformer.core.crossing import Crosses, after_row, with_past
 from kinformer.core.parts import (
     PatternConfig,
     PositionConfig,
@@ -66,12 +67,12 @@ from kinformer.kernels.attention import (
     Needs,
     Scoring,
     Visibility,
-    attention,
     check_impl,
     merge,
     spans,
 )
 from kinformer.kernels.attention import pinned as pinned_tokens
+from kinformer.kernels.attention.ring import around
 from kinformer.kernels.impls import AttentionImpl
 from kinformer.patterns.causal import Causal
 from kinformer.patterns.spanned import spanned
@@ -85,10 +86,9 @@ from kinformer.runtime.host import is_empty_mask
 from kinformer.scores.scaled_dot import ScaledDot
 
 
-class SoftmaxAttention(PartialOutput, CausalMixer):
+class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
     """Multi-head attention over the chunk and the remembered past: x [batch, time, dim] -> y [batch, time, dim].
-    ``head_dim`` defaults to dim / num_heads.
-    """
+    ``head_dim`` defaults to dim / num_heads."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
@@ -142,6 +142,8 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
         heads = config.num_heads, kv_heads, head_dim
         self.shape = CacheShape(*heads, self.projection.context, pinned, by_token, self.decay is not None)
         self.growth = "linear" if self.pattern.horizon is None else "window"
+        self.crosses = not (self.pins[0] or self.projection.context or by_token or config.decay)
+        self.rings = self.score.form == "dot" and self.span is None and self.position.relative(0, 1) is None
 
     @property
     def pattern(self) -> Pattern:
@@ -204,11 +206,16 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
         seen = advance(state.seen, chunk, positions)
         new = self._decayed(self._project(call, positions, seen, recent), chunk, positions, state)
         first, pinned = self._pinned(call, new, positions, seen)
-        past, before = state.k.shape[2], state[:-1]
-        seeing = joined(before, new.seeing) if past else new.seeing
+        past, before, most = state.k.shape[2], state[:-1], self.pattern.horizon
+        if self.crossing is None:
+            seeing = joined(before, new.seeing) if past else new.seeing
+        else:
+            seeing = with_past(None if self.goes_round else self.crossing, (new.k, new.v), (state.k, state.v), most)
         y = self._attend(call, new.q, seeing, positions, not past and chunk.reset is None, pinned)
         retained = seeing if new.sums is None else (*seeing[:2], *joined(before[2:], new.sums[1:]))
-        retained = tuple(newest(chunk, slots, seen, self.pattern.horizon) for slots in retained)
+        retained = tuple(newest(chunk, slots, seen, most) for slots in retained)
+        if self.crossing is not None:
+            retained, seen = after_row(self.crossing, retained, state.k, positions.shape[1], most), self.crossing.seen
         return select_valid(y, chunk.valid), type(state)(*retained, seen), new.recent, first  # type: ignore[call-arg]
 
     def _extend(
@@ -293,7 +300,8 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
             assert call.z is not None
             y = spans.attend(q, k, v, call.z, self.span, visibility, scoring, self.impl)
         else:
-            attended = attention(q, k, v, visibility, scoring, impl=self.impl, lse=pinned is not None)
+            how = scoring, self.impl, self.crossing if self.goes_round else None
+            attended = around((q, k, v), visibility, *how, lse=pinned is not None)
             y = (attended if pinned is None else merge(attended, pinned)).out
         y = y if self.exclusive is None else self.exclusive(y, v[:, :, -y.shape[2] :])
         y = y if self.differential is None else self.differential(y)

@@ -151,7 +151,8 @@ class TrainOptions(Processes, Settings, Machine):
     """With several processes: each has the whole model (ddp), or a share of it (fsdp)."""
     parallel: str | None = None
     """Instead of `devices` and `strategy`: processes by what they share, as in tp=2,fsdp=4. tp: the heads, hidden
-    features and vocabulary of every row; beside it dp (copies for other rows) or fsdp (which also share weights)."""
+    features and vocabulary of every row; cp: its time (ring: with keys and values that go round); beside them dp
+    (copies for other rows) or fsdp (which also share weights)."""
     task_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the task's own, by name."""
 

@@ -6,25 +6,28 @@ from typing import Literal, NamedTuple
 
 from kinformer.runtime.errors import KinformerError, nearest
 
-AXES = ("tp", "fsdp", "dp")
+AXES = ("tp", "cp", "ring", "fsdp", "dp")
 
 
 class Parallel(NamedTuple):
-    """``tensor`` processes share the heads, hidden features and vocabulary of every row; ``replicas`` groups of them
-    have other rows and, with the ``strategy`` fsdp, share the weights."""
+    """``tensor`` processes share the heads, hidden features and vocabulary of every row, ``context`` groups of them its
+    time (with ``ring`` by keys and values that go round); ``replicas`` of all that have other rows. With the
+    ``strategy`` fsdp those that have other tokens share the weights."""
 
     tensor: int
     replicas: int
     strategy: Literal["ddp", "fsdp"]
+    context: int = 1
+    ring: bool = False
 
     @property
     def devices(self) -> int:
         """Return how many processes there are."""
-        return self.tensor * self.replicas
+        return self.tensor * self.context * self.replicas
 
 
 def parallel_of(text: str) -> Parallel:
-    """Return what ``text`` says, such as ``tp=2``, ``tp=2,fsdp=2`` or ``tp=2,dp=4``."""
+    """Return what ``text`` says, such as ``tp=2``, ``tp=2,fsdp=2``, ``cp=4`` or ``ring=2,dp=4``."""
     sizes: dict[str, int] = {}
     for item in text.split(","):
         name, _, number = item.strip().partition("=")
@@ -41,8 +44,13 @@ def parallel_of(text: str) -> Parallel:
             f"`parallel` {text}: groups of processes that compute other rows share the weights (fsdp) or do not (dp); "
             "give one of the two."
         )
-    replicas = sizes.get("fsdp", sizes.get("dp", 1))
-    return Parallel(sizes.get("tp", 1), replicas, "fsdp" if "fsdp" in sizes else "ddp")
+    if "cp" in sizes and "ring" in sizes:
+        raise KinformerError(
+            f"`parallel` {text}: processes that share the time of rows gather keys and values (cp) or pass them "
+            "on in a ring (ring); give one of the two."
+        )
+    replicas, context = sizes.get("fsdp", sizes.get("dp", 1)), sizes.get("cp", sizes.get("ring", 1))
+    return Parallel(sizes.get("tp", 1), replicas, "fsdp" if "fsdp" in sizes else "ddp", context, "ring" in sizes)
 
 
 def spread(text: str | None, devices: int) -> dict[str, object]:
@@ -62,11 +70,11 @@ class Processes:
     parallel: str | None
 
     @property
-    def tensor(self) -> int:
-        """How many processes share every row."""
-        return 1 if self.parallel is None else parallel_of(self.parallel).tensor
+    def shared(self) -> Parallel:
+        """What processes share, as far as ``parallel`` says."""
+        return Parallel(1, 1, "ddp") if self.parallel is None else parallel_of(self.parallel)
 
     @property
     def replicas(self) -> int:
         """How many shares of a batch's rows there are."""
-        return self.devices // self.tensor
+        return self.devices // (self.shared.tensor * self.shared.context)

@@ -19,6 +19,7 @@ from kinformer.runs.create import create
 from kinformer.runs.folder import writing
 from kinformer.runs.inheriting import begin_with
 from kinformer.runs.options import TrainOptions
+from kinformer.runs.parallel import Parallel
 from kinformer.runs.planning import plan_of
 from kinformer.runs.resume import resume
 from kinformer.runs.rows import rows_of
@@ -43,7 +44,7 @@ class Job:
     settings: Settings
     device: str
     strategy: Literal["ddp", "fsdp"]
-    tensor: int
+    shared: Parallel
     threads: int | None
     quiet: bool
     begun: float
@@ -115,7 +116,7 @@ def prepare(options: TrainOptions, quiet: bool, begun: float) -> Job:
         )
     _set_threads(options.threads, options.devices, device)
     run, settings = resume(options) if options.resume else create(options, device, begun, quiet)
-    return Job(run, settings, device, options.strategy, options.tensor, options.threads, quiet, begun)
+    return Job(run, settings, device, options.strategy, options.shared, options.threads, quiet, begun)
 
 
 def work(job: Job, group: Group) -> Summary:
@@ -151,7 +152,8 @@ def _set_threads(threads: int | None, processes: int, device: str) -> None:
 
 
 def _join_and_work(job: Job) -> Summary:
-    with distributed.join(job.device, job.strategy, job.tensor) as group:
+    shared = job.shared
+    with distributed.join(job.device, job.strategy, shared.tensor, shared.context, shared.ring) as group:
         summary = work(job, group)
     if summary.result.signal:
         sys.exit(128 + summary.result.signal)  # the result of a process that a signal ended is not awaited
@@ -164,7 +166,8 @@ def _under_torchrun(options: TrainOptions, quiet: bool, begun: float) -> Summary
         flag = f"`devices` {options.devices}" if options.parallel is None else f"`parallel` {options.parallel}"
         remedy = "leave `devices` out" if options.parallel is None else f"give sizes whose product is {world}"
         raise KinformerError(f"{flag}: torchrun started {plural(world, 'process')}; {remedy}.")
-    engine = _device_type(options.device), options.strategy, options.tensor
+    shared = options.shared
+    engine = _device_type(options.device), options.strategy, shared.tensor, shared.context, shared.ring
     with ExitStack() as held, distributed.join(*engine) as group:
         _set_threads(options.threads, world, group.device.type)
 

@@ -74,7 +74,8 @@ class Carried:
             everyone = [
                 [self._joined(i % per_part, same) for i, same in enumerate(zip(*part, strict=True))] for part in parts
             ]
-        flat = [leaf for leaves in everyone for leaf in leaves]
+        # Processes that share the time of rows have the same states.
+        flat = [leaf for leaves in everyone[:: group.context] for leaf in leaves]
         return {f"{i // per_part:04d}.{i % per_part:04d}": leaf.clone() for i, leaf in enumerate(flat)}
 
     def load(self, tensors: Mapping[str, Tensor], template: Any, group: Group) -> None:

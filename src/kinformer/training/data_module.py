@@ -17,12 +17,14 @@ class DataModule:
     ``sums``: those of the objective's sums that are reported, each divided by its ``predicted``; the first is
     minimised. ``metrics``: computed from their means; the first one decides which weights are the best.
     ``carries``: whether the state after a step is that before the next. ``teacher``: a model in eval mode whose
-    predictions are learnt too, or None.
+    predictions are learnt too, or None. ``by_time``: whether a row is a text, whose batches give ``stretch(number,
+    count)``, one of so many stretches of time.
     """
 
     sums: tuple[str, ...] = ("nats",)
     metrics: tuple[Metric, ...]
     carries: bool = False
+    by_time: bool = False
     teacher: Any = None
 
     @property

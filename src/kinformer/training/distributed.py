@@ -31,8 +31,9 @@ SIGNALLED = tuple(128 + number for number in SIGNALS)
 class Group:
     """The processes that train one model together; this one has number ``rank`` of ``world``.
 
-    ``tensor`` neighbours compute the same rows, each with a part of the heads; the ``strategy`` says what is shared by
-    those that compute other rows.
+    ``tensor`` neighbours compute the same rows, each with a part of the heads; ``context`` of such groups have the
+    stretches of the same rows, in order of time, and with ``ring`` pass keys and values on; the ``strategy`` says what
+    is shared by those that compute other tokens.
     """
 
     device: torch.device
@@ -40,16 +41,28 @@ class Group:
     world: int = 1
     strategy: Strategy = "ddp"
     tensor: int = 1
+    context: int = 1
+    ring: bool = False
 
     @property
     def replicas(self) -> int:
         """Return how many shares of a batch's rows there are."""
-        return self.world // self.tensor
+        return self.world // (self.tensor * self.context)
 
     @property
     def replica(self) -> int:
         """Return the number of the rows' share that this process computes."""
-        return self.rank // self.tensor
+        return self.rank // (self.tensor * self.context)
+
+    @property
+    def stretch(self) -> int:
+        """Return the number of the stretch of its rows that this process computes, of ``context``."""
+        return self.rank // self.tensor % self.context
+
+    @property
+    def copies(self) -> int:
+        """Return how many processes, or groups that divide one model, compute other tokens."""
+        return self.replicas * self.context
 
     @property
     def first(self) -> bool:
@@ -61,19 +74,24 @@ class Group:
         """Return whether every process holds a part of the weights only."""
         return self.tensor > 1 or (self.world > 1 and self.strategy == "fsdp")
 
-    def wrap(self, step: nn.Module) -> nn.Module:
-        """Wrap ``step`` by the strategy's engine; where its weights are divided or sharded, that is done in place."""
+    def wrap(self, step: nn.Module, keeps: bool = False) -> nn.Module:
+        """Wrap ``step`` by the strategy's engine; where its weights are divided or sharded, that is done in place.
+        ``keeps``: whether states are carried."""
         from kinformer.training.engines import wrapped
 
-        return wrapped(step, self)
+        return wrapped(step, self, keeps)
 
     def exchange(self, engine: nn.Module, wanted: bool) -> AbstractContextManager[None]:
         """Decide whether the backward pass inside exchanges gradients: only the last of accumulated parts needs to."""
-        if self.replicas > 1 and self.strategy == "fsdp":
+        if self.copies > 1 and self.strategy == "fsdp":
             cast(Any, engine).set_requires_gradient_sync(wanted)
-        elif self.replicas > 1 and self.tensor == 1 and not wanted:
+        elif self.copies > 1 and self.tensor == 1 and not wanted:
             return cast(Any, engine).no_sync()
         return nullcontext()
+
+    def stretch_of(self, batch: Any) -> Any:
+        """Return this process's stretch of the rows of ``batch``."""
+        return batch if self.context == 1 else batch.stretch(self.stretch, self.context)
 
     def mean(self, values: Tensor) -> Tensor:
         """Return the mean of ``values`` over processes."""
@@ -154,7 +172,7 @@ def started_by_torchrun() -> bool:
 
 
 @contextmanager
-def join(device: str, strategy: Strategy, tensor: int = 1) -> Iterator[Group]:
+def join(device: str, strategy: Strategy, tensor: int = 1, context: int = 1, ring: bool = False) -> Iterator[Group]:
     """Join the group that the launcher's environment variables describe, and leave it in good order at the end.
 
     Hold no model or optimiser outside of the block.
@@ -166,7 +184,7 @@ def join(device: str, strategy: Strategy, tensor: int = 1) -> Iterator[Group]:
         torch.cuda.set_device(local_device)
     distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", rank=rank, world_size=world)
     try:
-        yield Group(local_device, rank, world, strategy, tensor)
+        yield Group(local_device, rank, world, strategy, tensor, context, ring)
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)
         raise

@@ -12,19 +12,22 @@ from torch import distributed, nn
 from kinformer.core.stack import Stack, sparse_tables, units_of
 from kinformer.runtime.errors import KinformerError
 from kinformer.training.data_module import DataModule
+from kinformer.training.objective import ObjectiveModule
 from kinformer.training.settings import Settings
 
 if TYPE_CHECKING:
     from kinformer.training.distributed import Group
 
 
-def wrapped(step: nn.Module, group: Group) -> nn.Module:
-    """Return ``step``, an ``ObjectiveModule``, behind the engine of ``group``."""
+def wrapped(step: nn.Module, group: Group, keeps: bool) -> nn.Module:
+    """Return ``step``, an ``ObjectiveModule``, behind the engine of ``group``; ``keeps``: states are carried."""
     check_shared(step, group)
     if group.world == 1:
         return step
-    if group.strategy == "ddp" and group.tensor == 1:
-        return nn.parallel.DistributedDataParallel(step)
+    if group.tensor == 1:
+        _share_time(step, group, keeps)
+        if group.strategy == "ddp":
+            return nn.parallel.DistributedDataParallel(step)
     from torch.distributed.device_mesh import init_device_mesh
 
     if group.tensor > 1:
@@ -32,17 +35,26 @@ def wrapped(step: nn.Module, group: Group) -> nn.Module:
 
         # DTensor remarks that norms and checkpoints are gathered along one axis after the other.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-        sizes = (group.replicas, group.tensor)
+        sizes = (group.copies, group.tensor)
         mesh = init_device_mesh(group.device.type, sizes, mesh_dim_names=("replicas", "tp"))
         part: Any = step
         part.layouts = parallelize(part, mesh["tp"])
-        if group.replicas == 1:
+        _share_time(step, group, keeps)  # of the parts, which are new modules
+        if group.copies == 1:
             return step
         if group.strategy == "ddp":
             part.replicas = mesh["replicas"].get_group()
             return step
         return _sharded(step, mesh["replicas"])
     return _sharded(step, init_device_mesh(group.device.type, (group.world,)))
+
+
+def _share_time(step: nn.Module, group: Group, keeps: bool) -> None:
+    if group.context > 1:
+        from kinformer.training.context_parallel import groups_of, share_time
+
+        processes = groups_of(group.replicas, group.context, group.tensor)
+        share_time(cast(ObjectiveModule, step), processes, keeps, group.ring)
 
 
 def _sharded(step: nn.Module, mesh: Any) -> nn.Module:
@@ -69,8 +81,10 @@ def average_gradients(engine: nn.Module) -> None:
     torch._foreach_div_(gradients, count)
 
 
-def check_divided(data: DataModule, settings: Settings, group: Group) -> None:
-    """Refuse runs of tensor parallelism that do more with the model than compute losses of rows."""
+def check_divided(data: DataModule, objective: Any, settings: Settings, group: Group) -> None:
+    """Refuse runs of processes that share rows which do more with the model than compute losses of these."""
+    if group.context > 1:
+        _check_stretches(data, objective, settings, group)
     if group.tensor == 1:
         return
     if type(data).begin is not DataModule.begin:
@@ -84,13 +98,30 @@ def check_divided(data: DataModule, settings: Settings, group: Group) -> None:
         )
 
 
+def _check_stretches(data: DataModule, objective: Any, settings: Settings, group: Group) -> None:
+    """Refuse rows that cannot be cut along time into stretches of one length."""
+    place = f"`parallel` {'ring' if group.ring else 'cp'}={group.context}"
+    if not (data.by_time and getattr(objective, "by_token", False)):
+        raise KinformerError(
+            f"{place}: only rows of text can be cut along time, for losses of each token alone; train with the task "
+            "next-token and its objective next-token, or leave it out."
+        )
+    if settings.length % group.context:
+        raise KinformerError(
+            f"{place}: does not divide `length` {settings.length}; give a multiple of {group.context}."
+        )
+    if settings.compile:
+        raise KinformerError(f"{place}: `compile` does not see what processes send each other; leave one out.")
+
+
 def check_shared(model: nn.Module, group: Group) -> None:
     """Refuse models that several processes cannot train together."""
     if group.world == 1:
         return
-    if group.world % group.tensor:
+    if group.world % (group.tensor * group.context):
+        sizes = f"tp={group.tensor}" if group.context == 1 else f"tp={group.tensor},cp={group.context}"
         raise KinformerError(
-            f"`parallel` tp={group.tensor}: does not divide {group.world} processes; give a divisor of that number."
+            f"`parallel` {sizes}: does not divide {group.world} processes; give a divisor of that number."
         )
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         raise KinformerError(

@@ -63,7 +63,7 @@ class Trainer:
         self.checkpoints, self.best = self.storage.checkpoints, self.storage.best
         saved = self.checkpoints.load(group)
         carried = Carried(settings.accumulate)
-        check_divided(data, settings, group)
+        check_divided(data, objective, settings, group)
         whole = ObjectiveModule(self.model, objective, settings.precision)
         self.extras = whole.extras.to(group.device)
         if saved:
@@ -79,7 +79,7 @@ class Trainer:
             for module in units_of(self.model) if by_layer else (self.model,):
                 module.compile()
         undivided = self.model.initial_state(1) if group.tensor > 1 and data.carries else None  # type: ignore[operator]
-        self.regularized, self.engine = whole.regularized, group.wrap(whole)
+        self.regularized, self.engine = whole.regularized, group.wrap(whole, data.carries)
         self.layouts = self.storage.layouts = whole.layouts
         if undivided is not None:
             carried.divide(undivided, self.model, group)

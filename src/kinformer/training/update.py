@@ -89,7 +89,7 @@ class Updater:
         for bounded in self.regularized:
             bounded.constrain()
         loss, *metrics = torch.stack(costs).mean(dim=0)
-        return Done(loss, norm.detach(), torch.stack(metrics), batch.size * self.group.replicas)
+        return Done(loss, norm.detach(), torch.stack(metrics), batch.size * self.group.copies)
 
     def _part(self, part: int, batch: Any, progress: float) -> Tensor:
         size = rows_of(batch) // self.settings.accumulate
@@ -111,13 +111,14 @@ class Updater:
 
     def _seed_masks(self, step: int) -> None:
         """Begin the step's random masks: they depend on nothing before, so a resumed run draws the same."""
-        seed = int(mix(self.settings.seed, step, self.group.replica)[0])
+        seed = int(mix(self.settings.seed, step, self.group.rank // self.group.tensor)[0])
         torch.default_generator.manual_seed(seed)
         if self.group.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
     def _batch(self, step: int) -> Any:
-        return map_fields(self.data.batch(step, self.group.replica, self.group.replicas), self._place)
+        batch = self.data.batch(step, self.group.replica, self.group.replicas)
+        return map_fields(self.group.stretch_of(batch), self._place)
 
     def _place(self, tensor: Tensor) -> Tensor:
         if self.group.device.type == "cuda":

@@ -33,7 +33,8 @@ class Validation:
         state: State = None
         with torch.no_grad():
             for batch in self.data.validation(self.group.replica, self.group.replicas):
-                _, metrics, after = engine(map_fields(batch, lambda field: field.to(device)), state, 1.0)
+                rows = map_fields(self.group.stretch_of(batch), lambda field: field.to(device))
+                _, metrics, after = engine(rows, state, 1.0)
                 state = after if self.data.carries else None
                 del after  # it may be as large as the activations
                 require_metrics(metrics, names)

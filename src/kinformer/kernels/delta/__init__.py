@@ -28,7 +28,7 @@ from kinformer.kernels.linear.blocks import accumulator_dtype
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.substitutes import substitute
 
-__all__ = ["DeltaSummary", "DeltaTokens", "delta_rule", "delta_steps", "summarise"]
+__all__ = ["DeltaSummary", "DeltaTokens", "delta_rule", "delta_steps", "one_by_one", "summarise"]
 
 
 def delta_rule(
@@ -85,16 +85,24 @@ def delta_steps(tokens: DeltaTokens, state: Tensor, *, impl: LinearImpl = "auto"
             "as [batch, heads, time, steps]."
         )
     check_decay("delta_steps", q, log_decay)
-    k, v, beta, erase = (None if x is None else x.flatten(2, 3) for x in (k, v, beta, erase))  # type: ignore[assignment]
     if q.shape[2] == 1:
+        k, v, beta, erase = (None if x is None else x.flatten(2, 3) for x in (k, v, beta, erase))  # type: ignore[assignment]
         return _one_token(tokens._replace(k=k, v=v, beta=beta, erase=erase), state, impl)
+    out, state = _absorb(one_by_one(tokens), state, impl, "delta_steps")
+    return out[:, :, steps - 1 :: steps], state
+
+
+def one_by_one(tokens: DeltaTokens) -> DeltaTokens:
+    """Return the steps of ``tokens`` (:func:`delta_steps`) as tokens of :func:`delta_rule`, one after the other."""
+    q, k, v, beta, erase, log_decay, reset = tokens
+    steps = k.shape[3]
+    k, v, beta, erase = (None if x is None else x.flatten(2, 3) for x in (k, v, beta, erase))  # type: ignore[assignment]
     if steps > 1:
         # Only the first step of a token decays or begins a sequence, only the last one is read.
         q = _among(q, steps, steps - 1)
         log_decay = None if log_decay is None else _among(log_decay, steps, 0)
         reset = None if reset is None else _among(reset.unsqueeze(1), steps, 0).squeeze(1)
-    out, state = _absorb(DeltaTokens(q, k, v, beta, erase, log_decay, reset), state, impl, "delta_steps")
-    return out[:, :, steps - 1 :: steps], state
+    return DeltaTokens(q, k, v, beta, erase, log_decay, reset)
 
 
 def _among(x: Tensor, steps: int, which: int) -> Tensor:
@@ -178,9 +186,15 @@ class DeltaSummary(NamedTuple):
 
 
 def summarise(
-    k: Tensor, v: Tensor, beta: Tensor, *, log_decay: Tensor | None = None, reset: Tensor | None = None
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    erase: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    reset: Tensor | None = None,
 ) -> DeltaSummary:
-    """The summary of a chunk; arguments as for ``delta_rule``.
+    """The summary of a chunk; arguments as for ``delta_rule``, ``erase`` as of ``DeltaTokens``.
 
     The rule is linear in W and v, so a is what becomes of the identity when nothing is written. Both are made in one
     run of the chunked rule, with features + head_dim columns.
@@ -189,6 +203,6 @@ def summarise(
     # Columns [0, V] with initial state [I, 0]: the first half ends as a, the second as b.
     nothing = functional.pad(v, (features, 0))
     start = torch.eye(features, dtype=dtype, device=k.device).expand(*k.shape[:2], -1, -1)
-    tokens = DeltaTokens(k, k, nothing, beta, None, log_decay, reset)
+    tokens = DeltaTokens(k, k, nothing, beta, erase, log_decay, reset)
     _, state = chunked(tokens, functional.pad(start, (0, v.shape[-1])))
     return DeltaSummary(*state.split([features, v.shape[-1]], dim=-1))

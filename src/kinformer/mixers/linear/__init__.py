@@ -16,7 +16,7 @@ it stand a norm of every head and a gate, y <- norm(y) * silu(W_g x), where the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,38 +32,28 @@ from kinformer.core.contract import (
     select_valid,
     state_dtype,
 )
+from kinformer.core.crossing import Crosses, recent_slots
 from kinformer.core.division import in_blocks
 from kinformer.core.feature_map import FeatureMapConfig
 from kinformer.core.parts import PositionConfig, ResidualOutput, head_width, merge_heads
 from kinformer.decays.decay import DecayConfig
 from kinformer.features.elu import Elu
-from kinformer.kernels.delta import DeltaTokens, delta_rule, delta_steps
+from kinformer.kernels.delta import DeltaTokens
+from kinformer.kernels.delta.crossing import delta_across
 from kinformer.kernels.delta.normalised import normalised_delta_rule
 from kinformer.kernels.impls import LinearImpl
-from kinformer.kernels.linear import LinearState, linear_attention
+from kinformer.kernels.linear import LinearState
+from kinformer.kernels.linear.crossing import linear_across
 from kinformer.kernels.linear.running import running_maximum
+from kinformer.kernels.linear.sequence import LinearSequence
 from kinformer.mixers.linear.checks import check_parts, check_settings
 from kinformer.mixers.linear.output import ACTIVATIONS, Activation, HeadNorm, LowRankGate, head_norm
+from kinformer.mixers.linear.state import KernelState
 from kinformer.positions.none import NoPosition
 from kinformer.projections.short_convolution import ShortConvolution
 
 
-class KernelState(NamedTuple):
-    """The state of kernel attention; a leaf that the config does not use has no elements.
-
-    kv: [batch, heads, features, value_dim]; z: [batch, heads, features], the normaliser's sum; recent: [batch,
-    key_heads, convolution - 1, channels], projected tokens; maximum: [batch, key_heads] int64
-    (``kernels.linear.running``); seen: [batch] int64, for positions and the maximum.
-    """
-
-    kv: Tensor
-    z: Tensor
-    recent: Tensor
-    maximum: Tensor
-    seen: Tensor
-
-
-class LinearAttention(CausalMixer):
+class LinearAttention(Crosses, CausalMixer):
     """The mixer x [batch, time, dim] -> y [batch, time, dim].
 
     ``head_dim`` is the width of a head's queries and keys, ``value_dim`` that of its values (head_dim if None).
@@ -136,6 +126,7 @@ class LinearAttention(CausalMixer):
         self.gate = self._gate() if config.gate else None
         self.norm = head_norm(config, self.value_dim, self.key_heads)
         self.averages = config.normaliser == "attention"
+        self.crosses = not self.feature_map.scaled  # a running maximum is handed on
         self.counts = self.feature_map.scaled or self.averages or not isinstance(self.position, NoPosition)
         check_parts(self, self._columns)
 
@@ -179,7 +170,10 @@ class LinearAttention(CausalMixer):
         q, k, v, beta = self._project(x)
         recent, maximum, seen = state.recent, state.maximum, state.seen
         if self.convolution is not None:
-            mixed, recent = self.convolution(torch.cat([q, k, v], dim=-1), recent, chunk.valid, reset)
+            tokens = torch.cat([q, k, v], dim=-1)
+            if self.crossing is not None:
+                recent, tokens = recent_slots(self.crossing, tokens, recent, positions_of(chunk, state.seen))
+            mixed, recent = self.convolution(tokens, recent, chunk.valid, reset)
             q, k, v = mixed.split(self.widths, dim=-1)
         if positions is not None:
             q, k = self.position.rotate(q, k, positions)
@@ -204,7 +198,8 @@ class LinearAttention(CausalMixer):
             k = torch.where(mask.unsqueeze(-1), k, k.new_zeros(()))
             beta = None if beta is None else torch.where(mask, beta, beta.new_zeros(()))
         y, s, z = self._update((q, k, v, beta), state, log_decay, reset, positions)
-        return self._output(y, x, chunk.valid), KernelState(s, z, recent, maximum, seen)
+        after = KernelState(s, z, recent, maximum, seen)
+        return self._output(y, x, chunk.valid), after if self.crossing is None else after.after_row(self.crossing)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return q, k, v [batch, key_heads, time, width], those of all steps and of all heads that share keys side by
@@ -251,34 +246,26 @@ class LinearAttention(CausalMixer):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the heads' outputs [batch, heads, time, value_dim], s and z, from q and k of heads, v and beta."""
         q, k, v, beta = tokens
-        options: dict[str, Any] = {"log_decay": log_decay, "reset": reset, "impl": self.config.impl}
+        both, how = LinearState(state.kv, state.z), (self.config.impl, self.crossing)
         if beta is not None and self.averages and positions is not None:
-            options = {"eps": self.config.eps, "reset": reset, "impl": self.config.impl}
-            y, sums = normalised_delta_rule((q, k, v, beta), LinearState(state.kv, state.z), positions == 0, **options)
+            options: dict[str, Any] = {"eps": self.config.eps, "reset": reset, "impl": how[0], "crossing": how[1]}
+            y, sums = normalised_delta_rule((q, k, v, beta), both, positions == 0, **options)
             return self._skipped(y, v), *sums
         if beta is not None:
-            y, s = self._corrected(q, k, v, beta, state.kv, options)
+            if (steps := self.config.steps) > 1:
+                k, v, beta = (x.unflatten(2, (-1, steps)) for x in (k, v, beta))
+            y, s = delta_across(DeltaTokens(q, k, v, beta, None, log_decay, reset), state.kv, *how)
             return self._skipped(y, v), s, state.z
         if self._has_sum:
-            y, (s, z) = linear_attention(q, k, v, LinearState(state.kv, state.z), eps=self.config.eps, **options)
+            y, (s, z) = linear_across(LinearSequence(q, k, v, log_decay, self.config.eps, reset), both, *how)
             return self._skipped(y, v), s, z
         # A column of ones sums the keys: with a floor, the normaliser z is the last column of S.
         columns = functional.pad(v, (0, 1), value=1.0) if self.config.floor else v
         nothing = LinearState(state.kv, state.kv.new_zeros(state.kv.shape[:3]))
-        y, (s, _) = linear_attention(q, k, columns, nothing, eps=None, **options)
+        y, (s, _) = linear_across(LinearSequence(q, k, columns, log_decay, None, reset), nothing, *how)
         if self.config.floor:
             y = y[..., :-1] / y[..., -1:].clamp_min(self.config.floor)
         return self._skipped(y, v), s, state.z
-
-    def _corrected(
-        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, s: Tensor, options: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
-        """Return the outputs and the state of the delta rule, of one step a token or of several."""
-        if self.config.steps == 1:
-            return delta_rule(q, k, v, beta, s, **options)
-        k, v, beta = (x.unflatten(2, (-1, self.config.steps)) for x in (k, v, beta))
-        tokens = DeltaTokens(q, k, v, beta, None, options["log_decay"], options["reset"])
-        return delta_steps(tokens, s, impl=options["impl"])
 
     def _skipped(self, y: Tensor, v: Tensor) -> Tensor:
         return y if self.skip is None else y + self.skip.to(y.dtype).view(-1, 1, 1) * v

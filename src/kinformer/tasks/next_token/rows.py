@@ -35,6 +35,19 @@ class TokenBatch(NamedTuple):
         rows, width = self.tokens.shape
         return rows * (width - 1)
 
+    def stretch(self, number: int, count: int) -> TokenBatch:
+        """Return stretch ``number`` of ``count`` of the rows' time, which is padded to a multiple of ``count``."""
+        time = self.tokens.shape[1] - 1
+        size = -(-time // count)
+        valid, lacking = self.valid, size * count - time
+        if lacking and valid is None:
+            valid = torch.ones_like(self.tokens[:, 1:], dtype=torch.bool)
+        begin, end = number * size, (number + 1) * size
+        marks = (
+            None if mark is None else functional.pad(mark, (0, lacking))[:, begin:end] for mark in (self.reset, valid)
+        )
+        return TokenBatch(functional.pad(self.tokens, (0, lacking))[:, begin : end + 1], *marks)
+
 
 class NextTokens(DataModule):
     """Windows of text, or with ``segments`` consecutive segments, whose state is carried.
@@ -44,6 +57,7 @@ class NextTokens(DataModule):
     """
 
     metrics = (BITS_PER_BYTE,)
+    by_time = True
 
     def __init__(
         self, corpus: Corpus, settings: Settings, segments: bool = False, reset_documents: bool = False
@@ -131,7 +145,10 @@ class RetrievedTokens(DataModule):
 
 
 class NextTokenLoss:
-    """Cross-entropy of each next token, in nats, over the valid tokens."""
+    """Cross-entropy of each next token, in nats, over the valid tokens. ``by_token``: it is a mean over tokens, each of
+    which needs its own logits alone."""
+
+    by_token = True
 
     def __call__(self, model: Any, batch: Any, state: State, progress: float) -> ObjectiveOutput:
         tokens, targets, marks = batch.tokens[:, :-1], batch.tokens[:, 1:], {"valid": batch.valid, "reset": batch.reset}

@@ -1,0 +1,114 @@
+"""What crosses from one stretch of time to the next, where processes share the time of every row (context parallelism).
+
+    row   x_1 .. x_n | x_(n+1) .. x_2n | ...       process r has stretch r; states are those before and after the row
+
+A mixer that says how its state crosses computes all stretches at once, by the means of a :class:`Crossing`. Any other
+causal mixer is handed its state by the process before, and waits for it: by partition invariance that is the same.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+S = TypeVar("S", bound=tuple[Tensor, ...])
+
+
+class Summary(Protocol):
+    """The effect of a stretch on a state [batch, heads, features, columns]: a named tuple of tensors of one dtype."""
+
+    def after(self, state: Tensor) -> Tensor:
+        """Return the state after the stretch, from that before it."""
+        ...
+
+
+class Crossing:
+    """The processes that have the stretches of a row, of equal length; this one has stretch ``number`` of ``count``.
+
+    ``keeps``: whether the state after the row is wanted; where it is not, mixers return any. ``ring``: whether keys and
+    values go round. ``seen`` [batch] int64: the tokens of each row's sequence after the row. Whatever is received has
+    gradients, which go back to the process that it came from: all processes must differentiate alike.
+    """
+
+    number: int
+    count: int
+    keeps: bool = False
+    ring: bool = False
+    seen: Tensor
+
+    def composed(self, summary: Summary, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the state before this stretch and that after the row, from that before the row and the ``summary`` of
+        this stretch. One all-gather of summaries."""
+        raise NotImplementedError
+
+    def past(self, slots: Tensor, first: Tensor, most: int | None) -> tuple[Tensor, Tensor]:
+        """Return the last ``most`` (None: all) slots before this stretch [batch, heads, past, width], and ``slots``.
+
+        slots: [batch, heads, time, width], this stretch's; first: [batch, heads, n, width], those before the row. All
+        of them are gathered; some are sent by those neighbours that have them.
+        """
+        raise NotImplementedError
+
+    def last(self, slots: Tensor, count: int | None = None) -> Tensor:
+        """Return the ``slots`` [batch, heads, count, width] of the last stretch, where they are wanted; ``count`` is
+        their number there, None if that is the same in all."""
+        raise NotImplementedError
+
+    def exchange(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> bool:
+        """Send ``sent`` to the process of stretch ``to`` and fill ``received`` from that of ``source``, where there
+        are such; return whether something came. No gradients."""
+        raise NotImplementedError
+
+
+class Crosses:
+    """Mixin of a mixer that says how its state crosses, where ``crosses`` is True, by ``crossing`` if there is one.
+
+    ``rings``: whether its keys and values can go round.
+    """
+
+    crosses: bool = True
+    rings: bool = False
+    growth: str
+    crossing: Crossing | None = None
+
+    @property
+    def goes_round(self) -> bool:
+        """Return whether keys and values go round, as those that queries at any distance see may."""
+        return self.crossing is not None and self.crossing.ring and self.rings and self.growth == "linear"
+
+
+def with_past(
+    crossing: Crossing | None, kv: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor], most: int | None
+) -> tuple[Tensor, Tensor]:
+    """Return keys and values ``kv`` [batch, heads, time, width] behind ``first``, those of the state; of one stretch of
+    a row, behind those of earlier ones, too: the last ``most`` (None: all). Keys and values travel side by side."""
+    if crossing is None:
+        if not first[0].shape[2]:
+            return kv
+        k, v = (torch.cat([old.to(new.dtype), new], dim=2) for old, new in zip(first, kv, strict=True))
+        return k, v
+    first = first[0].to(kv[0].dtype), first[1].to(kv[1].dtype)
+    past, both = crossing.past(torch.cat(kv, dim=-1), torch.cat(first, dim=-1), most)
+    k, v = torch.cat([past, both], dim=2).split([part.shape[-1] for part in kv], dim=-1)
+    return k, v
+
+
+def after_row(
+    crossing: Crossing, slots: tuple[Tensor, ...], first: Tensor, time: int, most: int | None
+) -> tuple[Tensor, ...]:
+    """Return the ``slots`` [batch, heads, up to most, width] of the last stretch, each ``time`` long; ``first`` are
+    those before the row."""
+    total = first.shape[2] + crossing.count * time
+    return tuple(crossing.last(leaf, total if most is None else min(most, total)) for leaf in slots)
+
+
+def recent_slots(crossing: Crossing, tokens: Tensor, first: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tokens before this stretch as a convolution needs them, shaped like ``first`` [batch, heads, context,
+    channels], zero before a sequence; and ``tokens`` [batch, heads, time, channels] at ``positions`` [batch, time]."""
+    context = first.shape[2]
+    recent, tokens = crossing.past(tokens, first.to(tokens.dtype), context)
+    age = torch.arange(context, 0, -1, device=positions.device)
+    inside = (age <= positions[:, :1])[:, None, :, None]
+    return torch.where(inside, recent, recent.new_zeros(())).to(first.dtype), tokens

@@ -1,0 +1,139 @@
+"""Context parallelism: processes share the time of every row, each with one stretch of it.
+
+    mixers that say how their state crosses   compute all stretches at once          (``core.crossing``)
+    other mixers                              hand their state on, layer by layer    (``training.handing``)
+
+A loss is a sum over tokens divided by the number of all tokens of the row's processes. States are those before and
+after the row, in all processes alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, distributed, nn
+
+from kinformer.core import state as states
+from kinformer.core.config import describe
+from kinformer.core.contract import CausalMixer, Chunk, ReadsSource, advance, positions_of
+from kinformer.core.crossing import Crosses
+from kinformer.core.learning import AuxLoss
+from kinformer.core.model import modules_of
+from kinformer.core.stack import Stack
+from kinformer.runtime.errors import KinformerError
+from kinformer.training.crossing import Stretches, all_gather
+from kinformer.training.handing import hand_on
+from kinformer.training.objective import PREDICTED, ObjectiveModule, ObjectiveOutput
+
+
+def check_time(model: Any, ring: bool) -> None:
+    """Refuse a ``model`` whose rows cannot be shared by time."""
+    config, stack = getattr(model, "config", None), getattr(model, "stack", None)
+    if getattr(config, "kind", None) != "decoder" or not isinstance(stack, Stack):
+        raise _unshared(config, "only decoders read time in order")
+    if any(isinstance(module, ReadsSource) for module in model.modules()):
+        raise _unshared(config, "it also reads a source")
+    if not stack.shardable:
+        raise _unshared(stack.config, "it computes layers again in the backward pass")
+    if stack.exits or stack.halting is not None:
+        raise _unshared(stack.config, "how many layers it applies depends on the tokens")
+    if stack.config.recomputes:
+        raise _unshared(
+            stack.config, "it would receive states again in the backward pass; set stack.checkpoint = false"
+        )
+    if modules_of(model, AuxLoss) or states.pop_aux(stack.initial_state(1))[0]:
+        raise _unshared(config, "it has costs beside the loss, which are means over rows")
+    for mixer in mixers_of(stack) if ring else ():
+        if getattr(mixer, "growth", None) == "linear" and not getattr(mixer, "rings", False):
+            raise KinformerError(
+                f"`parallel` ring: the keys and values of the mixer {type(mixer).__name__} do not go round, since its "
+                "scores are more than products of queries and keys; give cp instead of ring."
+            )
+
+
+def _unshared(config: Any, why: str) -> KinformerError:
+    what = "this model" if config is None else describe(config)
+    return KinformerError(f"{what} cannot share the time of rows: {why}; leave `parallel` cp out.")
+
+
+def mixers_of(stack: Stack) -> list[CausalMixer]:
+    """Return the mixers of the layers, each of which absorbs a chunk after a state."""
+    mixers: dict[CausalMixer, None] = {}
+    inner = {
+        part
+        for mixer in stack.modules()
+        if isinstance(mixer, CausalMixer)
+        for part in mixer.modules()
+        if part is not mixer
+    }
+    for module in stack.modules():
+        if isinstance(module, CausalMixer) and module not in inner:
+            mixers[module] = None
+    return list(mixers)
+
+
+def share_time(step: ObjectiveModule, processes: Any, keeps: bool, ring: bool) -> None:
+    """Let ``step`` compute one stretch of its rows, of which the ``processes`` have the others, in place; ``keeps``:
+    whether the states after the rows are wanted."""
+    model: Any = step.model
+    check_time(model, ring)
+    stretches = Stretches(processes, keeps, ring)
+    for mixer in mixers_of(model.stack):
+        if isinstance(mixer, Crosses) and mixer.crosses:
+            mixer.crossing = stretches
+        else:
+            hand_on(mixer, stretches)
+    edge = _Edge(model, stretches)
+    step.register_forward_pre_hook(edge.enter)
+    step.register_forward_hook(edge.leave)
+
+
+class _Edge:
+    """What stands between the rows and a model that reads one stretch of them."""
+
+    def __init__(self, model: Any, stretches: Stretches) -> None:
+        self.model, self.stretches = model, stretches
+
+    def enter(self, _: nn.Module, inputs: Any) -> Any:
+        """Give the model the number of tokens that each row's sequence has before this stretch."""
+        batch, state, *rest = inputs
+        tokens = batch.tokens[:, :-1]
+        state = self.model.initial_state(len(tokens)) if state is None else state
+        before, self.stretches.seen = self._counted(Chunk(tokens, batch.valid, batch.reset), state.seen)
+        return batch, state._replace(seen=before), *rest
+
+    def leave(self, _: nn.Module, __: Any, outputs: ObjectiveOutput) -> ObjectiveOutput:
+        """Weigh the loss by this stretch's share of the predictions; give the state the number after the row."""
+        loss, metrics, state = outputs
+        predicted = metrics[PREDICTED].to(loss.dtype)
+        total = predicted.detach().clone()
+        distributed.all_reduce(total, group=self.stretches.processes)
+        loss = loss * (predicted * self.stretches.count / total.clamp_min(1))
+        return loss, metrics, state._replace(seen=self.stretches.seen)
+
+    def _counted(self, chunk: Chunk, seen: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tokens of each row's sequence before this stretch, and after the row, from ``seen`` before it."""
+        nothing = torch.zeros_like(seen)
+        count = advance(nothing, chunk, positions_of(chunk, nothing))
+        begun = nothing.bool() if chunk.reset is None else chunk.reset.any(1)
+        mine = torch.stack([count, begun.to(count.dtype)])
+        everyone = mine.new_empty(self.stretches.count, *mine.shape)
+        all_gather(everyone.flatten(), mine.flatten(), group=self.stretches.processes)
+        before = after = seen
+        for number, (count, begun) in enumerate(everyone.unbind(0)):
+            if number == self.stretches.number:
+                before = after
+            after = count + torch.where(begun > 0, 0, after)
+        return before, after
+
+
+def groups_of(replicas: int, context: int, tensor: int) -> Any:
+    """Return the group of processes that share rows with this one; all processes of the job must call together."""
+    size = context * tensor
+    members = [
+        [replica * size + stretch * tensor + part for stretch in range(context)]
+        for replica in range(replicas)
+        for part in range(tensor)
+    ]
+    return cast(Any, distributed.new_subgroups_by_enumeration(members)[0])

@@ -1,0 +1,128 @@
+"""Rows whose time several processes share: losses, states, gradients and weights are those of one process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kinformer.data import Corpus
+from kinformer.family.build import build
+from kinformer.runs.parallel import parallel_of
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.next_token.rows import TokenBatch
+from kinformer.training.context_parallel import check_time
+from tests.members import CAUSAL, TINY
+from tests.training.context_parallel import LAWS, ROWS, TIME
+from tests.training.tiny import curve, gap
+
+SAME_AS = {
+    "two hybrid": "one hybrid",
+    "two rope": "one rope",
+    "one to two hybrid": "one hybrid",
+    "four hybrid": "one hybrid",
+    "four rope": "one rope",
+    "four to one hybrid": "one hybrid",
+}
+WHY_NOT = {
+    "mixtral": "costs beside the loss",
+    "routing": "costs beside the loss",
+    "compressive": "costs beside the loss",
+    "reformer": "computes layers again",
+    "universal": "depends on the tokens",
+    "depth-adaptive": "depends on the tokens",
+    "calm": "depends on the tokens",
+}
+"""The members that cannot share time, and why; all other causal ones can."""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Corpus, text: Path) -> Path:
+    place = tmp_path_factory.mktemp("runs")
+    command = [sys.executable, "-m", "tests.training.context_parallel", str(place), str(text)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [[0], [0, 0], [0, 0, 0, 0], [0]], done.stderr[-4000:]
+    return place
+
+
+@pytest.mark.parametrize("world, names", [(2, (*LAWS, "hybrid", "ring")), (4, ("hybrid", "ring"))])
+def test_stretches_are_the_row(runs: Path, world: int, names: tuple[str, ...]) -> None:
+    """Losses, states after two segments with resets, gradients of weights and of the state before, relative."""
+    gaps = json.loads((runs / f"laws {world}.json").read_text())
+    assert sorted(gaps) == sorted(names)
+    assert max(gaps.values()) < 1e-10, gaps
+
+
+@pytest.mark.parametrize("name", SAME_AS)
+def test_stretches_learn_what_one_process_does(runs: Path, name: str) -> None:
+    assert gap(runs / name, runs / SAME_AS[name]) < 1e-10
+    assert curve(runs / name) == pytest.approx(curve(runs / SAME_AS[name]), rel=1e-12)
+
+
+def test_what_is_sent_is_what_the_formulas_say(runs: Path) -> None:
+    """The formulas of docs/howto/several_processes.md, in bytes of both passes."""
+    stretches, stretch, edge = 2, TIME // 2, 2 * ROWS * 8
+    for rank, told in enumerate(json.loads((runs / "sent.json").read_text())):
+        softmax = [(layer.mixer.num_heads, TINY["rope"].dim // layer.mixer.num_heads) for layer in TINY["rope"].layers]
+        kv = sum(2 * ROWS * heads * width * 4 for heads, width in softmax)  # of a token
+        gathered = {"all_gather": stretches * (stretch * kv + edge), "reduce_scatter": stretches * stretch * kv}
+        assert _exchanged(told["rope"]) == gathered
+        # Round the ring: forward, backward, and the gradients the other way.
+        assert told["rope ring"]["sent"] == stretch * kv * (2 if rank == 0 else 1)
+        window = TINY["local"].layers[0].mixer.pattern.build().horizon
+        assert told["local"]["sent"] == min(window, stretch) * kv
+        mixers = [(layer.mixer, TINY["gated-deltanet"].dim) for layer in TINY["gated-deltanet"].layers]
+        affine = halo = 0
+        for config, dim in mixers:
+            built = config.build(dim)
+            affine += ROWS * config.num_heads * built.features * (built.features + built.value_dim) * 4
+            halo += ROWS * built.key_heads * built.convolution.context * sum(built.widths) * 4
+        delta = {"all_gather": stretches * (affine + edge), "reduce_scatter": stretches * affine, "sent": halo}
+        assert _exchanged(told["gated-deltanet"]) == delta
+        sums = 0
+        for layer in TINY["linear-transformer"].layers:
+            built = layer.mixer.build(TINY["linear-transformer"].dim)
+            sums += ROWS * layer.mixer.num_heads * (1 + built.features * (built.value_dim + 1)) * 4
+        linear = {"all_gather": stretches * (sums + edge), "reduce_scatter": stretches * sums}
+        assert _exchanged(told["linear-transformer"]) == linear
+
+
+def _exchanged(told: dict[str, int]) -> dict[str, int]:
+    return {name: told[name] for name in ("all_gather", "reduce_scatter", "sent") if name in told}
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_every_member_shares_time_or_says_why_not(name: str) -> None:
+    model = TINY[name].build()
+    if name in WHY_NOT:
+        with pytest.raises(KinformerError, match=f"cannot share the time of rows: .*{WHY_NOT[name]}.*leave"):
+            check_time(model, ring=False)
+        return
+    check_time(model, ring=False)
+
+
+def test_scores_that_are_no_products_do_not_go_round() -> None:
+    with pytest.raises(KinformerError, match="do not go round, .* give cp instead of ring"):
+        check_time(build("alibi", "tiny", 64), ring=True)
+
+
+def test_a_row_is_cut_into_stretches_of_one_length() -> None:
+    batch = TokenBatch(torch.arange(22).view(2, 11), torch.zeros(2, 10, dtype=torch.bool))
+    whole = [batch.stretch(number, 2) for number in range(2)]
+    assert [part.tokens[0].tolist() for part in whole] == [[0, 1, 2, 3, 4, 5], [5, 6, 7, 8, 9, 10]]
+    padded = [batch.stretch(number, 4) for number in range(4)]
+    assert [int(part.valid.sum()) for part in padded if part.valid is not None] == [6, 6, 6, 2]
+    assert padded[3].tokens[0].tolist() == [9, 10, 0, 0]
+
+
+def test_sizes_of_stretches_are_read() -> None:
+    parallel = parallel_of("cp=2,tp=2,fsdp=3")
+    assert (parallel.context, parallel.ring, parallel.devices) == (2, False, 12)
+    assert parallel_of("ring=4").ring and parallel_of("ring=4").context == 4
+    with pytest.raises(KinformerError, match="give one of the two"):
+        parallel_of("cp=2,ring=2")
