@@ -26,6 +26,7 @@ from kinformer.runtime.sharding import is_sharded
 from kinformer.tasks.next_token.rows import NextTokenLoss
 from kinformer.training.checkpoint import Checkpoint, Checkpoints
 from kinformer.training.distributed import Group, join, launch
+from kinformer.training.engines import wrapped
 from kinformer.training.objective import ObjectiveModule
 from kinformer.training.optimiser import Optimiser, gather
 from kinformer.training.settings import Settings
@@ -60,7 +61,7 @@ def tensors(shape: tuple[int, int, int], group: Group) -> dict[str, dict[str, to
     torch.manual_seed(0)
     changes = {"layers": layers, "dim": dim, "layers.*.mixer.num_heads": dim // 64}
     model = configure("gpt", "small", vocabulary, changes).build()
-    group.wrap(ObjectiveModule(model, NextTokenLoss(), "fp32"))
+    wrapped(ObjectiveModule(model, NextTokenLoss(), "fp32"), group)
     optimiser = Optimiser(model, Settings(steps=1))
     for number, parameter in enumerate(model.parameters()):
         parameter.grad = torch.full_like(parameter, 1e-3 * number)

@@ -74,13 +74,6 @@ class Group:
         """Return whether every process holds a part of the weights only."""
         return self.tensor > 1 or (self.world > 1 and self.strategy == "fsdp")
 
-    def wrap(self, step: nn.Module, keeps: bool = False) -> nn.Module:
-        """Wrap ``step`` by the strategy's engine; where its weights are divided or sharded, that is done in place.
-        ``keeps``: whether states are carried."""
-        from kinformer.training.engines import wrapped
-
-        return wrapped(step, self, keeps)
-
     def exchange(self, engine: nn.Module, wanted: bool) -> AbstractContextManager[None]:
         """Decide whether the backward pass inside exchanges gradients: only the last of accumulated parts needs to."""
         if self.copies > 1 and self.strategy == "fsdp":

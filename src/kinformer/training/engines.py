@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import distributed, nn
@@ -12,14 +12,12 @@ from torch import distributed, nn
 from kinformer.core.stack import Stack, sparse_tables, units_of
 from kinformer.runtime.errors import KinformerError
 from kinformer.training.data_module import DataModule
+from kinformer.training.distributed import Group
 from kinformer.training.objective import ObjectiveModule
 from kinformer.training.settings import Settings
 
-if TYPE_CHECKING:
-    from kinformer.training.distributed import Group
 
-
-def wrapped(step: nn.Module, group: Group, keeps: bool) -> nn.Module:
+def wrapped(step: nn.Module, group: Group, keeps: bool = False) -> nn.Module:
     """Return ``step``, an ``ObjectiveModule``, behind the engine of ``group``; ``keeps``: states are carried."""
     check_shared(step, group)
     if group.world == 1:

@@ -23,7 +23,7 @@ from kinformer.training.carried import Carried
 from kinformer.training.checkpoint import REGULAR, Checkpoint
 from kinformer.training.data_module import DataModule
 from kinformer.training.distributed import Group
-from kinformer.training.engines import check_divided
+from kinformer.training.engines import check_divided, wrapped
 from kinformer.training.interrupt import Interrupt
 from kinformer.training.logging import Log, Silence, TrainingProgress
 from kinformer.training.objective import Objective, ObjectiveModule
@@ -79,7 +79,7 @@ class Trainer:
             for module in units_of(self.model) if by_layer else (self.model,):
                 module.compile()
         undivided = self.model.initial_state(1) if group.tensor > 1 and data.carries else None  # type: ignore[operator]
-        self.regularized, self.engine = whole.regularized, group.wrap(whole, data.carries)
+        self.regularized, self.engine = whole.regularized, wrapped(whole, group, data.carries)
         self.layouts = self.storage.layouts = whole.layouts
         if undivided is not None:
             carried.divide(undivided, self.model, group)

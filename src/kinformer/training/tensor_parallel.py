@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
-from torch.autograd.function import once_differentiable
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -23,6 +22,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from kinformer.core.learning import AuxLoss
 from kinformer.core.model import modules_of
 from kinformer.core.stack import units_of
+from kinformer.training.collectives import copied, joined, summed
 from kinformer.training.division import Division, divide, output_product
 from kinformer.training.layouts import Layouts
 from kinformer.training.objective import ObjectiveModule
@@ -51,51 +51,6 @@ def parallelize(step: ObjectiveModule, mesh: DeviceMesh) -> Layouts:
     _Local((module for module in step.modules() if module not in inner), division, mesh, model).hook(step)
     step.with_aux_loss = modules_of(model, AuxLoss)
     return Layouts(mesh, division.cuts, parts)
-
-
-def copied(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return ``x``, which all processes of ``mesh`` have; its gradient is the sum of theirs."""
-    return _Copied.apply(x, mesh.get_group())
-
-
-def summed(y: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the sum of the ``y`` of all processes of ``mesh``; each one's gradient is that of the sum."""
-    return _Summed.apply(y, mesh.get_group())
-
-
-def joined(y: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the ``y`` [..., n] of all processes of ``mesh`` side by side, [..., n * processes]."""
-    spread = DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False)
-    return spread.redistribute(placements=[Replicate()]).to_local()
-
-
-class _Copied(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, processes: Any) -> Tensor:
-        ctx.processes = processes
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_reduced(gradient, ctx.processes), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, processes: Any) -> Tensor:
-        return _all_reduced(y, processes)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-def _all_reduced(x: Tensor, processes: Any) -> Tensor:
-    x = x.clone(memory_format=torch.contiguous_format)
-    distributed.all_reduce(x, group=processes)
-    return x
 
 
 class MixerPart(ParallelStyle):

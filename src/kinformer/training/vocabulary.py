@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 
+from kinformer.training.collectives import copied, summed
+
 
 class VocabularyPart(NamedTuple):
     """The ``size`` tokens from ``begin`` on, which this process of ``mesh`` has."""
@@ -24,8 +26,6 @@ class VocabularyPart(NamedTuple):
 
         x: [rows, dim], the same everywhere; weight: [size, dim] and bias: [size] or None, this process's.
         """
-        from kinformer.training.tensor_parallel import copied, summed
-
         logits = torch.nn.functional.linear(copied(x, self.mesh), weight, bias)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         top = logits.detach().amax(-1)
