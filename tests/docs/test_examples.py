@@ -65,3 +65,35 @@ def test_a_sweep_trains_every_run_once(text_file, tmp_path):
     before = weights.stat().st_mtime_ns
     assert sweep("gpt", tmp_path, rates=(1e-4, 1e-2), seeds=2, **settings) == results
     assert weights.stat().st_mtime_ns == before
+
+
+def test_a_search_goes_on_from_rung_to_rung(text_file, tmp_path):
+    pytest.importorskip("optuna")
+    settings = {"recipe": "tiny", "data": text_file, "length": 32, "batch_size": 4, "validation_tokens": 100}
+    study = example("optuna_sweep").search("gpt", tmp_path, trials=3, steps=4, rungs=2, **settings)
+    assert [sorted(trial.intermediate_values) for trial in study.trials[:2]] == [[2, 4], [2, 4]]
+    assert study.best_value == min(trial.value for trial in study.trials if trial.value is not None)
+
+
+def test_a_tracker_is_told_every_line_once(tmp_path):
+    lines = ['{"step": 1, "loss": 2.5}', '{"step": 2, "loss": 2.25, "lr": 0.5}', '{"step": 2, "validation_loss": 3.0}']
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(lines[0] + "\n" + lines[1][:9])
+    track, told = example("track"), []
+    parts = iter([lines[1][9:] + "\n", lines[2] + "\n"])
+
+    def again():
+        part = next(parts, None)
+        metrics.open("a").write(part or "")
+        return part is not None
+
+    assert track.follow(tmp_path, lambda step, values: told.append((step, values)), again, seconds=0.0) == 3
+    assert told == [(1, {"loss": 2.5}), (2, {"loss": 2.25, "lr": 0.5}), (2, {"validation_loss": 3.0})]
+
+
+def test_tensorboard_is_told(tmp_path):
+    pytest.importorskip("tensorboard")
+    log, close = example("track").tensorboard(tmp_path)
+    log(1, {"loss": 2.5})
+    close()
+    assert any((tmp_path / "tracked").iterdir())
