@@ -50,6 +50,8 @@ NAMES = {
     "spalm": "next token, with neighbours",
     "modulus": "next token, of moduli",
 }
+SIGN = 44, 18
+"""Width and height of a sign of the legend."""
 SPACE, HEAD = 22, 24
 """Of a row of cards: between two, and over one for its name."""
 PAPER = (
@@ -156,6 +158,30 @@ def picture(member: Member) -> str:
         f'<svg class="card" viewBox="0 {1 - height:g} {WIDTH} {height:g}" role="img" '
         f'aria-label="{escape(words(member))}">{drawn}</svg>'
     )
+
+
+def legend() -> str:
+    """What the signs of the cards mean, once for all of them, in the colours of the page."""
+    wide, high = SIGN
+    box = f'<rect class="{{look}}" x="1" y="1" width="{wide - 2}" height="{high - 2}" rx="4"/>'
+    name = f'<text{{weight}} x="{wide / 2}" y="{high / 2 + 3.5:g}">{{text}}</text>'
+    bold = ' class="new"'
+    plain = ", ".join(f"<code>{name}</code>" for name in PLAIN.values())
+    signs = (
+        (box.format(look="plain") + name.format(weight="", text="norm"), f"as in the plain Transformer ({plain})"),
+        (box.format(look="changed") + name.format(weight=bold, text="kernel"), "changed or added by the member"),
+        (f'<path d="M{wide / 2} {high}V0"/>', "the way of a token, upwards; residual sums are not drawn"),
+        (name.format(weight="", text="\N{MULTIPLICATION SIGN} 4"), "how often the layer is applied"),
+        (
+            name.format(weight=bold, text="\N{MULTIPLICATION SIGN} 4"),
+            "applied by the stack that is named",
+        ),
+    )
+    rows = "".join(
+        f'<li><svg class="card" viewBox="0 0 {wide} {high}" aria-hidden="true">{sign}</svg><span>{text}</span></li>'
+        for sign, text in signs
+    )
+    return f'<ul class="legend" aria-label="What the cards show">{rows}</ul>'
 
 
 def row(members: Sequence[Member]) -> str:

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 
 from generator import commands
-from generator.card import picture, row
+from generator.card import legend, picture, row
 from generator.facts import config_of, facts
 from generator.text import contents, escaped, html, page, table, write
 from kinformer.cli.list_ import COSTS, GROWTHS
@@ -57,10 +57,9 @@ def gallery() -> str:
     return page(
         "# The family",
         f"{len(MEMBERS)} members, each with its page: when to take it, formulas, a drawing of its block and of its "
-        "pattern, what it costs, how it departs from its paper, what was measured of it and how to train it. A card "
-        "shows the block from the input below to the head above; what the member changes of the plain Transformer is "
-        "coloured. On the command line, `kinformer list --by axis` gives the same as a tree.",
-        html(sheet()),
+        "pattern, what it costs, how it departs from its paper, what was measured of it and how to train it. On the "
+        "command line, `kinformer list --by axis` gives the same as a tree.",
+        html(legend() + sheet()),
         "## As a table",
         "FLOPs are those of a forward at inference per token at the longest length of its page (4,096 tokens unless "
         "positions or inputs end before), recipe `small`.",

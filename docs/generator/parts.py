@@ -78,7 +78,7 @@ def _kind(slot: str, kind: str, config: type[Config]) -> Iterator[str]:
         yield from prose(own)
     rows = list(_settings(config))
     if rows:
-        yield table(("setting", "type", "default", "meaning"), rows)
+        yield f"```{{table}}\n:class: settings\n\n{table(('setting', 'meaning', 'default', 'type'), rows)}\n```"
 
 
 def _builds(config: type[Config]) -> Any:
@@ -108,7 +108,7 @@ def _settings(config: type[Config]) -> Iterator[tuple[str, str, str, str]]:
         else:
             shown = f"`{default}`"
         kind = each.type if isinstance(each.type, str) else each.type.__name__
-        yield f"`{each.name}`", f"`{kind}`".replace("|", "\\|"), shown, escaped(meaning(config, each.name))
+        yield f"`{each.name}`", escaped(meaning(config, each.name)), shown, f"`{kind}`".replace("|", "\\|")
 
 
 def overview(slots: list[str]) -> str:

@@ -90,7 +90,7 @@ def test_indices_roots_and_prose_are_told_apart():
 
 
 def test_cards_colour_what_a_member_changes():
-    from generator.card import boxes, row, words
+    from generator.card import PLAIN, boxes, legend, row, words
     from generator.gallery import FIRST
 
     changed = {name: [box.lines for box in boxes(MEMBERS[name]) if not box.plain] for name in MEMBERS}
@@ -98,6 +98,9 @@ def test_cards_colour_what_a_member_changes():
     assert changed["local"] == [("softmax attention", "position: rope", "pattern: local")]
     assert all(changed[name] for name, member in MEMBERS.items() if member.axes)
     assert "reversible" in words(MEMBERS["reformer"])
+    signs = ElementTree.fromstring(legend())
+    assert {rect.get("class") for rect in signs.iter("rect")} == {"plain", "changed"} and len(signs) == 5
+    assert [code.text for code in signs.iter("code")] == list(PLAIN.values())
     drawn = row([MEMBERS[name] for name in FIRST])
     assert (DOCS / "gallery.svg").read_text(encoding="utf-8") == drawn
 
@@ -166,7 +169,9 @@ def test_every_part_has_its_place():
     from kinformer.family.kinds import kinds
 
     for slot, table in kinds().items():
-        assert re.findall(r"^## `(\w+)`$", slot_page(slot), re.MULTILINE) == list(table)
+        page = slot_page(slot)
+        assert re.findall(r"^## `(\w+)`$", page, re.MULTILINE) == list(table)
+        assert not re.search(r"^\| `\w+` \|  \|", page, re.MULTILINE), f"a setting of {slot} has no meaning"
 
 
 def test_results_are_told_with_date_and_machine():

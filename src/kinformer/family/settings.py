@@ -51,5 +51,5 @@ def meanings_in(config: Any) -> dict[str, dict[str, str]]:
     meaning; those without a kind by their class."""
     return {
         next(groups(part)): {name: meaning(part, name) for name in field_types(part)}
-        for part in dict.fromkeys(type(each) for each in parts_in(config))
+        for part in dict.fromkeys(map(type, parts_in(config)))
     }

@@ -137,7 +137,7 @@ def field_docs(cls: type) -> Mapping[str, str]:
     for part in filter(is_dataclass, reversed(cls.__mro__)):
         try:
             tree: Any = ast.parse(textwrap.dedent(inspect.getsource(part)))
-        except OSError:  # the class was made without a source
+        except (OSError, TypeError):  # the class was made without a source
             continue
         for pair in pairwise(tree.body[0].body):
             match pair:
