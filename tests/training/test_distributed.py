@@ -23,7 +23,7 @@ from tests.training.two_processes import AGAIN, FRESH, OPTIONS
 SETTINGS = "--recipe tiny --length 16 --batch-size 4 --validate-every 0 --device cpu --threads 1"
 SETTINGS += " --set training.log_every=1"
 COMMAND = ["train", "gpt", *SETTINGS.split()]
-# Muon orthogonalises in bfloat16, where sharded sums round otherwise.
+# Muon orthogonalises in bfloat16 on most processors, where sharded sums round otherwise.
 ROUNDING = {"fsdp muon": 2e-5, "fsdp bf16": 2e-3}
 
 

@@ -5,7 +5,7 @@ They are PyTorch's DTensor, whose module takes half a second to load and is not 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -30,6 +30,17 @@ def like(parameter: Tensor, value: Tensor) -> Tensor:
 
     spread: Any = parameter
     return distribute_tensor(value.to(parameter.device), spread.device_mesh, spread.placements)
+
+
+def replicated(parameter: Tensor, value: Tensor) -> Tensor:
+    """Return a whole ``value``, which all processes have, as an operand of what the ``parameter``
+    is sharded like; itself where that is whole, too."""
+    if not is_sharded(parameter):
+        return value
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = cast(Any, parameter).device_mesh
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Muon
 
 from kinformer.runtime.processor import processor_class
-from kinformer.runtime.sharding import is_sharded
+from kinformer.runtime.sharding import gathered, replicated
 
 SMALL = 1 << 18
 """Elements of a matrix up to which those of its shape are orthogonalised together; larger ones gain nothing by it."""
@@ -37,9 +37,7 @@ class StackedMuon(Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one update. Matrices that are sharded over processes are PyTorch's, one by one."""
-        if any(is_sharded(item) for group in self.param_groups for item in group["params"]):
-            return super().step(closure)
+        """Make one update. Matrices that are sharded over processes are gathered, a shape at a time."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             matrices: list[Tensor] = []
@@ -52,13 +50,13 @@ class StackedMuon(Muon):
             moved = torch._foreach_lerp(gradients, momenta, group["momentum"]) if group["nesterov"] else momenta
             torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
             for alike in _alike(matrices):
-                cast = [moved[index].to(_precision(moved[index].device)) for index in alike]
+                cast = [gathered(moved[index]).to(_precision(moved[index].device)) for index in alike]
                 stack = torch.stack(cast) if len(cast) > 1 else cast[0]
                 directions = orthogonalised(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
                 # 0.2 sqrt(max(m, n)): the root mean square of AdamW's updates, so that one learning rate suits both.
                 rate = 0.2 * max(cast[0].shape) ** 0.5 * group["lr"]
                 for index, direction in zip(alike, directions.reshape(-1, *cast[0].shape), strict=True):
-                    matrices[index].add_(direction, alpha=-rate)
+                    matrices[index].add_(replicated(matrices[index], direction), alpha=-rate)
         return loss
 
 
