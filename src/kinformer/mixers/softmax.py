@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from kinformer.core.attention_state import (
     PinnedState,
     Slots,
     SpanState,
-    joined,
+    is_int8,
 )
 from kinformer.core.contract import (
     CausalMixer,
@@ -100,6 +101,7 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
         position: PositionConfig = NoPosition.Config()
         pattern: PatternConfig = Causal.Config()
         score: ScoreConfig = ScaledDot.Config()
+        cache: Literal["full", "int8"] = "full"  # of the past's keys and values
         span: SpanConfig | None = None
         decay: DecayConfig | None = None  # of scores
         gate: Gate = "none"  # of the heads' outputs
@@ -139,8 +141,8 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
         self.exclusive = Exclusive(config.num_heads) if config.exclusive else None
         self.gate = build_gate(config.gate, dim, config.num_heads, head_dim)
         self.out = config.projection.build_output(dim, config.num_heads, head_dim, config.bias)
-        heads = config.num_heads, kv_heads, head_dim
-        self.shape = CacheShape(*heads, self.projection.context, pinned, by_token, self.decay is not None)
+        sizes = config.num_heads, kv_heads, head_dim, self.projection.context
+        self.shape = CacheShape(*sizes, pinned, by_token, self.decay is not None, is_int8(config.cache))
         self.growth = "linear" if self.pattern.horizon is None else "window"
 
     @property
@@ -204,11 +206,9 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
         seen = advance(state.seen, chunk, positions)
         new = self._decayed(self._project(call, positions, seen, recent), chunk, positions, state)
         first, pinned = self._pinned(call, new, positions, seen)
-        past, before = state.k.shape[2], state[:-1]
-        seeing = joined(before, new.seeing) if past else new.seeing
-        y = self._attend(call, new.q, seeing, positions, not past and chunk.reset is None, pinned)
-        retained = seeing if new.sums is None else (*seeing[:2], *joined(before[2:], new.sums[1:]))
-        retained = tuple(newest(chunk, slots, seen, self.pattern.horizon) for slots in retained)
+        past, seeing = state[:-1], new.behind(state[:-1])
+        y = self._attend(call, new.q, seeing, positions, not past[0].shape[2] and chunk.reset is None, pinned)
+        retained = (newest(chunk, slots, seen, self.pattern.horizon) for slots in new.after(past, seeing))
         return select_valid(y, chunk.valid), type(state)(*retained, seen), new.recent, first  # type: ignore[call-arg]
 
     def _extend(
@@ -218,8 +218,8 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
         seen = positions[:, -1] + 1
         new = self._decayed(self._project(call, positions, seen, recent), call.chunk, positions, state)
         first, pinned = self._pinned(call, new, positions, seen)
-        seeing, state, full = state.extend(new.seeing, self.pattern.horizon)
-        return self._attend(call, new.q, seeing, positions, full, pinned), state, new.recent, first
+        slots, state, full = state.extend(new.stored(state.buffers), self.pattern.horizon)
+        return self._attend(call, new.q, new.read(slots), positions, full, pinned), state, new.recent, first
 
     def _decayed(self, new: NewTokens, chunk: Chunk, positions: Tensor, state: Cache) -> NewTokens:
         if self.decay is None or isinstance(state, KeysValues):
