@@ -30,7 +30,8 @@ def packed(x: Tensor) -> Tensor:
 
 def unpacked(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the vectors that x [..., width + 3] stands for, [..., width]."""
-    return (x[..., :-SCALE].float() * _scale(x[..., -SCALE:].float())).to(dtype)
+    wide = x.float()  # at once: rows side by side are converted several times as fast as parts of rows
+    return (wide[..., :-SCALE] * _scale(wide[..., -SCALE:])).to(dtype)
 
 
 def _scale(digits: Tensor) -> Tensor:
