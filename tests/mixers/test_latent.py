@@ -65,6 +65,31 @@ def test_parity_with_deepseek_v3(rank):
     assert want.abs().max() > 1e-2
 
 
+def test_parity_with_the_full_layers_of_kimi_linear():
+    """Without positions, of keys that share features."""
+    kimi = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+    settings = kimi.KimiLinearConfig(
+        hidden_size=DIM, num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=7, qk_nope_head_dim=6,
+        qk_rope_head_dim=4, v_head_dim=5, num_hidden_layers=1, attn_implementation="eager",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    theirs = kimi.KimiLinearAttention(settings, 0).double().eval()
+    mixer = built(config(position=NoPosition.Config()))
+    pairs = [
+        (mixer.query, theirs.q_proj), (mixer.down, theirs.kv_a_proj_with_mqa), (mixer.norm, theirs.kv_a_layernorm),
+        (mixer.up, theirs.kv_b_proj), (mixer.out, theirs.o_proj),
+    ]  # fmt: skip
+    with torch.no_grad():
+        for ours, other in pairs:
+            ours.weight.copy_(other.weight)
+    x = inputs(TIME)
+    mask = torch.full((TIME, TIME), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+    want, _ = theirs(x, mask)
+    for mixer.form in ("expanded", "absorbed"):
+        assert (outputs(mixer, x) - want).abs().max() < 1e-6
+    assert want.abs().max() > 1e-2
+
+
 @pytest.mark.parametrize(
     "changes",
     [

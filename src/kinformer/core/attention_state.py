@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from kinformer.core.contract import Chunk, state_dtype
+from kinformer.core.int8 import SCALE, packed, unpacked
 from kinformer.core.reserved import DecayedKeysValues, KeysValues, ReservedSlots
+from kinformer.runtime.errors import choose
 
 
 class Pinned(NamedTuple):
@@ -62,8 +64,8 @@ CacheState = Slots | PinnedState | SpanState
 
 class CacheShape(NamedTuple):
     """The sizes of a mixer's states: heads, ``kv_heads`` of keys, of ``head_dim`` features; the ``context`` of the
-    projection, the ``pinned`` first tokens; whether tokens have ``spans`` of their own, and whether scores ``decay``.
-    """
+    projection, the ``pinned`` first tokens; whether tokens have ``spans`` of their own, whether scores
+    ``decay``, and whether the past is ``int8``."""
 
     num_heads: int
     kv_heads: int
@@ -72,6 +74,7 @@ class CacheShape(NamedTuple):
     pinned: int
     spans: bool
     decay: bool
+    int8: bool = False
 
     @property
     def projected_heads(self) -> int:
@@ -81,10 +84,13 @@ class CacheShape(NamedTuple):
         """Return the state of ``batch`` new sequences."""
         empty = torch.zeros(batch, self.kv_heads, 0, self.head_dim, device=device, dtype=dtype)
         seen = torch.zeros(batch, dtype=torch.int64, device=device)
-        state: Any = KeysValues(empty, empty, seen)  # type: ignore[call-arg]
+        past = empty
+        if self.int8:
+            past = torch.zeros(*empty.shape[:3], self.head_dim + SCALE, device=device, dtype=torch.int8)
+        state: Any = KeysValues(past, past, seen)  # type: ignore[call-arg]
         if self.decay:
             sums = torch.zeros(batch, self.num_heads, 0, 1, device=device, dtype=torch.float64)
-            state = DecayedKeysValues(empty, empty, sums, seen)  # type: ignore[call-arg]
+            state = DecayedKeysValues(past, past, sums, seen)  # type: ignore[call-arg]
         if self.context:
             state = ContextState(state, empty.new_zeros(batch, self.projected_heads, 0, self.head_dim))  # type: ignore[call-arg]
         if self.pinned:
@@ -97,9 +103,11 @@ class CacheShape(NamedTuple):
     def bytes(self, length: int, horizon: int | None, dtype: torch.dtype) -> int:
         """Return the bytes of one row's state after ``length`` tokens, of which the last ``horizon`` are kept."""
         past = length if horizon is None else min(length, horizon)
-        slots = 2 * self.kv_heads * (past + self.pinned) + self.projected_heads * min(length, self.context)
+        vector = self.head_dim * dtype.itemsize
+        held = 2 * self.kv_heads * past * (self.head_dim + SCALE if self.int8 else vector)
+        held += (2 * self.kv_heads * self.pinned + self.projected_heads * min(length, self.context)) * vector
         sums = self.decay * self.num_heads * past * torch.float64.itemsize
-        return slots * self.head_dim * dtype.itemsize + sums + 8 + state_dtype(dtype).itemsize * self.spans
+        return held + sums + 8 + state_dtype(dtype).itemsize * self.spans
 
 
 class AttentionCall(NamedTuple):
@@ -128,6 +136,38 @@ class NewTokens(NamedTuple):
     def seeing(self) -> tuple[Tensor, ...]:
         """Return what queries attend to: keys and values, and sums."""
         return (self.k, self.v) if self.sums is None else (self.k, self.v, self.sums[0])
+
+    def stored(self, past: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return these tokens as a state holds them whose leaves are ``past``."""
+        leaves = (self.k, self.v) if self.sums is None else (self.k, self.v, self.sums[1])
+        return tuple(packed(x) if old.dtype == torch.int8 else x for old, x in zip(past, leaves, strict=True))
+
+    def behind(self, past: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return what queries attend to of the slots ``past`` of a state and of these tokens behind them."""
+        if not past[0].shape[2]:
+            return self.seeing
+        pairs = zip(past, self.seeing, strict=True)
+        read = [unpacked(old, x.dtype) if old.dtype == torch.int8 else old for old, x in pairs]
+        return joined(read, self.seeing)
+
+    def read(self, slots: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return what queries attend to of the slots of a state that end with these tokens."""
+        if slots[0].dtype != torch.int8:
+            return slots
+        return self.behind([leaf[:, :, : -self.k.shape[2]] for leaf in slots])
+
+    def after(self, past: Sequence[Tensor], seeing: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the slots ``past`` and these tokens as a state holds them, which of ``seeing`` are what they are."""
+        stored = self.stored(past)
+        return tuple(
+            every if x is y else joined([old], [x])[0]
+            for old, every, x, y in zip(past, seeing, stored, self.seeing, strict=True)
+        )
+
+
+def is_int8(cache: str) -> bool:
+    """Return whether a mixer's field ``cache`` says that the past is held in 8 bits; refuse other words."""
+    return choose(cache, ("full", "int8"), "cache") == "int8"
 
 
 def joined(before: Sequence[Tensor], new: Sequence[Tensor]) -> tuple[Tensor, ...]:

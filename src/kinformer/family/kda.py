@@ -9,53 +9,103 @@ from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
+    from kinformer.mixers.latent import LatentAttention
+    from kinformer.mixers.linear import LinearAttention
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(shape: ModelShape, head_dim: int | None = None) -> Callable[[int | None], Decoder.Config]:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.decays.softplus_channels import SoftplusChannels
-        from kinformer.features.unit import Unit
-        from kinformer.mixers.linear import LinearAttention
+def _delta(num_heads: int, head_dim: int) -> LinearAttention.Config:
+    """Return the mixer of a KDA layer."""
+    from kinformer.decays.softplus_channels import SoftplusChannels
+    from kinformer.features.unit import Unit
+    from kinformer.mixers.linear import LinearAttention
 
-        return decoder(
-            shape,
-            vocab or 256,
-            mixer=LinearAttention.Config(
-                num_heads=shape.num_heads,
-                head_dim=head_dim,
-                feature_map=Unit.Config(),
-                rule="delta",
-                decay=SoftplusChannels.Config(),
-                normaliser="none",
-                scale=True,
-                convolution=4,
-                head_norm="rms",
-                gate=True,
-                gate_rank=head_dim or shape.dim // shape.num_heads,
-                gate_activation="sigmoid",
-                bias=False,
-            ),
-        )
+    return LinearAttention.Config(
+        num_heads=num_heads,
+        head_dim=head_dim,
+        feature_map=Unit.Config(),
+        rule="delta",
+        decay=SoftplusChannels.Config(),
+        normaliser="none",
+        scale=True,
+        convolution=4,
+        head_norm="rms",
+        gate=True,
+        gate_rank=head_dim,
+        gate_activation="sigmoid",
+        bias=False,
+    )
+
+
+def _recipe(shape: ModelShape) -> Callable[[int | None], Decoder.Config]:
+    def recipe(vocab: int | None) -> Decoder.Config:
+        return decoder(shape, vocab or 256, mixer=_delta(shape.num_heads, shape.dim // shape.num_heads))
 
     return recipe
 
 
+def _latent(num_heads: int, head_dim: int, rotary_dim: int, latent_dim: int) -> LatentAttention.Config:
+    """Return the mixer of a full layer: latent attention without positions, whose heads still share some features of
+    their keys."""
+    from kinformer.mixers.latent import LatentAttention
+    from kinformer.positions.none import NoPosition
+
+    return LatentAttention.Config(
+        num_heads=num_heads, head_dim=head_dim, rotary_dim=rotary_dim, latent_dim=latent_dim,
+        position=NoPosition.Config(),
+    )  # fmt: skip
+
+
 def _hybrid(shape: ModelShape) -> Recipe:
-    """The recipe in which every fourth layer is softmax attention without positions."""
+    """The recipe in which every fourth layer is latent attention without positions."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.mixers.softmax import SoftmaxAttention
-
-        config = _recipe(shape)(vocab)
-        softmax = SoftmaxAttention.Config(num_heads=shape.num_heads)
+        config, width = _recipe(shape)(vocab), shape.dim // shape.num_heads
+        full = _latent(shape.num_heads, width, width // 2, shape.dim // 2)
         layers = (
-            layer.replace(mixer=softmax) if number % 4 == 3 else layer  # type: ignore[call-arg]
+            layer.replace(mixer=full) if number % 4 == 3 else layer  # type: ignore[call-arg]
             for number, layer in enumerate(config.layers)
         )
         return config.replace(layers=tuple(layers))
 
     return recipe
+
+
+def _paper(vocab: int | None) -> Decoder.Config:
+    """Kimi Linear: three KDA layers to one of latent attention, which the last is, too; experts behind all but one."""
+    from kinformer.blocks.experts import Experts
+    from kinformer.blocks.feed_forward import SwiGLU
+    from kinformer.blocks.initialise import Initialisation
+    from kinformer.blocks.layer import DecoderLayer
+    from kinformer.blocks.norms import RMSNorm
+    from kinformer.heads.language import LanguageModelHead
+    from kinformer.inputs.tokens import Tokens
+    from kinformer.models.decoder import Decoder
+    from kinformer.positions.none import NoPosition
+
+    depth, norm = 27, RMSNorm(eps=1e-5)
+    full, delta = _latent(32, 128, 64, 512), _delta(32, 128)
+    experts = Experts.Config(
+        num_experts=256, topk=8, hidden_dim=1024, shared_dim=1024, router="sigmoid", scale=2.446, balance=0.0,
+        bias_rate=0.001,
+    )  # fmt: skip
+    layers = (
+        DecoderLayer.Config(
+            mixer=full if number % 4 == 3 or number == depth - 1 else delta,
+            feed_forward=experts if number else SwiGLU.Config(hidden_dim=9216),
+            norm=norm,
+        )
+        for number in range(depth)
+    )
+    return Decoder.Config(
+        input=Tokens.Config(vocab_size=vocab or 163_840),
+        dim=2304,
+        layers=tuple(layers),
+        position=NoPosition.Config(),
+        head=LanguageModelHead.Config(tied=False),
+        norm=norm,
+        initialisation=Initialisation(residual="plain"),
+    )
 
 
 MEMBER = Member(
@@ -67,15 +117,14 @@ MEMBER = Member(
     causal=True,
     growth="constant",
     departures=(
-        "a GELU feed-forward and layer norms around it (the authors': gated ones, mostly mixtures of experts, and RMS "
-        "norms)",
-        "the recipe hybrid has one layer of softmax attention without positions to three (the authors': latent "
-        "attention without positions); the state of that layer grows with the text",
-        "the recipe paper has the published widths, but KDA in all layers",
+        "KDA in all layers, GELU feed-forwards and layer norms around them in all recipes but hybrid and paper (the "
+        "authors': gated feed-forwards, mostly mixtures of experts, and RMS norms)",
+        "the state of the latent attention in the recipes hybrid and paper grows with the text",
     ),
     exact_limit="no finite limit; with equal decays of a head's channels it is Gated DeltaNet, whose gate has low rank",
     parity=(
         "Kimi Linear's delta attention of transformers (tests/family/test_kernel_members.py)",
+        "Kimi Linear's latent attention of transformers (tests/mixers/test_latent.py)",
         "the naive form of flash-linear-attention (tests/kernels/test_delta_steps.py)",
     ),
     use_when="`gated-deltanet` forgets too much at once: here every channel has its own decay",
@@ -85,6 +134,6 @@ MEMBER = Member(
         "small": _recipe(ModelShape(256, 4, 4)),
         "hybrid": _hybrid(ModelShape(256, 4, 4)),
         "benchmark": _recipe(ModelShape(256, 4, 4, activation="relu")),
-        "paper": _recipe(ModelShape(2304, 27, 32), 128),
+        "paper": _paper,
     },
 )

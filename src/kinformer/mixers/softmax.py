@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from kinformer.core.attention_state import (
     PinnedState,
     Slots,
     SpanState,
-    joined,
+    is_int8,
 )
 from kinformer.core.contract import (
     CausalMixer,
@@ -100,6 +101,7 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
         position: PositionConfig = NoPosition.Config()
         pattern: PatternConfig = Causal.Config()
         score: ScoreConfig = ScaledDot.Config()
+        cache: Literal["full", "int8"] = "full"  # of the past's keys and values
         span: SpanConfig | None = None
         decay: DecayConfig | None = None  # of scores
         gate: Gate = "none"  # of the heads' outputs
@@ -139,10 +141,10 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
         self.exclusive = Exclusive(config.num_heads) if config.exclusive else None
         self.gate = build_gate(config.gate, dim, config.num_heads, head_dim)
         self.out = config.projection.build_output(dim, config.num_heads, head_dim, config.bias)
-        heads = config.num_heads, kv_heads, head_dim
-        self.shape = CacheShape(*heads, self.projection.context, pinned, by_token, self.decay is not None)
+        sizes, narrow = (config.num_heads, kv_heads, head_dim, self.projection.context), is_int8(config.cache)
+        self.shape = CacheShape(*sizes, pinned, by_token, self.decay is not None, narrow)
         self.growth = "linear" if self.pattern.horizon is None else "window"
-        self.crosses = not (self.pins[0] or self.projection.context or by_token or config.decay)
+        self.crosses = not (pinned or self.projection.context or by_token or config.decay or narrow)
         self.rings = self.score.form == "dot" and self.span is None and self.position.relative(0, 1) is None
 
     @property
@@ -206,14 +208,12 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
         seen = advance(state.seen, chunk, positions)
         new = self._decayed(self._project(call, positions, seen, recent), chunk, positions, state)
         first, pinned = self._pinned(call, new, positions, seen)
-        past, before, most = state.k.shape[2], state[:-1], self.pattern.horizon
-        if self.crossing is None:
-            seeing = joined(before, new.seeing) if past else new.seeing
-        else:
+        past, most = state[:-1], self.pattern.horizon
+        seeing = new.behind(past)
+        if self.crossing is not None:
             seeing = with_past(None if self.goes_round else self.crossing, (new.k, new.v), (state.k, state.v), most)
-        y = self._attend(call, new.q, seeing, positions, not past and chunk.reset is None, pinned)
-        retained = seeing if new.sums is None else (*seeing[:2], *joined(before[2:], new.sums[1:]))
-        retained = tuple(newest(chunk, slots, seen, most) for slots in retained)
+        y = self._attend(call, new.q, seeing, positions, not past[0].shape[2] and chunk.reset is None, pinned)
+        retained = tuple(newest(chunk, slots, seen, most) for slots in new.after(past, seeing))
         if self.crossing is not None:
             retained, seen = after_row(self.crossing, retained, state.k, positions.shape[1], most), self.crossing.seen
         return select_valid(y, chunk.valid), type(state)(*retained, seen), new.recent, first  # type: ignore[call-arg]
@@ -225,8 +225,8 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
         seen = positions[:, -1] + 1
         new = self._decayed(self._project(call, positions, seen, recent), call.chunk, positions, state)
         first, pinned = self._pinned(call, new, positions, seen)
-        seeing, state, full = state.extend(new.seeing, self.pattern.horizon)
-        return self._attend(call, new.q, seeing, positions, full, pinned), state, new.recent, first
+        slots, state, full = state.extend(new.stored(state.buffers), self.pattern.horizon)
+        return self._attend(call, new.q, new.read(slots), positions, full, pinned), state, new.recent, first
 
     def _decayed(self, new: NewTokens, chunk: Chunk, positions: Tensor, state: Cache) -> NewTokens:
         if self.decay is None or isinstance(state, KeysValues):

@@ -49,7 +49,10 @@ def _check_leaves(state: State, batch: int, place: str) -> None:
             continue
         require(item.dim() > 0 and item.shape[0] == batch, f"a leaf of {place} is {tuple(item.shape)}: batch is first.")
         if not item.is_floating_point() and not item.is_complex():
-            require(item.dtype in (torch.int64, torch.bool), f"a leaf of {place} is {item.dtype}, expected int64.")
+            require(
+                item.dtype in (torch.int64, torch.bool, torch.int8),
+                f"a leaf of {place} is {item.dtype}, expected int64.",
+            )
 
 
 def alike(state: State, start: Any, place: str) -> None:

@@ -1,0 +1,78 @@
+"""Keys and values of the past in 8 bits: their error, what a prompt gives, and sessions that step with them."""
+
+import pytest
+import torch
+
+import kinformer
+from kinformer.core import state as states
+from kinformer.core.contract import Chunk
+from kinformer.core.int8 import packed, unpacked
+from kinformer.decays.sigmoid import Sigmoid
+from kinformer.estimation.state_size import state_bytes
+from kinformer.generation.session import Session
+from kinformer.mixers.softmax import SoftmaxAttention
+from kinformer.patterns.local import Local
+from kinformer.runtime.errors import KinformerError
+from kinformer.testing import CHECKS, MixerSubject
+
+from .made import DIM, built, inputs
+
+CONFIG = SoftmaxAttention.Config(num_heads=2, cache="int8")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_number_is_off_by_half_a_step_at_most(dtype):
+    x = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[0, 0] = 0
+    x[0, 1] *= 1e4
+    held = packed(x)
+    assert held.dtype == torch.int8 and held.shape == (3, 5, 19)
+    error = (unpacked(held, torch.float64) - x.double()).abs()
+    assert (error <= x.double().abs().amax(-1, keepdim=True) / 254 * (1 + 2**-11)).all()
+    assert (unpacked(held, dtype)[0, 0] == 0).all()
+
+
+@pytest.mark.parametrize("settings", [{}, {"decay": Sigmoid.Config(coupled=False), "pattern": Local.Config(window=5)}])
+def test_a_chunk_reads_itself_exactly_and_its_past_nearly(settings):
+    config, x = CONFIG.replace(**settings), inputs(12)
+    mixer, full = built(config), built(config.replace(cache="full"))
+    with torch.no_grad():
+        want, _ = full(Chunk(x), full.initial_state(2))
+        whole, _ = mixer(Chunk(x), mixer.initial_state(2))
+        assert torch.equal(whole, want)
+        for start in (mixer.initial_state(2), states.reserve(mixer.initial_state(2), 12)):
+            state, parts = start, []
+            for part in x.split([5, 1, 1, 5], dim=1):
+                y, state = mixer(Chunk(part), state)
+                parts.append(y)
+            gap = (torch.cat(parts, 1) - want).abs().max() / want.abs().max()
+            assert 1e-6 < gap < 0.02
+
+
+@pytest.mark.parametrize("check", ["structure", "causality", "rows", "purity", "state_size", "reserved"])
+def test_what_holds_of_every_state(check):
+    """But for partitions: a token reads its chunk exactly, so that cuts show."""
+    CHECKS[check](MixerSubject(lambda: CONFIG.build(DIM), dim=DIM, batch=2))
+
+
+def test_sessions_step_and_estimates_count_8_bits():
+    torch.manual_seed(0)
+    model = kinformer.build("gpt", recipe="tiny", set={"layers.*.mixer.cache": "int8"}).eval()
+    tokens = torch.randint(256, (1, 20), generator=torch.Generator().manual_seed(0))
+    drawn = []
+    for recorded in (True, False):
+        session = Session(model, room=80, recorded=recorded, seed=1)
+        session.feed(tokens)
+        drawn.append([int(session.step()) for _ in range(70)])
+    assert drawn[0] == drawn[1]
+    full = kinformer.build("gpt", recipe="tiny")
+    with torch.no_grad():
+        held = states.nbytes(model(tokens)[1])
+    assert held == state_bytes(model, 20)
+    # 2 layers, keys and values of 2 heads of 16 numbers: 16 + 3 bytes instead of 64
+    assert state_bytes(full, 20) - held == 2 * 2 * 2 * 20 * (64 - 19)
+
+
+def test_another_word_is_refused():
+    with pytest.raises(KinformerError, match="int4"):
+        SoftmaxAttention.Config(cache="int4").build(DIM)
