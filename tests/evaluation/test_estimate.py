@@ -302,7 +302,15 @@ def test_parts_of_unlike_layers():
         assert 2 * getattr(rows["layers.1,3.mixer"], amount) == getattr(linear, amount)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_adamw_in_8_bits_holds_two_bytes_and_two_scales_of_256_but_for_small_tensors():
+    model = configure("linear-transformer", "tiny").build()
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    assert optimizer_bytes(model, "adamw-8bit") == sum(
+        8 * size if size < 4096 else 2 * size + 8 * -(-size // 256) for size in sizes
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamw-8bit"])
 def test_optimizer_bytes_are_those_of_the_optimizer(name):
     model = configure("linear-transformer", "tiny").build()
     optimiser = Optimiser(model, Settings(optimizer=name))

@@ -35,7 +35,9 @@ COUNTED = {
     "activation_bytes": "saved",
 }
 """Fields of a :class:`PartCost` and what they count of :data:`Costs`."""
-OPTIMIZERS = ("adamw", "muon", "adafactor", "adagrad", "sgd")
+LEAST_IN_8_BITS, SCALED_TOGETHER = 4096, 256
+"""Elements of the smallest tensor whose AdamW state has 8 bits, and of those that share a scale."""
+OPTIMIZERS = ("adamw", "adamw-8bit", "muon", "lamb", "adafactor", "adagrad", "sgd")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +127,9 @@ def estimate(
 
 
 def optimizer_bytes(model: Any, optimizer: str) -> int:
-    """Return the bytes of an optimiser's float32 state: two elements a parameter for AdamW, one for SGD with momentum
-    and for Adagrad.
+    """Return the bytes of an optimiser's float32 state: two elements a parameter for AdamW and LAMB, one for SGD with
+    momentum and for Adagrad. AdamW in 8 bits has two bytes a parameter and two scales for every 256, in tensors of
+    4,096 elements or more (Dettmers et al. 2022).
 
     Muon keeps one for the layers' matrices and is AdamW for the rest; Adafactor keeps a row and a column of a matrix.
     Tables with sparse gradients have an Adam of their own, frozen parameters nothing.
@@ -141,7 +144,12 @@ def optimizer_bytes(model: Any, optimizer: str) -> int:
             elements = 2 * parameter.numel()
         elif optimizer == "adafactor" and matrix:
             elements = parameter.numel() // parameter.shape[-1] + parameter.numel() // parameter.shape[-2]
-        elif optimizer == "adamw" or (optimizer == "muon" and not (matrix and parameter in inner)):
+        elif optimizer == "adamw-8bit" and parameter.numel() >= LEAST_IN_8_BITS:
+            total += 2 * parameter.numel() + 8 * -(-parameter.numel() // SCALED_TOGETHER)
+            continue
+        elif optimizer in ("adamw", "adamw-8bit", "lamb") or (
+            optimizer == "muon" and not (matrix and parameter in inner)
+        ):
             elements = 2 * parameter.numel()
         else:
             elements = parameter.numel()

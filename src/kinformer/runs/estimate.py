@@ -22,7 +22,7 @@ from kinformer.tasks.table import TASKS
 
 LENGTH = 1024
 PLAIN = "next-token"
-RULE_BYTES = {"adamw": 8, "muon": 4, "adafactor": 0, "adagrad": 4, "sgd": 4}
+RULE_BYTES = {"adamw": 8, "adamw-8bit": 2, "lamb": 8, "muon": 4, "adafactor": 0, "adagrad": 4, "sgd": 4}
 
 
 @dataclass(frozen=True, kw_only=True)

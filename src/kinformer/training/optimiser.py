@@ -12,6 +12,7 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer, SparseAdam
 from kinformer.core.stack import sparse_tables, units_of
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.sharding import gathered, is_sharded, whole
+from kinformer.training.lamb import Lamb
 from kinformer.training.layouts import AS_THEY_LIE, Layouts
 from kinformer.training.muon import StackedMuon
 from kinformer.training.settings import Settings
@@ -142,6 +143,8 @@ def _groups(named: Named, weight_decay: float) -> list[dict]:
 def _build(kind: str, groups: list[dict], settings: Settings) -> Optimizer:
     if kind == "muon":
         return StackedMuon(groups, settings.lr)
+    if kind == "lamb":
+        return Lamb(groups, lr=settings.lr, betas=(settings.momentum, settings.beta2))
     if kind == "adafactor":
         return Adafactor(groups, lr=settings.lr)
     if kind == "adagrad":
