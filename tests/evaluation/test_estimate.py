@@ -11,8 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from kinformer.cli.estimate import Options, run
 from kinformer.core import state as states
 from kinformer.core.pattern import Band
-from kinformer.estimation.estimate import OPTIMIZERS, estimate, optimizer_bytes
+from kinformer.estimation.estimate import estimate
 from kinformer.estimation.length import at_length
+from kinformer.estimation.optimizer_state import OPTIMIZERS, optimizer_bytes
 from kinformer.estimation.parts import loss_of, measure, measure_state, outputs
 from kinformer.estimation.rules import rules_of_thumb
 from kinformer.family.build import configure

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from kinformer.estimation.checkpoint import Live
-from kinformer.estimation.estimate import Estimate, estimate, optimizer_bytes
+from kinformer.estimation.estimate import Estimate, estimate
+from kinformer.estimation.optimizer_state import optimizer_bytes
 from kinformer.estimation.options import EstimateOptions
 from kinformer.estimation.parts import without_data
 from kinformer.estimation.peak import interpreter_bytes, peak
