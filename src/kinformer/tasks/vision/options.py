@@ -9,7 +9,7 @@ from typing import Literal
 from kinformer.runtime.errors import KinformerError, choose, marked, require
 from kinformer.runtime.tables import PredictionTable
 
-AUGMENTATIONS = ("crop", "flip", "randaugment", "erasing", "mixup", "cutmix")
+AUGMENTATIONS = ("crop", "resized-crop", "flip", "jitter", "randaugment", "erasing", "mixup", "cutmix")
 NOTHING = "none"
 
 
@@ -20,8 +20,8 @@ class VisionOptions:
     resize: int | None = None
     """Scale pictures of a folder until their shorter side has N pixels, and take the middle square."""
     augment: str = NOTHING
-    """How training images are changed at each step: some of crop,flip,randaugment,erasing,mixup,cutmix, or none. Digits
-    and letters must not be flipped."""
+    """How training images are changed at each step: some of crop,resized-crop,flip,jitter,randaugment,erasing,mixup,
+    cutmix, or none. Digits and letters must not be flipped."""
     smoothing: float = 0.0
     """Label smoothing: the share of a target that is spread over all classes."""
     label_share: float = 1.0
