@@ -11,8 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from kinformer.cli.estimate import Options, run
 from kinformer.core import state as states
 from kinformer.core.pattern import Band
-from kinformer.estimation.estimate import OPTIMIZERS, estimate, optimizer_bytes
+from kinformer.estimation.estimate import estimate
 from kinformer.estimation.length import at_length
+from kinformer.estimation.optimizer_state import OPTIMIZERS, optimizer_bytes
 from kinformer.estimation.parts import loss_of, measure, measure_state, outputs
 from kinformer.estimation.rules import rules_of_thumb
 from kinformer.family.build import configure
@@ -302,7 +303,15 @@ def test_parts_of_unlike_layers():
         assert 2 * getattr(rows["layers.1,3.mixer"], amount) == getattr(linear, amount)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_adamw_in_8_bits_holds_two_bytes_and_two_scales_of_256_but_for_small_tensors():
+    model = configure("linear-transformer", "tiny").build()
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    assert optimizer_bytes(model, "adamw-8bit") == sum(
+        8 * size if size < 4096 else 2 * size + 8 * -(-size // 256) for size in sizes
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamw-8bit"])
 def test_optimizer_bytes_are_those_of_the_optimizer(name):
     model = configure("linear-transformer", "tiny").build()
     optimiser = Optimiser(model, Settings(optimizer=name))

@@ -13,7 +13,9 @@ from kinformer.tasks.shared.augmentation import (
     cutmix,
     erase,
     flip,
+    jitter,
     mixup,
+    resized_crop,
 )
 from kinformer.tasks.shared.rand_augment import CHANGES, rand_augment
 from kinformer.tasks.vision.options import AUGMENTATIONS
@@ -124,3 +126,28 @@ def test_pixels_move_as_they_are_told():
 
 def test_grey_and_tiny_images_are_changed_too():
     assert rand_augment(images(40, 1, 2, 2), drawn()).shape == (40, 1, 2, 2)
+
+
+def test_a_resized_crop_is_a_box_of_the_image_and_the_whole_where_its_area_is(monkeypatch):
+    """Of a ramp from left to right a box is a gentler ramp; means of areas follow the share drawn."""
+    ramp = torch.linspace(0, 1, 64).expand(400, 1, 48, 64)
+    got = resized_crop(ramp, drawn())
+    slopes = (got[:, 0, 20, 40] - got[:, 0, 20, 20]) / (ramp[0, 0, 20, 40] - ramp[0, 0, 20, 20])
+    assert got.min() >= 0 and got.max() <= 1 and slopes.max() <= 1 + 1e-5
+    assert 0.6 < slopes.mean() < 0.8 and slopes.min() > 0.2  # E sqrt(area) of 0.08 to 1
+    monkeypatch.setitem(jitter.__globals__, "CROPPED", (1.0, 1.0))
+    monkeypatch.setitem(jitter.__globals__, "ASPECTS", (4 / 3, 4 / 3))  # that of the image itself
+    x = images(4, 3, 48, 64)
+    torch.testing.assert_close(resized_crop(x, drawn()), x, rtol=0, atol=1e-4)
+
+
+def test_jitter_is_its_three_factors(monkeypatch):
+    x = images(200)
+    got = jitter(x, drawn())
+    ratio = got.mean((1, 2, 3)) / x.mean((1, 2, 3))
+    assert 0.55 < ratio.min() < 0.7 and 1.2 < ratio.max() < 1.45
+    grey = x.mean(1, keepdim=True).expand(-1, 3, -1, -1)
+    changed = jitter(grey, drawn())
+    torch.testing.assert_close(changed[:, 0], changed[:, 2], rtol=0, atol=1e-5)  # saturation moves no grey
+    monkeypatch.setitem(jitter.__globals__, "JITTER", 0.0)
+    torch.testing.assert_close(jitter(x, drawn()), x, rtol=0, atol=1e-6)

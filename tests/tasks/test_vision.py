@@ -113,6 +113,17 @@ def test_processes_share_the_rows_of_a_step(digits):
     assert (labels != IGNORED).sum() == module.held_out
 
 
+def test_a_repeated_image_is_changed_anew_each_time(digits):
+    plain, repeated = rows(digits, augment="crop"), rows(digits, augment="crop", repeats=2)
+    batch = repeated.batch(3, 0, 1)
+    count = len(batch.labels) // 2
+    assert torch.equal(batch.labels[::2], batch.labels[1::2]) and not torch.equal(batch.images[::2], batch.images[1::2])
+    order = torch.cat([plain.batch(step, 0, 1).labels for step in range(4)])
+    assert torch.equal(batch.labels[::2], order[3 * count : 4 * count])
+    with pytest.raises(KinformerError, match="where augment changes none"):
+        VisionOptions(repeats=2)
+
+
 def test_every_epoch_has_every_image_once(digits):
     module = rows(digits, label_share=0.02)
     count = len(module.chosen)

@@ -36,6 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "adafactor": {"optimizer": "adafactor", "lr": 1e-2},
     "adagrad": {"optimizer": "adagrad", "lr": 1e-2, "clip": 0.03},
     "spans": {"model": {"member": "adaptive-span"}, "segments": True, "lr": 3e-2},
+    "lamb": {"optimizer": "lamb", "lr": 3e-2},
     "sgd": {"optimizer": "sgd", "lr": 0.1},
     "bf16-mixed": {"precision": "bf16-mixed"},
     "recurrence": {"model": {"member": "sha-rnn"}, "segments": True, "accumulate": 2},

@@ -136,10 +136,10 @@ def check_exits(run: Run) -> None:
             f"{run.folder}: in this run of {run.member!r} {what}; give one of calm, or of a stack whose rule is "
             "softmax_response, saturation or classifier."
         )
-    if not run.task.data.tokenized:
+    if not run.task.data.running_text:
         raise KinformerError(
-            f"{run.folder}: was trained for the task {run.task.name}, which has no text to continue; give a run of "
-            "next-token."
+            f"{run.folder}: was trained for the task {run.task.name}, which continues no text; give a run of "
+            "next-token, or thresholds by hand, by `set` stack.rule.thresholds."
         )
 
 

@@ -78,6 +78,20 @@ class Crosses:
         """Return whether keys and values go round, as those that queries at any distance see may."""
         return self.crossing is not None and self.crossing.ring and self.rings and self.growth == "linear"
 
+    def behind_past(
+        self, kv: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor], most: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return :func:`with_past`; where keys and values go round, behind those of the state alone."""
+        return with_past(None if self.goes_round else self.crossing, kv, first, most)
+
+    def row_end(
+        self, slots: tuple[Tensor, ...], seen: Tensor, first: Tensor, time: int, most: int | None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return slots and ``seen`` after the row: :func:`after_row` where there is a crossing."""
+        if self.crossing is None:
+            return slots, seen
+        return after_row(self.crossing, slots, first, time, most), self.crossing.seen
+
 
 def with_past(
     crossing: Crossing | None, kv: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor], most: int | None

@@ -20,9 +20,9 @@ from kinformer.core.contract import CausalMixer
 from kinformer.core.encoder import EncoderMixer
 from kinformer.core.feed_forward import active_parameters
 from kinformer.core.pattern import Pattern
-from kinformer.core.stack import sparse_tables, units_of
 from kinformer.estimation.checkpoint import held_bytes, measure_held
 from kinformer.estimation.length import at_length, through
+from kinformer.estimation.optimizer_state import OPTIMIZERS, optimizer_bytes
 from kinformer.estimation.parts import Costs, distinct, in_pieces, layer_keys, measure, measure_inference, measure_state
 from kinformer.runtime.errors import KinformerError, choose
 from kinformer.runtime.unallocated import unallocated
@@ -35,7 +35,6 @@ COUNTED = {
     "activation_bytes": "saved",
 }
 """Fields of a :class:`PartCost` and what they count of :data:`Costs`."""
-OPTIMIZERS = ("adamw", "muon", "adafactor", "adagrad", "sgd")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,31 +121,6 @@ def estimate(
         memory=memory,
         parts=rows,
     )
-
-
-def optimizer_bytes(model: Any, optimizer: str) -> int:
-    """Return the bytes of an optimiser's float32 state: two elements a parameter for AdamW, one for SGD with momentum
-    and for Adagrad.
-
-    Muon keeps one for the layers' matrices and is AdamW for the rest; Adafactor keeps a row and a column of a matrix.
-    Tables with sparse gradients have an Adam of their own, frozen parameters nothing.
-    """
-    total, tables = 0, sparse_tables(model)
-    inner = {parameter for unit in units_of(model) for parameter in unit.parameters()}
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            continue
-        matrix = parameter.dim() >= 2
-        if parameter in tables:
-            elements = 2 * parameter.numel()
-        elif optimizer == "adafactor" and matrix:
-            elements = parameter.numel() // parameter.shape[-1] + parameter.numel() // parameter.shape[-2]
-        elif optimizer == "adamw" or (optimizer == "muon" and not (matrix and parameter in inner)):
-            elements = 2 * parameter.numel()
-        else:
-            elements = parameter.numel()
-        total += 4 * elements
-    return total
 
 
 def _check(model: Any, length: int, batch: int) -> None:

@@ -39,7 +39,7 @@ MEMBER = Member(
     departures=(
         "the divergence of soft distillation is a mean over images, as in the paper; the authors' code divides by the "
         "number of classes too",
-        "no stochastic depth, repeated augmentation or average of weights",
+        "no stochastic depth; repeated augmentation and an average of weights by `repeats` 3 and `ema`",
         "an image whose sides are no multiples of the patch is continued with zeros",
         "without a teacher both heads learn the labels",
     ),

@@ -53,7 +53,7 @@ MEMBER = Member(
     departures=(
         "every query sees the same number of past tokens, counted by positions; the authors cut the memory to its last "
         "max - segment slots when a segment begins, so that later tokens of a segment see more than earlier ones",
-        "AdamW unless set otherwise (the authors train with LAMB)",
+        "AdamW unless `optimizer` lamb is given, with which the authors train",
         "no dropout unless asked for, but in the recipe paper",
     ),
     exact_limit="memory >= length: attention over everything; without attention a stack of LSTMs",

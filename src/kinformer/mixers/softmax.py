@@ -44,7 +44,7 @@ from kinformer.core.contract import (
     positions_of,
     select_valid,
 )
-from kinformer.core.crossing import Crosses, after_row, with_past
+from kinformer.core.crossing import Crosses
 from kinformer.core.parts import (
     PatternConfig,
     PositionConfig,
@@ -62,16 +62,7 @@ from kinformer.core.reserved import DecayedKeysValues, KeysValues, ReservedSlots
 from kinformer.core.span import SpanConfig, TokenSpan, relative_of
 from kinformer.decays.decay import DecayConfig
 from kinformer.decays.of_scores import build_score_decay, sums_of
-from kinformer.kernels.attention import (
-    Attended,
-    AttentionDropout,
-    Needs,
-    Scoring,
-    Visibility,
-    check_impl,
-    merge,
-    spans,
-)
+from kinformer.kernels.attention import Attended, AttentionDropout, Needs, Scoring, Visibility, check_impl, merge, spans
 from kinformer.kernels.attention import pinned as pinned_tokens
 from kinformer.kernels.attention.ring import around
 from kinformer.kernels.impls import AttentionImpl
@@ -136,8 +127,7 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
         check_impl(config.impl, self._needs(), "softmax")
         kv_heads = self.projection.num_kv_heads
         self.value_residual = ValueResidual(kv_heads, head_dim) if config.value_residual else None
-        pairs = config.differential, config.num_heads, kv_heads, head_dim, self.position
-        self.differential = build_differential(*pairs)
+        self.differential = build_differential(config.differential, config.num_heads, kv_heads, head_dim, self.position)
         self.exclusive = Exclusive(config.num_heads) if config.exclusive else None
         self.gate = build_gate(config.gate, dim, config.num_heads, head_dim)
         self.out = config.projection.build_output(dim, config.num_heads, head_dim, config.bias)
@@ -209,13 +199,10 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
         new = self._decayed(self._project(call, positions, seen, recent), chunk, positions, state)
         first, pinned = self._pinned(call, new, positions, seen)
         past, most = state[:-1], self.pattern.horizon
-        seeing = new.behind(past)
-        if self.crossing is not None:
-            seeing = with_past(None if self.goes_round else self.crossing, (new.k, new.v), (state.k, state.v), most)
+        seeing = new.behind(past) if self.crossing is None else self.behind_past((new.k, new.v), past[:2], most)
         y = self._attend(call, new.q, seeing, positions, not past[0].shape[2] and chunk.reset is None, pinned)
         retained = tuple(newest(chunk, slots, seen, most) for slots in new.after(past, seeing))
-        if self.crossing is not None:
-            retained, seen = after_row(self.crossing, retained, state.k, positions.shape[1], most), self.crossing.seen
+        retained, seen = self.row_end(retained, seen, state.k, positions.shape[1], most)
         return select_valid(y, chunk.valid), type(state)(*retained, seen), new.recent, first  # type: ignore[call-arg]
 
     def _extend(

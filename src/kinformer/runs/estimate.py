@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from kinformer.estimation.checkpoint import Live
-from kinformer.estimation.estimate import Estimate, estimate, optimizer_bytes
+from kinformer.estimation.estimate import Estimate, estimate
+from kinformer.estimation.optimizer_state import optimizer_bytes
 from kinformer.estimation.options import EstimateOptions
 from kinformer.estimation.parts import without_data
 from kinformer.estimation.peak import interpreter_bytes, peak
@@ -22,7 +23,7 @@ from kinformer.tasks.table import TASKS
 
 LENGTH = 1024
 PLAIN = "next-token"
-RULE_BYTES = {"adamw": 8, "muon": 4, "adafactor": 0, "adagrad": 4, "sgd": 4}
+RULE_BYTES = {"adamw": 8, "adamw-8bit": 2, "lamb": 8, "muon": 4, "adafactor": 0, "adagrad": 4, "sgd": 4}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,7 +86,7 @@ class TrainOptions(Processes, Settings, Machine):
     """Tokens that each row of a batch predicts (512, what the model's positions allow, or what suits `minutes`)."""
     batch_size: int | None = None  # type: ignore[assignment]
     """Rows per step, over all processes and all accumulated parts (8, or what suits `minutes`)."""
-    optimizer: Literal["adamw", "muon", "adafactor", "adagrad", "sgd"] | None = None  # type: ignore[assignment]
+    optimizer: Literal["adamw", "muon", "lamb", "adafactor", "adagrad", "sgd"] | None = None  # type: ignore[assignment]
     """Muon takes the layers' matrices and AdamW the rest; adagrad clips each parameter; sgd has `momentum`
     (adamw, or what suits `minutes`)."""
     lr: float | None = None  # type: ignore[assignment]

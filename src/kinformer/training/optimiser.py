@@ -13,6 +13,7 @@ from kinformer.core.stack import sparse_tables, units_of
 from kinformer.runtime.compiling import spared
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.sharding import gathered, is_sharded, whole
+from kinformer.training.lamb import Lamb
 from kinformer.training.layouts import AS_THEY_LIE, Layouts
 from kinformer.training.muon import StackedMuon
 from kinformer.training.settings import Settings
@@ -143,6 +144,8 @@ def _groups(named: Named, weight_decay: float) -> list[dict]:
 def _build(kind: str, groups: list[dict], settings: Settings) -> Optimizer:
     if kind == "muon":
         return spared(StackedMuon)(groups, settings.lr)
+    if kind == "lamb":
+        return spared(Lamb)(groups, lr=settings.lr, betas=(settings.momentum, settings.beta2))
     if kind == "adafactor":
         return spared(Adafactor)(groups, lr=settings.lr)
     if kind == "adagrad":

@@ -31,8 +31,9 @@ class Settings(Checked):
     """Rows per step, over all processes and all accumulated parts."""
     accumulate: int = 1
     """Parts into which each process splits its batch, to save memory. They are computed one after the other."""
-    optimizer: Literal["adamw", "muon", "adafactor", "adagrad", "sgd"] = "adamw"
-    """Muon takes the layers' matrices and AdamW the rest; adagrad clips each parameter; sgd has `momentum`."""
+    optimizer: Literal["adamw", "muon", "lamb", "adafactor", "adagrad", "sgd"] = "adamw"
+    """Muon takes the layers' matrices and AdamW the rest; lamb moves each tensor by a share of its length;
+    adagrad clips each parameter; sgd has `momentum`."""
     lr: float = 1e-3
     """Highest learning rate."""
     schedule: Literal["cosine", "linear", "inverse-sqrt", "constant"] = "cosine"
@@ -46,9 +47,9 @@ class Settings(Checked):
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices; norms, biases and other vectors have none."""
     momentum: float = 0.9
-    """Decay of the mean of gradients: AdamW's first moment, and sgd's momentum (0.9)."""
+    """Decay of the mean of gradients: AdamW's and LAMB's first moment, and sgd's momentum (0.9)."""
     beta2: float = 0.95
-    """Decay of AdamW's second moment (0.95)."""
+    """Decay of AdamW's and LAMB's second moment (0.95)."""
     clip: float = 1.0
     """Largest norm of the gradient, or with adagrad of each parameter's gradient. 0 means no limit (1)."""
     table_lr: float = 1e-3

@@ -3,7 +3,9 @@
 Everything random comes from the generator that is given, so that a step's images follow from the run's seed.
 
 ``crop``         shifted by up to an eighth of each side, zeros behind
+``resized-crop``  a box of 8 to 100 % of the area and an aspect of 3/4 to 4/3, scaled to the whole (Szegedy et al. 2015)
 ``flip``         left and right exchanged in half of the images
+``jitter``       brightness, contrast and saturation times 0.6 to 1.4 each, in that order
 ``randaugment``  two of fourteen changes (Cubuk et al. 2019, RandAugment), of magnitude 9 of 30 give or take a half
 ``erasing``      a box of 2 to 33 % becomes noise in a quarter of the images (Zhong et al. 2017)
 ``mixup``        a second image shines through, in the share of Beta(0.8, 0.8) (Zhang et al. 2017)
@@ -18,11 +20,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
+from torch.nn import functional
 
-from kinformer.tasks.shared.rand_augment import rand_augment
+from kinformer.tasks.shared.rand_augment import GREY, rand_augment
 
 ERASED, LEAST_AREA, MOST_AREA, LEAST_ASPECT = 0.25, 0.02, 1 / 3, 0.3
 MIXUP, CUTMIX = 0.8, 1.0
+CROPPED, ASPECTS, JITTER = (0.08, 1.0), (3 / 4, 4 / 3), 0.4
 
 
 class Augmented(NamedTuple):
@@ -60,6 +64,40 @@ def crop(images: Tensor, generator: Generator) -> Tensor:
         moved = images.gather(axis, source.clamp(0, side - 1).view(shape).expand_as(images))
         images = moved * ((source >= 0) & (source < side)).view(shape)
     return images
+
+
+def resized_crop(images: Tensor, generator: Generator) -> Tensor:
+    """A box of each image, of a share ``CROPPED`` of its area and an aspect ``ASPECTS``, scaled bilinearly to its size.
+
+    A box longer than a side is cut to it; its centre is drawn where it fits.
+    """
+    rows, (height, width) = len(images), images.shape[2:]
+    area = CROPPED[0] + (CROPPED[1] - CROPPED[0]) * torch.rand(rows, generator=generator)
+    low, high = log(ASPECTS[0]), log(ASPECTS[1])
+    aspect = (low + (high - low) * torch.rand(rows, generator=generator)).exp()  # across / down, in pixels
+    across = (area * aspect * height / width).sqrt().clamp(max=1)
+    down = (area / aspect * width / height).sqrt().clamp(max=1)
+    moved = [(2 * torch.rand(rows, generator=generator) - 1) * (1 - side) for side in (across, down)]
+    zero = torch.zeros(rows)
+    theta = torch.stack([torch.stack([across, zero, moved[0]], 1), torch.stack([zero, down, moved[1]], 1)], 1)
+    grid = functional.affine_grid(theta, list(images.shape), align_corners=False)
+    return functional.grid_sample(images, grid, padding_mode="border", align_corners=False)
+
+
+def jitter(images: Tensor, generator: Generator) -> Tensor:
+    """Brightness, contrast and, of colours, saturation, each times its own number about 1."""
+    factors = 1 + JITTER * (2 * torch.rand(3, len(images), 1, 1, 1, generator=generator) - 1)
+    images = (images * factors[0]).clamp(0, 1)
+    grey = _grey(images)
+    images = torch.lerp(grey.mean((1, 2, 3), keepdim=True), images, factors[1]).clamp(0, 1)
+    return images if images.shape[1] != 3 else torch.lerp(_grey(images), images, factors[2]).clamp(0, 1)
+
+
+def _grey(images: Tensor) -> Tensor:
+    """[rows, 1, height, width], the luminance of colours."""
+    if images.shape[1] != 3:
+        return images.mean(1, keepdim=True)
+    return (images * images.new_tensor(GREY).view(3, 1, 1)).sum(1, keepdim=True)
 
 
 def flip(images: Tensor, generator: Generator | None) -> Tensor:
@@ -114,7 +152,9 @@ def _beta(alpha: float, generator: Generator) -> Tensor:
 
 ALONE: dict[str, Callable[[Tensor, Generator], Tensor]] = {
     "crop": crop,
+    "resized-crop": resized_crop,
     "flip": flip,
+    "jitter": jitter,
     "randaugment": rand_augment,
     "erasing": erase,
 }

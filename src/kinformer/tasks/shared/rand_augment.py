@@ -13,7 +13,7 @@ from torch import Generator, Tensor
 from torch.nn import functional
 
 COUNT, MAGNITUDE, SPREAD, MOST = 2, 9.0, 0.5, 30.0
-_GREY = (0.299, 0.587, 0.114)
+GREY = (0.299, 0.587, 0.114)
 
 
 def rand_augment(images: Tensor, generator: Generator) -> Tensor:
@@ -65,7 +65,7 @@ def _solarise(x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
 def _colour(x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
     grey = x.mean(1, keepdim=True)
     if x.shape[1] == 3:
-        grey = (x * torch.tensor(_GREY)[:, None, None]).sum(1, keepdim=True)
+        grey = (x * torch.tensor(GREY)[:, None, None]).sum(1, keepdim=True)
     return _blended(grey, x, strength, sign)
 
 

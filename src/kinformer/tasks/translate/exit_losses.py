@@ -55,9 +55,9 @@ class TranslationExits(TranslationLoss):
         _, state, tapped = model.hidden(batch.target, state, valid=batch.target_valid, taps=stack.exits)
         logits = [model.exit_logits(x, number).float() for number, x in enumerate(tapped)]
         labels, smoothing = batch.labels[counted], self.smoothing
-        losses = [functional.cross_entropy(each[counted], labels, label_smoothing=smoothing) for each in logits]
+        losses = [functional.cross_entropy(value[counted], labels, label_smoothing=smoothing) for value in logits]
         weights = WEIGHTS[stack.config.weights](len(losses))
-        loss = torch.stack([weight * each for weight, each in zip(weights, losses, strict=True)]).sum() / sum(weights)
+        loss = torch.stack([weight * value for weight, value in zip(weights, losses, strict=True)]).sum() / sum(weights)
         if stack.rule is not None:
             cost = stack.rule.cost(_all_exits(tapped, logits, batch.labels, counted), progress)
             loss = loss if cost is None else loss + cost
@@ -75,6 +75,6 @@ def _all_exits(hidden: tuple[Tensor, ...], logits: list[Tensor], labels: Tensor,
     """Return what is known of every exit, without a graph but for ``hidden``; each row is one sequence."""
     targets = labels.masked_fill(~counted, 0)
     with torch.no_grad():
-        nats = torch.stack([functional.cross_entropy(each.mT, targets, reduction="none") for each in logits])
-        best = torch.stack([each.argmax(-1) for each in logits])
+        nats = torch.stack([functional.cross_entropy(value.mT, targets, reduction="none") for value in logits])
+        best = torch.stack([value.argmax(-1) for value in logits])
     return AllExits(hidden, nats, best, targets, counted, torch.zeros_like(targets))

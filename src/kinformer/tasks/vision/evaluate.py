@@ -27,14 +27,17 @@ from kinformer.training.metric import ACCURACY, BITS_PER_LABEL, CALIBRATION_ERRO
 
 BINS = 15
 AT_ONCE = 64
+TOP = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageMeasurement(LabelMeasurement):
     """``calibration_error``: the mean gap between the probability of the predicted class and how often it is right,
-    over 15 bins of that probability (Guo et al. 2017, section 2)."""
+    over 15 bins of that probability (Guo et al. 2017, section 2). ``top_5``: how often the right class is among the
+    five most probable."""
 
     calibration_error: float
+    top_5: float
 
 
 def measure_images(
@@ -49,13 +52,15 @@ def measure_images(
     each."""
     device = device_of(model)
     batches: list[tuple[np.ndarray, ...]] = []
-    nats = 0.0
+    nats, among = 0.0, 0
     with torch.inference_mode():
         for first in range(0, count, AT_ONCE):
             pixels, labels = tensors(images, np.arange(first, min(first + AT_ONCE, count)))
             logits = model(pixels.to(device)).float().cpu()
             nats += float(functional.cross_entropy(logits, labels, reduction="sum"))
             require_finite(isfinite(nats))
+            nearest = logits.topk(min(TOP, logits.shape[-1])).indices
+            among += int((nearest == labels[:, None]).sum())
             sure, guesses = logits.softmax(-1).max(-1)
             if predictions is not None:
                 predictions.note(np.arange(first, first + len(labels)), logits)
@@ -71,6 +76,7 @@ def measure_images(
         predicted=predicted,
         correct=correct,
         calibration_error=calibration_error(sure_, guesses_ == labels_),
+        top_5=among / count,
     )
 
 
@@ -99,9 +105,9 @@ def evaluate(
     counts, table = by_class(classes, measured, "images")
     text = (
         heading(subject, result, evaluation_settings.split),
-        f"accuracy {measured.accuracy:.1%}, {measured.bits:.4f} bits per label, calibration error "
-        f"{measured.calibration_error:.1%}: {plural(count, 'image')}, {measured.guessing:.1%} are of the most "
-        "frequent class\n",
+        f"accuracy {measured.accuracy:.1%}, top-5 {measured.top_5:.1%}, {measured.bits:.4f} bits per label, "
+        f"calibration error {measured.calibration_error:.1%}: {plural(count, 'image')}, {measured.guessing:.1%} are of "
+        "the most frequent class\n",
         table,
     )
     metrics = {
@@ -110,7 +116,7 @@ def evaluate(
         CALIBRATION_ERROR: measured.calibration_error,
     }
     baselines, identity = {"guessing": measured.guessing}, identity_of_part(result, evaluation_settings.split, same)
-    facts = baselines | {"measured_images": count, "per_class": counts}
+    facts = baselines | {"measured_images": count, "top_5_accuracy": measured.top_5, "per_class": counts}
     return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="vision", since=begun)
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 from kinformer.runtime.errors import KinformerError, choose, marked, require
 from kinformer.runtime.tables import PredictionTable
 
-AUGMENTATIONS = ("crop", "flip", "randaugment", "erasing", "mixup", "cutmix")
+AUGMENTATIONS = ("crop", "resized-crop", "flip", "jitter", "randaugment", "erasing", "mixup", "cutmix")
 NOTHING = "none"
 
 
@@ -20,8 +20,10 @@ class VisionOptions:
     resize: int | None = None
     """Scale pictures of a folder until their shorter side has N pixels, and take the middle square."""
     augment: str = NOTHING
-    """How training images are changed at each step: some of crop,flip,randaugment,erasing,mixup,cutmix, or none. Digits
-    and letters must not be flipped."""
+    """How training images are changed at each step: some of crop,resized-crop,flip,jitter,randaugment,erasing,mixup,
+    cutmix, or none. Digits and letters must not be flipped."""
+    repeats: int = 1
+    """How often an image stands in a row of a batch, changed anew each time (repeated augmentation; DeiT: 3)."""
     smoothing: float = 0.0
     """Label smoothing: the share of a target that is spread over all classes."""
     label_share: float = 1.0
@@ -39,6 +41,12 @@ class VisionOptions:
 
     def __post_init__(self) -> None:
         require("resize", self.resize, 1)
+        require("repeats", self.repeats, 1)
+        if self.repeats > 1 and not self.augmentations:
+            raise KinformerError(
+                f"`repeats` {self.repeats}: gives the same image again where `augment` changes none; give that too, or "
+                "leave it out."
+            )
         if self.teacher is not None:
             object.__setattr__(self, "teacher", str(Path(self.teacher).expanduser().resolve()))
         self._check_distillation()

@@ -68,7 +68,7 @@ class ImageRows(DataModule):
     def batch(self, step: int, rank: int, world: int) -> ImageBatch:
         """The whole step's rows are made by every process, so that images are mixed alike whatever their number."""
         rows = self.settings.batch_size
-        place = np.arange(step * rows, (step + 1) * rows)
+        place = np.arange(step * rows, (step + 1) * rows) // self.options.repeats
         index = self.chosen[in_epochs(place, len(self.chosen), self.settings.seed, _ORDER)]
         generator = torch.Generator().manual_seed(int(mix(self.settings.seed, _CHANGES, step)[0] >> np.uint64(1)))
         images, labels = self._read(self.data.train, index)
