@@ -1,6 +1,9 @@
 """The scripts of ``examples/`` that put a member into other people's training: they learn, in seconds."""
 
 import importlib.util
+import re
+import subprocess
+import sys
 
 import pytest
 
@@ -97,3 +100,12 @@ def test_tensorboard_is_told(tmp_path):
     log(1, {"loss": 2.5})
     close()
     assert any((tmp_path / "tracked").iterdir())
+
+
+def test_lightning_shards_layers_over_two_processes(tmp_path):
+    pytest.importorskip("lightning")
+    words = [sys.executable, str(ROOT / "examples" / "lightning_module.py"), "--processes", "2", "--steps", "18"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("nats per byte")]
+    assert len(lines) == 2 and all(learns([*map(float, re.findall(r"\d+\.\d+", line))]) for line in lines), lines
