@@ -17,6 +17,7 @@ from kinformer.patterns.local import Local
 from kinformer.patterns.strided import Strided
 from kinformer.runs.drawing.buckets import text_by_buckets
 from kinformer.runs.drawing.exits import text_by_exits
+from kinformer.runs.drawing.experts import text_by_experts
 from kinformer.runs.drawing.options import DrawOptions
 from kinformer.runs.run import open_run
 
@@ -283,6 +284,23 @@ def test_a_text_by_buckets(drawn, make_run, text_file, member):
     assert [group for _, group in text.pieces[:60]] == buckets.tolist()
 
 
+def test_a_text_by_experts(drawn, make_run, text_file):
+    """Each token has the colour of the expert that has the largest weight in the layer that is drawn."""
+    run = make_run("mixtral")
+    told, data = drawn(run, "--experts", "--length", 60, "--layer", 2, "--data", text_file)
+    assert data.startswith(b"\x89PNG") and told["layer"] == 2 and sum(told["tokens"]) == 60
+    assert sum(told["share"]) == pytest.approx(1)
+    text, _ = text_by_experts(DrawOptions(subject=str(run), experts=True, length=60, layer=2, data=str(text_file)))
+    model = open_run(run).model().eval()
+    seen = []
+    model.stack.layers[1].feed_forward.selection.register_forward_pre_hook(lambda _, inputs: seen.extend(inputs))
+    with torch.no_grad():
+        model(torch.tensor([list("".join(piece for piece, _ in text.pieces).encode())]))
+    experts, weights = seen
+    first = experts.gather(-1, weights.argmax(-1, keepdim=True)).flatten()
+    assert [group for _, group in text.pieces[:60]] == first.tolist()
+
+
 def test_spans_are_counted_from_one(drawn, make_run):
     told, _ = drawn(make_run("adaptive-span"), "--spans")
     assert told["panels"][0]["first"] == 1 and told["panels"][0]["rows"] == "layer"
@@ -294,6 +312,8 @@ def test_spans_are_counted_from_one(drawn, make_run):
         (("gpt", "--buckets"), "no head of this run attends within buckets"),
         (("routing", "--buckets", "--head", 1), "--head 1: does not attend within buckets or clusters"),
         (("routing", "--buckets", "--exits"), "contradict"),
+        (("routing", "--experts"), "no layer of this run has experts"),
+        (("mixtral", "--experts", "--layer", 9), "--layer 9: has no experts; those that have some are 1, 2"),
         (("calm", "--exits", "--head", 1), "--exits draws a text, and knows no --head"),
         (("calm", "--exits"), "no token of this run leaves early; calibrate it first"),
         (("calm", "--data", "x.txt"), "--data x.txt: is for --exits"),

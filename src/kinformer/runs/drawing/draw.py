@@ -20,7 +20,7 @@ from kinformer.runs.drawing.exits import text_by_exits
 from kinformer.runs.drawing.image import looked_at
 from kinformer.runs.drawing.options import DrawOptions
 from kinformer.runs.drawing.subject import find
-from kinformer.runtime.errors import KinformerError, spelled
+from kinformer.runtime.errors import KinformerError, marked, spelled
 from kinformer.runtime.words import plural
 
 MOST_PANELS = 24
@@ -44,14 +44,15 @@ def draw(options: DrawOptions) -> Drawing:
     torch.manual_seed(options.seed)
     if options.image is not None:
         return _image(options, out)
-    if options.exits and options.buckets:
-        raise KinformerError("`exits` and `buckets` contradict; give one.")
-    if options.exits and not options.spans:
-        return _exits(options, out)
-    if options.buckets and not options.spans:
-        return _buckets(options, out)
+    wanted = [name for name in TEXTS if getattr(options, name)]
+    if len(wanted) > 1:
+        raise KinformerError(f"{' and '.join(map(marked, wanted))} contradict; give one.")
+    if wanted and not options.spans:
+        return TEXTS[wanted[0]](options, out)
     if options.data is not None and not options.spans:
-        raise KinformerError(f"`data` {options.data}: is for `exits` and `buckets`; add one, or leave it out.")
+        raise KinformerError(
+            f"`data` {options.data}: is for {', '.join(map(marked, TEXTS))}; add one, or leave it out."
+        )
     subject = find(options)
     panels = subject.panels()
     if not panels and subject.untrained:
@@ -82,6 +83,18 @@ def _buckets(options: DrawOptions, out: Path) -> Drawing:
     text, facts = text_by_buckets(options)
     draw_text(text, out)
     return _drawing(options, out, "run", text.title, [], facts)
+
+
+def _experts(options: DrawOptions, out: Path) -> Drawing:
+    from kinformer.runs.drawing.experts import text_by_experts
+
+    text, facts = text_by_experts(options)
+    draw_text(text, out)
+    return _drawing(options, out, "run", text.title, [], facts)
+
+
+TEXTS = {"exits": _exits, "buckets": _buckets, "experts": _experts}
+"""Options that draw a text, and what draws it."""
 
 
 def _image(options: DrawOptions, out: Path) -> Drawing:

@@ -39,7 +39,19 @@ class _Call:
 
 def looked_at(options: DrawOptions) -> ImageDrawing:
     """The image ``options.image``, or the first of those that it names, and what the run makes of it."""
-    others = ("pattern", "position", "spans", "exits", "buckets", "data", "length", "layer", "head", "image_width")
+    others = (
+        "pattern",
+        "position",
+        "spans",
+        "exits",
+        "buckets",
+        "experts",
+        "data",
+        "length",
+        "layer",
+        "head",
+        "image_width",
+    )
     if unread := [marked(name) for name in others if getattr(options, name)]:
         raise KinformerError(f"{', '.join(unread)}: is not for `image`, which draws what a run sees; leave it out.")
     assert options.image is not None

@@ -1,0 +1,82 @@
+"""The text of a run's data, or another, with the expert that a layer of the run sends each token to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.blocks.experts import Experts
+from kinformer.figures.coloured_text import ColouredText
+from kinformer.runs.drawing.exits import pieces_of, tokens_of
+from kinformer.runs.drawing.options import DrawOptions
+from kinformer.runs.run import open_run
+from kinformer.runtime.errors import KinformerError, marked
+from kinformer.runtime.words import plural
+
+TOKENS = 512
+"""Of the text, where no length was asked, as for buckets."""
+
+
+def text_by_experts(options: DrawOptions) -> tuple[ColouredText, dict[str, Any]]:
+    """The first ``options.length`` tokens of the text, coloured by the expert with the largest weight, and the same as
+    facts: ``layer``, the number of ``tokens`` of every expert, and its ``share`` of all weights."""
+    others = ("pattern", "position", "head", "image_width")
+    if unread := [marked(name) for name in others if getattr(options, name)]:
+        raise KinformerError(f"`experts` draws a text, and knows no {', '.join(unread)}; leave them out.")
+    run = open_run(options.subject)
+    if not run.task.data.tokenized or run.tokenizer is None:
+        raise KinformerError(f"{run.folder}: was trained for the task {run.task.name}, which reads no text.")
+    model: Any = run.model(options.set).eval()
+    layer, mixture = _mixture(model, options, str(run.folder))
+    tokens = tokens_of(run, options)[: options.length or TOKENS]
+    experts, weights = _chosen(model, mixture, torch.from_numpy(tokens[None]))
+    first = experts.gather(-1, weights.argmax(-1, keepdim=True))[0, :, 0]
+    count: int = mixture.config.num_experts
+    members = first.bincount(minlength=count).tolist()
+    share = torch.zeros(count, dtype=torch.float64).index_add_(0, experts.flatten(), weights.double().flatten())
+    share = share / share.sum()
+    title = (
+        f"{run.folder.name} ({run.member}), layer {layer}: the first expert of {plural(len(tokens), 'token')}; "
+        f"{sum(map(bool, members))} of {count} are used"
+    )
+    coloured = ColouredText(
+        title=title,
+        pieces=pieces_of(run, tokens.tolist(), first.tolist()),
+        legend="expert",
+        labels=[f"{number}  {number_of / len(tokens):.0%}" for number, number_of in enumerate(members, start=1)],
+        ordered=False,
+    )
+    return coloured, {"layer": layer, "tokens": members, "share": share.tolist()}
+
+
+def _mixture(model: Any, options: DrawOptions, folder: str) -> tuple[int, Experts]:
+    """The layer that was asked for, or the first that has experts, and its mixture."""
+    mixtures: dict[int, Experts] = {}
+    for number, layer in enumerate(model.stack.layers, start=1):
+        for module in layer.modules():
+            if isinstance(module, Experts):
+                mixtures.setdefault(number, module)
+    layer_number = options.layer or min(mixtures, default=0)
+    if layer_number in mixtures:
+        return layer_number, mixtures[layer_number]
+    if not mixtures:
+        raise KinformerError(
+            f"{folder}: no layer of this run has experts; give a run of mixtral, or of deepseek's kind."
+        )
+    raise KinformerError(
+        f"`layer` {layer_number}: has no experts; those that have some are {', '.join(map(str, mixtures))}."
+    )
+
+
+def _chosen(model: nn.Module, mixture: Experts, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The experts [1, time, topk] of ``tokens`` [1, time] and their weights."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    hook = mixture.selection.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))
+    try:
+        with torch.inference_mode():
+            model(tokens)
+    finally:
+        hook.remove()
+    return seen[0]
