@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kinformer.core.contract import Chunk
+from kinformer.core.first_values import FirstValues
 from kinformer.kernels.linear import LinearState, linear_attention
 from kinformer.mixers.rwkv7 import RWKV7
 from kinformer.runtime.errors import KinformerError
@@ -73,3 +74,29 @@ def test_what_is_refused():
         RWKV7.Config(impl="triton")
     with pytest.raises(KinformerError, match="gate_rank = 0 must be 1 or more"):
         RWKV7.Config(gate_rank=0)
+
+
+RESIDUAL = CONFIG.replace(value_residual=True, value_rank=3)
+
+
+@pytest.mark.parametrize("check", ["causality", "partition", "padding", "reset", "gradcheck"])
+def test_the_contract_with_a_value_residual(check):
+    CHECKS[check](MixerSubject(lambda: RESIDUAL.build(DIM), dim=DIM))
+
+
+def test_values_are_mixed_with_those_of_the_first_layer():
+    """v + (v_1 - v) sigmoid(...), as fla's layers after the first; the first layer's values stay its own."""
+    torch.manual_seed(0)
+    mixer, plain = RESIDUAL.build(DIM).double(), CONFIG.build(DIM).double()
+    plain.load_state_dict(mixer.state_dict(), strict=False)
+    x = torch.randn(2, 6, DIM, dtype=torch.float64)
+    assert torch.equal(absorbed(mixer, x), absorbed(plain, x))
+    first, v = torch.randn(2, 2, 2, 6, DIM // 2, dtype=torch.float64)
+    channel = FirstValues()
+    channel.of(first)
+    mixing = mixer.first_values
+    gate = torch.sigmoid(x @ mixing.down.weight.T @ mixing.up.weight.T + mixing.bias)
+    want = v + (first - v) * gate.view(2, 6, 2, DIM // 2).transpose(1, 2)
+    torch.testing.assert_close(mixing(v, x, channel), want, rtol=1e-12, atol=1e-12)
+    with pytest.raises(KinformerError, match="value_rank"):
+        CONFIG.replace(value_rank=7)

@@ -115,7 +115,7 @@ def blocks() -> list[type[Config]]:
         residual,
         sha_rnn,
     )
-    from kinformer.mixers import separable_transition
+    from kinformer.mixers import channel_mix, separable_transition
 
     return [
         layer.DecoderLayer.Config,
@@ -134,6 +134,7 @@ def blocks() -> list[type[Config]]:
         feed_forward.GeGLU.Config,
         feed_forward.Boom.Config,
         separable_transition.SeparableTransition,
+        channel_mix.ChannelMix,
         product_keys.ProductKeys.Config,
         experts.Experts.Config,
         norms.LayerNorm,

@@ -11,15 +11,24 @@ if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(shape: ModelShape, ranks: tuple[int, int, int] = (64, 64, 128)) -> Recipe:
-    """Return the recipe; ``ranks``: of the decay, the rate and the gate."""
+def _recipe(shape: ModelShape, ranks: tuple[int, int, int, int] = (64, 64, 128, 32)) -> Recipe:
+    """Return the recipe; ``ranks``: of the decay, the rate, the gate and the mixing of values."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.mixers.channel_mix import ChannelMix
         from kinformer.mixers.rwkv7 import RWKV7
 
-        decay, rate, gate = ranks
-        mixer = RWKV7.Config(num_heads=shape.num_heads, decay_rank=decay, rate_rank=rate, gate_rank=gate)
-        return decoder(shape, vocab or 256, mixer=mixer)
+        decay, rate, gate, value = ranks
+        mixer = RWKV7.Config(
+            num_heads=shape.num_heads, decay_rank=decay, rate_rank=rate, gate_rank=gate, value_residual=True,
+            value_rank=value,
+        )  # fmt: skip
+        config = decoder(shape, vocab or 256, mixer=mixer)
+        layers = (
+            layer.replace(feed_forward=ChannelMix(hidden_dim=shape.hidden_dim or 4 * shape.dim))
+            for layer in config.layers
+        )  # type: ignore[call-arg]
+        return config.replace(layers=tuple(layers))
 
     return recipe
 
@@ -33,8 +42,7 @@ MEMBER = Member(
     causal=True,
     growth="constant",
     departures=(
-        "every layer has values of its own (the authors' mix those of the first layer in)",
-        "a GELU feed-forward (the authors': squared ReLU behind a token shift)",
+        "the first layer has the weights of mixing values, too, which have no effect there (the authors' has none)",
         "shifts and biases begin as in a middle layer of the authors', weights as in all members",
     ),
     exact_limit="no finite limit; where nothing is erased, and without shifts, it is linear attention with a decay by "
@@ -43,9 +51,9 @@ MEMBER = Member(
     use_when="a constant state must follow what a text changes, with keys to erase apart from keys to write",
     avoid_when="training speed decides",
     recipes={
-        "tiny": _recipe(ModelShape(32, 2, 2), (8, 8, 8)),
-        "small": _recipe(ModelShape(256, 4, 4), (32, 32, 64)),
-        "benchmark": _recipe(ModelShape(256, 4, 4, activation="relu"), (32, 32, 64)),
+        "tiny": _recipe(ModelShape(32, 2, 2), (8, 8, 8, 8)),
+        "small": _recipe(ModelShape(256, 4, 4), (32, 32, 64, 16)),
+        "benchmark": _recipe(ModelShape(256, 4, 4), (32, 32, 64, 16)),
         "paper": _recipe(ModelShape(768, 12, 12)),
     },
 )

@@ -8,7 +8,10 @@ for each of r, w, k, v, a and g:
     S_t = diag(w) S_(t-1) - (a * kappa) (kappa^T S_(t-1)) + k~ v^T
     y_t = W_o (g * (norm(S_t^T r) + (r . (rho * k~)) v))
 
-which are two steps of the delta rule: erase under kappa, write under k~. The state is constant.
+which are two steps of the delta rule: erase under kappa, write under k~. With ``value_residual`` values are mixed with
+those of the first layer, v <- v + (v_1 - v) * sigmoid(W_v2 W_v1 x' + b_v), where v_1 = v in that layer.
+
+The state is constant.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kinformer.core.config import check_unused
 from kinformer.core.contract import (
     CausalMixer,
     Chunk,
@@ -31,6 +35,7 @@ from kinformer.core.contract import (
     state_dtype,
 )
 from kinformer.core.crossing import Crosses, recent_slots
+from kinformer.core.first_values import FirstValues, SharesValues
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.kernels.delta import DeltaTokens
 from kinformer.kernels.delta.crossing import delta_across
@@ -52,8 +57,25 @@ class TimeMixState(NamedTuple):
     recent: Tensor
 
 
+class FirstLayerValues(SharesValues, nn.Module):
+    """The mixing of v [batch, heads, time, head_dim] with the first layer's, by gates of x' through ``rank``
+    features."""
+
+    def __init__(self, dim: int, rank: int, num_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.value_shape = num_heads, head_dim
+        width = num_heads * head_dim
+        self.down, self.up = _low_rank(dim, rank, width)
+        self.bias = nn.Parameter(0.73 - 0.4 * torch.arange(width) / max(1, width - 1))
+
+    def forward(self, v: Tensor, x: Tensor, channel: FirstValues | None) -> Tensor:
+        first = v if channel is None else channel.of(v)
+        gate = torch.sigmoid(self.up(self.down(x)) + self.bias)
+        return torch.lerp(v, first.to(v.dtype), gate.unflatten(-1, self.value_shape).transpose(1, 2))
+
+
 class RWKV7(Crosses, CausalMixer):
-    """The mixer x [batch, time, dim] -> y [batch, time, dim]; ranks are those of W_w1, W_a1 and W_g1."""
+    """The mixer x [batch, time, dim] -> y [batch, time, dim]; ranks are those of W_w1, W_a1, W_g1 and W_v1."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
@@ -64,13 +86,17 @@ class RWKV7(Crosses, CausalMixer):
         decay_rank: int = 64
         rate_rank: int = 64
         gate_rank: int = 128
+        value_residual: bool = False
+        value_rank: int = 32
         impl: LinearImpl = "auto"
 
         def __post_init__(self) -> None:
             choose(self.impl, IMPLS, "impl of rwkv7")
             if self.impl == "triton":
                 raise KinformerError("impl = 'triton' knows no decay by channel, which rwkv7 has; use 'chunked'.")
-            for name in ("decay_rank", "rate_rank", "gate_rank"):
+            if not self.value_residual:
+                check_unused(self, "without value_residual", "value_rank")
+            for name in ("decay_rank", "rate_rank", "gate_rank", "value_rank"):
                 if getattr(self, name) < 1:
                     raise KinformerError(f"{name} = {getattr(self, name)} must be 1 or more; use about dim / 8.")
 
@@ -88,6 +114,8 @@ class RWKV7(Crosses, CausalMixer):
         self.decay_down, self.decay_up = _low_rank(dim, config.decay_rank, width)
         self.rate_down, self.rate_up = _low_rank(dim, config.rate_rank, width)
         self.gate_down, self.gate_up = _low_rank(dim, config.gate_rank, width)
+        mixes = (dim, config.value_rank, config.num_heads, self.head_dim)
+        self.first_values = FirstLayerValues(*mixes) if config.value_residual else None
         place = torch.arange(width) / max(1, width - 1)
         self.decay_bias = nn.Parameter(6 * place**1.8 - 5.5)
         self.rate_bias = nn.Parameter(0.4 * place - 0.39)
@@ -120,6 +148,7 @@ class RWKV7(Crosses, CausalMixer):
         k, tilted = self.k(xk), self.decay_up(torch.tanh(self.decay_down(xw))) + self.decay_bias
         heads = [self._heads(part) for part in (self.r(xr), k * self.erased, self.v(xv), rate, tilted)]
         r, erased, v, rate_by_head, tilted = heads
+        v = v if self.first_values is None else self.first_values(v, xv, chunk.values)
         key = self._heads(k * (1 + (rate - 1) * self.replaced))
         # In float32 at least, where a small decay and its inverse are exact.
         log_decay = _RATE * torch.sigmoid(tilted.to(state_dtype(tilted.dtype)))

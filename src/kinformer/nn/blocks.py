@@ -28,6 +28,7 @@ from kinformer.mixers import (
     bidirectional_lstm,
     bidirectional_routing,
     causal_sinkhorn,
+    channel_mix,
     chosen_blocks,
     compressive,
     cross,
@@ -66,6 +67,7 @@ __all__ = [
     "BidirectionalTensorizedAttention",
     "Boom",
     "CausalSinkhornAttention",
+    "ChannelMix",
     "ChosenBlocks",
     "CompressiveAttention",
     "CrossAttention",
@@ -156,6 +158,7 @@ Boom = feed_forward.Boom.Config
 Experts = experts.Experts.Config
 ProductKeys = product_keys.ProductKeys.Config
 SeparableTransition = separable_transition.SeparableTransition
+ChannelMix = channel_mix.ChannelMix
 LayerNorm = norms.LayerNorm
 RMSNorm = norms.RMSNorm
 PreNorm = residual.PreNorm.Config

@@ -18,6 +18,7 @@ from kinformer.mixers.bidirectional_lsh import BidirectionalLSH
 from kinformer.mixers.bidirectional_lstm import BidirectionalLSTM
 from kinformer.mixers.bidirectional_routing import BidirectionalRouting
 from kinformer.mixers.causal_sinkhorn import CausalSinkhornAttention
+from kinformer.mixers.channel_mix import CausalChannelMix
 from kinformer.mixers.chosen_blocks import ChosenBlocks
 from kinformer.mixers.compressive import Compressive
 from kinformer.mixers.cross import CrossAttention
@@ -266,6 +267,7 @@ NO_WEIGHTS: dict[type, str] = {
         (SeparableConvolution, TwoSidedConvolution, CausalTransition),
         "A convolution has no attention: its weights are the same for every text.",
     ),
+    CausalChannelMix: "A token shift has no attention: it mixes every token with the one before in the same shares.",
     WindowAttention: "Attention within the windows of an image has no tokens of a text; draw an image instead.",
 }
 """Why a mixer has no attention weights of a text, by its class."""
