@@ -116,7 +116,7 @@ MISTAKES = [
     ("evaluate lin --datastore gpt", "gpt: is no datastore"),
     ("evaluate lin --datastore nope --sizes ²", "--sizes ²"),
     ("evaluate gpt --set layers.*.mixer.position.scaling=yarn", "is not a field of the position 'none'; it has none."),
-    ("evaluate gpt --set kind=encoder", "dim, position, head, which must be given."),
+    ("evaluate gpt --set kind=encoder", "layers, which must be given."),
     (f"evaluate gpt --set layers.*.mixer.pattern.window={LARGE}", "is not a field"),
     ("evaluate gpt --split tset", "did you mean 'test'?"),
     ("evaluate gpt --plot x.gif --lengths 1x", "ends in .png or .svg"),

@@ -163,10 +163,10 @@ def test_gated_deltanet_without_decay_and_convolution_is_the_delta_rule():
     close(absorbed(mixer, inputs()), absorbed(fast, inputs()), 1e-14)
 
 
-@pytest.mark.parametrize("member", ["gated-deltanet", "kda"])
-def test_hybrid_has_three_layers_to_one_of_softmax(member):
+@pytest.mark.parametrize(("member", "full"), [("gated-deltanet", "softmax"), ("kda", "latent")])
+def test_hybrid_has_three_layers_to_one_of_full_attention(member, full):
     kinds = [layer.mixer.kind for layer in configure(member, "hybrid").layers]
-    assert kinds == ["linear", "linear", "linear", "softmax"]
+    assert kinds == ["linear", "linear", "linear", full]
 
 
 def disturbed(theirs):

@@ -139,7 +139,7 @@ def test_without_memory_or_behind_a_closed_gate_it_is_the_plain_layer():
     positions = torch.arange(40).expand(2, -1)
     with torch.no_grad():
         window.out.weight.copy_(mixer.out.weight)
-        y = window._attend(AttentionCall(Chunk(x), None), (q, k, v), positions, True, None)
+        y = window._attend(AttentionCall(Chunk(x), None), q, (k, v), positions, True, None)
         assert (y - plain).abs().max() < 1e-12
         closed = outputs(CONFIG, x, lambda mixer: mixer.gate.data.fill_(-100.0))
     assert (closed - plain).abs().max() < 1e-12

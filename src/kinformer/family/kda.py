@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
 
 
-def _delta(num_heads: int, head_dim: int) -> LinearAttention.Config:
-    """Return the mixer of a KDA layer."""
+def _delta(num_heads: int, head_dim: int | None, gate_rank: int) -> LinearAttention.Config:
+    """Return the mixer of a KDA layer; ``head_dim`` None: dim / num_heads."""
     from kinformer.decays.softplus_channels import SoftplusChannels
     from kinformer.features.unit import Unit
     from kinformer.mixers.linear import LinearAttention
@@ -31,7 +31,7 @@ def _delta(num_heads: int, head_dim: int) -> LinearAttention.Config:
         convolution=4,
         head_norm="rms",
         gate=True,
-        gate_rank=head_dim,
+        gate_rank=gate_rank,
         gate_activation="sigmoid",
         bias=False,
     )
@@ -39,7 +39,7 @@ def _delta(num_heads: int, head_dim: int) -> LinearAttention.Config:
 
 def _recipe(shape: ModelShape) -> Callable[[int | None], Decoder.Config]:
     def recipe(vocab: int | None) -> Decoder.Config:
-        return decoder(shape, vocab or 256, mixer=_delta(shape.num_heads, shape.dim // shape.num_heads))
+        return decoder(shape, vocab or 256, mixer=_delta(shape.num_heads, None, shape.dim // shape.num_heads))
 
     return recipe
 
@@ -84,7 +84,7 @@ def _paper(vocab: int | None) -> Decoder.Config:
     from kinformer.positions.none import NoPosition
 
     depth, norm = 27, RMSNorm(eps=1e-5)
-    full, delta = _latent(32, 128, 64, 512), _delta(32, 128)
+    full, delta = _latent(32, 128, 64, 512), _delta(32, 128, 128)
     experts = Experts.Config(
         num_experts=256, topk=8, hidden_dim=1024, shared_dim=1024, router="sigmoid", scale=2.446, balance=0.0,
         bias_rate=0.001,

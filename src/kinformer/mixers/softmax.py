@@ -123,7 +123,7 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
         check_score(config.score, self.score, self.position)
         pinned, by_token = self.pins[0], isinstance(self.span, TokenSpan)
         self.decay = build_score_decay(config, dim, head_dim, self.score, self.position, pinned > 0 or by_token)
-        self.dim, self.dropout, self.impl = dim, config.dropout, config.impl
+        self.dim, self.head_dim, self.dropout, self.impl = dim, head_dim, config.dropout, config.impl
         check_impl(config.impl, self._needs(), "softmax")
         kv_heads = self.projection.num_kv_heads
         self.value_residual = ValueResidual(kv_heads, head_dim) if config.value_residual else None
