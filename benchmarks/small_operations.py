@@ -53,7 +53,7 @@ def muon(dim: int, rounds: int) -> dict[str, float]:
         ours()
         theirs()
     for a, b in zip(stacked, single, strict=True):
-        gate_equal("Muon", a.detach(), b.detach(), 1e-3)
+        gate_equal("Muon", a.detach(), b.detach(), 5e-3)  # ours may iterate in float32, PyTorch's in bfloat16
     return race({"ours ms": ours, "PyTorch's ms": theirs}, rounds)
 
 
@@ -73,12 +73,14 @@ def dropout(dim: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    options = prepare(arguments(__doc__))
+    parser = arguments(__doc__)
+    parser.add_argument("--dims", type=int, nargs="+", help="widths of the model (128 192 256 512)")
+    options = prepare(parser)
     keep_memory()
     rows = []
-    for threads in (1, 2):
-        torch.set_num_threads(options.threads or threads)
-        for dim in (64,) if options.quick else (128, 192, 256, 512):
+    for threads in (options.threads,) if options.threads else (1, 2):
+        torch.set_num_threads(threads)
+        for dim in options.dims or ((64,) if options.quick else (128, 192, 256, 512)):
             for what, measure in (("muon", muon), ("dropout", dropout)):
                 found = measure(dim, options.rounds or (3 if options.quick else 31))
                 rows.append({"what": what, "threads": torch.get_num_threads(), "dim": dim} | found)
