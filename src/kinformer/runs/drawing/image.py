@@ -37,22 +37,25 @@ class _Call:
     text: SequenceContext
 
 
+OF_OTHERS = (
+    "pattern",
+    "position",
+    "spans",
+    "exits",
+    "buckets",
+    "experts",
+    "data",
+    "length",
+    "layer",
+    "head",
+    "image_width",
+)
+"""Options that other drawings read."""
+
+
 def looked_at(options: DrawOptions) -> ImageDrawing:
     """The image ``options.image``, or the first of those that it names, and what the run makes of it."""
-    others = (
-        "pattern",
-        "position",
-        "spans",
-        "exits",
-        "buckets",
-        "experts",
-        "data",
-        "length",
-        "layer",
-        "head",
-        "image_width",
-    )
-    if unread := [marked(name) for name in others if getattr(options, name)]:
+    if unread := [marked(name) for name in OF_OTHERS if getattr(options, name)]:
         raise KinformerError(f"{', '.join(unread)}: is not for `image`, which draws what a run sees; leave it out.")
     assert options.image is not None
     run = open_run(options.subject)
