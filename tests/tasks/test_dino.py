@@ -16,7 +16,8 @@ from kinformer.tasks.dino.evaluate import nearest_classes, vectors_of
 from kinformer.tasks.dino.loss import Prototypes, SelfDistillation, view_nats
 from kinformer.tasks.dino.options import DinoOptions
 from kinformer.tasks.dino.rows import DinoBatch, DinoRows, Pieces
-from kinformer.tasks.dino.views import crop, grids, views_of_features, views_of_pixels
+from kinformer.tasks.dino.views import grids, views_of_features, views_of_pixels
+from kinformer.tasks.shared.augmentation import ASPECTS, box
 from kinformer.tasks.shared.image_features import keep_features
 from kinformer.training.settings import Settings
 
@@ -110,7 +111,7 @@ def test_views():
 def test_a_crop_shows_the_share_that_was_asked_for():
     ramp = torch.linspace(0, 1, 64).expand(200, 1, 64, 64)
     for least, most in ((0.4, 1.0), (0.8, 0.9)):
-        view = crop(ramp, (16, 16), (least, most), torch.Generator().manual_seed(0))
+        view = box(ramp, (16, 16), (least, most), ASPECTS, torch.Generator().manual_seed(0))
         across = 16 / 15 * (view[:, 0, 0, -1] - view[:, 0, 0, 0])
         assert (least * 0.75) ** 0.5 - 0.02 < across.min() < (most * 4 / 3) ** 0.5 and across.max() < 1.05
         assert across.min() < least**0.5 and torch.allclose(view[:, :, 0], view[:, :, -1], atol=1e-4)

@@ -19,46 +19,66 @@ from kinformer.blocks.encoder_layer import EncoderLayerConfig
 from kinformer.blocks.feed_forward import Boom
 from kinformer.blocks.layer import LayerConfig, causal
 from kinformer.blocks.norms import LayerNorm, NormConfig
-from kinformer.blocks.sublayers import mixed, tokenwise
+from kinformer.blocks.sublayers import feed, mixed, tokenwise
+from kinformer.core.config import Config
 from kinformer.core.contract import CausalMixer, ChecksChunk, Chunk, MixerConfig, initial_states
 from kinformer.core.encoder import ChecksInput, EncoderMixerConfig, SequenceContext
-from kinformer.core.feed_forward import FeedForwardConfig, ReadsPadding
+from kinformer.core.feed_forward import FeedForwardConfig
 from kinformer.core.state import State
 from kinformer.runtime.dropout import Dropout
 
 
-class ShaRnnLayer(ChecksChunk, nn.Module):
+@dataclass(frozen=True, kw_only=True)
+class ShaRnnConfig(Config):
+    """What the config of a decoder's layer and that of an encoder's share: all but the mixers."""
+
+    attention: Config | None = None
+    feed_forward: FeedForwardConfig = Boom.Config()
+    norm: NormConfig = LayerNorm(eps=1e-12)
+    dropout: float = 0.0
+
+    @property
+    def main_field(self) -> str:
+        """Return the attention where there is one, else the recurrence."""
+        return "mixer" if self.attention is None else "attention"
+
+
+class ShaRnnParts(nn.Module):
+    """The parts of either layer, and what stands behind its attention."""
+
+    def __init__(self, config: ShaRnnLayer.Config | ShaRnnEncoderLayer.Config, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.mixer: Any = config.mixer.build(dim)
+        self.attention: Any = None if config.attention is None else config.attention.build(dim)
+        self.feed_forward = tokenwise(config.feed_forward, dim)
+        self.mixer_norm, self.stream_norm, self.feed_forward_norm = (config.norm.build(dim) for _ in range(3))
+        self.dropout = Dropout(config.dropout) if config.dropout else nn.Identity()
+
+    def left(self, h: Tensor, valid: Tensor | None) -> Tensor:
+        """Return the stream h [batch, time, dim] after the feed-forward."""
+        stream, x = self.stream_norm(h), self.feed_forward_norm(h)
+        return stream + self.dropout(feed(self.feed_forward, x, valid))  # type: ignore[no-any-return]
+
+
+class ShaRnnLayer(ChecksChunk, ShaRnnParts):
     """The layer of recurrence, attention, any ``further_mixers`` (such as cross-attention) and feed-forward. Its state
     is the tuple of the mixers'."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(LayerConfig):
+    class Config(ShaRnnConfig, LayerConfig):
         kind = "sha_rnn"
         mixer: MixerConfig
         attention: MixerConfig | None = None
         further_mixers: tuple[MixerConfig, ...] = ()
-        feed_forward: FeedForwardConfig = Boom.Config()
-        norm: NormConfig = LayerNorm(eps=1e-12)
-        dropout: float = 0.0
-
-        @property
-        def main_field(self) -> str:
-            """Return the attention where there is one, else the recurrence."""
-            return "mixer" if self.attention is None else "attention"
 
         def build(self, dim: int) -> ShaRnnLayer:
             return ShaRnnLayer(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
-        super().__init__()
-        self.dim = dim
-        self.mixer = config.mixer.build(dim)
-        self.attention = None if config.attention is None else config.attention.build(dim)
+        super().__init__(config, dim)
         self.further_mixers = nn.ModuleList(causal(mixer, dim) for mixer in config.further_mixers)
         self.further_norms = nn.ModuleList(config.norm.build(dim) for _ in config.further_mixers)
-        self.feed_forward = tokenwise(config.feed_forward, dim)
-        self.mixer_norm, self.stream_norm, self.feed_forward_norm = (config.norm.build(dim) for _ in range(3))
-        self.dropout = Dropout(config.dropout) if config.dropout else nn.Identity()
 
     @property
     def mixers(self) -> tuple[CausalMixer, ...]:
@@ -80,45 +100,27 @@ class ShaRnnLayer(ChecksChunk, nn.Module):
             read, mixer_state = mixed(mixer, chunk._replace(x=h), mixer_state, norm)  # type: ignore[arg-type]
             h = h + self.dropout(read)
             after.append(mixer_state)
-        stream, x = self.stream_norm(h), self.feed_forward_norm(h)
-        y = self.feed_forward(x, chunk.valid) if isinstance(self.feed_forward, ReadsPadding) else self.feed_forward(x)
-        return stream + self.dropout(y), tuple(after)
+        return self.left(h, chunk.valid), tuple(after)
 
 
-class ShaRnnEncoderLayer(ChecksInput, nn.Module):
+class ShaRnnEncoderLayer(ChecksInput, ShaRnnParts):
     """The layer (x [batch, time, dim], text) -> y of a recurrence both ways, attention and feed-forward."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(EncoderLayerConfig):
+    class Config(ShaRnnConfig, EncoderLayerConfig):
         kind = "sha_rnn"
         mixer: EncoderMixerConfig
         attention: EncoderMixerConfig | None = None
-        feed_forward: FeedForwardConfig = Boom.Config()
-        norm: NormConfig = LayerNorm(eps=1e-12)
-        dropout: float = 0.0
-
-        @property
-        def main_field(self) -> str:
-            """Return the attention where there is one, else the recurrence."""
-            return "mixer" if self.attention is None else "attention"
 
         def build(self, dim: int) -> ShaRnnEncoderLayer:
             return ShaRnnEncoderLayer(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
-        super().__init__()
-        self.dim = dim
-        self.mixer = config.mixer.build(dim)
-        self.attention = None if config.attention is None else config.attention.build(dim)
+        super().__init__(config, dim)
         self.attention_norm = None if config.attention is None else config.norm.build(dim)
-        self.feed_forward = tokenwise(config.feed_forward, dim)
-        self.mixer_norm, self.stream_norm, self.feed_forward_norm = (config.norm.build(dim) for _ in range(3))
-        self.dropout = Dropout(config.dropout) if config.dropout else nn.Identity()
 
     def forward(self, x: Tensor, text: SequenceContext) -> Tensor:
         h = self.dropout(self.mixer(self.mixer_norm(x), text))
         if self.attention is not None and self.attention_norm is not None:
             h = h + self.dropout(self.attention(self.attention_norm(h), text))
-        y = self.feed_forward_norm(h)
-        y = self.feed_forward(y, text.valid) if isinstance(self.feed_forward, ReadsPadding) else self.feed_forward(y)
-        return self.stream_norm(h) + self.dropout(y)
+        return self.left(h, text.valid)

@@ -61,7 +61,12 @@ def _fed(residual: Residual, feed_forward: nn.Module, x: Tensor, valid: Tensor |
     y = residual.enter(x)
     if isinstance(feed_forward, EncoderMixer):
         return feed_forward(y, SequenceContext(valid))
-    return feed_forward(y, valid) if isinstance(feed_forward, ReadsPadding) else feed_forward(y)
+    return feed(feed_forward, y, valid)
+
+
+def feed(feed_forward: nn.Module, x: Tensor, valid: Tensor | None) -> Tensor:
+    """Return what a feed-forward makes of each token of x [batch, time, dim]."""
+    return feed_forward(x, valid) if isinstance(feed_forward, ReadsPadding) else feed_forward(x)
 
 
 def tokenwise(config: FeedForwardConfig, dim: int) -> nn.Module:

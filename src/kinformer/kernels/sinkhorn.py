@@ -6,6 +6,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kinformer.runtime.errors import KinformerError
+
+
+def check_sorting(block: int, max_length: int, iterations: int, temperature: float) -> None:
+    """Refuse sizes of a sorting that are none: blocks of ``block`` tokens in texts of up to ``max_length``."""
+    for name, value in (("block", block), ("iterations", iterations)):
+        if value < 1:
+            raise KinformerError(f"{name} must be 1 or more, but is {value}.")
+    if max_length < 1 or max_length % block:
+        raise KinformerError(
+            f"max_length = {max_length} is no multiple of block = {block}, but a text is cut into blocks; choose a "
+            "multiple."
+        )
+    if not temperature > 0:
+        raise KinformerError(f"temperature must be above 0, but is {temperature}.")
+
 
 def sinkhorn(logits: Tensor, iterations: int, pairs: Tensor | None = None) -> Tensor:
     """Balance exp(logits) [..., n, n] in the log domain: rows, then columns are divided by their sums, ``iterations``

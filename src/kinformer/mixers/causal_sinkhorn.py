@@ -36,7 +36,7 @@ from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.core.pattern import Band
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
 from kinformer.kernels.impls import AttentionImpl
-from kinformer.kernels.sinkhorn import sorted_within_the_past, with_gumbel_noise
+from kinformer.kernels.sinkhorn import check_sorting, sorted_within_the_past, with_gumbel_noise
 from kinformer.projections.multi_head import MultiHead
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import has_data
@@ -91,16 +91,7 @@ class CausalSinkhornAttention(CausalMixer):
         impl: AttentionImpl = "auto"
 
         def __post_init__(self) -> None:
-            for name in ("block", "iterations"):
-                if getattr(self, name) < 1:
-                    raise KinformerError(f"{name} must be 1 or more, but is {getattr(self, name)}.")
-            if self.max_length < 1 or self.max_length % self.block:
-                raise KinformerError(
-                    f"max_length = {self.max_length} is no multiple of block = {self.block}, but a text is cut into "
-                    "blocks; choose a multiple."
-                )
-            if not self.temperature > 0:
-                raise KinformerError(f"temperature must be above 0, but is {self.temperature}.")
+            check_sorting(self.block, self.max_length, self.iterations, self.temperature)
 
         def build(self, dim: int) -> CausalSinkhornAttention:
             return CausalSinkhornAttention(self, dim)

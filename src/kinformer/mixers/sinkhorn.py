@@ -25,7 +25,7 @@ from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceCon
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
 from kinformer.kernels.impls import AttentionImpl
-from kinformer.kernels.sinkhorn import sinkhorn, with_gumbel_noise
+from kinformer.kernels.sinkhorn import check_sorting, sinkhorn, with_gumbel_noise
 from kinformer.projections.multi_head import MultiHead
 from kinformer.runtime.errors import KinformerError
 
@@ -53,16 +53,9 @@ class SinkhornAttention(EncoderMixer):
         impl: AttentionImpl = "auto"
 
         def __post_init__(self) -> None:
-            for name, least in (("block", 1), ("iterations", 1), ("cut", 0)):
-                if getattr(self, name) < least:
-                    raise KinformerError(f"{name} must be {least} or more, but is {getattr(self, name)}.")
-            if self.max_length < 1 or self.max_length % self.block:
-                raise KinformerError(
-                    f"max_length = {self.max_length} is no multiple of block = {self.block}, but a text is cut into "
-                    "blocks; choose a multiple."
-                )
-            if not self.temperature > 0:
-                raise KinformerError(f"temperature must be above 0, but is {self.temperature}.")
+            check_sorting(self.block, self.max_length, self.iterations, self.temperature)
+            if self.cut < 0:
+                raise KinformerError(f"cut must be 0 or more, but is {self.cut}.")
 
         def build(self, dim: int) -> SinkhornAttention:
             return SinkhornAttention(self, dim)

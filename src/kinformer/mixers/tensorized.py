@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from kinformer.core.config import Config
 from kinformer.core.contract import (
     CausalMixer,
     Chunk,
@@ -56,37 +57,68 @@ class TensorizedState(NamedTuple):
     slots = ("k", "v")  # type: ignore[misc]
 
 
-class TensorizedAttention(CausalMixer):
+@dataclass(frozen=True, kw_only=True)
+class FactorsConfig(Config):
+    """What the configs of both mixers share: the sizes of the decomposition."""
+
+    rank: int = 40
+    blocks: int = 1
+    max_length: int = 32
+    positions: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "blocks", "max_length"):
+            if getattr(self, name) < 1:
+                raise KinformerError(f"{name} must be 1 or more, but is {getattr(self, name)}.")
+
+    def check_even(self, dim: int) -> None:
+        """Refuse a width that sinusoids of positions do not divide into sines and cosines."""
+        if self.positions and dim % 2:
+            raise KinformerError(
+                f"sinusoids need an even width, but dim = {dim}; give an even one, or `set` "
+                "layers.*.mixer.positions=false."
+            )
+
+
+class Factors(nn.Module):
+    """The weights of the decomposition, of which ``pairs`` is W; ``query_bias`` has u, and w with positions."""
+
+    max_length: int | None
+
+    def __init__(self, config: FactorsConfig, dim: int) -> None:
+        super().__init__()
+        self.dim, self.max_length = dim, config.max_length
+        self.terms = 2 if config.positions else 1
+        self.qkv = nn.Linear(dim, 3 * config.rank, bias=False)
+        self.position = nn.Linear(dim, config.rank, bias=False) if config.positions else None
+        self.query_bias = nn.Parameter(torch.zeros(self.terms, config.rank))
+        self.core = nn.Parameter(torch.randn(config.blocks, config.rank).softmax(-1))
+        self.pairs = nn.Parameter(torch.empty(dim, config.max_length, config.max_length))
+        nn.init.uniform_(self.pairs, -1 / config.max_length, 1 / config.max_length)  # as a product of all pairs
+
+    def _queries(self, q: Tensor) -> Tensor:
+        """Return (q + u) * g, and with positions (q + w) * g beside it, to meet k and p."""
+        core = self.core.mean(0).to(q.dtype)
+        return torch.cat([(q + bias.to(q.dtype)) * core for bias in self.query_bias], -1)
+
+
+class TensorizedAttention(Factors, CausalMixer):
     """The mixer x [batch, time, dim] -> y [batch, time, dim], for sequences of at most ``max_length`` tokens."""
 
     growth = "linear"
-    qkv: nn.Linear
-    position: nn.Linear | None
-    query_bias: nn.Parameter
-    core: nn.Parameter
-    pairs: nn.Parameter
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(MixerConfig):
+    class Config(FactorsConfig, MixerConfig):
         kind = "tensorized"
         indivisible = "its factors are those of one product, without heads"
-        rank: int = 40
-        blocks: int = 1
-        max_length: int = 32
-        positions: bool = True
-
-        def __post_init__(self) -> None:
-            check_sizes(self)
 
         def build(self, dim: int) -> TensorizedAttention:
-            check_even(self, dim)
+            self.check_even(dim)
             return TensorizedAttention(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
-        super().__init__()
-        self.config, self.dim, self.max_length = config, dim, config.max_length
-        self.terms = 2 if config.positions else 1
-        add_factors(self, config, dim)
+        super().__init__(config, dim)
+        self.config = config
 
     def initial_state(
         self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
@@ -111,9 +143,7 @@ class TensorizedAttention(CausalMixer):
         k, v = (torch.cat([old[:, 0].to(new.dtype), new], 1) for old, new in ((state.k, k), (state.v, v)))
         where = torch.cat([state.seen[:, None] + torch.arange(-past, 0, device=seen.device), positions], 1)
         keys = k if self.position is None else torch.cat([k, self._position_keys(where, chunk).to(k.dtype)], -1)
-        core = self.core.mean(0).to(q.dtype)
-        # ((q + u) * g, (q + w) * g), to meet (k, p)
-        queries = torch.cat([(q + bias.to(q.dtype)) * core for bias in self.query_bias], -1)
+        queries = self._queries(q)
         number = None if reset is None else pad(reset.cumsum(1), (past, 0))
         alike = not past and reset is None and time <= self.config.max_length
         total, outputs = state.total, []
@@ -159,7 +189,7 @@ class TensorizedAttention(CausalMixer):
         return torch.where(filled.unsqueeze(-1), table[where.clamp(0, end - 1)], table.new_zeros(()))
 
 
-class BidirectionalTensorized(EncoderMixer):
+class BidirectionalTensorized(Factors, EncoderMixer):
     """The mixer x [batch, time, dim] -> y [batch, time, dim] of whole texts of at most ``max_length`` tokens: every
     pair of tokens is in the sum of every query,
 
@@ -168,31 +198,17 @@ class BidirectionalTensorized(EncoderMixer):
     so that M is made once, by time^2 dim rank operations. Padding has no weight.
     """
 
-    qkv: nn.Linear
-    position: nn.Linear | None
-    query_bias: nn.Parameter
-    core: nn.Parameter
-    pairs: nn.Parameter
-
     @dataclass(frozen=True, kw_only=True)
-    class Config(EncoderMixerConfig):
+    class Config(FactorsConfig, EncoderMixerConfig):
         kind = "tensorized"
-        rank: int = 40
-        blocks: int = 1
-        max_length: int = 32
-        positions: bool = True
-
-        def __post_init__(self) -> None:
-            check_sizes(self)
 
         def build(self, dim: int) -> BidirectionalTensorized:
-            check_even(self, dim)
+            self.check_even(dim)
             return BidirectionalTensorized(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
-        super().__init__()
-        self.config, self.dim, self.max_length = config, dim, config.max_length
-        add_factors(self, config, dim)
+        super().__init__(config, dim)
+        self.config = config
 
     def check(self, global_tokens: bool, global_input: bool) -> None:
         refuse_global("this mixer (tensorized) weighs pairs of positions", global_tokens, global_input)
@@ -203,8 +219,7 @@ class BidirectionalTensorized(EncoderMixer):
         x, valid = within(select_valid(x, text.valid), text.valid, end, "tensorized")
         length = x.shape[1]
         q, k, v = self.qkv(x).chunk(3, -1)
-        core = self.core.mean(0).to(q.dtype)
-        queries = torch.cat([(q + bias.to(q.dtype)) * core for bias in self.query_bias], -1)
+        queries = self._queries(q)
         if self.position is not None:
             distance = torch.arange(end - 1, end - 1 - length, -1, device=x.device)
             p = self.position(sinusoids(distance, self.dim, 10000.0).to(x.dtype)).expand(len(x), -1, -1)
@@ -215,31 +230,3 @@ class BidirectionalTensorized(EncoderMixer):
         total = torch.einsum("bdkr,bkr->bdr", weighed, v)
         y = torch.einsum("btr,bdr->btd", queries, total)
         return select_valid(pad(y, (0, 0, 0, time - length)), text.valid)
-
-
-Sizes = TensorizedAttention.Config | BidirectionalTensorized.Config
-
-
-def check_sizes(config: Sizes) -> None:
-    """Refuse a rank, a number of blocks or a length below 1."""
-    for name in ("rank", "blocks", "max_length"):
-        if getattr(config, name) < 1:
-            raise KinformerError(f"{name} must be 1 or more, but is {getattr(config, name)}.")
-
-
-def check_even(config: Sizes, dim: int) -> None:
-    """Refuse a width that sinusoids of positions do not divide into sines and cosines."""
-    if config.positions and dim % 2:
-        raise KinformerError(
-            f"sinusoids need an even width, but dim = {dim}; give an even one, or `set` layers.*.mixer.positions=false."
-        )
-
-
-def add_factors(mixer: TensorizedAttention | BidirectionalTensorized, config: Sizes, dim: int) -> None:
-    """Give ``mixer`` the weights of the decomposition, of which ``pairs`` is W."""
-    mixer.qkv = nn.Linear(dim, 3 * config.rank, bias=False)
-    mixer.position = nn.Linear(dim, config.rank, bias=False) if config.positions else None
-    mixer.query_bias = nn.Parameter(torch.zeros(2 if config.positions else 1, config.rank))  # u and w
-    mixer.core = nn.Parameter(torch.randn(config.blocks, config.rank).softmax(-1))
-    mixer.pairs = nn.Parameter(torch.empty(dim, config.max_length, config.max_length))
-    nn.init.uniform_(mixer.pairs, -1 / config.max_length, 1 / config.max_length)  # as a product of all pairs

@@ -9,19 +9,19 @@ So each tensor moves by the same share of its length, which lets large batches t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from kinformer.runtime.sharding import gathered, is_sharded
+from kinformer.runtime.sharding import gathered
+from kinformer.training.per_parameter import PerParameter, scale_
 
 EPS = 1e-6
 
 
-class Lamb(Optimizer):
+class Lamb(PerParameter):
     """The optimiser; ``betas`` are the decays of the means of gradients and of their squares."""
 
     def __init__(
@@ -29,16 +29,7 @@ class Lamb(Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Make one update from the present gradients."""
-        assert closure is None, "the loss is not computed again"
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._move(parameter, parameter.grad, group)
-
-    def _move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state, (beta1, beta2) = self.state[parameter], group["betas"]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -51,4 +42,4 @@ class Lamb(Optimizer):
         update = (mean / (1 - beta1**steps)).div_(root).add_(parameter, alpha=group["weight_decay"])
         length, moved = (gathered(torch.linalg.vector_norm(tensor)) for tensor in (parameter, update))
         factor = torch.where((length > 0) & (moved > 0), length / moved, torch.ones_like(moved))
-        parameter.sub_(update.mul_(float(factor) if is_sharded(update) else factor), alpha=group["lr"])
+        parameter.sub_(scale_(update, factor), alpha=group["lr"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,10 +12,11 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer, SparseAdam
 from kinformer.core.stack import sparse_tables, units_of
 from kinformer.runtime.compiling import spared
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.sharding import gathered, is_sharded, whole
+from kinformer.runtime.sharding import gathered, whole
 from kinformer.training.lamb import Lamb
 from kinformer.training.layouts import AS_THEY_LIE, Layouts
 from kinformer.training.muon import StackedMuon
+from kinformer.training.per_parameter import PerParameter, scale_
 from kinformer.training.settings import Settings
 
 Named = list[tuple[str, nn.Parameter]]
@@ -173,7 +174,7 @@ def finite(tensors: Mapping[str, Tensor]) -> bool:
 ADAGRAD_EPS = 1e-10
 
 
-class ClippedAdagrad(Optimizer):
+class ClippedAdagrad(PerParameter):
     """Adagrad (Duchi et al. 2011) whose steps are clipped parameter by parameter, as adaptive spans were trained with;
     with g the gradient of one parameter tensor (Sukhbaatar et al. 2019, the authors' code):
 
@@ -186,16 +187,7 @@ class ClippedAdagrad(Optimizer):
     def __init__(self, params: Iterable[Any], lr: float, clip: float = 0.0, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "clip": clip, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Make one update from the present gradients."""
-        assert closure is None, "the loss is not computed again"
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._move(parameter, parameter.grad, group)
-
-    def _move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
             state["sum"] = torch.zeros_like(parameter)
@@ -205,7 +197,7 @@ class ClippedAdagrad(Optimizer):
         if group["clip"]:
             norm = gathered(torch.linalg.vector_norm(gradient))
             factor = torch.where(norm > group["clip"], group["clip"] / (norm + ADAGRAD_EPS), torch.ones_like(norm))
-            update.mul_(float(factor) if is_sharded(update) else factor)
+            scale_(update, factor)
         if group["weight_decay"]:
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(update, alpha=-group["lr"])

@@ -5,29 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from kinformer.figures.coloured_text import ColouredText
-from kinformer.runs.drawing.exits import pieces_of, tokens_of
 from kinformer.runs.drawing.options import DrawOptions
-from kinformer.runs.run import open_run
+from kinformer.runs.drawing.text import TRACED, pieces_of, text_run, tokens_of
 from kinformer.runs.tracing.options import TraceOptions
 from kinformer.runs.tracing.record import AttentionTrace
 from kinformer.runs.tracing.trace import trace
-from kinformer.runtime.errors import KinformerError, marked
+from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
-
-TOKENS = 512
-"""Of the text, where no length was asked: tracing takes the square of it."""
 
 
 def text_by_buckets(options: DrawOptions) -> tuple[ColouredText, dict[str, Any]]:
     """The first ``options.length`` tokens of the text, coloured by the bucket of the first round, and the same as
     facts: ``layer``, ``head`` and the number of ``tokens`` in every bucket."""
-    others = ("pattern", "position", "image_width")
-    if unread := [marked(name) for name in others if getattr(options, name)]:
-        raise KinformerError(f"`buckets` draws a text, and knows no {', '.join(unread)}; leave them out.")
-    run = open_run(options.subject)
-    if not run.task.data.tokenized or run.tokenizer is None:
-        raise KinformerError(f"{run.folder}: was trained for the task {run.task.name}, which reads no text.")
-    tokens = tokens_of(run, options)[: options.length or TOKENS].tolist()
+    run = text_run(options, "buckets")
+    assert run.tokenizer is not None
+    tokens = tokens_of(run, options)[: options.length or TRACED].tolist()
     layers = None if options.layer is None else str(options.layer)
     text = run.tokenizer.decode(tokens)
     settings = TraceOptions(layers=layers, max_tokens=len(tokens), set=options.set, seed=options.seed, device="cpu")

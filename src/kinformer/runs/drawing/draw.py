@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kinformer.figures.coloured_text import draw_text
+from kinformer.figures.coloured_text import ColouredText, draw_text
 from kinformer.figures.draw import draw as draw_panels
 from kinformer.figures.image import draw_image
 from kinformer.figures.panels import Panel, PatternPanel
@@ -80,15 +80,16 @@ def _exits(options: DrawOptions, out: Path) -> Drawing:
 def _buckets(options: DrawOptions, out: Path) -> Drawing:
     from kinformer.runs.drawing.buckets import text_by_buckets
 
-    text, facts = text_by_buckets(options)
-    draw_text(text, out)
-    return _drawing(options, out, "run", text.title, [], facts)
+    return _coloured(options, out, *text_by_buckets(options))
 
 
 def _experts(options: DrawOptions, out: Path) -> Drawing:
     from kinformer.runs.drawing.experts import text_by_experts
 
-    text, facts = text_by_experts(options)
+    return _coloured(options, out, *text_by_experts(options))
+
+
+def _coloured(options: DrawOptions, out: Path, text: ColouredText, facts: dict[str, Any]) -> Drawing:
     draw_text(text, out)
     return _drawing(options, out, "run", text.title, [], facts)
 

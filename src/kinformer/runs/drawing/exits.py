@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +12,11 @@ from kinformer.evaluation.early_exit import EarlyExitRecorder, Exited, early_exi
 from kinformer.evaluation.windows import Windows, cut
 from kinformer.figures.coloured_text import ColouredText
 from kinformer.runs.drawing.options import DrawOptions
-from kinformer.runs.run import Run, open_run
-from kinformer.runtime.errors import KinformerError, marked
+from kinformer.runs.drawing.text import pieces_of, text_run, tokens_of
+from kinformer.runs.run import Run
+from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
-from kinformer.tasks.evaluation import EvaluationSettings
-from kinformer.tasks.shared.text import held_out, main_windows
-
-TOKENS, MOST = 1200, 6000
+from kinformer.tasks.shared.text import main_windows
 
 
 @dataclass(frozen=True)
@@ -33,12 +30,7 @@ class _Windows:
 def text_by_exits(options: DrawOptions) -> tuple[ColouredText, Exited]:
     """The first ``options.length`` tokens of the text, coloured by the exits by which they were foretold, and how many
     left where."""
-    others = ("pattern", "position", "layer", "head", "image_width")
-    if unread := [marked(name) for name in others if getattr(options, name)]:
-        raise KinformerError(f"`exits` draws a text, and knows no {', '.join(unread)}; leave them out.")
-    run = open_run(options.subject)
-    if not run.task.data.tokenized:
-        raise KinformerError(f"{run.folder}: was trained for the task {run.task.name}, which reads no text.")
+    run = text_run(options, "exits", "layer", "head")
     model = run.model(options.set)
     if early_exit_stack(model) is None:
         raise KinformerError(
@@ -60,14 +52,6 @@ def text_by_exits(options: DrawOptions) -> tuple[ColouredText, Exited]:
     return text, exited
 
 
-def tokens_of(run: Run, options: DrawOptions) -> np.ndarray:
-    """The first ids of the text to draw, one more than ``options.length``."""
-    split = held_out(run, EvaluationSettings(data=options.data)).split
-    split.require(2, "a drawing")
-    count = min(options.length or TOKENS, MOST, len(split) - 1)
-    return np.array(split.tokens(0, count + 1), np.int64)
-
-
 def _exits(run: Run, model: Any, tokens: np.ndarray) -> tuple[list[int], Exited]:
     """The exits of all but the last of ``tokens``, read with half a window or more of text before each."""
     windows, seen = main_windows(run, model, _Windows(), beside_lengths=True), []
@@ -83,11 +67,3 @@ def _exits(run: Run, model: Any, tokens: np.ndarray) -> tuple[list[int], Exited]
     recorder.note(torch.cat(seen), None)
     assert recorder.result is not None
     return torch.cat(seen).tolist(), recorder.result
-
-
-def pieces_of(run: Run, tokens: list[int], groups: Sequence[int | None]) -> list[tuple[str, int | None]]:
-    """Each token's text with its group; characters of several tokens stand with the last."""
-    assert run.tokenizer is not None
-    stream = run.tokenizer.stream()
-    pieces = [(stream.feed(token), group) for token, group in zip(tokens, groups, strict=True)]
-    return [*pieces, (stream.finish(), None)]

@@ -9,28 +9,19 @@ from torch import Tensor, nn
 
 from kinformer.blocks.experts import Experts
 from kinformer.figures.coloured_text import ColouredText
-from kinformer.runs.drawing.exits import pieces_of, tokens_of
 from kinformer.runs.drawing.options import DrawOptions
-from kinformer.runs.run import open_run
-from kinformer.runtime.errors import KinformerError, marked
+from kinformer.runs.drawing.text import TRACED, pieces_of, text_run, tokens_of
+from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
-
-TOKENS = 512
-"""Of the text, where no length was asked, as for buckets."""
 
 
 def text_by_experts(options: DrawOptions) -> tuple[ColouredText, dict[str, Any]]:
     """The first ``options.length`` tokens of the text, coloured by the expert with the largest weight, and the same as
     facts: ``layer``, the number of ``tokens`` of every expert, and its ``share`` of all weights."""
-    others = ("pattern", "position", "head", "image_width")
-    if unread := [marked(name) for name in others if getattr(options, name)]:
-        raise KinformerError(f"`experts` draws a text, and knows no {', '.join(unread)}; leave them out.")
-    run = open_run(options.subject)
-    if not run.task.data.tokenized or run.tokenizer is None:
-        raise KinformerError(f"{run.folder}: was trained for the task {run.task.name}, which reads no text.")
+    run = text_run(options, "experts", "head")
     model: Any = run.model(options.set).eval()
     layer, mixture = _mixture(model, options, str(run.folder))
-    tokens = tokens_of(run, options)[: options.length or TOKENS]
+    tokens = tokens_of(run, options)[: options.length or TRACED]
     experts, weights = _chosen(model, mixture, torch.from_numpy(tokens[None]))
     first = experts.gather(-1, weights.argmax(-1, keepdim=True))[0, :, 0]
     count: int = mixture.config.num_experts

@@ -8,21 +8,19 @@ None is PyTorch's own.
 
 from __future__ import annotations
 
-from math import log
-
 import torch
 from torch import Generator, Tensor
 from torch.nn import functional
 
-from kinformer.tasks.shared.augmentation import flip
+from kinformer.tasks.shared.augmentation import ASPECTS, box, flip
+from kinformer.tasks.shared.rand_augment import luminance
 
 GLOBAL, LOCAL = (7, 8), (3, 8)
-LEAST_AREA, ASPECT = 0.05, 4 / 3
+LEAST_AREA = 0.05
 BLURRED, SOLARISED = ((1.0, 0.1), 0.5), (0.0, 0.2)
 """How many views are: of the first and the second global one, and blurred ones of the local."""
 SHARPEST, SOFTEST, OF_SIDE = 0.1, 2.0, 224
 """Deviations of the blur in pixels, of an image of that side."""
-_GREY = (0.299, 0.587, 0.114)
 
 Grid = tuple[int, int]
 
@@ -51,7 +49,8 @@ def views_of_pixels(
     views = []
     for number in range(2 + local):
         rows, columns = large if number < 2 else small
-        x = crop(images, (rows * patch, columns * patch), (area, 1) if number < 2 else (LEAST_AREA, area), generator)
+        shares = (area, 1) if number < 2 else (LEAST_AREA, area)
+        x = box(images, (rows * patch, columns * patch), shares, ASPECTS, generator)
         x = flip(x, generator) if flips else x
         x = _recoloured(x, generator)
         x = _blurred(x, BLURRED[0][number] if number < 2 else BLURRED[1], generator)
@@ -71,28 +70,15 @@ def _box(features: Tensor, size: Grid, generator: Generator | None) -> Tensor:
     return features[rows, :, places[0][:, :, None], places[1][:, None]].permute(0, 3, 1, 2)
 
 
-def crop(images: Tensor, size: Grid, area: tuple[float, float], generator: Generator | None) -> Tensor:
-    """A box of each image, of a random share of its area and a random aspect, brought to ``size``."""
-    count = len(images)
-    share = area[0] + (area[1] - area[0]) * torch.rand(count, generator=generator)
-    aspect = (log(ASPECT) * (2 * torch.rand(count, generator=generator) - 1)).exp()
-    down, across = (share / aspect).sqrt().clamp(max=1), (share * aspect).sqrt().clamp(max=1)
-    at = [(1 - side) * (2 * torch.rand(count, generator=generator) - 1) for side in (across, down)]
-    zero = torch.zeros(count)
-    maps = torch.stack([torch.stack([across, zero, at[0]], 1), torch.stack([zero, down, at[1]], 1)], 1)
-    grid = functional.affine_grid(maps.to(images), [count, images.shape[1], *size], align_corners=False)
-    return functional.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
-
-
 def _recoloured(x: Tensor, generator: Generator | None) -> Tensor:
     """Brightness and contrast by up to 40 %, saturation by 20 %, in four of five images; one of five has no colour."""
     changed = (x * _factor(x, 0.4, generator)).clamp(0, 1)
     mean = changed.mean((1, 2, 3), keepdim=True)
     changed = (mean + _factor(x, 0.4, generator) * (changed - mean)).clamp(0, 1)
     if x.shape[1] == 3:
-        changed = (_grey(changed) + _factor(x, 0.2, generator) * (changed - _grey(changed))).clamp(0, 1)
+        changed = (luminance(changed) + _factor(x, 0.2, generator) * (changed - luminance(changed))).clamp(0, 1)
     x = torch.where(_chosen(x, 0.8, generator), changed, x)
-    return torch.where(_chosen(x, 0.2, generator), _grey(x), x) if x.shape[1] == 3 else x
+    return torch.where(_chosen(x, 0.2, generator), luminance(x), x) if x.shape[1] == 3 else x
 
 
 def _blurred(x: Tensor, share: float, generator: Generator | None) -> Tensor:
@@ -116,7 +102,3 @@ def _factor(x: Tensor, most: float, generator: Generator | None) -> Tensor:
 
 def _chosen(x: Tensor, share: float, generator: Generator | None) -> Tensor:
     return (torch.rand(len(x), 1, 1, 1, generator=generator) < share).to(x.device)
-
-
-def _grey(x: Tensor) -> Tensor:
-    return (x * torch.tensor(_GREY, device=x.device)[:, None, None]).sum(1, keepdim=True)

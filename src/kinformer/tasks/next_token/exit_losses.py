@@ -6,20 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from kinformer.core.stack import units_of
 from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
 from kinformer.stacks.exit_rules import AllExits
 from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch, next_token_nats, predicted
+from kinformer.tasks.shared.exit_losses import aligned_loss, all_exits
 from kinformer.training.objective import ObjectiveOutput
-
-WEIGHTS = {
-    "linear": lambda exits: [1.0 + number for number in range(exits)],
-    "uniform": lambda exits: [1.0] * exits,
-    "powers": lambda exits: [2.0**number for number in range(exits)],
-}
 
 
 class ExitLosses:
@@ -65,23 +59,15 @@ class ExitLosses:
         targets, exits = batch.tokens[:, 1:], stack.exits
         _, state, tapped = model.hidden(batch.tokens[:, :-1], state, valid=batch.valid, reset=batch.reset, taps=exits)
         logits = [model.exit_logits(x, number) for number, x in enumerate(tapped)]
-        losses = [next_token_nats(logit, targets, batch.valid) for logit in logits]
-        weights = WEIGHTS[stack.config.weights](len(exits))
-        pairs = zip(weights, losses, strict=True)
-        loss = torch.stack([weight * pair for weight, (pair, _) in pairs]).sum() / sum(weights)
-        if stack.rule is not None:
-            cost = stack.rule.cost(all_exits(tapped, logits, batch), progress)
-            loss = loss if cost is None else loss + cost
-        return loss, {"nats": losses[-1][1], "predicted": predicted(batch)}, state
+        losses, nats = zip(*(next_token_nats(logit, targets, batch.valid) for logit in logits), strict=True)
+        seen = None if stack.rule is None else exits_of(tapped, logits, batch)
+        loss = aligned_loss(stack, losses, seen, progress)
+        return loss, {"nats": nats[-1], "predicted": predicted(batch)}, state
 
 
-def all_exits(hidden: tuple[Tensor, ...], logits: list[Tensor], batch: TokenBatch) -> AllExits:
+def exits_of(hidden: tuple[Tensor, ...], logits: list[Tensor], batch: TokenBatch) -> AllExits:
     """What is known of every exit, without a graph but for ``hidden``."""
     targets = batch.tokens[:, 1:]
-    with torch.no_grad():
-        nats = [functional.cross_entropy(logit.float().mT, targets, reduction="none") for logit in logits]
-        best = [logit.argmax(-1) for logit in logits]
-    everywhere = torch.ones_like(targets, dtype=torch.bool)
+    valid = torch.ones_like(targets, dtype=torch.bool) if batch.valid is None else batch.valid
     sequence = torch.zeros_like(targets) if batch.reset is None else batch.reset.long().cumsum(1)
-    valid = everywhere if batch.valid is None else batch.valid
-    return AllExits(hidden, torch.stack(nats), torch.stack(best), targets, valid, sequence)
+    return all_exits(hidden, logits, targets, valid, sequence)

@@ -22,7 +22,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional
 
-from kinformer.tasks.shared.rand_augment import GREY, rand_augment
+from kinformer.tasks.shared.rand_augment import luminance, rand_augment
 
 ERASED, LEAST_AREA, MOST_AREA, LEAST_ASPECT = 0.25, 0.02, 1 / 3, 0.3
 MIXUP, CUTMIX = 0.8, 1.0
@@ -71,33 +71,38 @@ def resized_crop(images: Tensor, generator: Generator) -> Tensor:
 
     A box longer than a side is cut to it; its centre is drawn where it fits.
     """
-    rows, (height, width) = len(images), images.shape[2:]
-    area = CROPPED[0] + (CROPPED[1] - CROPPED[0]) * torch.rand(rows, generator=generator)
-    low, high = log(ASPECTS[0]), log(ASPECTS[1])
-    aspect = (low + (high - low) * torch.rand(rows, generator=generator)).exp()  # across / down, in pixels
-    across = (area * aspect * height / width).sqrt().clamp(max=1)
-    down = (area / aspect * width / height).sqrt().clamp(max=1)
-    moved = [(2 * torch.rand(rows, generator=generator) - 1) * (1 - side) for side in (across, down)]
-    zero = torch.zeros(rows)
-    theta = torch.stack([torch.stack([across, zero, moved[0]], 1), torch.stack([zero, down, moved[1]], 1)], 1)
-    grid = functional.affine_grid(theta, list(images.shape), align_corners=False)
-    return functional.grid_sample(images, grid, padding_mode="border", align_corners=False)
+    height, width = images.shape[2:]
+    low, high = (aspect * height / width for aspect in ASPECTS)  # of pixels
+    return box(images, (height, width), CROPPED, (low, high), generator)
+
+
+def box(
+    images: Tensor,
+    size: tuple[int, int],
+    area: tuple[float, float],
+    aspects: tuple[float, float],
+    generator: Generator | None,
+) -> Tensor:
+    """A box of each image at a random place, brought to ``size`` bilinearly: of a random share ``area`` of its area and
+    a random aspect among ``aspects``, across by down as shares of its sides."""
+    count, (low, high) = len(images), map(log, aspects)
+    share = area[0] + (area[1] - area[0]) * torch.rand(count, generator=generator)
+    aspect = (low + (high - low) * torch.rand(count, generator=generator)).exp()
+    down, across = (share / aspect).sqrt().clamp(max=1), (share * aspect).sqrt().clamp(max=1)
+    at = [(1 - side) * (2 * torch.rand(count, generator=generator) - 1) for side in (across, down)]
+    zero = torch.zeros(count)
+    maps = torch.stack([torch.stack([across, zero, at[0]], 1), torch.stack([zero, down, at[1]], 1)], 1)
+    grid = functional.affine_grid(maps.to(images), [count, images.shape[1], *size], align_corners=False)
+    return functional.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
 
 
 def jitter(images: Tensor, generator: Generator) -> Tensor:
     """Brightness, contrast and, of colours, saturation, each times its own number about 1."""
     factors = 1 + JITTER * (2 * torch.rand(3, len(images), 1, 1, 1, generator=generator) - 1)
     images = (images * factors[0]).clamp(0, 1)
-    grey = _grey(images)
+    grey = luminance(images)
     images = torch.lerp(grey.mean((1, 2, 3), keepdim=True), images, factors[1]).clamp(0, 1)
-    return images if images.shape[1] != 3 else torch.lerp(_grey(images), images, factors[2]).clamp(0, 1)
-
-
-def _grey(images: Tensor) -> Tensor:
-    """[rows, 1, height, width], the luminance of colours."""
-    if images.shape[1] != 3:
-        return images.mean(1, keepdim=True)
-    return (images * images.new_tensor(GREY).view(3, 1, 1)).sum(1, keepdim=True)
+    return images if images.shape[1] != 3 else torch.lerp(luminance(images), images, factors[2]).clamp(0, 1)
 
 
 def flip(images: Tensor, generator: Generator | None) -> Tensor:

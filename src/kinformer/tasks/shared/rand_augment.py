@@ -16,6 +16,13 @@ COUNT, MAGNITUDE, SPREAD, MOST = 2, 9.0, 0.5, 30.0
 GREY = (0.299, 0.587, 0.114)
 
 
+def luminance(images: Tensor) -> Tensor:
+    """Images [rows, channels, height, width] without colour, [rows, 1, height, width]."""
+    if images.shape[1] != 3:
+        return images.mean(1, keepdim=True)
+    return (images * torch.tensor(GREY, device=images.device)[:, None, None]).sum(1, keepdim=True)
+
+
 def rand_augment(images: Tensor, generator: Generator) -> Tensor:
     """``COUNT`` changes of each image, one after the other."""
     rows = len(images)
@@ -63,10 +70,7 @@ def _solarise(x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
 
 
 def _colour(x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    grey = x.mean(1, keepdim=True)
-    if x.shape[1] == 3:
-        grey = (x * torch.tensor(GREY)[:, None, None]).sum(1, keepdim=True)
-    return _blended(grey, x, strength, sign)
+    return _blended(luminance(x), x, strength, sign)
 
 
 def _posterise(x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:

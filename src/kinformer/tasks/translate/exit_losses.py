@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from kinformer.core.state import State
 from kinformer.data import IGNORED
 from kinformer.runtime.errors import KinformerError
-from kinformer.stacks.exit_rules import AllExits
-from kinformer.tasks.next_token.exit_losses import WEIGHTS
+from kinformer.tasks.shared.exit_losses import aligned_loss, all_exits
 from kinformer.tasks.translate.rows import PairBatch, TranslationLoss
 from kinformer.training.objective import ObjectiveOutput
 
@@ -56,11 +54,11 @@ class TranslationExits(TranslationLoss):
         logits = [model.exit_logits(x, number).float() for number, x in enumerate(tapped)]
         labels, smoothing = batch.labels[counted], self.smoothing
         losses = [functional.cross_entropy(value[counted], labels, label_smoothing=smoothing) for value in logits]
-        weights = WEIGHTS[stack.config.weights](len(losses))
-        loss = torch.stack([weight * value for weight, value in zip(weights, losses, strict=True)]).sum() / sum(weights)
+        seen = None
         if stack.rule is not None:
-            cost = stack.rule.cost(_all_exits(tapped, logits, batch.labels, counted), progress)
-            loss = loss if cost is None else loss + cost
+            targets = batch.labels.masked_fill(~counted, 0)
+            seen = all_exits(tapped, logits, targets, counted, torch.zeros_like(targets))  # a row is one sequence
+        loss = aligned_loss(stack, losses, seen, progress)
         last = logits[-1].detach()[counted]
         metrics = {
             "nats": functional.cross_entropy(last, labels, reduction="sum"),
@@ -69,12 +67,3 @@ class TranslationExits(TranslationLoss):
             "bytes": batch.bytes.sum(),
         }
         return loss, metrics, state
-
-
-def _all_exits(hidden: tuple[Tensor, ...], logits: list[Tensor], labels: Tensor, counted: Tensor) -> AllExits:
-    """Return what is known of every exit, without a graph but for ``hidden``; each row is one sequence."""
-    targets = labels.masked_fill(~counted, 0)
-    with torch.no_grad():
-        nats = torch.stack([functional.cross_entropy(value.mT, targets, reduction="none") for value in logits])
-        best = torch.stack([value.argmax(-1) for value in logits])
-    return AllExits(hidden, nats, best, targets, counted, torch.zeros_like(targets))
