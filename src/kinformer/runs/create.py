@@ -31,7 +31,6 @@ from kinformer.runtime.progress import tolerant
 from kinformer.runtime.unallocated import unallocated
 from kinformer.tasks.table import task_for, training_options
 from kinformer.tasks.task import Task, TrainingPlan
-from kinformer.training.context_parallel import check_time
 from kinformer.training.distributed import Group, started_by_torchrun
 from kinformer.training.division import divide
 from kinformer.training.engines import check_shared
@@ -131,6 +130,8 @@ def checked(plan: TrainingPlan, task: Task, group: Group) -> TrainingPlan:
     _require_trained(plan, task, model, objective)
     check_shared(model, group)
     if group.context > 1:
+        from kinformer.training.context_parallel import check_time
+
         check_time(model, group.ring)
     if group.tensor > 1:
         divide(model, 0, group.tensor)  # refuses what cannot be divided
