@@ -23,6 +23,7 @@ SIZES: dict[str, Any] = SMALL | {
     "memory_size": 12, "topk": 3, "compressed": 4, "max_length": 48, "num_keys": 6, "key_dim": 8,
     "max_span": 12, "ramp": 4, "multiple": 4, "rate": 2, "steps": 3, "num_heads": 2, "kernel": 3, "dropout": 0.0,
     "iterations": 2, "redraw": 0, "impl": "auto", "cut": 0, "noise": False,
+    "cache": "full",  # an int8 past is read by later chunks alone, so that outputs depend on where a text is cut
 }  # fmt: skip
 """Sizes that a sequence of some forty tokens crosses more than once, and what is not drawn, by the names of fields."""
 OF_KINDS: dict[str, dict[str, Any]] = {

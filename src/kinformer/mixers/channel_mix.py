@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import CausalMixer, Chunk, real_resets, select_valid, state_dtype
+from kinformer.core.division import divided
 from kinformer.core.feed_forward import FeedForwardConfig
 from kinformer.core.parts import ResidualOutput
 from kinformer.projections.short_convolution import convolve
@@ -29,6 +30,9 @@ class ChannelMix(FeedForwardConfig):
 
     kind = "channel_mix"
     hidden_dim: int | None = None
+
+    def part(self, dim: int, parts: int) -> ChannelMix:
+        return self.replace(hidden_dim=divided(self, "hidden_dim", self.hidden_dim or 4 * dim, parts))
 
     def build(self, dim: int) -> CausalChannelMix:
         raise KinformerError(

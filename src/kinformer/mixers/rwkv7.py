@@ -70,7 +70,7 @@ class FirstLayerValues(SharesValues, nn.Module):
 
     def forward(self, v: Tensor, x: Tensor, channel: FirstValues | None) -> Tensor:
         first = v if channel is None else channel.of(v)
-        gate = torch.sigmoid(self.up(self.down(x)) + self.bias)
+        gate = torch.sigmoid(self.up(self.down(x)) + self.bias).to(v.dtype)
         return torch.lerp(v, first.to(v.dtype), gate.unflatten(-1, self.value_shape).transpose(1, 2))
 
 

@@ -19,5 +19,8 @@ class Sequential(Stack):
     class Config(StackConfig):
         kind = "sequential"
 
+        def select(self, layers: Sequence[int]) -> Sequential.Config:
+            return self
+
         def build(self, layers: Sequence[nn.Module]) -> Sequential:
             return Sequential(self, layers)

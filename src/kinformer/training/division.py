@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.config import describe
-from kinformer.core.contract import RecomputesKV
+from kinformer.core.contract import CausalMixer, RecomputesKV
 from kinformer.core.division import FollowsHeads, undivided
 from kinformer.core.head import OutputProduct
 from kinformer.core.learning import Regularized, Resampled
@@ -111,9 +111,9 @@ def _replacements(model: Any, parts: int) -> dict[str, tuple[Any, str, nn.Module
         place = f"stack.layers.{number}"
         for name in ("mixer", *_FEED_FORWARDS):
             if isinstance(getattr(layer, name, None), nn.Module):
-                chosen = getattr(options, "feed_forward" if name in _FEED_FORWARDS else name)
-                module = chosen.part(width, parts).build(width)
-                replaced[f"{place}.{name}"] = layer, name, module, name == "mixer"
+                chosen = getattr(options, "feed_forward" if name in _FEED_FORWARDS else name).part(width, parts)
+                module = chosen.build_causal(width) if name in _FEED_FORWARDS else chosen.build(width)
+                replaced[f"{place}.{name}"] = layer, name, module, isinstance(module, CausalMixer)
         further = getattr(options, "further_mixers", ())
         for index, chosen in enumerate(further):
             module = chosen.part(width, parts).build(width)
