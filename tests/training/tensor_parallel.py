@@ -25,7 +25,10 @@ from tests.training.measured import measured
 from tests.training.sharded import together
 from tests.training.tiny import rewound, train
 
-HYBRID = {"member": "gated-deltanet", "layers": 2, "layers.1.mixer": {"kind": "softmax", "position": "rope"}}
+HYBRID = {
+    "member": "gated-deltanet", "layers": 2, "layers.1.mixer": {"kind": "softmax", "position": "rope"},
+    "layers.1.feed_forward": {"kind": "channel_mix"},
+}  # fmt: skip
 RUNS: dict[str, dict[str, Any]] = {
     "t5": {"model": {"member": "t5", "layers": 1, "head": "language"}, "ema": 0.5},
     "hybrid": {"model": HYBRID, "segments": True},
