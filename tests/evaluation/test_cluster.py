@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from kinformer.cli.estimate import Options, run
-from kinformer.estimation.cluster import Cluster, Mesh, Part, Payload, meshes
+from kinformer.estimation.cluster import Cluster, Part, Shared
 from kinformer.estimation.estimate import estimate
 from kinformer.estimation.machines import DEVICES, device_of, numbers_of
+from kinformer.estimation.mesh import Mesh, Payload, meshes
 from kinformer.estimation.serving import serving_costs
 from kinformer.family.build import configure
+from kinformer.runs.parallel import parallel_of
 from kinformer.runtime.errors import KinformerError
 
 SIZES: dict[str, Any] = {"length": 64, "optimizer": "adamw", "precision": "fp32"}
@@ -25,15 +27,22 @@ def test_meshes_share_rows_and_devices_evenly() -> None:
     assert list(meshes(1, 3, 8)) == [Mesh(1, 1, "ddp")]
 
 
+def test_meshes_of_stretches_are_what_parallel_takes() -> None:
+    every = [mesh.text for mesh in meshes(8, 2, 8, context=True, ring=True)]
+    assert every[:4] == ["ring=4,dp=2", "ring=4,fsdp=2", "ring=8", "ring=8,fsdp=1"]
+    assert every[-2:] == ["tp=4,ring=2", "tp=4,ring=2,fsdp=1"]
+    assert all(parallel_of(text).devices == 8 for text in every)
+
+
 def test_rings_send_what_they_must() -> None:
     payload = Payload(all_reduce=800, tensor=100)
-    assert payload.sent(Mesh(2, 4, "ddp")) == (2 * 800 * 3 / 4, 2 * 100 / 2)
-    assert Payload(all_gather=800, reduce_scatter=400).sent(Mesh(1, 4, "fsdp")) == (900, 0)
+    assert payload.sent(Mesh(2, 4, "ddp")) == (2 * 800 * 3 / 4, 2 * 100 / 2, 0)
+    assert Payload(all_gather=800, reduce_scatter=400).sent(Mesh(1, 4, "fsdp")) == (900, 0, 0)
 
 
 def test_parts_together_hold_the_model_once() -> None:
     config = configure("gated-deltanet", "tiny", 64)
-    whole, half = (Part(config, parts, **SIZES) for parts in (1, 2))
+    whole, half = (Part(config, Shared(parts), **SIZES) for parts in (1, 2))
     assert whole.of_rows("flops_step", 3) == estimate(config, batch=3, **SIZES).flops_step
     assert half.of_rows("flops_step", 2) == pytest.approx(whole.of_rows("flops_step", 2) / 2, rel=0.02)
     assert half.inference()["state"] == pytest.approx(whole.inference()["state"] / 2, rel=0.02)
@@ -58,6 +67,19 @@ def test_what_cannot_be_divided_is_told_beside_what_can(capsys: pytest.CaptureFi
     assert run(Options(member="rope", recipe="tiny", length=32, batch_size=4, devices="4")) == 0
     text = capsys.readouterr().out
     assert "tp=2,fsdp=2" in text and "num_heads = 2 is no multiple of 4" in text and "tokens/s a device" in text
+
+
+def test_time_is_shared_where_nothing_else_fits() -> None:
+    config = configure("linear-transformer", "tiny", 64)
+    needed = estimate(config, **SIZES).train_bytes
+    cluster = Cluster(config, device_of(f"h100,memory={needed - 1}"), 0.5, batch=1, **SIZES)
+    cluster.tensor = (1,)
+    best, *rest = cluster.costs(2)
+    assert {best.mesh, *(cost.mesh for cost in rest)} == {"cp=2", "cp=2,fsdp=1"}
+    assert best.fits and best.context_bytes > 0 and best.memory["activations"] < needed
+    waiting = Cluster(configure("sha-rnn", "tiny", 64), DEVICES["h100"], 0.5, batch=1, **SIZES)
+    waiting.tensor = (1,)
+    assert not waiting.costs(2) and "waits for the state" in waiting.refused
 
 
 @pytest.mark.parametrize(

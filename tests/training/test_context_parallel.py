@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from kinformer.data import Corpus
+from kinformer.estimation.cluster import Part, Shared
+from kinformer.estimation.mesh import Mesh
 from kinformer.family.build import build
 from kinformer.runs.parallel import parallel_of
 from kinformer.runtime.errors import KinformerError
@@ -90,6 +92,15 @@ def test_what_is_sent_is_what_the_formulas_say(runs: Path) -> None:
             sums += ROWS * layer.mixer.num_heads * (1 + built.features * (built.value_dim + 1)) * 4
         linear = {"all_gather": stretches * (sums + edge), "reduce_scatter": stretches * sums}
         assert _exchanged(told["linear-transformer"]) == linear
+
+
+@pytest.mark.parametrize("name", ["rope", "local", "gated-deltanet", "linear-transformer"])
+def test_what_is_sent_is_what_the_estimate_says(name: str, runs: Path) -> None:
+    told = json.loads((runs / "sent.json").read_text())[0]
+    estimated = Part(TINY[name], Shared(1, 2), TIME, "adamw", "fp32").payload(Mesh(1, 1, "ddp", 2), ROWS).context
+    edge = 2 * ROWS * 8  # the counts of tokens, by which the model knows where its stretch begins
+    gathered = told[name].get("all_gather", 2 * edge) - 2 * edge + told[name].get("reduce_scatter", 0)
+    assert estimated == gathered / 2 + 2 * told[name].get("sent", 0)
 
 
 def _exchanged(told: dict[str, int]) -> dict[str, int]:

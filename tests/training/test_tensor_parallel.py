@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from kinformer.data import Corpus
-from kinformer.estimation.cluster import Mesh, Part
+from kinformer.estimation.cluster import Part, Shared
+from kinformer.estimation.mesh import Mesh
 from kinformer.family.build import configure
 from kinformer.training.checkpoint import Checkpoints
 from tests.training.measured import LENGTH, MEMBERS, MESHES, ROWS
@@ -53,7 +54,7 @@ def test_the_estimate_is_what_two_processes_hold_and_exchange(runs: Path, member
     counted = json.loads((runs / "measured.json").read_text())[f"{member} {mesh}"]
     strategy, tensor = MESHES[mesh]
     part, devices = (
-        Part(configure(member, "tiny", 256), tensor, LENGTH, "adamw", "fp32"),
+        Part(configure(member, "tiny", 256), Shared(tensor), LENGTH, "adamw", "fp32"),
         Mesh(tensor, 2 // tensor, strategy),
     )
     rows = ROWS // devices.replicas

@@ -55,12 +55,12 @@ def _show(options: Options, result: MemberEstimate) -> None:
 
 def _print_cluster(cluster: ClusterEstimate, options: Options) -> None:
     print(f"training on devices like {options.hardware} ({cluster.device.source}), a device each:")
-    header = ("devices", "--parallel", "--accumulate", "memory", "fits", "sent, data", "sent, tp", "step", "tokens/s")
+    header = ("devices", "--parallel", "--accumulate", "memory", "fits", "sent, data", "sent, rows", "step", "tokens/s")
     rows = []
     for devices, costs in cluster.meshes.items():
         for cost in costs if len(cluster.meshes) == 1 else costs[:1]:
             fits = "yes" if cost.fits else "no"
-            sent = size(cost.data_bytes), size(cost.tensor_bytes)
+            sent = size(cost.data_bytes), size(cost.tensor_bytes + cost.context_bytes)
             time = f"{cost.step:.3g} s", f"{cost.tokens_per_second:,.0f}"
             rows.append((f"{devices:,}", cost.mesh, cost.accumulate, size(cost.train_bytes), fits, *sent, *time))
     print_table(header, rows, numeric=(0, 2, 3, 5, 6, 7, 8))

@@ -8,7 +8,7 @@ causal mixer is handed its state by the process before, and waits for it: by par
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,7 +41,18 @@ class Crossing:
     def composed(self, summary: Summary, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return the state before this stretch and that after the row, from that before the row and the ``summary`` of
         this stretch. One all-gather of summaries."""
-        raise NotImplementedError
+        leaves: Any = summary
+        dtype, sizes = leaves[0].dtype, [leaf.numel() for leaf in leaves]
+        mine = torch.cat([leaf.flatten() for leaf in leaves])
+        everyone, after = self.gathered(mine, state.to(dtype))
+        before = after
+        for number, flat in enumerate(everyone.unbind(0)):
+            if number == self.number:
+                before = after
+            parts = [part.view_as(leaf) for part, leaf in zip(flat.split(sizes), leaves, strict=True)]
+            if number < self.number or self.keeps:
+                after = type(leaves)(*parts).after(after)
+        return before, after
 
     def past(self, slots: Tensor, first: Tensor, most: int | None) -> tuple[Tensor, Tensor]:
         """Return the last ``most`` (None: all) slots before this stretch [batch, heads, past, width], and ``slots``.
@@ -49,6 +60,22 @@ class Crossing:
         slots: [batch, heads, time, width], this stretch's; first: [batch, heads, n, width], those before the row. All
         of them are gathered; some are sent by those neighbours that have them.
         """
+        first = first.to(slots.dtype)
+        if most is not None:
+            received, slots = self.from_neighbours(slots, most)
+            rest = most - received.shape[2]
+            return torch.cat([first[:, :, max(0, first.shape[2] - rest) :], received], dim=2), slots
+        everyone, slots = self.gathered(slots, slots)
+        return torch.cat([first, *everyone[: self.number].unbind(0)], dim=2), slots
+
+    def gathered(self, mine: Tensor, tied: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ``mine`` of all stretches [stretches, ...], and ``tied``, which every stretch differentiates
+        whether or not its outputs depend on what the others sent."""
+        raise NotImplementedError
+
+    def from_neighbours(self, slots: Tensor, most: int) -> tuple[Tensor, Tensor]:
+        """Return the last ``most`` slots [batch, heads, time, width] of earlier stretches, as many as there are, and
+        this stretch's ``slots``."""
         raise NotImplementedError
 
     def last(self, slots: Tensor, count: int | None = None) -> Tensor:
@@ -91,6 +118,11 @@ class Crosses:
         if self.crossing is None:
             return slots, seen
         return after_row(self.crossing, slots, first, time, most), self.crossing.seen
+
+
+def sent_by_neighbours(time: int, most: int, stretches: int) -> list[int]:
+    """Return how many of the last ``most`` slots each earlier stretch of ``time`` slots has, nearest first."""
+    return [min(time, most - begin) for begin in range(0, most, time)][: stretches - 1]
 
 
 def with_past(

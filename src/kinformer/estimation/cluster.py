@@ -8,18 +8,20 @@ A device of tensor parallelism has a part of the model, so it costs what that pa
     tp      all-reduce of every divided module's outputs, and of the gradients of its inputs; of a look-up's outputs;
             of the gradients of the hidden states that logits are made of; of three numbers a token of the loss
 
-On a ring of n devices each sends, and receives, 2 (n - 1) / n times the bytes of an all-reduce, and (n - 1) / n times
-those of the other two. Tensor parallelism waits for its exchanges, while those of gradients and weights go on during
-the computation:
+    cp      what mixers need of earlier stretches of a row (``estimation.stretches``)
 
-    step = max(FLOPs / (efficiency * FLOP/s) + bytes of tp / link, bytes of data / link or network)
+Devices that share rows wait for their exchanges, while those of gradients and weights go on during the computation:
+
+    step = max(FLOPs / (efficiency * FLOP/s) + bytes of tp and cp / link, bytes of data / link or network)
+
+Of stretches of time, the last computes most, and the others wait for it.
 
 Kernels that wait for memory, latencies and stragglers are what ``efficiency`` stands for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -27,51 +29,26 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from kinformer.core.stack import units_of
-from kinformer.estimation.estimate import Estimate, Precision, estimate
+from kinformer.estimation.estimate import Estimate, Precision, estimate, horizon_of
+from kinformer.estimation.length import at_length
 from kinformer.estimation.machines import Device
+from kinformer.estimation.mesh import Mesh, Payload, meshes
+from kinformer.estimation.parts import Costs
+from kinformer.estimation.stretches import FLOAT, PaperStretches, share_on_paper
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.unallocated import unallocated
 from kinformer.training.division import Division, divide
 
-FLOAT = 4
 PREFETCHED = 2
 """Units whose weights FSDP has whole at a time: the one that computes, and the next."""
-
-
-class Mesh(NamedTuple):
-    """``tensor`` devices share every row; ``replicas`` groups of them have other rows and, with the strategy fsdp,
-    share the weights."""
-
-    tensor: int
-    replicas: int
-    strategy: str
-
-    @property
-    def text(self) -> str:
-        """Return the mesh as the option ``parallel`` takes it."""
-        axes = {"tp": self.tensor, "fsdp" if self.strategy == "fsdp" else "dp": self.replicas}
-        return ",".join(f"{axis}={size}" for axis, size in axes.items() if size > 1) or "dp=1"
-
-
-class Payload(NamedTuple):
-    """The bytes of a step's collectives, by what they are for: ``data`` (gradients and weights) and ``tensor``."""
-
-    all_reduce: int = 0
-    all_gather: int = 0
-    reduce_scatter: int = 0
-    tensor: int = 0
-
-    def sent(self, mesh: Mesh) -> tuple[float, float]:
-        """Return the bytes that each device sends on rings, for data and for tensor parallelism."""
-        data, tensor = (1 - 1 / mesh.replicas), (1 - 1 / mesh.tensor)
-        return data * (2 * self.all_reduce + self.all_gather + self.reduce_scatter), 2 * tensor * self.tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshCost:
     """What a step on ``mesh`` takes of each device: ``train_bytes``, which ``memory`` breaks down, the ``payload`` of
     its collectives, and ``seconds`` by what they pass with; ``step`` are those of the step. The rows of a replica come
-    in ``accumulate`` parts, as few as memory allows."""
+    in ``accumulate`` parts, as few as memory allows. Each device sends ``data_bytes`` of gradients and weights,
+    ``tensor_bytes`` and ``context_bytes`` of rows that are shared."""
 
     mesh: str
     accumulate: int
@@ -80,6 +57,7 @@ class MeshCost:
     payload: dict[str, int]
     data_bytes: float
     tensor_bytes: float
+    context_bytes: float
     seconds: dict[str, float]
     step: float
     tokens_per_second: float
@@ -87,42 +65,65 @@ class MeshCost:
 
 
 class PartConfig:
-    """A model config whose model is one of ``parts`` parts of the model of ``config``."""
+    """A model config whose model is one of ``parts`` parts of the model of ``config``, which computes one of
+    ``stretches`` where there are some."""
 
-    def __init__(self, config: Any, parts: int) -> None:
-        self.config, self.parts = config, parts
+    def __init__(self, config: Any, parts: int, stretches: PaperStretches | None = None) -> None:
+        self.config, self.parts, self.stretches = config, parts, stretches
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.config, name)
 
     def replace(self, **changes: Any) -> PartConfig:
-        return PartConfig(self.config.replace(**changes), self.parts)
+        return PartConfig(self.config.replace(**changes), self.parts, self.stretches)
 
     def divided(self) -> tuple[Any, Division | None]:
         """Return the model, and how it is divided."""
         model = self.config.build()
-        return model, divide(model, 0, self.parts) if self.parts > 1 else None
+        division = divide(model, 0, self.parts) if self.parts > 1 else None
+        if self.stretches is not None:
+            share_on_paper(model, self.stretches)
+        return model, division
 
     def build(self) -> Any:
         return self.divided()[0]
 
 
-class Part:
-    """One of ``parts`` parts of a model in training, for any number of rows.
+class Shared(NamedTuple):
+    """How a row is shared: by ``tensor`` devices with parts of the model, and ``context`` of them with stretches of
+    time, with ``ring`` by keys and values that go round."""
 
-    Errors: ``KinformerError`` where the model cannot be divided so.
+    tensor: int
+    context: int = 1
+    ring: bool = False
+
+
+class Part:
+    """What a device that has a share of every row does in training, for any number of rows.
+
+    Errors: ``KinformerError`` where rows of the model cannot be ``shared`` so.
     """
 
-    def __init__(self, config: Any, parts: int, length: int, optimizer: str, precision: Precision) -> None:
-        self.config, self.parts, self.length, self.precision = PartConfig(config, parts), parts, length, precision
+    def __init__(self, config: Any, shared: Shared, length: int, optimizer: str, precision: Precision) -> None:
+        narrow = FLOAT if precision == "fp32" else FLOAT // 2
+        self.stretches = PaperStretches(shared.context, shared.ring, narrow) if shared.context > 1 else None
+        self.config = PartConfig(config, shared.tensor, self.stretches)
+        self.length, self.precision, self.narrow = length // shared.context, precision, narrow
         with unallocated():
             self.model, self.division = self.config.divided()
-        options: dict[str, Any] = {"length": length, "optimizer": optimizer, "precision": precision}
-        # Activations and FLOPs are a constant and a number for every row.
-        self._one, self._two = (estimate(self.config, batch=rows, **options) for rows in (1, 2))
+        self._options: dict[str, Any] = {"length": self.length, "optimizer": optimizer, "precision": precision}
+
+    @cached_property
+    def _one(self) -> Estimate:
+        return estimate(self.config, batch=1, **self._options)
+
+    @cached_property
+    def _two(self) -> Estimate:
+        return estimate(self.config, batch=2, **self._options)
 
     def of_rows(self, name: str, rows: int) -> int:
         """Return the activations' bytes (``activations``) or the ``flops_step`` of so many rows."""
+        # Activations and FLOPs are a constant and a number for every row.
         one, two = (_amount(item, name) for item in (self._one, self._two))
         return one + (rows - 1) * (two - one)
 
@@ -134,7 +135,7 @@ class Part:
     def memory(self, mesh: Mesh, rows: int) -> dict[str, int]:
         """Return the bytes of a device's memory, by what it is for."""
         train = self._one.memory["train"]
-        shares = mesh.replicas if mesh.strategy == "fsdp" else 1
+        shares = mesh.copies if mesh.strategy == "fsdp" else 1
         sharded = _sharded(self.model, shares)
         memory = {
             "weights": sharded,
@@ -152,20 +153,33 @@ class Part:
         """Return the bytes of the collectives of a step of ``accumulate`` parts of ``rows`` rows a replica."""
         whole = _bytes(self.model)
         tensor = accumulate * self._exchanged(rows) if self.division is not None else 0
-        if mesh.replicas == 1:
-            return Payload(tensor=tensor)
+        within = Payload(tensor=tensor, context=accumulate * rows * self._sent)
+        if mesh.copies == 1:
+            return within
         if mesh.strategy == "ddp":
-            return Payload(all_reduce=whole, tensor=tensor)
-        padded = mesh.replicas * _sharded(self.model, mesh.replicas)
-        units = mesh.replicas * sum(_sharded(unit, mesh.replicas) for unit in units_of(self.model))
-        return Payload(all_gather=accumulate * (padded + units), reduce_scatter=padded, tensor=tensor)
+            return within._replace(all_reduce=whole)
+        padded = mesh.copies * _sharded(self.model, mesh.copies)
+        units = mesh.copies * sum(_sharded(unit, mesh.copies) for unit in units_of(self.model))
+        return within._replace(all_gather=accumulate * (padded + units), reduce_scatter=padded)
+
+    @cached_property
+    def _sent(self) -> int:
+        """Return the bytes that a device sends of a row's stretch, in both passes."""
+        if self.stretches is None:
+            return 0
+        return at_length(self._sent_at, self.length, horizon_of(self.model))["sent", "model"]
+
+    def _sent_at(self, length: int) -> Costs:
+        assert self.stretches is not None
+        before = self.stretches.sent
+        self.model(self.model.input.example(1, length, "meta"))
+        return {("sent", "model"): self.stretches.sent - before}
 
     def _exchanged(self, rows: int) -> int:
         assert self.division is not None
-        narrow = FLOAT if self.precision == "fp32" else FLOAT // 2
         tokens, width = rows * self.length, self.config.dim
         # Outputs are in the type of products, gradients of inputs in that of the norms before.
-        exchanged = self._sums() * tokens * width * (narrow + FLOAT)
+        exchanged = self._sums() * tokens * width * (self.narrow + FLOAT)
         if self.division.vocabulary:
             exchanged += tokens * width * (FLOAT + FLOAT) + 3 * tokens * FLOAT
         parameters = dict(self.model.named_parameters())
@@ -183,9 +197,8 @@ class Part:
         """Return the bytes of the collectives of a generated token."""
         if self.division is None:
             return 0
-        number = FLOAT if self.precision == "fp32" else FLOAT // 2
         logits = self.model.vocab_size // 2 if self.division.vocabulary else 0  # a gather is half of an all-reduce
-        return number * (self._sums() * self.config.dim + logits)
+        return self.narrow * (self._sums() * self.config.dim + logits)
 
     def _sums(self) -> int:
         """Return how many outputs are added up in a forward pass."""
@@ -193,18 +206,6 @@ class Part:
         uses = [self.config.stack.uses(len(self.config.layers)).count(i) for i in range(len(self.config.layers))]
         paths = [*self.division.mixers, *self.division.feed_forwards]
         return sum(uses[int(path.split(".")[2])] for path in paths)
-
-
-def meshes(devices: int, batch: int, largest: int) -> Iterator[Mesh]:
-    """Yield the meshes of so many ``devices`` for ``batch`` rows a step, with ``largest`` devices of a row at most."""
-    tensor = 1
-    while tensor <= min(devices, largest):
-        replicas = devices // tensor
-        if devices % tensor == 0 and batch % replicas == 0:
-            yield Mesh(tensor, replicas, "ddp")
-            if replicas > 1:
-                yield Mesh(tensor, replicas, "fsdp")
-        tensor *= 2
 
 
 class Cluster:
@@ -217,29 +218,37 @@ class Cluster:
         self.batch: int = sizes.pop("batch")
         self.sizes, self.refused = sizes, ""
         self.tensor: Sequence[int] = ()
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[Shared, Part] = {}
 
     def costs(self, devices: int) -> list[MeshCost]:
-        """Return the costs of every mesh of so many devices, fastest first, those that do not fit last."""
-        costs = []
-        for mesh in meshes(devices, self.batch, self.device.node):
-            if self.tensor and mesh.tensor not in self.tensor:
-                continue
-            if (part := self.part(mesh.tensor)) is not None:
-                costs.append(self._cost(mesh, part))
+        """Return the costs of every mesh of so many devices, fastest first, those that do not fit last. The time of
+        rows is shared where no other mesh fits."""
+        costs = self._costs(meshes(devices, self.batch, self.device.node))
+        for ring in (False, True):
+            if not any(cost.fits for cost in costs):
+                costs += self._costs(meshes(devices, self.batch, self.device.node, True, ring))
         return sorted(costs, key=lambda cost: (not cost.fits, cost.step, cost.train_bytes))
 
-    def part(self, parts: int) -> Part | None:
-        """Return one of ``parts`` parts of the model; None where it cannot be divided."""
-        if parts not in self._parts:
+    def _costs(self, candidates: Iterable[Mesh]) -> list[MeshCost]:
+        costs = []
+        for mesh in candidates:
+            if self.tensor and mesh.tensor not in self.tensor or self.sizes["length"] % mesh.context:
+                continue
+            if (part := self.part(Shared(mesh.tensor, mesh.context, mesh.ring))) is not None:
+                costs.append(self._cost(mesh, part))
+        return costs
+
+    def part(self, shared: Shared) -> Part | None:
+        """Return a device's part of rows that are ``shared`` so; None where they cannot be."""
+        if shared not in self._parts:
             try:
-                self._parts[parts] = Part(self.config, parts, **self.sizes)
+                self._parts[shared] = Part(self.config, shared, **self.sizes)
             except KinformerError as error:
-                if parts == 1:
+                if shared == Shared(1):
                     raise
                 self.refused = self.refused or error.message
                 return None
-        return self._parts[parts]
+        return self._parts[shared]
 
     def flops(self, precision: Precision) -> float:
         """Return the operations that a device makes in a second."""
@@ -252,14 +261,15 @@ class Cluster:
             accumulate *= 2
             memory = part.memory(mesh, rows // accumulate)
         payload = part.payload(mesh, rows // accumulate, accumulate)
-        data, tensor = payload.sent(mesh)
-        within = mesh.tensor * mesh.replicas <= device.node
+        data, tensor, context = payload.sent(mesh)
+        within = mesh.tensor * mesh.copies <= device.node
         seconds = {
             "compute": part.of_rows("flops_step", rows) / self.flops(part.precision),
             "tensor": tensor / device.link,
+            "context": context / device.link,
             "data": data / (device.link if within else device.network),
         }
-        step = max(seconds["compute"] + seconds["tensor"], seconds["data"])
+        step = max(seconds["compute"] + seconds["tensor"] + seconds["context"], seconds["data"])
         return MeshCost(
             mesh=mesh.text,
             accumulate=accumulate,
@@ -268,9 +278,10 @@ class Cluster:
             payload=payload._asdict(),
             data_bytes=data,
             tensor_bytes=tensor,
+            context_bytes=context,
             seconds=seconds,
             step=step,
-            tokens_per_second=self.batch * part.length / step,
+            tokens_per_second=self.batch * self.sizes["length"] / step,
             fits=sum(memory.values()) <= device.memory,
         )
 

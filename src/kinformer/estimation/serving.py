@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kinformer.estimation.cluster import Cluster, Part
+from kinformer.estimation.cluster import Cluster, Part, Shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ def serving_costs(cluster: Cluster, devices: int) -> list[ServingCost]:
     the model fits, the most tokens a second first."""
     costs, shared = [], 1
     while shared <= min(devices, cluster.device.node):
-        if (part := cluster.part(shared)) is not None:
+        if (part := cluster.part(Shared(shared))) is not None:
             memory = part.inference()
             rows = int((cluster.device.memory - memory["weights"]) // max(1, memory["state"]))
             if rows >= 1:

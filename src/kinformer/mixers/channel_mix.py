@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.contract import CausalMixer, Chunk, real_resets, select_valid, state_dtype
+from kinformer.core.contract import CausalMixer, Chunk, positions_of, real_resets, select_valid, state_dtype
+from kinformer.core.crossing import Crosses, recent_slots
 from kinformer.core.division import divided
 from kinformer.core.feed_forward import FeedForwardConfig
 from kinformer.core.parts import ResidualOutput
@@ -50,7 +51,7 @@ class ShiftState(NamedTuple):
     recent: Tensor
 
 
-class CausalChannelMix(CausalMixer):
+class CausalChannelMix(Crosses, CausalMixer):
     """The feed-forward x [batch, time, dim] -> y [batch, time, dim], from a token and the one before it.
     ``shift`` [dim] is mu, ``up`` and ``down`` are W_k and W_v."""
 
@@ -76,6 +77,10 @@ class CausalChannelMix(CausalMixer):
 
     def forward(self, chunk: Chunk, state: ShiftState) -> tuple[Tensor, ShiftState]:
         x = select_valid(chunk.x, chunk.valid)[:, None]
+        recent = state.recent
+        if self.crossing is not None:
+            recent, x = recent_slots(self.crossing, x, recent, positions_of(chunk, recent.new_zeros(0)))
         weight = torch.stack([1 - self.shift, self.shift])[:, None]
-        mixed, recent = convolve(x, weight, state.recent, chunk.valid, real_resets(chunk))
+        mixed, recent = convolve(x, weight, recent, chunk.valid, real_resets(chunk))
+        recent = recent if self.crossing is None else self.crossing.last(recent)
         return select_valid(self.down(self.up(mixed[:, 0]).relu().square()), chunk.valid), ShiftState(recent)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed
 from torch.autograd.function import once_differentiable
 
-from kinformer.core.crossing import Crossing, Summary
+from kinformer.core.crossing import Crossing, sent_by_neighbours
 
 # PyTorch 2.13 has other names for these.
 all_gather: Any = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)
@@ -29,28 +29,11 @@ class Stretches(Crossing):
         self.number, self.count = distributed.get_rank(processes), distributed.get_world_size(processes)
         self.peers = distributed.get_process_group_ranks(processes)
 
-    def composed(self, summary: Summary, state: Tensor) -> tuple[Tensor, Tensor]:
-        leaves: Any = summary
-        dtype, sizes = leaves[0].dtype, [leaf.numel() for leaf in leaves]
-        mine = torch.cat([leaf.flatten() for leaf in leaves])
-        everyone, after = _Gathered.apply(mine, state.to(dtype), self)
-        before = after
-        for number, flat in enumerate(everyone.unbind(0)):
-            if number == self.number:
-                before = after
-            parts = [part.view_as(leaf) for part, leaf in zip(flat.split(sizes), leaves, strict=True)]
-            if number < self.number or self.keeps:
-                after = type(leaves)(*parts).after(after)
-        return before, after
+    def gathered(self, mine: Tensor, tied: Tensor) -> tuple[Tensor, Tensor]:
+        return _Gathered.apply(mine, tied, self)  # type: ignore[no-any-return]
 
-    def past(self, slots: Tensor, first: Tensor, most: int | None) -> tuple[Tensor, Tensor]:
-        first = first.to(slots.dtype)
-        if most is not None:
-            received, slots = _FromNeighbours.apply(slots, self, most)
-            rest = most - received.shape[2]
-            return torch.cat([first[:, :, max(0, first.shape[2] - rest) :], received], dim=2), slots
-        everyone, slots = _Gathered.apply(slots, slots, self)
-        return torch.cat([first, *everyone[: self.number].unbind(0)], dim=2), slots
+    def from_neighbours(self, slots: Tensor, most: int) -> tuple[Tensor, Tensor]:
+        return _FromNeighbours.apply(slots, self, most)  # type: ignore[no-any-return]
 
     def last(self, slots: Tensor, count: int | None = None) -> Tensor:
         return _Last.apply(slots, self, slots.shape[2] if count is None else count) if self.keeps else slots
@@ -95,7 +78,7 @@ class _FromNeighbours(torch.autograd.Function):
     def forward(ctx: Any, slots: Tensor, stretches: Stretches, most: int) -> tuple[Tensor, Tensor]:
         ctx.stretches, ctx.form = stretches, slots
         time, received = slots.shape[2], list[Tensor]()
-        ctx.widths = [min(time, most - begin) for begin in range(0, most, time)][: stretches.count - 1]
+        ctx.widths = sent_by_neighbours(time, most, stretches.count)
         for distance, width in enumerate(ctx.widths, start=1):
             tail = slots[:, :, time - width :].contiguous()
             room = torch.empty_like(tail)

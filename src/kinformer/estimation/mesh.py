@@ -1,0 +1,74 @@
+"""Meshes of devices: who shares what, and what collectives send.
+
+On a ring of n devices each sends, and receives, 2 (n - 1) / n times the bytes of an all-reduce, and (n - 1) / n times
+those of an all-gather and a reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Mesh(NamedTuple):
+    """``tensor`` devices share the heads and features of every row, ``context`` groups of them its time (with ``ring``
+    by keys and values that go round); ``replicas`` of all that have other rows. With the ``strategy`` fsdp those that
+    have other tokens share the weights."""
+
+    tensor: int
+    replicas: int
+    strategy: str
+    context: int = 1
+    ring: bool = False
+
+    @property
+    def text(self) -> str:
+        """Return the mesh as the option ``parallel`` takes it."""
+        data = "fsdp" if self.strategy == "fsdp" else "dp"
+        axes = {"tp": self.tensor, "ring" if self.ring else "cp": self.context, data: self.replicas}
+        named = [f"{axis}={size}" for axis, size in axes.items() if size > 1 or (axis == "fsdp" and self.context > 1)]
+        return ",".join(named) or "dp=1"
+
+    @property
+    def copies(self) -> int:
+        """Return how many devices have other tokens of the same part of the model."""
+        return self.replicas * self.context
+
+
+class Payload(NamedTuple):
+    """The bytes of a step's collectives, by what they are for: ``data`` (gradients and weights) and ``tensor``;
+    ``context``: those that each device sends for stretches of time."""
+
+    all_reduce: int = 0
+    all_gather: int = 0
+    reduce_scatter: int = 0
+    tensor: int = 0
+    context: int = 0
+
+    def sent(self, mesh: Mesh) -> tuple[float, float, float]:
+        """Return the bytes that each device sends on rings: for data, for parts of rows, and for stretches of time."""
+        data, tensor = (1 - 1 / mesh.copies), (1 - 1 / mesh.tensor)
+        weights = data * (2 * self.all_reduce + self.all_gather + self.reduce_scatter)
+        return weights, 2 * tensor * self.tensor, self.context
+
+
+def meshes(devices: int, batch: int, largest: int, context: bool = False, ring: bool = False) -> Iterator[Mesh]:
+    """Yield the meshes of so many ``devices`` for ``batch`` rows a step, with ``largest`` devices of a row at most;
+    where the time of rows is shared, if ``context``: such meshes alone, with ``ring`` for keys and values that go
+    round."""
+    for tensor in _powers(min(devices, largest)):
+        for stretches in _powers(min(devices, largest) // tensor) if context else (1,):
+            shared = tensor * stretches
+            replicas = devices // shared
+            if devices % shared or batch % replicas or context and stretches == 1:
+                continue
+            yield Mesh(tensor, replicas, "ddp", stretches, ring)
+            if replicas * stretches > 1:
+                yield Mesh(tensor, replicas, "fsdp", stretches, ring)
+
+
+def _powers(most: int) -> Iterator[int]:
+    power = 1
+    while power <= most:
+        yield power
+        power *= 2
