@@ -93,11 +93,16 @@ class RunningNorm:
         return ((x - mean) / (square - mean.square()).clamp_min(LEAST_DEVIATION**2).sqrt()).to(features.dtype)
 
 
-def features_of(samples: Tensor, bank: Filterbank, width: int, stride: int, causal: bool) -> Tensor:
-    """Return sound, float32 [time], as positions [positions, width, mels]; for a ``causal`` model normalised by what
-    was heard so far."""
+def normalised_features(samples: Tensor, bank: Filterbank, causal: bool) -> Tensor:
+    """Return features [frames, mels] of sound, float32 [time]; for a ``causal`` model normalised by what was heard so
+    far."""
     features = bank(samples)
-    return windows(RunningNorm()(features) if causal else normalised(features), width, stride)
+    return RunningNorm()(features) if causal else normalised(features)
+
+
+def features_of(samples: Tensor, bank: Filterbank, width: int, stride: int, causal: bool) -> Tensor:
+    """Return :func:`normalised_features` of sound, float32 [time], as positions [positions, width, mels]."""
+    return windows(normalised_features(samples, bank, causal), width, stride)
 
 
 def windows(features: Tensor, width: int, stride: int) -> Tensor:

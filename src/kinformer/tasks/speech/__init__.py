@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from kinformer.core.model import CausalModel, WholeModel
-from kinformer.runtime.errors import KinformerError, require
+from kinformer.runtime.errors import KinformerError, choose, require
 from kinformer.runtime.tables import PredictionTable
 from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
@@ -47,9 +47,19 @@ class SpeechOptions:
     sample_rate: int | None = None
     """Samples a second that the model hears, to which others are resampled; that of most clips if not given."""
 
+    augment: str = "none"
+    """How training utterances are changed at each step: some of speed,specaugment, or none."""
+
     def __post_init__(self) -> None:
         require("sample_rate", self.sample_rate, 1000)
         _ = self.joined
+        for name in self.changes:
+            choose(name, ("speed", "specaugment", "none"), "`augment`")
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """The names in ``augment``."""
+        return () if self.augment == "none" else tuple(self.augment.split(","))
 
     @property
     def joined(self) -> tuple[int, int] | None:

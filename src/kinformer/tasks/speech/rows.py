@@ -8,26 +8,28 @@ of which repeat the one before, needs n + r positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from math import log
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.nn import functional
 
 from kinformer.core.model import CausalModel
 from kinformer.core.state import State
-from kinformer.data import filterbank
 from kinformer.data.buckets import STEP_OF_WIDTH, Order
-from kinformer.data.filterbank import Filterbank
+from kinformer.data.filterbank import Filterbank, normalised_features, windows
+from kinformer.data.permutation import mix
 from kinformer.data.sound import Sound, split_symbols
 from kinformer.evaluation.transcripts import count_errors
 from kinformer.generation.ctc import BLANK, greedy
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.progress import note
 from kinformer.runtime.words import plural
+from kinformer.tasks.speech.augment import masked, with_speed
 from kinformer.tasks.task import TrainingPlan
 from kinformer.training.data_module import DataModule
 from kinformer.training.metric import BITS_PER_SYMBOL, ERROR_RATE
@@ -35,6 +37,7 @@ from kinformer.training.objective import ObjectiveOutput
 
 LEAST_EXAMPLES = 64
 IGNORED = -1
+_CHANGES = 6
 
 
 class SpeechBatch(NamedTuple):
@@ -56,10 +59,13 @@ class Rows:
     """The utterances of a split as a model of ``config`` hears them.
 
     ``usable`` are those that training can learn from: not longer than ``length`` positions, and long enough for their
-    transcripts.
+    transcripts. ``changes``: the names of what changes an utterance at random, where it has a generator.
     """
 
-    def __init__(self, data: Sound, split: str, config: Any, length: int | None = None) -> None:
+    def __init__(
+        self, data: Sound, split: str, config: Any, length: int | None = None, changes: Sequence[str] = ()
+    ) -> None:
+        self.changes = changes
         self.data, self.utterances, self.config, self.input = data, data.splits[split], config, config.input
         self.bank = Filterbank(data.rate, config.input.mels)
         number = {symbol: index for index, symbol in enumerate(data.symbols, start=1)}
@@ -69,6 +75,7 @@ class Rows:
         frames = 1 + np.maximum(0, self.utterances.lengths - self.bank.size) // self.bank.hop
         self.positions = -(-frames // self.input.stride)
         needed = np.array([len(target) + int((target[1:] == target[:-1]).sum()) for target in self.targets])
+        self.needed = needed
         self.short, self.long = self.positions < needed, self.positions > (length or np.inf)
         self.usable = np.flatnonzero(~(self.short | self.long))
         self.length = length
@@ -92,9 +99,13 @@ class Rows:
                 )
             note(f"note: {note_text} and are left out (as {first}).")
 
-    def batch(self, numbers: np.ndarray, counted: np.ndarray | None = None) -> SpeechBatch:
-        """Utterances by number; those that are not ``counted`` [batch] bool are no examples."""
-        rows = [self.features(number) for number in numbers.tolist()]
+    def batch(
+        self, numbers: np.ndarray, counted: np.ndarray | None = None, generators: Sequence[Generator] = ()
+    ) -> SpeechBatch:
+        """Utterances by number; those that are not ``counted`` [batch] bool are no examples. With ``generators``, one
+        an utterance, they are changed at random."""
+        drawn: Sequence[Generator | None] = generators or [None] * len(numbers)
+        rows = [self.features(number, generator) for number, generator in zip(numbers.tolist(), drawn, strict=True)]
         targets = [self.targets[number] for number in numbers.tolist()]
         time = max(map(len, rows))
         time = -(-time // STEP_OF_WIDTH) * STEP_OF_WIDTH if time > STEP_OF_WIDTH else time
@@ -108,16 +119,27 @@ class Rows:
         valid = torch.arange(time) < torch.tensor([len(local) for local in rows])[:, None]
         return SpeechBatch(frames, valid, torch.from_numpy(symbols), torch.from_numpy(counts))
 
-    def features(self, number: int) -> Tensor:
-        """An utterance as positions [time, width, mels]; for a causal model normalised by what was heard so far."""
-        return features_of(self.utterances.samples(number), self.bank, self.config)
+    def features(self, number: int, generator: Generator | None = None) -> Tensor:
+        """An utterance as positions [time, width, mels], changed at random by a ``generator``; for a causal model
+        normalised by what was heard so far."""
+        samples = self.utterances.samples(number)
+        if generator is None:
+            return features_of(samples, self.bank, self.config)
+        if "speed" in self.changes:
+            changed = with_speed(samples, generator)
+            positions = -(-self.bank.frames(len(changed)) // self.input.stride)
+            samples = changed if self.needed[number] <= positions <= (self.length or positions) else samples
+        masks = "specaugment" in self.changes
+        return features_of(samples, self.bank, self.config, partial(masked, generator=generator) if masks else None)
 
 
-def features_of(samples: Tensor, bank: Filterbank, config: Any) -> Tensor:
-    """Return sound, float32 [time], as positions [positions, width, mels] of a model of ``config``; for a causal one
-    normalised by what was heard so far."""
-    causal = config.protocol is CausalModel
-    return filterbank.features_of(samples, bank, config.input.width, config.input.stride, causal)
+def features_of(
+    samples: Tensor, bank: Filterbank, config: Any, change: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """Return sound, float32 [time], as positions [positions, width, mels] of a model of ``config``, after a ``change``
+    of its normalised features [frames, mels]; for a causal one these are normalised by what was heard so far."""
+    features = normalised_features(samples, bank, config.protocol is CausalModel)
+    return windows(features if change is None else change(features), config.input.width, config.input.stride)
 
 
 class SpeechRows(DataModule):
@@ -128,11 +150,10 @@ class SpeechRows(DataModule):
     metrics = (ERROR_RATE, BITS_PER_SYMBOL)
 
     def __init__(self, plan: TrainingPlan) -> None:
-        settings = plan.settings
-        self.train, self.held_out = (
-            Rows(plan.data, split, plan.config, settings.length) for split in ("train", "validation")
-        )
-        self.size = settings.batch_size
+        settings, changes = plan.settings, plan.options.changes
+        self.train = Rows(plan.data, "train", plan.config, settings.length, changes)
+        self.held_out = Rows(plan.data, "validation", plan.config, settings.length)
+        self.seed, self.size = settings.seed, settings.batch_size
         self.order = Order(self.train.positions[self.train.usable], self.size, settings.seed)
         positions = self.held_out.positions[self.held_out.usable]
         enough = int(np.searchsorted(np.cumsum(positions), settings.validation_tokens)) + 1
@@ -145,7 +166,14 @@ class SpeechRows(DataModule):
     def batch(self, step: int, rank: int, world: int) -> SpeechBatch:
         numbers = self.train.usable[self.order.indices(step)]
         share = len(numbers) // world
-        return self.train.batch(numbers[rank * share : (rank + 1) * share])
+        places = range(rank * share, (rank + 1) * share)
+        generators = self._generators(step, places) if self.train.changes else ()
+        return self.train.batch(numbers[places.start : places.stop], generators=generators)
+
+    def _generators(self, step: int, places: range) -> list[Generator]:
+        """Return a generator for each of the rows at ``places`` of a step, the same in any number of processes."""
+        seeds = mix(self.seed, _CHANGES, step, np.arange(places.start, places.stop)) >> np.uint64(1)
+        return [Generator().manual_seed(seed) for seed in seeds.tolist()]
 
     def validation(self, rank: int, world: int) -> Iterator[SpeechBatch]:
         for indices in self.batches:
