@@ -58,7 +58,7 @@ class SpeechOptions:
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """The names in ``augment``."""
+        """Return the names in ``augment``."""
         return () if self.augment == "none" else tuple(self.augment.split(","))
 
     @property
