@@ -120,8 +120,8 @@ class Rows:
         return SpeechBatch(frames, valid, torch.from_numpy(symbols), torch.from_numpy(counts))
 
     def features(self, number: int, generator: Generator | None = None) -> Tensor:
-        """Return an utterance as positions [time, width, mels], changed at random by a ``generator``; for a causal model
-        normalised by what was heard so far."""
+        """Return an utterance as positions [time, width, mels], changed at random by a ``generator``; for a causal
+        model normalised by what was heard so far."""
         samples = self.utterances.samples(number)
         if generator is None:
             return features_of(samples, self.bank, self.config)
