@@ -12,6 +12,8 @@ from kinformer.runtime.errors import KinformerError
 from tests.interop.encoders import Peer
 
 VALUES = (None, -1, 0, 2.5, 10**9, 10**400, 1e308, float("nan"), True, "x" * 50, [], [[]], [3], {}, {"0": 5})
+SHARE = 5
+"""Each setting of a kind takes one value in so many, another kind's setting the others."""
 LONG = "1" * 5_000
 
 
@@ -44,8 +46,8 @@ def test_any_setting_may_hold_any_value(kind, folder):
     ours = fla.ARCHITECTURES.get(kind)
     config = dict(ours.defaults | ours.required) if ours else transformers.AutoConfig.for_model(kind).to_dict()
     config |= {"architectures": ["X"], "model_type": kind}
-    for name in config:
-        for value in VALUES:
+    for number, name in enumerate(config, start=list(FORMATS).index(kind)):
+        for value in VALUES[number % SHARE :: SHARE] if name != "model_type" else VALUES:
             (folder / "config.json").write_text(json.dumps(config | {name: value}))
             refused = refusal(folder)
             assert name != "model_type" or (refused and "cannot be imported" in refused)
