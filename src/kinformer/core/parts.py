@@ -74,6 +74,10 @@ class Position(nn.Module):
         """Return keys alone, of tokens without queries."""
         return self.rotate(k[:, :1], k, positions)[1]
 
+    def moved(self, k: Tensor, distances: Tensor) -> Tensor:
+        """Return keys as :meth:`rotate` left them, as it leaves those of tokens ``distances`` [batch, time] later."""
+        return k
+
     def values(self, v: Tensor) -> Tensor:
         """Return values [batch, kv_heads, time, head_dim] as the state holds them,
         with the term added at every distance."""
