@@ -34,7 +34,7 @@ ONE = Grouped.Config(num_kv_heads=1)
 SOFTMAX = SoftmaxAttention.Config(num_heads=HEADS, position=Rope.Config())
 MOBA = ChosenBlocks.Config(num_heads=HEADS, position=Rope.Config(), block=256, count=4)
 NSA = MOBA.replace(
-    projection=ONE, block=64, count=16, first=1, near=1, shared_choice=True, compression=True, window=512
+    projection=ONE, block=64, count=16, first=1, near=1, shared_choice=True, compression="mean", window=512
 )
 LAYERS: dict[str, Any] = {
     "softmax, 4 heads of keys": SOFTMAX,

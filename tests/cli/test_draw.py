@@ -15,10 +15,12 @@ from kinformer.patterns.combined import Complement, Intersection, Union
 from kinformer.patterns.image_2d import Image2D
 from kinformer.patterns.local import Local
 from kinformer.patterns.strided import Strided
+from kinformer.runs.drawing.blocks import chosen_panels
 from kinformer.runs.drawing.buckets import text_by_buckets
 from kinformer.runs.drawing.exits import text_by_exits
 from kinformer.runs.drawing.experts import text_by_experts
 from kinformer.runs.drawing.options import DrawOptions
+from kinformer.runs.drawing.text import tokens_of
 from kinformer.runs.run import open_run
 
 pytest.importorskip("matplotlib")
@@ -301,6 +303,26 @@ def test_a_text_by_experts(drawn, make_run, text_file):
     assert [group for _, group in text.pieces[:60]] == first.tolist()
 
 
+@pytest.mark.parametrize("member", ["moba", "nsa"])
+def test_chosen_blocks(drawn, make_run, text_file, member):
+    """A cell holds the share of its pairs that are seen: of moba those to which the weights give some."""
+    run = make_run(member)
+    told, data = drawn(run, "--blocks", "--length", 39, "--layer", 2, "--data", text_file)
+    assert data.startswith(b"\x89PNG") and told["drawn"] == (2 if member == "moba" else 1)
+    options = DrawOptions(subject=str(run), blocks=True, length=39, layer=2, data=str(text_file), head=2)
+    ((panel,), _) = chosen_panels(options)
+    assert panel.place == ("layer 2, head 2" if member == "moba" else "layer 2, heads 1\N{EN DASH}2")
+    assert panel.tokens_per_cell == 4 and told["panels"][-1]["allowed_pairs"] == panel.allowed_pairs
+    others = 1 if member == "moba" else 3
+    own = sum(t % 4 + 1 for t in range(39))
+    assert panel.allowed_pairs == own + sum(4 * min(others, t // 4) for t in range(39))
+    if member == "moba":
+        text = bytes(tokens_of(open_run(run), options)[:39].tolist()).decode()
+        weights = kinformer.trace(run, text, layers="2", heads="2").attention[0].weights[0]
+        seen = np.pad(weights > 0, ((0, 1), (0, 1))).reshape(10, 4, 10, 4).mean((1, 3))
+        assert np.abs(seen - panel.shares).max() < 1e-12
+
+
 def test_spans_are_counted_from_one(drawn, make_run):
     told, _ = drawn(make_run("adaptive-span"), "--spans")
     assert told["panels"][0]["first"] == 1 and told["panels"][0]["rows"] == "layer"
@@ -313,6 +335,9 @@ def test_spans_are_counted_from_one(drawn, make_run):
         (("routing", "--buckets", "--head", 1), "--head 1: does not attend within buckets or clusters"),
         (("routing", "--buckets", "--exits"), "contradict"),
         (("routing", "--experts"), "no layer of this run has experts"),
+        (("gpt", "--blocks"), "no layer of this run chooses blocks; give a run of moba or nsa"),
+        (("moba", "--blocks", "--layer", 9), "--layer 9: chooses no blocks; those that do are 1, 2"),
+        (("moba", "--blocks", "--head", 3), "--head 3: the layer has 2 heads"),
         (("mixtral", "--experts", "--layer", 9), "--layer 9: has no experts; those that have some are 1, 2"),
         (("calm", "--exits", "--head", 1), "--exits draws a text, and knows no --head"),
         (("calm", "--exits"), "no token of this run leaves early; calibrate it first"),

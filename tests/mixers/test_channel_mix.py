@@ -1,5 +1,8 @@
 """RWKV's channel mixing: the contract, its formula, its limit, where it may stand."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
@@ -26,6 +29,17 @@ def test_it_is_its_formula():
     want = (shifted @ module.up.weight.T).relu() ** 2 @ module.down.weight.T
     got = module(Chunk(x), module.initial_state(2, dtype=x.dtype))[0]
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_parity_with_flash_linear_attention():
+    """RWKV7FeedForward of fla 0.6.0, its own kernels in float32 (``golden/make_rwkv7_layers.py``)."""
+    with np.load(Path(__file__).parents[1] / "golden" / "rwkv7_layers.npz", allow_pickle=False) as arrays:
+        golden = {name: torch.from_numpy(arrays[name]) for name in arrays}
+    module = CONFIG.build_causal(8)
+    names = {"shift": "x_k", "up.weight": "key.weight", "down.weight": "value.weight"}
+    module.load_state_dict({ours: golden[f"ffn/{theirs}"] for ours, theirs in names.items()})
+    found = module(Chunk(golden["x"]), module.initial_state(2))[0]
+    torch.testing.assert_close(found, golden["c"], rtol=1e-5, atol=1e-5)
 
 
 def test_without_a_shift_it_is_a_feed_forward_of_each_token():

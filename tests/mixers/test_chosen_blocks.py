@@ -25,8 +25,9 @@ GROUPED = Grouped.Config(num_kv_heads=2)
 MOBA = {"num_heads": 2, "block": 3, "count": 2}
 NSA = {
     "num_heads": 4, "projection": GROUPED, "block": 3, "count": 4, "first": 1, "near": 1, "shared_choice": True,
-    "compression": True, "window": 4, "position": Rope.Config(),
+    "compression": "mean", "window": 4, "position": Rope.Config(),
 }  # fmt: skip
+LEARNT = NSA | {"compression": "mlp"}
 PER_HEAD = {"num_heads": 4, "projection": GROUPED, "block": 4, "count": 3}
 
 
@@ -87,7 +88,7 @@ def test_parity_with_nsa(golden, impl):
     """naive_nsa_with_compression of fla-org/native-sparse-attention, two groups of two heads."""
     *qkv, want = (golden[f"nsa_{name}"] for name in "qkvo")
     config = ChosenBlocks.Config(
-        projection=GROUPED, block=4, count=3, shared_choice=True, compression=True, window=5, impl=impl
+        projection=GROUPED, block=4, count=3, shared_choice=True, compression="mean", window=5, impl=impl
     )
     mixer, start = of_authors(config.replace(num_heads=4), *qkv)
     mixer.branch_gates = Gated(golden["nsa_g"].permute(1, 2, 3, 0))
@@ -124,7 +125,86 @@ def test_branches_are_softmax_attention_where_blocks_are_tokens_and_the_window_i
     assert (outputs(mixer, inputs(13)) - outputs(full, inputs(13)))[:, 12].abs().max() > 1e-5
 
 
-@pytest.mark.parametrize("settings", [MOBA, NSA, PER_HEAD], ids=["moba", "nsa", "per head"])
+def away_from_the_mean(mixer):
+    """``mixer`` with perceptrons that no longer compute the mean."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for summary in (mixer.key_summary, mixer.value_summary):
+            for weight in () if summary is None else summary.parameters():
+                weight.add_(torch.randn(weight.shape, generator=generator, dtype=weight.dtype), alpha=0.3)
+    return mixer
+
+
+def naive_nsa(mixer, x):
+    """The paper's equations 5 to 11, token by token, of one sequence x [time, dim]; block = stride."""
+    config, time, scale = mixer.config, len(x), mixer.head_dim**-0.5
+    q, k, v = (part[0] for part in mixer.projection(x[None]))
+    turn = lambda x, at: mixer.position.rotate_keys(x[None, None], torch.tensor([[at]]).expand(1, len(x)))[0, 0]  # noqa: E731
+    gates = torch.sigmoid(mixer.branch_gates(x)).unflatten(-1, (config.num_heads, 3))
+    outputs = torch.zeros(time, config.num_heads, mixer.head_dim, dtype=x.dtype)
+
+    def perceptron(net, tokens, head):
+        return net.out(net.hidden((tokens + net.places[head]).flatten()).relu())
+
+    def summaries(group, count):
+        keys, values = [], []
+        for c in range(count):
+            block = slice(c * config.block, (c + 1) * config.block)
+            placed = torch.cat([turn(k[group, j : j + 1], i) for i, j in enumerate(range(time)[block])])
+            keys.append(turn(perceptron(mixer.key_summary, placed, group)[None], block.start))
+            values.append(perceptron(mixer.value_summary, v[group, block], group)[None])
+        return torch.cat(keys), torch.cat(values)
+
+    for group in range(2):
+        heads, keys = (2 * group, 2 * group + 1), torch.cat([turn(k[group, j : j + 1], j) for j in range(time)])
+        for t in range(time):
+            own, importance = t // config.block, torch.zeros(t // config.block, dtype=x.dtype)
+            queries = {head: turn(q[head, t : t + 1], t)[0] * scale for head in heads}
+            if complete := (t + 1) // config.block:
+                coarse_keys, coarse_values = summaries(group, complete)
+                for head in heads:
+                    p = (coarse_keys @ queries[head]).softmax(0)
+                    importance = importance + p[:own]
+                    outputs[t, head] += gates[t, head, 0] * (p @ coarse_values)
+            importance[[c for c in (0, own - 1) if 0 <= c < own]] = torch.inf
+            seen = {own, *importance.topk(min(config.count - 1, own)).indices.tolist()}
+            fine = [j for j in range(t + 1) if j // config.block in seen]
+            for branch, some in ((1, fine), (2, list(range(max(0, t + 1 - config.window), t + 1)))):
+                for head in heads:
+                    p = (keys[some] @ queries[head]).softmax(0)
+                    outputs[t, head] += gates[t, head, branch] * (p @ v[group, some])
+    return mixer.out(outputs.flatten(1))
+
+
+@torch.no_grad()
+def test_a_learnt_summary_is_the_papers_formula_token_by_token():
+    mixer, x = away_from_the_mean(built(ChosenBlocks.Config(**LEARNT))), inputs(23, batch=1)
+    assert (outputs(mixer, x)[0] - naive_nsa(mixer, x[0])).abs().max() < 1e-12
+
+
+def test_a_learnt_summary_begins_as_the_mean_and_leaves_it():
+    size = {"block": 4}  # 1 / 4 is the same in float32
+    mean, learnt = (ChosenBlocks.Config(**settings | size).build(DIM).double() for settings in (NSA, LEARNT))
+    x = inputs(23)
+    learnt.load_state_dict(mean.state_dict(), strict=False)
+    gap = outputs(learnt, x) - outputs(mean, x)
+    assert gap.abs().max() < 1e-12
+    assert (outputs(away_from_the_mean(learnt), x) - outputs(mean, x)).abs().max() > 1e-3
+
+
+def test_a_learnt_summary_does_not_know_where_its_block_lies():
+    """All positions moved by whole blocks, RoPE with a magnitude of its own: the same summaries, turned."""
+    position = Rope.Config(scaling="yarn", factor=4.0, original_length=64)
+    mixer = away_from_the_mean(built(ChosenBlocks.Config(**LEARNT | {"position": position})))
+    k, v = torch.randn(2, 1, 2, 5, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    begins, far = 3 * torch.arange(5)[None], 300
+    moved = mixer.position.moved(k.flatten(2, 3), torch.full((1, 15), far)).view_as(k)
+    near = mixer._summaries((k, v), begins)
+    later = mixer._summaries((moved, v), begins + far)
+    assert (mixer.position.moved(near[..., :4], torch.full((1, 5), far)) - later[..., :4]).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("settings", [MOBA, NSA, PER_HEAD, LEARNT], ids=["moba", "nsa", "per head", "learnt"])
 def test_tiles_are_the_reference_with_gradients_part_by_part(settings, monkeypatch):
     """After a past, with padding and a new sequence, in parts of a few queries and groups of a few tiles."""
     monkeypatch.setattr(chunked, "LINES", 40)
@@ -135,7 +215,7 @@ def test_tiles_are_the_reference_with_gradients_part_by_part(settings, monkeypat
     valid[1, 33:], reset[0, 8], reset[0, 25] = False, True, True
     results = []
     for impl in ("auto", "reference"):
-        mixer = built(ChosenBlocks.Config(**settings, impl=impl))
+        mixer = away_from_the_mean(built(ChosenBlocks.Config(**settings, impl=impl)))
         x = x.detach().requires_grad_()
         first, state = mixer(Chunk(x[:, :21]), mixer.initial_state(2, dtype=x.dtype))
         second, state = mixer(Chunk(x[:, 21:], valid=valid, reset=reset), state)
@@ -184,12 +264,18 @@ def test_weights_are_read_and_rows_add_up_to_the_gates(settings):
     assert (read.weights.sum(-1) - rows).abs().max() < 1e-12
 
 
+def test_weights_of_learnt_summaries_are_refused():
+    mixer, x = built(ChosenBlocks.Config(**LEARNT)), inputs(20, batch=1)
+    with pytest.raises(KinformerError, match="trace a model with compression = mean"):
+        weights_of(mixer, (Chunk(x), mixer.initial_state(1, dtype=x.dtype)))
+
+
 @pytest.mark.parametrize("check", [check for check in CHECKS if check != "compile"])
-@pytest.mark.parametrize("settings", [MOBA, NSA], ids=["moba", "nsa"])
+@pytest.mark.parametrize("settings", [MOBA, NSA, LEARNT], ids=["moba", "nsa", "learnt"])
 def test_the_contract(settings, check):
     one = ChosenBlocks.Config(**settings)
-    impls = {"reference": lambda: one.replace(impl="reference").build(DIM)}
-    CHECKS[check](MixerSubject(lambda: one.build(DIM), dim=DIM, impls=impls))
+    impls = {"reference": lambda: away_from_the_mean(one.replace(impl="reference").build(DIM))}
+    CHECKS[check](MixerSubject(lambda: away_from_the_mean(one.build(DIM)), dim=DIM, impls=impls))
 
 
 def test_it_compiles():
@@ -206,6 +292,7 @@ def test_it_compiles():
         ({"position": Alibi.Config()}, "acts by the distance of a query and a key"),
         ({"projection": Convolved.Config()}, "looks at earlier tokens"),
         ({"impl": "sdpa"}, "impl of chosen_blocks"),
+        ({"compression": "max"}, "compression of chosen_blocks"),
     ],
 )
 def test_what_it_refuses(changes, sentence):

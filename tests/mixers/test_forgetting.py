@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import logsigmoid
 
 from kinformer.core.contract import Chunk
 from kinformer.core.pattern import Band
@@ -18,7 +19,12 @@ from kinformer.patterns.sinks import Sinks
 from kinformer.positions.alibi import Alibi
 from kinformer.positions.distance_aware import DistanceAware
 from kinformer.positions.shaw import Shaw
+from kinformer.projections.convolved import Convolved
 from kinformer.projections.grouped import Grouped
+from kinformer.projections.kv_shift import KVShift
+from kinformer.projections.multi_head import MultiHead
+from kinformer.projections.normalised import Normalised
+from kinformer.runs.tracing.weights import weights_of
 from kinformer.runtime.errors import KinformerError
 from kinformer.scores.sink_logit import SinkLogit
 from kinformer.testing import CHECKS, MixerSubject
@@ -26,6 +32,14 @@ from kinformer.testing import CHECKS, MixerSubject
 from .made import DIM, SCORES, built, inputs
 
 GATE = Sigmoid.Config(coupled=False)
+PRO = SoftmaxAttention.Config(
+    num_heads=4,
+    projection=Normalised.Config(inner=KVShift.Config(inner=MultiHead.Config(bias=False))),
+    decay=GATE,
+    gate="element",
+    head_norm="rms",
+    bias=False,
+)
 
 
 def outputs(mixer, x):
@@ -54,8 +68,9 @@ def test_parity_with_flash_linear_attention(monkeypatch, impl, name, behind):
     [
         {"projection": Grouped.Config(num_kv_heads=2), "score": SinkLogit.Config()},
         {"pattern": Local.Config(window=4), "position": Shaw.Config(max_distance=3)},
+        {"projection": KVShift.Config(inner=Grouped.Config(num_kv_heads=2)), "head_norm": "rms", "gate": "element"},
     ],
-    ids=["shared keys and a sink", "a window and keys by distance"],
+    ids=["shared keys and a sink", "a window and keys by distance", "shifted keys and values, outputs normalised"],
 )
 def test_contract(monkeypatch, settings):
     monkeypatch.setattr(decayed, "ROWS", 5)
@@ -64,6 +79,53 @@ def test_contract(monkeypatch, settings):
     subject = MixerSubject(lambda: config.build(DIM), dim=DIM, batch=2, impls=impls)
     for check in set(CHECKS) - ({"compile"} if "pattern" in settings else set()):
         CHECKS[check](subject)
+
+
+def rms(x):
+    return x / (x.square().mean() + 1e-6).sqrt()
+
+
+@torch.no_grad()
+def test_the_block_of_pro_is_the_authors_layer_head_by_head():
+    """Their ShiftLinear, norms of queries, keys and outputs, forget gate and output gate, one token after the other."""
+    mixer, x = built(PRO), inputs(9, batch=1)
+    qkv = mixer.projection.inner.inner(x)
+    q, k, v = (part[0] for part in qkv)  # [heads, time, width]
+    log_f = logsigmoid(mixer.decay.gate(x))[0].T
+    alpha, beta = torch.sigmoid(mixer.projection.inner.shift(x))[0].T.chunk(2)
+    gates = torch.sigmoid(mixer.gate.linear(x))[0].unflatten(-1, (4, -1))
+    y = torch.zeros(9, 4, q.shape[-1], dtype=x.dtype)
+    for head in range(4):
+        keys, values = [], []
+        for t in range(9):
+            before_k, before_v = (part[head, t - 1] if t else torch.zeros_like(part[head, 0]) for part in (k, v))
+            shifted = alpha[head, t] * before_k + (1 - alpha[head, t]) * k[head, t]
+            keys.append(rms(shifted) * mixer.projection.k_norm.weight)
+            values.append(beta[head, t] * before_v + (1 - beta[head, t]) * v[head, t])
+            query = rms(q[head, t]) * mixer.projection.q_norm.weight
+            fades = torch.stack([log_f[head, j + 1 : t + 1].sum() for j in range(t + 1)])
+            p = (torch.stack(keys) @ query / len(query) ** 0.5 + fades).softmax(0)
+            y[t, head] = rms(p @ torch.stack(values)) * mixer.head_norm.weight[head] * gates[t, head]
+    assert (mixer.out(y.flatten(1)) - outputs(mixer, x)[0]).abs().max() < 1e-6  # the logarithms are float32
+
+
+def test_where_no_token_asks_for_the_one_before_keys_and_values_are_the_inner_ones():
+    config, x = PRO.replace(projection=MultiHead.Config()), inputs(9)
+    x[..., 0] = 1
+    plain, mixer = built(config), built(config.replace(projection=KVShift.Config()))
+    weights = {name.replace("projection.", "projection.inner."): weight for name, weight in plain.state_dict().items()}
+    mixer.load_state_dict(weights, strict=False)
+    assert (outputs(mixer, x) - outputs(plain, x)).abs().max() > 1e-3
+    with torch.no_grad():
+        mixer.projection.shift.weight.zero_()[:, 0] = -1e3
+    assert (outputs(mixer, x) - outputs(plain, x)).abs().max() < 1e-12
+
+
+def test_weights_are_those_before_the_norm_of_outputs():
+    mixer, x = built(PRO), inputs(9, batch=1)
+    read = weights_of(mixer, (Chunk(x), mixer.initial_state(1, dtype=x.dtype)))
+    assert (read.weights.sum(-1) - 1).abs().max() < 1e-12
+    assert (read.weights @ read.values + read.constant - read.outputs).abs().max() < 1e-12
 
 
 def test_where_the_gate_is_open_it_is_plain_attention_and_elsewhere_it_is_not():
@@ -106,6 +168,8 @@ def test_what_cannot_decay_is_refused():
         ({"score": SCORES["additive"]}, "'additive' is no product"),
         ({"pattern": Sinks.Config(count=2, window=4)}, "leave one of them out"),
         ({"position": DistanceAware.Config()}, "leave one of them out"),
+        ({"projection": KVShift.Config(inner=Convolved.Config())}, "cannot stand around 'convolved'"),
+        ({"head_norm": "layer"}, "head_norm: 'layer' is unknown"),
     ):
         with pytest.raises(KinformerError, match=message):
             SoftmaxAttention.Config(**{"decay": GATE, **settings}).build(DIM)

@@ -27,11 +27,13 @@ def absorbed(mixer, x):
     return mixer(Chunk(x), mixer.initial_state(len(x), dtype=x.dtype))[0]
 
 
-def test_parity_with_the_layer_of_flash_linear_attention():
-    """fla 0.6.0, its first layer, with the naive forms of its kernels, in float64."""
-    with np.load(Path(__file__).parents[1] / "golden" / "rwkv7.npz", allow_pickle=False) as arrays:
-        golden = {name: torch.from_numpy(arrays[name]) for name in arrays}
-    theirs = {name.partition(".")[2]: each for name, each in golden.items() if name.startswith("weights")}
+def golden_of(file):
+    with np.load(Path(__file__).parents[1] / "golden" / file, allow_pickle=False) as arrays:
+        return {name: torch.from_numpy(arrays[name]) for name in arrays}
+
+
+def ours(theirs):
+    """The weights of flash-linear-attention's layer, by our names."""
     names = {"r": "r_proj", "k": "k_proj", "v": "v_proj", "out": "o_proj"}
     weights = {f"{ours}.weight": theirs[f"{name}.weight"] for ours, name in names.items()}
     for ours, name in {"decay": "w", "rate": "a", "gate": "g"}.items():
@@ -41,8 +43,18 @@ def test_parity_with_the_layer_of_flash_linear_attention():
     weights |= {"erased": theirs["k_k"], "replaced": theirs["k_a"], "bonus": theirs["r_k"].flatten()}
     weights |= {"norm_weight": theirs["g_norm.weight"], "norm_bias": theirs["g_norm.bias"]}
     weights["shift"] = torch.stack([theirs[f"x_{name}"].flatten() for name in "rwkvag"])
+    if "v_lora.lora.0.weight" in theirs:
+        parts = {"down.weight": "0.weight", "up.weight": "2.weight", "bias": "2.bias"}
+        weights |= {f"first_values.{name}": theirs[f"v_lora.lora.{part}"] for name, part in parts.items()}
+    return weights
+
+
+def test_parity_with_the_layer_of_flash_linear_attention():
+    """fla 0.6.0, its first layer, with the naive forms of its kernels, in float64."""
+    golden = golden_of("rwkv7.npz")
+    theirs = {name.partition(".")[2]: each for name, each in golden.items() if name.startswith("weights")}
     mixer = CONFIG.build(DIM).double()
-    mixer.load_state_dict(weights)
+    mixer.load_state_dict(ours(theirs))
     torch.testing.assert_close(absorbed(mixer, golden["x"]), golden["y"], rtol=1e-10, atol=1e-10)
 
 
@@ -82,6 +94,18 @@ RESIDUAL = CONFIG.replace(value_residual=True, value_rank=3)
 @pytest.mark.parametrize("check", ["causality", "partition", "padding", "reset", "gradcheck"])
 def test_the_contract_with_a_value_residual(check):
     CHECKS[check](MixerSubject(lambda: RESIDUAL.build(DIM), dim=DIM))
+
+
+def test_parity_with_two_layers_of_flash_linear_attention():
+    """fla 0.6.0, its own kernels in float32 (``make_rwkv7_layers.py``): the second has the first one's values."""
+    golden, channel = golden_of("rwkv7_layers.npz"), FirstValues()
+    for layer, x, y in (("first", "x", "y_first"), ("attn", "z", "y")):
+        theirs = {name.partition("/")[2]: each for name, each in golden.items() if name.startswith(layer)}
+        mixer = RESIDUAL.build(DIM)
+        mixer.load_state_dict(ours(theirs), strict=layer == "attn")
+        found = mixer(Chunk(golden[x], values=channel), mixer.initial_state(2))[0]
+        torch.testing.assert_close(found, golden[y], rtol=1e-5, atol=1e-5)
+    assert (absorbed(mixer, golden["z"]) - golden["y"]).abs().max() > 1e-2  # without the first layer's values
 
 
 def test_values_are_mixed_with_those_of_the_first_layer():

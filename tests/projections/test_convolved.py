@@ -65,7 +65,7 @@ def test_heads_are_those_of_labml(layer):
     arrays, mixer = layer
     q, k, v = mixer.projection(arrays["x"].transpose(0, 1))
     tokens = nn.functional.pad(torch.cat([q, k, v], dim=1), (0, 0, 2, 0))
-    for got, part in zip(mixer.projection.combine(tokens, None), "qkv", strict=True):
+    for got, part in zip(mixer.projection.combine(tokens, None, tokens), "qkv", strict=True):
         close(got, arrays[f"{part}_conv"].permute(1, 2, 0, 3))
 
 
@@ -101,7 +101,7 @@ def test_is_a_depthwise_convolution(width, inner):
     channels = tokens.transpose(2, 3).flatten(1, 2)
     kernel = projection.weight.flip(0).flatten(1).mT[:, None]
     want = nn.functional.conv1d(channels, kernel, groups=len(kernel)).view(3, -1, 8, 7).transpose(2, 3)
-    close(torch.cat(projection.combine(tokens, None), dim=1), want)
+    close(torch.cat(projection.combine(tokens, None, tokens), dim=1), want)
 
 
 def test_a_kernel_of_the_token_itself_is_exact_attention():

@@ -74,6 +74,10 @@ class Position(nn.Module):
         """Return keys alone, of tokens without queries."""
         return self.rotate(k[:, :1], k, positions)[1]
 
+    def moved(self, k: Tensor, distances: Tensor) -> Tensor:
+        """Return keys as :meth:`rotate` left them, as it leaves those of tokens ``distances`` [batch, time] later."""
+        return k
+
     def values(self, v: Tensor) -> Tensor:
         """Return values [batch, kv_heads, time, head_dim] as the state holds them,
         with the term added at every distance."""
@@ -238,10 +242,11 @@ class Projection(nn.Module):
         """Return the projection of global tokens that see all others, or None where that is as for all tokens."""
         return None
 
-    def combine(self, tokens: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def combine(self, tokens: Tensor, positions: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v of the last tokens of ``tokens`` [batch, heads, context + time, head_dim], all but the
         first ``context``; its heads are those of q, k and v as ``forward`` made them, zero before a sequence begins.
-        ``positions`` [batch, time] are present where a token of the chunk may begin a sequence."""
+        ``positions`` [batch, time] are present where a token of the chunk may begin a sequence; x [batch, time, dim]
+        are the new tokens."""
         raise NotImplementedError
 
 

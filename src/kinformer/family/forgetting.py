@@ -13,18 +13,21 @@ if TYPE_CHECKING:
 
 
 def _mixer(num_heads: int, pro: bool, bias: bool = True) -> SoftmaxAttention.Config:
-    """Return the mixer; ``pro``: with normalised queries and keys and an output gate."""
+    """Return the mixer; ``pro``: with keys and values shifted, normalised queries and keys, outputs normalised and
+    gated."""
     from kinformer.decays.sigmoid import Sigmoid
     from kinformer.mixers.softmax import SoftmaxAttention
+    from kinformer.projections.kv_shift import KVShift
     from kinformer.projections.multi_head import MultiHead
     from kinformer.projections.normalised import Normalised
 
     heads = MultiHead.Config(bias=bias)
     return SoftmaxAttention.Config(
         num_heads=num_heads,
-        projection=Normalised.Config(inner=heads) if pro else heads,
+        projection=Normalised.Config(inner=KVShift.Config(inner=heads)) if pro else heads,
         decay=Sigmoid.Config(coupled=False),
         gate="element" if pro else "none",
+        head_norm="rms" if pro else "none",
         bias=bias,
     )
 
@@ -74,13 +77,16 @@ MEMBER = Member(
     causal=True,
     growth="linear",
     departures=(
-        "the recipes pro and paper-pro have the output gate and the norm of queries and keys, with one weight for all "
-        "heads (the authors': one for each), but neither the norm of outputs nor the shift of keys and values",
+        "the norm of queries and keys of the recipes pro and paper-pro has one weight for all heads (the authors': one "
+        "for each)",
         "layer norm and GELU in all recipes but paper and paper-pro",
     ),
     exact_limit="where the gate stays open (f = 1) it is exact attention without positions; with a constant f for each "
     "head it is ALiBi with slopes -log f",
-    parity=("naive_forgetting_attn of flash-linear-attention (tests/mixers/test_forgetting.py)",),
+    parity=(
+        "naive_forgetting_attn of flash-linear-attention; the block of pro beside the formulas of the authors' layer, "
+        "head by head (tests/mixers/test_forgetting.py)",
+    ),
     use_when="softmax attention should learn what to let go, with no positions to choose, on texts longer than those "
     "of training",
     avoid_when="the state must not grow",

@@ -88,7 +88,7 @@ def _mixers() -> list[type[Config]]:
 
 def _scores_and_projections() -> list[type[Config]]:
     """Return the scores, spans and projections."""
-    from kinformer.projections import complex, convolved, grouped, multi_head, normalised, shared_qk
+    from kinformer.projections import complex, convolved, grouped, kv_shift, multi_head, normalised, shared_qk
     from kinformer.scores import (
         additive,
         bilinear,
@@ -117,6 +117,7 @@ def _scores_and_projections() -> list[type[Config]]:
         convolved.Convolved.Config,
         complex.Complex.Config,
         shared_qk.SharedQK.Config,
+        kv_shift.KVShift.Config,
     ]
 
 

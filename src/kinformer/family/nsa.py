@@ -8,11 +8,13 @@ from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
-    from kinformer.mixers.chosen_blocks import ChosenBlocks
+    from kinformer.mixers.chosen_blocks import ChosenBlocks, Compression
     from kinformer.models.decoder import Decoder
 
 
-def _mixer(num_heads: int, kv_heads: int, block: int, count: int, window: int) -> ChosenBlocks.Config:
+def _mixer(
+    num_heads: int, kv_heads: int, block: int, count: int, window: int, compression: Compression = "mean"
+) -> ChosenBlocks.Config:
     from kinformer.mixers.chosen_blocks import ChosenBlocks
     from kinformer.positions.rope import Rope
     from kinformer.projections.grouped import Grouped
@@ -26,7 +28,7 @@ def _mixer(num_heads: int, kv_heads: int, block: int, count: int, window: int) -
         first=1,
         near=1,
         shared_choice=True,
-        compression=True,
+        compression=compression,
         window=window,
         bias=False,
     )
@@ -51,7 +53,7 @@ def _paper(vocab: int | None) -> Decoder.Config:
     from kinformer.positions.none import NoPosition
 
     norm = RMSNorm(eps=1e-6)
-    mixer = _mixer(64, 4, 64, 16, 512).replace(head_dim=192)
+    mixer = _mixer(64, 4, 64, 16, 512, "mlp").replace(head_dim=192)
     layer = DecoderLayer.Config(mixer=mixer, feed_forward=SwiGLU.Config(hidden_dim=10240), norm=norm)
     experts = Experts.Config(num_experts=72, topk=6, hidden_dim=1408, shared_dim=2 * 1408)
     return Decoder.Config(
@@ -75,9 +77,11 @@ MEMBER = Member(
     growth="linear",
     cost="between",
     departures=(
-        "a block is summed up by the means of its keys and values, as in fla-org/native-sparse-attention (the paper: a "
-        "learnt function of blocks of 32 tokens, one every 16, from which the importance of the chosen blocks of 64 "
-        "is added up)",
+        "blocks that are summed up are those that are chosen (the paper: blocks of 32 tokens, one every 16, from which "
+        "the importance of the chosen blocks of 64 is added up); by their means in all recipes but paper, as in "
+        "fla-org/native-sparse-attention",
+        "the perceptron of a block is ours where the paper leaves it open: twice as wide as a head within, one for all "
+        "heads but for the positions in the block, the mean at first, and blind to where the block lies",
         "the three branches share one projection of keys and values, as there (the paper: each its own)",
         "values are as wide as keys in the recipe paper (the paper: 128 and 192); the widths of its feed-forwards and "
         "its vocabulary are our choice, as the paper does not state them",

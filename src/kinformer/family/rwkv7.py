@@ -47,7 +47,10 @@ MEMBER = Member(
     ),
     exact_limit="no finite limit; where nothing is erased, and without shifts, it is linear attention with a decay by "
     "channel",
-    parity=("the layer of flash-linear-attention with the naive form of its kernel (tests/mixers/test_rwkv7.py)",),
+    parity=(
+        "the layer of flash-linear-attention with the naive form of its kernel; two layers, the second with the values "
+        "of the first (tests/mixers/test_rwkv7.py), and the feed-forward (tests/mixers/test_channel_mix.py)",
+    ),
     use_when="a constant state must follow what a text changes, with keys to erase apart from keys to write",
     avoid_when="training speed decides",
     recipes={

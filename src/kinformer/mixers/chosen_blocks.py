@@ -7,14 +7,18 @@ means of their keys, after the position has turned them (``kernels.chosen.choice
 
     o = g_cmp o_cmp + g_slc o_slc + g_swa o_swa,   g = sigmoid(W_g x), a gate for every head and branch
 
-``compression`` attends to the means of keys and values of complete blocks, o_slc is the attention above, whose blocks
-are those of the largest probabilities there, and ``window`` attends to the last tokens.
+``compression`` attends to a summary of the keys and values of each complete block, o_slc is the attention above, whose
+blocks are those of the largest probabilities there, and ``window`` attends to the last tokens. Summaries are means, or
+what a perceptron makes of a block (``projections.block_summary``). It sees keys as the position turns them from the
+block's first token on, and what it makes stands where that token does: a summary knows no more of where the block lies
+than its mean would.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,9 +48,10 @@ from kinformer.kernels.chosen import (
     chosen_attention,
     reference,
 )
-from kinformer.kernels.chosen.means import Means, means_of
+from kinformer.kernels.chosen.means import Means, Place, averages, means_of
 from kinformer.kernels.impls import AttentionImpl, ChosenImpl
 from kinformer.positions.none import NoPosition
+from kinformer.projections.block_summary import BlockSummary
 from kinformer.projections.multi_head import MultiHead
 from kinformer.runtime import errors
 from kinformer.runtime.host import HostDriven
@@ -54,8 +59,8 @@ from kinformer.runtime.host import HostDriven
 
 class ChosenState(NamedTuple):
     """The state: the cache ``attention`` of keys and values, and ``means`` [batch, kv_heads, blocks, width] of the
-    complete blocks' keys, with ``compression`` also of their values behind them; right-aligned, zero where a row has
-    none."""
+    complete blocks' keys, with ``compression`` also of their values behind them (or its summaries); right-aligned, zero
+    where a row has none."""
 
     attention: KeysValues | ReservedKeysValues
     means: Tensor
@@ -73,6 +78,9 @@ class Slots(NamedTuple):
     positions: Tensor
     seen: Tensor
     whole: bool
+
+
+Compression = Literal["none", "mean", "mlp"]
 
 
 class ChosenBlocks(HostDriven, CausalMixer):
@@ -98,13 +106,14 @@ class ChosenBlocks(HostDriven, CausalMixer):
         first: int = 0
         near: int = 0
         shared_choice: bool = False
-        compression: bool = False
+        compression: Compression = "none"
         window: int | None = None
         bias: bool = True  # of the output projection
         impl: ChosenImpl = "auto"
 
         def __post_init__(self) -> None:
             errors.choose(self.impl, IMPLS, "impl of chosen_blocks")
+            errors.choose(self.compression, ("none", "mean", "mlp"), "compression of chosen_blocks")
             for name, least in (("block", 1), ("count", 1), ("first", 0), ("near", 0), ("window", 1)):
                 value = getattr(self, name)
                 if value is not None and value < least:
@@ -136,13 +145,18 @@ class ChosenBlocks(HostDriven, CausalMixer):
                 f"shared_choice is for heads that share keys, but each of the {heads} heads has its own; use the "
                 "projection grouped, or leave shared_choice out."
             )
-        self.branches = 1 + config.compression + (config.window is not None)
+        self.compression = config.compression != "none"
+        self.branches = 1 + self.compression + (config.window is not None)
         self.branch_gates = None if self.branches == 1 else nn.Linear(dim, heads * self.branches, bias=False)
         self.out = config.projection.build_output(dim, heads, self.head_dim, config.bias)
         self.scale = self.head_dim**-0.5
         choosers = self.kv_heads if config.shared_choice else heads
         self.choosing = Choosing(choosers, config.count - 1, config.first, config.near)
-        self.mean_width = (1 + config.compression) * self.head_dim
+        self.mean_width = (1 + self.compression) * self.head_dim
+        sizes = self.kv_heads, config.block, self.head_dim
+        self.key_summary, self.value_summary = (
+            BlockSummary(*sizes) if config.compression == "mlp" else None for _ in range(2)
+        )
 
     @property
     def host_reads(self) -> str:
@@ -197,8 +211,9 @@ class ChosenBlocks(HostDriven, CausalMixer):
         """Return the outputs [batch, time, dim] and the means after the chunk; ``old``: those before it."""
         q, k, v, positions, seen, _ = slots
         blocks = blocks_of(chunk, positions, seen, k.shape[2] - q.shape[2], self.config.block)
-        averaged = (k, v) if self.config.compression else (k,)
-        means = means_of(averaged, old, blocks, chunk, positions, seen)
+        averaged = (k, v) if self.compression else (k,)
+        summarise = averages if self.key_summary is None else self._summaries
+        means = means_of(averaged, old, blocks, chunk, Place(positions, seen), summarise)
         compressed, chosen = self._choose(q, means, blocks)
         branches = [] if compressed is None else [compressed]
         branches.append(chosen_attention(q, k, v, chosen, blocks, scale=self.scale, impl=self.config.impl))
@@ -213,6 +228,15 @@ class ChosenBlocks(HostDriven, CausalMixer):
             y = sum(gates[..., i, None] * branch for i, branch in enumerate(branches))
         return self.out(merge_heads(y)), means.after
 
+    def _summaries(self, keys_values: Sequence[Tensor], begins: Tensor) -> Tensor:
+        """Return what the perceptrons make of blocks of keys and values [batch, kv_heads, blocks, block, head_dim]
+        whose first tokens stand at ``begins`` [batch or 1, blocks] (a ``Summarise``)."""
+        assert self.key_summary is not None and self.value_summary is not None
+        k, v = keys_values
+        back = -begins.repeat_interleave(self.config.block, 1)
+        k = self.position.moved(k.flatten(2, 3), back).view_as(k)
+        return torch.cat([self.position.moved(self.key_summary(k), begins), self.value_summary(v)], -1)
+
     def _choose(self, q: Tensor, means: Means, blocks: Blocks) -> tuple[Tensor | None, Tensor]:
         """Return what ``compression`` attends to, [batch, heads, time, head_dim], and the chosen blocks."""
         numbers, shift = Numbers(blocks.begin, blocks.current, blocks.complete), means.shift
@@ -222,11 +246,11 @@ class ChosenBlocks(HostDriven, CausalMixer):
         call = numbers, self.scale, self.choosing
         compressed = None
         if self.config.impl == "reference":
-            compressed, chosen = reference.means(q, keys, values if self.config.compression else keys, *call)
-        elif self.config.compression:
+            compressed, chosen = reference.means(q, keys, values if self.compression else keys, *call)
+        elif self.compression:
             compressed, chosen = attend_means(q, keys, values, *call)
         else:
             chosen = choose(q, keys, *call)
         if shift is not None:
             chosen = torch.where(chosen < 0, -1, chosen + shift[:, None, :, None])
-        return compressed if self.config.compression else None, chosen
+        return compressed if self.compression else None, chosen

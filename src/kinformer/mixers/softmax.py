@@ -73,6 +73,7 @@ from kinformer.projections.differential import build_differential
 from kinformer.projections.exclusive import Exclusive
 from kinformer.projections.multi_head import MultiHead
 from kinformer.projections.output_gate import Gate, build_gate, written
+from kinformer.projections.output_norm import OutputNormKind, build_norm
 from kinformer.projections.value_residual import ValueResidual
 from kinformer.runtime.host import is_empty_mask
 from kinformer.scores.scaled_dot import ScaledDot
@@ -96,6 +97,7 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
         span: SpanConfig | None = None
         decay: DecayConfig | None = None  # of scores
         gate: Gate = "none"  # of the heads' outputs
+        head_norm: OutputNormKind = "none"  # of the heads' outputs, before the gate
         value_residual: bool = False
         exclusive: bool = False  # outputs without what points along the token's own value
         differential: float | None = None  # lam_init of differential attention
@@ -130,6 +132,7 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
         self.differential = build_differential(config.differential, config.num_heads, kv_heads, head_dim, self.position)
         self.exclusive = Exclusive(config.num_heads) if config.exclusive else None
         self.gate = build_gate(config.gate, dim, config.num_heads, head_dim)
+        self.head_norm = build_norm(config.head_norm, config.num_heads, head_dim)
         self.out = config.projection.build_output(dim, config.num_heads, head_dim, config.bias)
         sizes, narrow = (config.num_heads, kv_heads, head_dim, self.projection.context), is_int8(config.cache)
         self.shape = CacheShape(*sizes, pinned, by_token, self.decay is not None, narrow)
@@ -233,7 +236,7 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
             batch, heads, past, head_dim = recent.shape
             nothing = q.new_zeros(batch, heads, self.projection.context - past, head_dim)
             tokens = torch.cat([nothing, recent.to(q.dtype), torch.cat([q, k, v], dim=1)], dim=2)
-            q, k, v = self.projection.combine(tokens, None if chunk.reset is None else positions)
+            q, k, v = self.projection.combine(tokens, None if chunk.reset is None else positions, x)
             recent = newest(chunk, tokens, seen, past + min(self.projection.context - past, q.shape[2]))
         far = None
         if call.first is not None:
@@ -292,4 +295,4 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
             y = (attended if pinned is None else merge(attended, pinned)).out
         y = y if self.exclusive is None else self.exclusive(y, v[:, :, -y.shape[2] :])
         y = y if self.differential is None else self.differential(y)
-        return written(self.out, self.gate, merge_heads(y), call.chunk, output_mask)
+        return written(self.out, self.gate, merge_heads(y), call.chunk, output_mask, self.head_norm)

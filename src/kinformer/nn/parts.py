@@ -48,7 +48,16 @@ from kinformer.positions import (
     timing,
     xl,
 )
-from kinformer.projections import complex, convolved, grouped, multi_head, multi_head_global, normalised, shared_qk
+from kinformer.projections import (
+    complex,
+    convolved,
+    grouped,
+    kv_shift,
+    multi_head,
+    multi_head_global,
+    normalised,
+    shared_qk,
+)
 from kinformer.scores import additive, bilinear, capped, dot, dynamic_span, modulus, scaled_dot, sink_logit, soft_span
 
 __all__ = [
@@ -82,6 +91,7 @@ __all__ = [
     "Image1DPattern",
     "Image2DPattern",
     "IntersectionPattern",
+    "KVShiftProjection",
     "LearnedPositions",
     "LearnedPositionsPerLayer",
     "LocalPattern",
@@ -190,6 +200,7 @@ MultiHeadProjection = multi_head.MultiHead.Config
 GroupedProjection = grouped.Grouped.Config
 ConvolvedProjection = convolved.Convolved.Config
 NormalisedProjection = normalised.Normalised.Config
+KVShiftProjection = kv_shift.KVShift.Config
 SharedQKProjection = shared_qk.SharedQK.Config
 ComplexProjection = complex.Complex.Config
 MultiHeadGlobalProjection = multi_head_global.MultiHeadGlobal.Config

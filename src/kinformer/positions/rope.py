@@ -90,11 +90,18 @@ class Rope(Position):
             self.magnitude = config.attention_factor
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = ((turn * self.magnitude).to(q.dtype) for turn in self._turns(positions))
+        return self._turn(q, cos, sin), self._turn(k, cos, sin)
+
+    def moved(self, k: Tensor, distances: Tensor) -> Tensor:
+        return self._turn(k, *(turn.to(k.dtype) for turn in self._turns(distances)))
+
+    def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines [batch, 1, time, width / 2] of the angles at ``positions``, float64."""
         rate = frequencies(self.config, self.width, positions.device)
         # At position 10^6 a float32 angle is 0.06 rad off; only sines and cosines are rounded.
         angles = (positions[..., None].to(torch.float64) * rate)[:, None]
-        cos, sin = ((turn * self.magnitude).to(q.dtype) for turn in (angles.cos(), angles.sin()))
-        return self._turn(q, cos, sin), self._turn(k, cos, sin)
+        return angles.cos(), angles.sin()
 
     def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         turned, rest = x[..., : self.width], x[..., self.width :]

@@ -69,7 +69,7 @@ class Convolved(Projection):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.inner(x)
 
-    def combine(self, tokens: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def combine(self, tokens: Tensor, positions: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         inside = None if positions is None else positions.__ge__
         q, k, v = shifted_sum(tokens, self.weight, inside).split(self.heads, dim=1)
         return q, k, v

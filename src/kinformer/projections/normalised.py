@@ -43,7 +43,7 @@ class Normalised(Projection):
             if inner.global_projection() is not None or isinstance(inner, Normalised):
                 raise KinformerError(
                     f"the projection {self.kind!r} cannot stand around {self.inner.kind!r}; choose multi_head, "
-                    "grouped, convolved or complex as its inner projection."
+                    "grouped, convolved, kv_shift or complex as its inner projection."
                 )
             return Normalised(self, inner, num_heads, head_dim)
 
@@ -64,8 +64,8 @@ class Normalised(Projection):
         k, v = self.inner.keys_values(x)
         return (k, v) if self.context else (normed(self.k_norm, k), v)
 
-    def combine(self, tokens: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        return self._normalised(*self.inner.combine(tokens, positions))
+    def combine(self, tokens: Tensor, positions: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self._normalised(*self.inner.combine(tokens, positions, x))
 
     def _normalised(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return normed(self.q_norm, q), normed(self.k_norm, k), v

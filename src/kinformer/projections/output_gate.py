@@ -39,12 +39,18 @@ def build_gate(gate: Gate, dim: int, num_heads: int, head_dim: int) -> OutputGat
 
 
 def written(
-    out: nn.Module, gate: OutputGate | None, heads: Tensor, chunk: Chunk, output_mask: Tensor | None = None
+    out: nn.Module,
+    gate: OutputGate | None,
+    heads: Tensor,
+    chunk: Chunk,
+    output_mask: Tensor | None = None,
+    norm: nn.Module | None = None,
 ) -> Tensor:
-    """Return merged ``heads`` [batch, time, width] through ``gate`` and the output projection ``out``, where
+    """Return merged ``heads`` [batch, time, width] through ``norm``, ``gate`` and the output projection ``out``, where
     ``output_mask`` [batch, time] (None: everywhere), zeros elsewhere."""
     shape, x = heads.shape[:2], None if gate is None else select_valid(chunk.x, chunk.valid)
     if output_mask is not None:
         heads, x = heads[output_mask], None if x is None else x[output_mask]
+    heads = heads if norm is None else norm(heads)
     y: Tensor = out(heads if gate is None else gate(heads, x))
     return y if output_mask is None else y.new_zeros(*shape, y.shape[-1]).index_put((output_mask,), y)

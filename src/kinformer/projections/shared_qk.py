@@ -55,7 +55,7 @@ class SharedQK(Projection):
         k, v = self.kv(x).unflatten(-1, (2, self.num_kv_heads, self.head_dim)).permute(2, 0, 3, 1, 4).unbind()
         return k, k, v
 
-    def combine(self, tokens: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def combine(self, tokens: Tensor, positions: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         inside = None if positions is None else positions.__ge__
         k, v = shifted_sum(tokens[:, self.num_kv_heads :], self.weight, inside).chunk(2, dim=1)
         q = self.query(merge_heads(k)).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)

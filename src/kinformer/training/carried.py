@@ -45,8 +45,8 @@ class Carried:
             self.cuts.append(dims[0] if dims else None)
         if any(getattr(module, "context", 0) and hasattr(module, "combine") for module in model.modules()):
             raise KinformerError(
-                "`parallel` tp: the state of the projection 'convolved' holds heads of queries, keys and values side "
-                "by side, so it cannot be carried by heads; train without `segments`, or leave tp out."
+                "`parallel` tp: the state of the projections 'convolved' and 'kv_shift' holds heads of queries, keys "
+                "and values side by side, so it cannot be carried by heads; train without `segments`, or leave tp out."
             )
         part = group.rank % group.tensor
         for index, state in enumerate(self.states):

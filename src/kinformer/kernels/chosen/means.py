@@ -1,12 +1,13 @@
 """The means of the keys (and values) of complete blocks: of a chunk, and of a past whose means the state holds.
 
 A mean is made once, of the keys that the cache holds when its block is complete; the state holds those of complete
-blocks, right-aligned. So the means, and their gradients, are the same however a sequence is cut.
+blocks, right-aligned. So the means, and their gradients, are the same however a sequence is cut. Any other summary of a
+block may stand for its mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,25 +27,45 @@ class Means(NamedTuple):
     after: Tensor
 
 
-def means_of(xs: Sequence[Tensor], old: Tensor, blocks: Blocks, chunk: Chunk, positions: Tensor, seen: Tensor) -> Means:
-    """Return the means of ``xs`` [batch, heads, slots, width] by block, one behind the other, after those that a state
-    holds, ``old``.
+Summarise = Callable[[Sequence[Tensor], Tensor], Tensor]
+"""Makes one vector [batch, heads, blocks, widths] of every block of ``xs`` [batch, heads, blocks, size, width], side by
+side, whose first tokens stand at the positions [batch or 1, blocks]."""
 
-    ``positions`` [batch, time] of the chunk's tokens; ``seen`` [batch] counts the tokens before the chunk.
-    """
+
+class Place(NamedTuple):
+    """Where a chunk's tokens stand: ``positions`` [batch, time], after ``seen`` [batch] tokens of their sequences."""
+
+    positions: Tensor
+    seen: Tensor
+
+
+def averages(xs: Sequence[Tensor], begins: Tensor) -> Tensor:
+    """Return the means of ``xs`` by block, one behind the other (a ``Summarise``)."""
+    return torch.cat([x.mean(3, dtype=state_dtype(x.dtype)).to(x.dtype) for x in xs], -1)
+
+
+def means_of(
+    xs: Sequence[Tensor], old: Tensor, blocks: Blocks, chunk: Chunk, place: Place, summarise: Summarise = averages
+) -> Means:
+    """Return the means (or what ``summarise`` makes) of ``xs`` [batch, heads, slots, width] by block, after those that
+    a state holds, ``old``."""
+    positions, seen = place
     x = xs[0]
     size, slots, time = blocks.size, x.shape[2], positions.shape[1]
     count = slots // size
     complete = advance(seen, chunk, positions) // size
     if chunk.reset is not None:
-        table = _means(xs, blocks.first, size)
+        past = (torch.arange(slots - time, device=x.device) - (slots - time)) + seen[:, None]
+        begins = torch.cat([past, positions], 1).gather(1, blocks.first.clamp_max(slots - 1))
+        table = summarise([in_blocks(x, blocks.first, size) for x in xs], begins)
         number = torch.arange(table.shape[2], device=x.device).expand(len(x), -1)
         before = (seen // size)[:, None]
         held = torch.where(number < before, old.shape[2] - before + number, -1)
         table = torch.where((held < 0)[:, None, :, None], table, _picked(old.to(x.dtype), held))
         return Means(table, None, _picked(table, _places(complete, count, blocks, chunk)))
     if slots == time:
-        table = torch.cat([_mean(x[:, :, : count * size].unflatten(2, (count, size))) for x in xs], -1)
+        begins = size * torch.arange(count, device=x.device)[None]
+        table = summarise([x[:, :, : count * size].unflatten(2, (count, size)) for x in xs], begins)
         after = table if chunk.valid is None else _picked(table, _places(complete, count, None, chunk))
         return Means(table, None, after)
     # A recording of a step ends at this look, before slots of another past than the means' confuse what follows.
@@ -53,7 +74,7 @@ def means_of(xs: Sequence[Tensor], old: Tensor, blocks: Blocks, chunk: Chunk, po
     # A chunk completes at most so many blocks; the others are in ``old``.
     new = min(time // size + 1, count)
     number = complete[:, None] + torch.arange(-new, 0, device=x.device)
-    fresh = _means(xs, blocks.first[:, :1] + size * number, size)
+    fresh = summarise([in_blocks(x, blocks.first[:, :1] + size * number, size) for x in xs], size * number)
     number = _places(complete, count, None, chunk)
     before = (seen // size)[:, None]
     held = torch.where(number < before, old.shape[2] - before + number, old.shape[2] + new - complete[:, None] + number)
@@ -76,16 +97,6 @@ def _places(complete: Tensor, count: int, blocks: Blocks | None, chunk: Chunk) -
     if chunk.valid is not None:
         last = blocks.begin.gather(1, (chunk.valid.sum(1, keepdim=True) - 1).clamp_min(0))
     return torch.where(number < 0, -1, number + last)
-
-
-def _means(xs: Sequence[Tensor], first: Tensor, size: int) -> Tensor:
-    """Return the means of ``xs``, one behind the other, of the blocks that begin at the slots ``first``."""
-    return torch.cat([_mean(in_blocks(x, first, size)) for x in xs], -1)
-
-
-def _mean(x: Tensor) -> Tensor:
-    """Return the means [batch, heads, blocks, width] of x [batch, heads, blocks, size, width]."""
-    return x.mean(3, dtype=state_dtype(x.dtype)).to(x.dtype)
 
 
 def _picked(x: Tensor, index: Tensor) -> Tensor:

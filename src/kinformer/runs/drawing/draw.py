@@ -62,13 +62,18 @@ def draw(options: DrawOptions) -> Drawing:
         )
     if not panels:
         raise KinformerError(f"{options.subject}: has neither a pattern nor positions to draw; choose another member.")
-    shown = panels[:MOST_PANELS]
-    draw_panels(shown, subject.title, out)
-    more = ""
+    return _panels(options, out, (subject.kind, subject.title), panels)
+
+
+def _panels(options: DrawOptions, out: Path, subject: tuple[str, str], panels: Sequence[Panel]) -> Drawing:
+    """Draw the first ``MOST_PANELS`` panels of a ``subject``, its kind and its title."""
+    kind, title = subject
+    shown, more = panels[:MOST_PANELS], ""
+    draw_panels(shown, title, out)
     if len(panels) > len(shown):
         more = spelled(f" ({len(shown)} of {len(panels)}; choose with `layer` and `head`)")
     facts = {"drawn": len(shown), "panels": [_facts(panel) for panel in panels]}
-    return _drawing(options, out, subject.kind, subject.title + more, list(_lines(shown)), facts)
+    return _drawing(options, out, kind, title + more, list(_lines(shown)), facts)
 
 
 def _exits(options: DrawOptions, out: Path) -> Drawing:
@@ -89,13 +94,20 @@ def _experts(options: DrawOptions, out: Path) -> Drawing:
     return _coloured(options, out, *text_by_experts(options))
 
 
+def _blocks(options: DrawOptions, out: Path) -> Drawing:
+    from kinformer.runs.drawing.blocks import chosen_panels
+
+    panels, title = chosen_panels(options)
+    return _panels(options, out, ("run", title), panels)
+
+
 def _coloured(options: DrawOptions, out: Path, text: ColouredText, facts: dict[str, Any]) -> Drawing:
     draw_text(text, out)
     return _drawing(options, out, "run", text.title, [], facts)
 
 
-TEXTS = {"exits": _exits, "buckets": _buckets, "experts": _experts}
-"""Options that draw a text, and what draws it."""
+TEXTS = {"exits": _exits, "buckets": _buckets, "experts": _experts, "blocks": _blocks}
+"""Options that draw a text, or what happens in one, and what draws it."""
 
 
 def _image(options: DrawOptions, out: Path) -> Drawing:

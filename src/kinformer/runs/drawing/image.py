@@ -44,6 +44,7 @@ OF_OTHERS = (
     "exits",
     "buckets",
     "experts",
+    "blocks",
     "data",
     "length",
     "layer",

@@ -32,11 +32,13 @@ class DrawOptions(Checked):
     """Of a run whose heads attend within buckets or clusters: a text coloured by those of one layer and head."""
     experts: bool = False
     """Of a run with a mixture of experts: a text coloured by the first expert of every token in one layer."""
+    blocks: bool = False
+    """Of a run whose tokens choose blocks of keys: which ones those of a text chose, by layer and head."""
     image: str | None = None
     """Of a run of the task vision: what it looks at in an image (a PNG or JPEG, or the first test image of data), by
     attention roll-out, or the windows of its stages."""
     data: str | None = None
-    """With `exits`, `buckets` or `experts`: the text, a path or stdlib (the run's test split if not given)."""
+    """For `exits`, `buckets`, `experts`, `blocks`: the text, a path or stdlib (the run's test split if not given)."""
     recipe: str = "small"
     """Which of the member's recipes."""
     set: Mapping[str, Any] = field(default_factory=dict)

@@ -107,7 +107,8 @@ def find(options: DrawOptions) -> Subject:
 
 
 def _spans(options: DrawOptions) -> Subject:
-    others = ("pattern", "position", "length", "layer", "head", "image_width", "exits", "buckets", "experts", "data")
+    texts = ("exits", "buckets", "experts", "blocks", "data")
+    others = ("pattern", "position", "length", "layer", "head", "image_width", *texts)
     if unread := [marked(name) for name in others if getattr(options, name)]:
         raise KinformerError(f"`spans` draws all spans of a run, and knows no {', '.join(unread)}; leave them out.")
     run = open_run(options.subject)

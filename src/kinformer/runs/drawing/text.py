@@ -29,11 +29,11 @@ def text_run(options: DrawOptions, what: str, *unread: str) -> Run:
     return run
 
 
-def tokens_of(run: Run, options: DrawOptions) -> np.ndarray:
-    """The first ids of the text to draw, one more than ``options.length``."""
+def tokens_of(run: Run, options: DrawOptions, length: int = TOKENS) -> np.ndarray:
+    """The first ids of the text to draw, one more than ``options.length``, or than ``length`` where that is not set."""
     split = held_out(run, EvaluationSettings(data=options.data)).split
     split.require(2, "a drawing")
-    count = min(options.length or TOKENS, MOST, len(split) - 1)
+    count = min(options.length or length, MOST, len(split) - 1)
     return np.array(split.tokens(0, count + 1), np.int64)
 
 

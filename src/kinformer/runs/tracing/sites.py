@@ -173,6 +173,11 @@ def _single_head(mixer: SingleHead, probe: Probe) -> Any:
 
 def _chosen(mixer: ChosenBlocks, probe: Probe) -> Any:
     """Replace the values, of which those of blocks are the means."""
+    if mixer.value_summary is not None:
+        raise KinformerError(
+            "a perceptron sums up the values of blocks in this layer, which no weights of tokens do; trace a model "
+            "with compression = mean."
+        )
     project = mixer._project
 
     def replaced(chunk: Any, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -91,8 +91,9 @@ def _captured(mixer: Any, probe: Probe, calls: list[Tensor]) -> Iterator[None]:
     def joined(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         calls.append(inputs[0].unflatten(-1, (-1, probe.values.shape[3])).transpose(1, 2))
 
-    gate = getattr(mixer, "gate", None)  # a module behind the heads; a parameter of Memorizing's
-    first = gate if isinstance(gate, nn.Module) else mixer.out  # weights are those before a gate
+    # Weights are those before a norm and a gate, which is a parameter of Memorizing's.
+    behind = (getattr(mixer, name, None) for name in ("head_norm", "gate"))
+    first = next((module for module in behind if isinstance(module, nn.Module)), mixer.out)
     outs = {first, getattr(mixer, "global_out", None) or first}
     handles = [out.register_forward_pre_hook(joined) for out in outs]
     try:
