@@ -44,7 +44,7 @@ HYBRID: dict[str, Any] = {
 LAWS = ("rope", "local", "mla", "fast-weights", "mamba2", "rwkv7", "performer", "sha-rnn")
 RUNS: dict[str, dict[str, Any]] = {
     "hybrid": {"model": HYBRID, "segments": True},
-    "rope": {"model": {"member": "rope"}, "accumulate": 2},
+    "rope": {"model": {"member": "rope", "stack.checkpoint": True}, "accumulate": 2},
 }
 OPTIONS: dict[str, Any] = {"steps": 3, "checkpoint_every": 2, "validate_every": 3, "length": TIME}
 

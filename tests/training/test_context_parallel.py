@@ -117,6 +117,12 @@ def test_every_member_shares_time_or_says_why_not(name: str) -> None:
     check_time(model, ring=False)
 
 
+def test_layers_are_computed_again_where_no_mixer_waits_for_a_state() -> None:
+    check_time(build("rope", "tiny", 64, {"stack.checkpoint": True}), ring=True)
+    with pytest.raises(KinformerError, match="the mixer LSTM would receive states again in the backward pass"):
+        check_time(build("sha-rnn", "tiny", 64, {"stack.checkpoint": True}), ring=False)
+
+
 def test_scores_that_are_no_products_do_not_go_round() -> None:
     with pytest.raises(KinformerError, match="do not go round, .* give cp instead of ring"):
         check_time(build("alibi", "tiny", 64), ring=True)

@@ -32,7 +32,7 @@ from kinformer.core.stack import units_of
 from kinformer.estimation.estimate import Estimate, Precision, estimate, horizon_of
 from kinformer.estimation.length import at_length
 from kinformer.estimation.machines import Device
-from kinformer.estimation.mesh import Mesh, Payload, meshes
+from kinformer.estimation.mesh import Mesh, Payload, meshes, powers
 from kinformer.estimation.parts import Costs
 from kinformer.estimation.stretches import FLOAT, PaperStretches, share_on_paper
 from kinformer.runtime.errors import KinformerError
@@ -222,11 +222,12 @@ class Cluster:
 
     def costs(self, devices: int) -> list[MeshCost]:
         """Return the costs of every mesh of so many devices, fastest first, those that do not fit last. The time of
-        rows is shared where no other mesh fits."""
-        costs = self._costs(meshes(devices, self.batch, self.device.node))
-        for ring in (False, True):
-            if not any(cost.fits for cost in costs):
-                costs += self._costs(meshes(devices, self.batch, self.device.node, True, ring))
+        rows is shared where no other mesh fits, by as few devices as it takes."""
+        costs: list[MeshCost] = []
+        for context in powers(devices):
+            for ring in (False, True)[: min(2, context)]:
+                if not any(cost.fits for cost in costs):
+                    costs += self._costs(meshes(devices, self.batch, self.device.node, context, ring))
         return sorted(costs, key=lambda cost: (not cost.fits, cost.step, cost.train_bytes))
 
     def _costs(self, candidates: Iterable[Mesh]) -> list[MeshCost]:
@@ -266,7 +267,7 @@ class Cluster:
         seconds = {
             "compute": part.of_rows("flops_step", rows) / self.flops(part.precision),
             "tensor": tensor / device.link,
-            "context": context / device.link,
+            "context": context / (device.link if mesh.tensor * mesh.context <= device.node else device.network),
             "data": data / (device.link if within else device.network),
         }
         step = max(seconds["compute"] + seconds["tensor"] + seconds["context"], seconds["data"])

@@ -52,22 +52,19 @@ class Payload(NamedTuple):
         return weights, 2 * tensor * self.tensor, self.context
 
 
-def meshes(devices: int, batch: int, largest: int, context: bool = False, ring: bool = False) -> Iterator[Mesh]:
-    """Yield the meshes of so many ``devices`` for ``batch`` rows a step, with ``largest`` devices of a row at most;
-    where the time of rows is shared, if ``context``: such meshes alone, with ``ring`` for keys and values that go
-    round."""
-    for tensor in _powers(min(devices, largest)):
-        for stretches in _powers(min(devices, largest) // tensor) if context else (1,):
-            shared = tensor * stretches
-            replicas = devices // shared
-            if devices % shared or batch % replicas or context and stretches == 1:
-                continue
-            yield Mesh(tensor, replicas, "ddp", stretches, ring)
-            if replicas * stretches > 1:
-                yield Mesh(tensor, replicas, "fsdp", stretches, ring)
+def meshes(devices: int, batch: int, largest: int, context: int = 1, ring: bool = False) -> Iterator[Mesh]:
+    """Yield the meshes of so many ``devices`` for ``batch`` rows a step, with parts of the model on ``largest`` devices
+    at most, and ``context`` stretches of every row, with ``ring`` by keys and values that go round."""
+    for tensor in powers(min(devices // context, largest)):
+        replicas = devices // (tensor * context)
+        if devices % (tensor * context) == 0 and batch % replicas == 0:
+            yield Mesh(tensor, replicas, "ddp", context, ring)
+            if replicas * context > 1:
+                yield Mesh(tensor, replicas, "fsdp", context, ring)
 
 
-def _powers(most: int) -> Iterator[int]:
+def powers(most: int) -> Iterator[int]:
+    """Yield the powers of two up to ``most``."""
     power = 1
     while power <= most:
         yield power

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kinformer.core.crossing import Crosses, Crossing, Summary, sent_by_neighbours
 from kinformer.runtime.errors import KinformerError
@@ -26,8 +26,12 @@ class PaperStretches(Crossing):
 
     def __init__(self, count: int, ring: bool, narrow: int) -> None:
         self.number, self.count, self.ring = count - 1, count, ring
-        self.seen = torch.zeros(1, dtype=torch.int64)
         self.sent, self._slot, self._itemsize = 0, narrow, narrow
+
+    def enter(self, mixer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Count tokens where the ``inputs`` of a mixer are: on the meta device, or imitated."""
+        x = inputs[0].x
+        self.seen = x.new_zeros(len(x), dtype=torch.int64)
 
     def composed(self, summary: Summary, state: Tensor) -> tuple[Tensor, Tensor]:
         self._itemsize = FLOAT  # sums stay in float32
@@ -73,3 +77,4 @@ def share_on_paper(model: Any, stretches: PaperStretches) -> None:
                 "leave `parallel` cp out."
             )
         mixer.crossing = stretches
+        mixer.register_forward_pre_hook(stretches.enter)

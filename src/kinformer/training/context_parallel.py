@@ -38,9 +38,12 @@ def check_time(model: Any, ring: bool) -> None:
         raise _unshared(stack.config, "it computes layers again in the backward pass")
     if stack.exits or stack.halting is not None:
         raise _unshared(stack.config, "how many layers it applies depends on the tokens")
-    if stack.config.recomputes:
+    waiting = [mixer for mixer in mixers_of(stack) if not (isinstance(mixer, Crosses) and mixer.crosses)]
+    if stack.config.recomputes and waiting:
         raise _unshared(
-            stack.config, "it would receive states again in the backward pass; set stack.checkpoint = false"
+            stack.config,
+            f"the mixer {type(waiting[0]).__name__} would receive states again in the backward pass; set "
+            "stack.checkpoint = false",
         )
     if modules_of(model, AuxLoss) or states.pop_aux(stack.initial_state(1))[0]:
         raise _unshared(config, "it has costs beside the loss, which are means over rows")
