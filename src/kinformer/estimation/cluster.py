@@ -7,16 +7,14 @@ A device of tensor parallelism has a part of the model, so it costs what that pa
     fsdp    all-gather of the weights of every unit twice, of the others once; reduce-scatter of the gradients
     tp      all-reduce of every divided module's outputs, and of the gradients of its inputs; of a look-up's outputs;
             of the gradients of the hidden states that logits are made of; of three numbers a token of the loss
-
     cp      what mixers need of earlier stretches of a row (``estimation.stretches``)
 
 Devices that share rows wait for their exchanges, while those of gradients and weights go on during the computation:
 
     step = max(FLOPs / (efficiency * FLOP/s) + bytes of tp and cp / link, bytes of data / link or network)
 
-Of stretches of time, the last computes most, and the others wait for it.
-
-Kernels that wait for memory, latencies and stragglers are what ``efficiency`` stands for.
+Of stretches of time, the last computes most, and the others wait for it. Kernels that wait for memory, latencies and
+stragglers are what ``efficiency`` stands for.
 """
 
 from __future__ import annotations
