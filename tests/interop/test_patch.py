@@ -36,6 +36,14 @@ def test_softmax_attention_is_the_models(kind):
     assert not any(record.dropped for record in records)
 
 
+def test_weights_of_norms_are_those_of_every_head_or_dropped():
+    want = logits(new_model("qwen3"), tokens())
+    by_head = patch(new_model("qwen3"), "rope", set={"projection.over": "by_head"})
+    assert_equal(logits(by_head, tokens()), want)
+    whole = patched_layers(patch(new_model("qwen3"), "rope", set={"projection.over": "heads"}))[0]
+    assert set(whole.dropped) == {"q_norm", "k_norm"}
+
+
 def test_the_record_names_weights_that_the_mixer_drops():
     model = patch(new_model("qwen3"), "linear-transformer")
     record = patched_layers(model)[0]

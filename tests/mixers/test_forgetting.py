@@ -34,7 +34,7 @@ from .made import DIM, SCORES, built, inputs
 GATE = Sigmoid.Config(coupled=False)
 PRO = SoftmaxAttention.Config(
     num_heads=4,
-    projection=Normalised.Config(inner=KVShift.Config(inner=MultiHead.Config(bias=False))),
+    projection=Normalised.Config(inner=KVShift.Config(inner=MultiHead.Config(bias=False)), over="by_head"),
     decay=GATE,
     gate="element",
     head_norm="rms",
@@ -93,6 +93,7 @@ def test_the_block_of_pro_is_the_authors_layer_head_by_head():
     q, k, v = (part[0] for part in qkv)  # [heads, time, width]
     log_f = logsigmoid(mixer.decay.gate(x))[0].T
     alpha, beta = torch.sigmoid(mixer.projection.inner.shift(x))[0].T.chunk(2)
+    q_weight, k_weight = (norm.weight.view(4, -1) for norm in (mixer.projection.q_norm, mixer.projection.k_norm))
     gates = torch.sigmoid(mixer.gate.linear(x))[0].unflatten(-1, (4, -1))
     y = torch.zeros(9, 4, q.shape[-1], dtype=x.dtype)
     for head in range(4):
@@ -100,9 +101,9 @@ def test_the_block_of_pro_is_the_authors_layer_head_by_head():
         for t in range(9):
             before_k, before_v = (part[head, t - 1] if t else torch.zeros_like(part[head, 0]) for part in (k, v))
             shifted = alpha[head, t] * before_k + (1 - alpha[head, t]) * k[head, t]
-            keys.append(rms(shifted) * mixer.projection.k_norm.weight)
+            keys.append(rms(shifted) * k_weight[head])
             values.append(beta[head, t] * before_v + (1 - beta[head, t]) * v[head, t])
-            query = rms(q[head, t]) * mixer.projection.q_norm.weight
+            query = rms(q[head, t]) * q_weight[head]
             fades = torch.stack([log_f[head, j + 1 : t + 1].sum() for j in range(t + 1)])
             p = (torch.stack(keys) @ query / len(query) ** 0.5 + fades).softmax(0)
             y[t, head] = rms(p @ torch.stack(values)) * mixer.head_norm.weight[head] * gates[t, head]

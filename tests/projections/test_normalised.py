@@ -44,4 +44,9 @@ def test_over_heads_it_is_one_norm_and_with_one_head_that_of_a_head():
     torch.testing.assert_close(k, whole.keys_values(x)[0])
     assert whole.k_norm.weight.shape == (8,)
     torch.testing.assert_close(built(1, "heads")(x), built(1, "head")(x))
+    torch.testing.assert_close(built(4, "by_head")(x), built(4, "head")(x))  # before the weights have learnt
+    by_head = built(4, "by_head")
+    torch.nn.init.uniform_(by_head.q_norm.weight, 0.5, 2)
+    want = built(4, "head")(x)[0] * by_head.q_norm.weight.view(4, 1, 8)
+    torch.testing.assert_close(by_head(x)[0], want)
     assert (built(4, "heads")(x)[0] - built(4, "head")(x)[0]).abs().max() > 1e-2

@@ -24,7 +24,7 @@ def _mixer(num_heads: int, pro: bool, bias: bool = True) -> SoftmaxAttention.Con
     heads = MultiHead.Config(bias=bias)
     return SoftmaxAttention.Config(
         num_heads=num_heads,
-        projection=Normalised.Config(inner=KVShift.Config(inner=heads)) if pro else heads,
+        projection=Normalised.Config(inner=KVShift.Config(inner=heads), over="by_head") if pro else heads,
         decay=Sigmoid.Config(coupled=False),
         gate="element" if pro else "none",
         head_norm="rms" if pro else "none",
@@ -76,11 +76,7 @@ MEMBER = Member(
     axes=("position", "score"),
     causal=True,
     growth="linear",
-    departures=(
-        "the norm of queries and keys of the recipes pro and paper-pro has one weight for all heads (the authors': one "
-        "for each)",
-        "layer norm and GELU in all recipes but paper and paper-pro",
-    ),
+    departures=("layer norm and GELU in all recipes but paper and paper-pro",),
     exact_limit="where the gate stays open (f = 1) it is exact attention without positions; with a constant f for each "
     "head it is ALiBi with slopes -log f",
     parity=(

@@ -4,6 +4,7 @@
 
 Scores stay below the weights' product however large the stream grows, so a larger learning rate is borne. With
 ``over = "heads"`` one root mean square is that of all heads together (OLMo 2, 2024; Dehghani et al. 2023, ViT-22B).
+With ``over = "by_head"`` every head has a weight of its own (Lin et al. 2025, Forgetting Transformer, Pro).
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from kinformer.runtime.errors import KinformerError
 class Normalised(Projection):
     """The heads of ``inner``, queries and keys normalised [batch, heads, time, head_dim] before positions turn them.
 
-    ``over``: the features that share a root mean square, those of one head, with one weight for all heads, or of all.
+    ``over``: the features that share a root mean square, those of one head, with one weight for all heads (head) or one
+    for each (by_head), or those of all (heads).
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ProjectionConfig):
         kind = "normalised"
         inner: ProjectionConfig = MultiHead.Config()
-        over: Literal["head", "heads"] = "head"
+        over: Literal["head", "heads", "by_head"] = "head"
         eps: float = 1e-6
 
         def part(self, parts: int) -> Normalised.Config:
@@ -53,7 +55,8 @@ class Normalised(Projection):
     def __init__(self, config: Config, inner: Projection, num_heads: int, head_dim: int) -> None:
         super().__init__()
         self.inner, self.num_kv_heads, self.context = inner, inner.num_kv_heads, inner.context
-        shared = (num_heads, inner.num_kv_heads) if config.over == "heads" else (1, 1)
+        self.by_head = config.over == "by_head"
+        shared = (1, 1) if config.over == "head" else (num_heads, inner.num_kv_heads)
         self.q_norm, self.k_norm = (nn.RMSNorm(heads * head_dim, eps=config.eps) for heads in shared)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,19 +65,21 @@ class Normalised(Projection):
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         k, v = self.inner.keys_values(x)
-        return (k, v) if self.context else (normed(self.k_norm, k), v)
+        return (k, v) if self.context else (normed(self.k_norm, k, self.by_head), v)
 
     def combine(self, tokens: Tensor, positions: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self._normalised(*self.inner.combine(tokens, positions, x))
 
     def _normalised(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return normed(self.q_norm, q), normed(self.k_norm, k), v
+        return normed(self.q_norm, q, self.by_head), normed(self.k_norm, k, self.by_head), v
 
 
-def normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+def normed(norm: nn.RMSNorm, x: Tensor, by_head: bool = False) -> Tensor:
     """Return ``norm`` of x [batch, heads, time, head_dim] in the dtype of ``x``, which under autocast is not the
-    weight's."""
+    weight's; ``by_head``: of each head by itself, with its part of the weight."""
     weight = norm.weight.to(x.dtype)
+    if by_head:
+        return rms_norm(x, x.shape[-1:], None, norm.eps) * weight.view(x.shape[1], 1, -1)
     if len(weight) == x.shape[-1]:
         return rms_norm(x, norm.normalized_shape, weight, norm.eps)
     whole = rms_norm(merge_heads(x), norm.normalized_shape, weight, norm.eps)

@@ -15,7 +15,7 @@ def carry(mixer: nn.Module, attention: Attention) -> tuple[tuple[str, ...], tupl
     """Copy what fits; return the names of the projections that were copied, of the parameters that are new, and of the
     projections that were dropped."""
     projection: Any = getattr(mixer, "projection", None)
-    normalised = projection if hasattr(projection, "q_norm") else None
+    normalised: Any = projection if hasattr(projection, "q_norm") else None
     if normalised is not None:
         projection = projection.inner
     qkv, partly = (_softmax if projection is not None else _kernel)(mixer, projection, attention)
@@ -27,7 +27,11 @@ def carry(mixer: nn.Module, attention: Attention) -> tuple[tuple[str, ...], tupl
         copied.append("o")
         whole.add("out")
     for name, weight in attention.norms.items() if normalised is not None else ():
-        getattr(normalised, name).weight.copy_(weight)
+        target = getattr(normalised, name).weight
+        weight = weight.repeat(len(target) // len(weight)) if normalised.by_head else weight
+        if target.shape != weight.shape:
+            continue
+        target.copy_(weight)
         copied.append(name)
         whole.add(name)
     new = (name for name, _ in mixer.named_parameters() if name.split(".")[-2:][0] not in whole)
