@@ -208,6 +208,7 @@ UNSEEN = {
     "bias_rate": "what the trainer does between its steps",
     "checkpoint": "what is kept between forward and backward, not what is computed",
     "recompute": "the same",
+    "stochastic_depth": "what training drops (tests/stacks/test_stochastic_depth.py)",
     "chunks": "the same",
     "multiple": "how far behind a soft span is computed, where every weight is 0",
     "centroid_decay": "what the trainer does between its steps",
