@@ -10,10 +10,10 @@ stages belongs to the layer before it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
-from kinformer.core.stack import Stack
 from kinformer.runtime.errors import KinformerError
 
 
@@ -40,15 +40,16 @@ def rate_factors(model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
 
 def _trunks(model: nn.Module) -> Iterator[nn.Module]:
     """Yield what has a stack, but for encoders within an input, which are all before the first layer."""
+    from kinformer.core.stack import Stack
+
     if isinstance(getattr(model, "stack", None), Stack):
         yield model
     yield from (child for name, child in model.named_children() if name != "input" for child in _trunks(child))
 
 
-def _below(trunk: nn.Module) -> Iterator[tuple[nn.Module, int]]:
+def _below(trunk: Any) -> Iterator[tuple[nn.Module, int]]:
     """Yield the parts of ``trunk`` that the head reads through layers, and the number of them from the head's side."""
     stack = trunk.stack
-    assert isinstance(stack, Stack)
     count = len(stack.layers)
     for number, layer in enumerate(stack.layers):
         yield layer, count - number
