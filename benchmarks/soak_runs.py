@@ -46,6 +46,7 @@ TRAINING: dict[str, list[str]] = {
     "speech": ["--length", "64"],
     "vision": [],
     "dino": ["--prototypes", "16", "--local-views", "2"],
+    "mae": [],
     "translate": ["--length", "40", "--tokenizer", "bytes"],
 }
 EVALUATION = {

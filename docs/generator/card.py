@@ -43,6 +43,7 @@ NAMES = {
     "mlp": "feed-forward",
     "language": "next token",
     "masked_language": "masked tokens",
+    "masked_patches": "masked patches",
     "linear_classification": "classes",
     "classification": "classes",
     "distilled": "classes, and a teacher's",

@@ -110,6 +110,7 @@ OWN = {
     ("head", "modulus"): {"inner": LanguageModelHead.Config(tied=False)},
     ("input", "steps"): {"state_dim": 3, "action_dim": 2, "timesteps": 4},
     ("head", "continuous_actions"): {"action_dim": 2},
+    ("head", "masked_patches"): {"layers": (EncoderLayer.Config(mixer=TWO_SIDED),)},
     ("head", "discrete_actions"): {"actions": 3},
     ("input", "observations"): {"observation_dim": 3},
     ("pattern", "random_blocks"): {"count": 1},
@@ -208,6 +209,7 @@ UNSEEN = {
     "bias_rate": "what the trainer does between its steps",
     "checkpoint": "what is kept between forward and backward, not what is computed",
     "recompute": "the same",
+    "stochastic_depth": "what training drops (tests/stacks/test_stochastic_depth.py)",
     "chunks": "the same",
     "multiple": "how far behind a soft span is computed, where every weight is 0",
     "centroid_decay": "what the trainer does between its steps",
@@ -354,6 +356,8 @@ def predicted(config: Config) -> tuple:
     embedding = AdaptiveEmbedding.Config(**same) if same else Lookup.Config()
     input = Tokens.Config(vocab_size=VOCAB, embedding=embedding).build(DIM).double()
     input = Patches.Config(distillation_token=True).build(DIM) if config.kind == "distilled" else input
+    if config.kind == "masked_patches":  # a token, and five rows of five patches
+        input = Patches.Config(size=(10, 10), patch=2).build(DIM)
     config.check(DIM, input)
     more = {"neighbours": torch.tensor([[3, 5, -1]]).expand(2, TIME, -1)} if config.kind == "spalm" else {}
 

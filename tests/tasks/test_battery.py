@@ -92,6 +92,12 @@ CASES = {
         "train": {"length": None, "prototypes": 8, "local_views": 1, "batch_size": 2},
         "evaluate": {"max_items": 8},
     },
+    "mae": {
+        "member": "vit",
+        "train": {"length": None, "batch_size": 2},
+        "evaluate": {"max_items": 8},
+        "generate": {"image": "digits"},
+    },
     "translate": {
         "member": "vanilla",
         "train": QUICK | {"tokenizer": "bytes", "length": 32},

@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kinformer.blocks.encoder_layer import EncoderLayerConfig
 from kinformer.blocks.layer import LayerConfig, causal
 from kinformer.core.contract import CausalMixer, ChecksChunk, Chunk, MixerConfig, initial_states
-from kinformer.core.encoder import ChecksInput, EncoderMixerConfig, SequenceContext
+from kinformer.core.encoder import ChecksInput, EncoderLayerConfig, EncoderMixerConfig, SequenceContext
 from kinformer.core.state import State
 from kinformer.runtime.dropout import Dropout
 

@@ -5,31 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kinformer.blocks.feed_forward import MLP
 from kinformer.blocks.norms import LayerNorm, NoNorm, NormConfig
 from kinformer.blocks.residual import PostNorm, ResidualConfig
 from kinformer.blocks.sublayers import Sublayers, encode_branch, fed, feed_forward_branch
-from kinformer.core.config import Config
 from kinformer.core.contract import PartialOutput
-from kinformer.core.encoder import ChecksInput, EncoderMixer, EncoderMixerConfig, SequenceContext
+from kinformer.core.encoder import ChecksInput, EncoderLayerConfig, EncoderMixer, EncoderMixerConfig, SequenceContext
 from kinformer.core.feed_forward import FeedForwardConfig
 from kinformer.core.stack import Branch
-
-
-class EncoderLayerConfig(Config):
-    """The config; ``build(dim)`` returns a layer (x [batch, time, dim], text) -> y [batch, time, dim]."""
-
-    slot = "encoder_layer"
-
-    @property
-    def main_field(self) -> str:
-        """Return the name of the field with the mixer that the layer is known for."""
-        return "mixer"
-
-    def build(self, dim: int) -> nn.Module:
-        raise NotImplementedError
 
 
 class EncoderLayer(ChecksInput, PartialOutput, Sublayers):

@@ -52,6 +52,7 @@ class Gated(Reordered):
     """The residual gate(x, relu(F(norm(x)))), GTrXL."""
 
     additive = False
+    undroppable = "a gate of the residual 'gated' does not leave the stream as it is where a sublayer gives nothing"
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ResidualConfig):

@@ -5,7 +5,7 @@
     res-post    x + norm(F(x))       (Liu et al. 2022)
     sandwich    x + norm'(F(norm(x)))    (Ding et al. 2021, CogView, section 2.4; Gemma 2)
 
-Dropout falls on F's output, before the residual sum.
+Dropout falls on F's output, before the residual sum, and so does stochastic depth, which drops it for whole sequences.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kinformer.blocks.norms import NormConfig
 from kinformer.core.config import Config
+from kinformer.core.stochastic_depth import Droppable
 from kinformer.runtime.dropout import Dropout
 
 
-class Residual(nn.Module):
+class Residual(Droppable):
     """The residual of one sublayer F: ``x -> leave(x, F(enter(x)))``. As a module it is ``enter``.
 
     ``additive``: what leaves is ``x + added(F(enter(x)))``. ``add`` is what becomes of F's output before any sum.
@@ -55,7 +56,7 @@ class Residual(nn.Module):
 
     def add(self, y: Tensor) -> Tensor:
         """Return the sublayer's output ``y`` [batch, time, dim] as it joins the stream."""
-        return y if self.dropout is None else self.dropout(y)
+        return self.dropped(y if self.dropout is None else self.dropout(y))
 
 
 class ResidualConfig(Config):

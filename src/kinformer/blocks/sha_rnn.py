@@ -15,14 +15,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kinformer.blocks.encoder_layer import EncoderLayerConfig
 from kinformer.blocks.feed_forward import Boom
 from kinformer.blocks.layer import LayerConfig, causal
 from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.blocks.sublayers import feed, mixed, tokenwise
 from kinformer.core.config import Config
 from kinformer.core.contract import CausalMixer, ChecksChunk, Chunk, MixerConfig, initial_states
-from kinformer.core.encoder import ChecksInput, EncoderMixerConfig, SequenceContext
+from kinformer.core.encoder import ChecksInput, EncoderLayerConfig, EncoderMixerConfig, SequenceContext
 from kinformer.core.feed_forward import FeedForwardConfig
 from kinformer.core.state import State
 from kinformer.runtime.dropout import Dropout

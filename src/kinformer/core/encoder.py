@@ -98,6 +98,20 @@ class EncoderMixerConfig(Config):
         raise NotImplementedError
 
 
+class EncoderLayerConfig(Config):
+    """The config; ``build(dim)`` returns a layer (x [batch, time, dim], text) -> y [batch, time, dim]."""
+
+    slot = "encoder_layer"
+
+    @property
+    def main_field(self) -> str:
+        """Return the name of the field with the mixer that the layer is known for."""
+        return "mixer"
+
+    def build(self, dim: int) -> nn.Module:
+        raise NotImplementedError
+
+
 def refuse_global(why: str, global_tokens: bool, global_input: bool) -> None:
     """Refuse global tokens, for the ``check`` of a mixer without them; ``why`` is the first half of the sentence."""
     if global_tokens or global_input:

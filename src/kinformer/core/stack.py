@@ -14,6 +14,8 @@ from kinformer.core import state as states
 from kinformer.core.config import Config
 from kinformer.core.contract import Chunk, PartialOutput
 from kinformer.core.first_values import FirstValues, shares_values
+from kinformer.core.stochastic_depth import drop_sublayers
+from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
     from kinformer.core.encoder import SequenceContext
@@ -54,10 +56,19 @@ class StackConfig(Config):
 
     With ``checkpoint`` a training step keeps each use's input and computes the rest a second time in the backward, with
     the same random masks: less memory, about a third more work, equal gradients (Chen et al. 2016).
+    ``stochastic_depth``: the probability with which a training step drops a sublayer of the last layer for a sequence,
+    linearly less in layers before (``core.stochastic_depth``).
     """
 
     slot = "stack"
     checkpoint: bool = False
+    stochastic_depth: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.stochastic_depth < 1:
+            raise KinformerError(
+                f"stack.stochastic_depth must be a probability from 0 to below 1, but is {self.stochastic_depth:g}."
+            )
 
     def uses(self, layers: int) -> tuple[int, ...]:
         """Return the number of the layer that is applied in each use, in order; a layer may be used more than once."""
@@ -74,7 +85,7 @@ class StackConfig(Config):
     def select(self, layers: Sequence[int]) -> StackConfig:
         """Return the stack of the layers with these numbers alone, ascending,
         that applies each once as this one does."""
-        return StackConfig(checkpoint=self.checkpoint)
+        return StackConfig(checkpoint=self.checkpoint, stochastic_depth=self.stochastic_depth)
 
     @property
     def recomputes(self) -> bool:
@@ -123,6 +134,8 @@ class Stack(nn.Module):
         self._values = shares_values(self.layers, config.kind, self.opens_values)
         self.order = config.uses(len(self.layers))
         self.halting: Any = None
+        if config.stochastic_depth:
+            drop_sublayers(self.layers, config.stochastic_depth)
 
     @property
     def units(self) -> tuple[nn.Module, ...]:

@@ -173,10 +173,11 @@ def recogniser(
     ``convolutions``: each halves the number of positions. ``bare``: the layers are mixers alone, without positions.
     """
     from kinformer.blocks.bare import BareLayer
-    from kinformer.blocks.encoder_layer import EncoderLayer, EncoderLayerConfig
+    from kinformer.blocks.encoder_layer import EncoderLayer
     from kinformer.blocks.feed_forward import MLP
     from kinformer.blocks.initialise import Initialisation
     from kinformer.blocks.norms import LayerNorm
+    from kinformer.core.encoder import EncoderLayerConfig
     from kinformer.heads.ctc import CTCHead
     from kinformer.inputs.frames import Frames
     from kinformer.models.encoder import Encoder

@@ -51,7 +51,7 @@ def models() -> list[type[Config]]:
 
 def encoders() -> list[type[Config]]:
     from kinformer.blocks import bare, encoder_layer, global_input, macaron, parallel, sha_rnn
-    from kinformer.heads import classification, distilled, masked_language, pooling
+    from kinformer.heads import classification, distilled, masked_language, masked_patches, pooling
     from kinformer.mixers import (
         bidirectional,
         bidirectional_linear,
@@ -92,6 +92,7 @@ def encoders() -> list[type[Config]]:
         windows.WindowAttention.Config,
         multi_head_global.MultiHeadGlobal.Config,
         masked_language.MaskedLanguageHead.Config,
+        masked_patches.MaskedPatchesHead.Config,
         classification.ClassificationHead.Config,
         classification.LinearClassificationHead.Config,
         distilled.DistilledHead.Config,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kinformer.family.record import Member, Recipe
 
@@ -61,6 +61,16 @@ def _recipe(
     return recipe
 
 
+def _dropping(rate: float, recipe: Recipe) -> Recipe:
+    """Return ``recipe`` with stochastic depth up to ``rate``."""
+
+    def dropping(vocab: int | None) -> Any:
+        config: Any = recipe(vocab)
+        return config.replace(stack=config.stack.replace(stochastic_depth=rate))
+
+    return dropping
+
+
 MEMBER = Member(
     name="swin",
     task="vision",
@@ -74,7 +84,7 @@ MEMBER = Member(
     departures=(
         "images of any size: a grid that is no multiple of the window is continued with zeros (theirs refuses it)",
         "a mask hides what a shifted window must not see (theirs takes 100 off its scores)",
-        "no stochastic depth, and no dropout unless asked for",
+        "no dropout unless asked for",
     ),
     exact_limit="a window as large as the image's grid of patches, with a bias by distance",
     parity=("Swin and Swin V2 of transformers: imported checkpoints (tests/interop/test_images.py)",),
@@ -97,11 +107,13 @@ MEMBER = Member(
         "tiny-v2": _recipe(16, (2, 2), 1, size=32, patch=2, window=4, second=True, classes=10),
         "small": _recipe(160, (2, 2), 5, size=32, patch=4, window=4, classes=10),
         "benchmark": _recipe(256, (4,), 4),
-        "paper": _recipe(96, (2, 2, 6, 2), 3),
-        "paper-small": _recipe(96, (2, 2, 18, 2), 3),
-        "paper-base": _recipe(128, (2, 2, 18, 2), 4),
-        "paper-large": _recipe(192, (2, 2, 18, 2), 6),
-        "paper-v2": _recipe(96, (2, 2, 6, 2), 3, size=256, window=8, second=True),
-        "paper-v2-base": _recipe(128, (2, 2, 18, 2), 4, size=256, window=8, second=True),
+        # appendix A2.1: stochastic depth 0.2, 0.3 and 0.5 for Swin-T, S and B; in the authors' code 0.2 for Swin-L, and
+        # 0.2 and 0.5 for Swin V2
+        "paper": _dropping(0.2, _recipe(96, (2, 2, 6, 2), 3)),
+        "paper-small": _dropping(0.3, _recipe(96, (2, 2, 18, 2), 3)),
+        "paper-base": _dropping(0.5, _recipe(128, (2, 2, 18, 2), 4)),
+        "paper-large": _dropping(0.2, _recipe(192, (2, 2, 18, 2), 6)),
+        "paper-v2": _dropping(0.2, _recipe(96, (2, 2, 6, 2), 3, size=256, window=8, second=True)),
+        "paper-v2-base": _dropping(0.5, _recipe(128, (2, 2, 18, 2), 4, size=256, window=8, second=True)),
     },
 )

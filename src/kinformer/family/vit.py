@@ -42,11 +42,16 @@ MEMBER = Member(
         "the head's weights begin as the others' (theirs at zero), biases at zero (theirs N(0, 1e-6) in feed-forwards)",
         "an image whose sides are no multiples of the patch is continued with zeros",
         "no dropout unless asked for",
+        "the task mae foretells pixels of three quarters of the patches; theirs the mean colour of half of them "
+        "(appendix B.1.2)",
     ),
     exact_limit="is exact attention",
-    parity=("ViT of transformers: imported checkpoints (tests/interop/test_images.py)",),
+    parity=(
+        "ViT of transformers: imported checkpoints (tests/interop/test_images.py)",
+        "ViTMAE of transformers: the loss of the task mae (tests/tasks/test_mae.py)",
+    ),
     use_when="images are classified and labels are many, or a trained ViT is at hand",
-    avoid_when="labels are few: add a teacher (`deit`) or pretrain by the task `dino`",
+    avoid_when="labels are few: add a teacher (`deit`) or pretrain by the task `mae` or `dino`",
     training={  # table 3, the row of ImageNet
         name: {
             "batch_size": 4096,

@@ -119,17 +119,22 @@ class Patches(Input):
         """Encode images; ``positions`` are ignored, as the image says where a patch is."""
         if others:
             raise KinformerError(f"an image has no {' and no '.join(others)}; leave it out.")
-        grid, patch = self.grid(values), self.config.patch
-        x = self._normalised(values)
-        x = functional.pad(x, (0, grid[1] * patch - x.shape[3], 0, grid[0] * patch - x.shape[2]))
+        grid = self.grid(values)
         # A convolution whose stride is its kernel is one product of flattened patches.
-        x = x.unflatten(3, (grid[1], patch)).unflatten(2, (grid[0], patch))  # [batch, channels, rows, p, columns, p]
-        x = self.projection(x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2))
+        x = self.projection(self.cut(values))
         if self.config.activation != "none":
             x = functional.gelu(x) if self.config.activation == "gelu" else functional.relu(x)
         if self.tokens is not None:
             x = torch.cat([self.tokens.to(x.dtype).expand(len(x), -1, -1), x], dim=1)
         return x if self.positions is None else x + self._positions(grid).to(x.dtype)
+
+    def cut(self, values: Tensor) -> Tensor:
+        """Return the normalised pixels of the patches of images, [batch, patches, channels * patch * patch]."""
+        grid, patch = self.grid(values), self.config.patch
+        x = self._normalised(values)
+        x = functional.pad(x, (0, grid[1] * patch - x.shape[3], 0, grid[0] * patch - x.shape[2]))
+        x = x.unflatten(3, (grid[1], patch)).unflatten(2, (grid[0], patch))  # [batch, channels, rows, p, columns, p]
+        return x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
     def example(self, batch: int, time: int, device: torch.device | str | None = None) -> Tensor:
         """Return black images of ``time`` positions, their patches in as square a grid as that many allow."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ROUTES = routes.ROUTES | encoder_routes.ROUTES | translator_routes.ROUTES | trajectory_routes.ROUTES
 UNCOMPUTED = {"dropout", "initialisation", "impl", "std", "checkpoint", "chunks"}
-UNCOMPUTED |= {"mask_token", "bos_token", "eos_token", "mean", "form", "balance"}
+UNCOMPUTED |= {"mask_token", "bos_token", "eos_token", "mean", "form", "balance", "stochastic_depth"}
 """Settings that change no output of a trained model; mean and std of images stand in a file beside ``config.json``."""
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kinformer.blocks.encoder_layer import EncoderLayerConfig
 from kinformer.blocks.initialise import Initialisation
 from kinformer.core.contract import select_valid
+from kinformer.core.encoder import EncoderLayerConfig
 from kinformer.core.model import WholeModel
 from kinformer.models.base import CommonConfig, CommonModel
 from kinformer.models.reader import Reader, ReaderConfig

@@ -10,12 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from kinformer.blocks.encoder_layer import EncoderLayerConfig
 from kinformer.blocks.global_input import GlobalInputConfig
 from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.core.config import Config
 from kinformer.core.contract import Alignment, left_align, select_valid
-from kinformer.core.encoder import NEEDS_PATCHES, EncoderMixer, GridOnly, SequenceContext, global_positions
+from kinformer.core.encoder import (
+    NEEDS_PATCHES,
+    EncoderLayerConfig,
+    EncoderMixer,
+    GridOnly,
+    SequenceContext,
+    global_positions,
+)
 from kinformer.models.base import Trunk
 from kinformer.runtime.errors import KinformerError
 
@@ -101,6 +107,21 @@ class Reader(Trunk):
         global_input = x[:, :count] if count else None
         standing = text.valid[:, :count] if count and text.valid is not None else None
         return Encoded(outputs[0], global_input, standing, tuple(outputs[1:]))
+
+    def hidden_of(self, values: Tensor, chosen: Tensor) -> Tensor:
+        """Return the last hidden states [batch, n, dim] of the positions ``chosen`` [batch, n] int64 of ``values``, as
+        if there were no others. Mixers must know where a token stands by its vector alone."""
+        self._check(values, {}, {})
+        positions = torch.arange(self.input.length(values), device=values.device).expand(len(values), -1)
+        x = self._embedded(values, positions, None)
+        x = x.gather(1, chosen[..., None].expand(-1, -1, x.shape[-1]))
+
+        def before(x: Tensor, use: int) -> Tensor:
+            added = self.position.layer_input(chosen, use)
+            return x if added is None else x + added.to(x.dtype)
+
+        x, _ = self.stack.read(self._entered(self.embedding_norm(x), None), SequenceContext(), before)
+        return self.norm(x)
 
     def _global_positions(self, values: Tensor, kinds: Tensor | None, valid: Tensor | None) -> Tensor | None:
         if kinds is not None:

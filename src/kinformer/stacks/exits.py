@@ -51,6 +51,7 @@ class Exits(Stack):
         samples: int = 1
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             if self.after is not None and list(self.after) != sorted(set(self.after)):
                 raise KinformerError(f"stack.after must name layers in order, each once, but is {list(self.after)}.")
             if self.samples < 1:
@@ -60,7 +61,11 @@ class Exits(Stack):
                     "stack.samples is how often exits are drawn in a step of mixed training; add "
                     "`set` stack.training=mixed, or leave it out."
                 )
-
+            if self.training == "mixed" and self.stochastic_depth:
+                raise KinformerError(
+                    f"stack.stochastic_depth is {self.stochastic_depth:g} and drops sublayers for whole sequences, but "
+                    "in mixed training tokens of a sequence take different layers; give `set` stack.training=aligned."
+                )
             if self.training == "mixed" and self.rule is not None and self.rule.learns:
                 raise KinformerError(
                     f"the rule {self.rule.kind!r} learns from all exits of a token, but mixed training takes one; "

@@ -56,6 +56,7 @@ class Reversible(Stack):
         recompute: bool = True
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             if self.checkpoint:
                 raise KinformerError(
                     "the stack 'reversible' keeps no layer's input, so there is nothing that checkpoint = true could "

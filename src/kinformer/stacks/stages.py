@@ -34,6 +34,7 @@ class Stages(GridOnly, Stack):
         norm: Literal["before", "behind"] = "before"
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             if not self.depths or min(self.depths) < 1:
                 raise KinformerError(f"depths must be layers of each stage, 1 or more, but is {self.depths}.")
 

@@ -55,8 +55,14 @@ class Universal(Stack):
         halting: HaltingConfig | None = None
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             if self.steps < 1:
                 raise KinformerError(f"stack.steps must be 1 or more, but is {self.steps}.")
+            if self.halting is not None and self.stochastic_depth:
+                raise KinformerError(
+                    f"stack.stochastic_depth is {self.stochastic_depth:g} and drops sublayers for whole sequences, but "
+                    "with stack.halting tokens of a sequence take different steps; leave one of them out."
+                )
 
         def uses(self, layers: int) -> tuple[int, ...]:
             return tuple(range(layers)) * self.steps

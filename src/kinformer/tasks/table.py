@@ -16,6 +16,7 @@ from kinformer.tasks import (
     dino,
     image,
     listops,
+    mae,
     mlm,
     next_token,
     recall,
@@ -42,6 +43,7 @@ PAGES = (
     speech,
     vision,
     dino,
+    mae,
     translate,
 )
 TASKS: dict[str, Task] = {page.TASK.name: page.TASK for page in PAGES}

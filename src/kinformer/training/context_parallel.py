@@ -45,6 +45,8 @@ def check_time(model: Any, ring: bool) -> None:
             f"the mixer {type(waiting[0]).__name__} would receive states again in the backward pass; set "
             "stack.checkpoint = false",
         )
+    if stack.config.stochastic_depth:
+        raise _unshared(stack.config, "it drops sublayers for whole rows, but processes draw for themselves")
     if modules_of(model, AuxLoss) or states.pop_aux(stack.initial_state(1))[0]:
         raise _unshared(config, "it has costs beside the loss, which are means over rows")
     for mixer in mixers_of(stack) if ring else ():

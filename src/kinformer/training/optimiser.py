@@ -14,6 +14,7 @@ from kinformer.runtime.compiling import spared
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.sharding import gathered, whole
 from kinformer.training.lamb import Lamb
+from kinformer.training.layer_decay import rate_factors
 from kinformer.training.layouts import AS_THEY_LIE, Layouts
 from kinformer.training.muon import StackedMuon
 from kinformer.training.per_parameter import PerParameter, scale_
@@ -28,7 +29,8 @@ class Optimiser:
     Tensors of two or more axes decay; vectors (norms, biases) do not. Muon (Jordan et al. 2024) takes the matrices in
     the model's layers, at the scale of AdamW's updates so that one learning rate suits both; AdamW takes the others.
     Tables with sparse gradients have an Adam of their own, whose learning rate is constant and which moves the rows
-    that were looked up (Lample et al. 2019); they do not decay, and are not clipped.
+    that were looked up (Lample et al. 2019); they do not decay, and are not clipped. With ``layer_decay`` rates fall
+    from the head to the input (``training.layer_decay``).
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Optimiser:
         named = [(name, parameter) for name, parameter in named if parameter not in sparse]
         inner = {parameter for unit in units_of(model) for parameter in unit.parameters() if parameter.dim() == 2}
         hidden = [item for item in named if item[1] in inner]
+        factors = rate_factors(model, settings.layer_decay)
         parts = [named]
         if settings.optimizer == "muon" and hidden:
             # Muon moves the matrices of the layers; embeddings, heads, norms and biases are AdamW's.
@@ -56,14 +59,15 @@ class Optimiser:
         self.optimisers: list[Optimizer] = []
         self.names: list[list[str]] = []
         for kind, part in zip([settings.optimizer, "adamw"], parts, strict=False):
-            groups = _groups(part, settings.weight_decay)
+            groups = _groups(part, settings.weight_decay, factors)
             self.names.append([name for group in groups for name in group.pop("names")])
             self.optimisers.append(_build(kind, groups, settings))
         self.clips_itself = settings.optimizer == "adagrad"
         self.table_rate = settings.table_lr
         if tables:
-            self.names.append([name for name, _ in tables])
-            self.optimisers.append(spared(SparseAdam)([parameter for _, parameter in tables]))
+            groups = _groups(tables, 0.0, factors)
+            self.names.append([name for group in groups for name in group.pop("names")])
+            self.optimisers.append(spared(SparseAdam)(groups))
 
     def step(self, rate: float) -> None:
         """Make one update with learning rate ``rate``, and free the gradients. At the rate 0 nothing moves."""
@@ -71,7 +75,7 @@ class Optimiser:
             # Tables with sparse gradients have a constant rate (Lample et al. 2019), but rate 0 moves nothing at all.
             rate_ = self.table_rate if isinstance(optimiser, SparseAdam) and rate else rate
             for group in optimiser.param_groups:
-                group["lr"] = rate_
+                group["lr"] = rate_ * group["factor"]
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
 
@@ -132,14 +136,16 @@ class Optimiser:
             optimiser.load_state_dict(data)
 
 
-def _groups(named: Named, weight_decay: float) -> list[dict]:
-    matrices = [item for item in named if item[1].dim() >= 2]
-    vectors = [item for item in named if item[1].dim() < 2]
-    return [
-        {"names": [name for name, _ in group], "params": [parameter for _, parameter in group], "weight_decay": decay}
-        for group, decay in ((matrices, weight_decay), (vectors, 0.0))
-        if group
-    ]
+def _groups(named: Named, weight_decay: float, factors: Mapping[nn.Parameter, float]) -> list[dict]:
+    """Return the groups of parameters with one weight decay and one ``factor`` of the learning rate, matrices first."""
+    groups: dict[tuple[bool, float], dict] = {}
+    for name, parameter in sorted(named, key=lambda item: item[1].dim() < 2):
+        decay, factor = weight_decay if parameter.dim() >= 2 else 0.0, factors.get(parameter, 1.0)
+        form = {"names": [], "params": [], "weight_decay": decay, "factor": factor}
+        group = groups.setdefault((parameter.dim() < 2, factor), form)
+        group["names"].append(name)
+        group["params"].append(parameter)
+    return list(groups.values())
 
 
 def _build(kind: str, groups: list[dict], settings: Settings) -> Optimizer:

@@ -46,6 +46,9 @@ class Settings(Checked):
     """How long the learning rate rises: a share of all steps if below 1, else a number of steps (0.05)."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices; norms, biases and other vectors have none."""
+    layer_decay: float = 1.0
+    """Factor of the learning rate from each layer to the one below it, for fine-tuning. The head moves at the full
+    rate, the last layer at this share of it, the input least (1: all alike)."""
     momentum: float = 0.9
     """Decay of the mean of gradients: AdamW's and LAMB's first moment, and sgd's momentum (0.9)."""
     beta2: float = 0.95
@@ -106,11 +109,11 @@ class Settings(Checked):
             )
         for name in ("table_lr", "weight_decay", "clip"):
             require(name, getattr(self, name), 0)
-        for name in ("lr", "minutes"):
+        for name in ("lr", "minutes", "layer_decay"):
             require_above(name, getattr(self, name), 0)
         for name in ("momentum", "beta2"):
             require_share(name, getattr(self, name), zero=True)
-        for name in ("min_lr_ratio", "ema"):
+        for name in ("min_lr_ratio", "ema", "layer_decay"):
             if not 0 <= getattr(self, name) <= 1:
                 raise KinformerError(f"{marked(name)} is {getattr(self, name):g} but must lie between 0 and 1.")
         super().__post_init__()

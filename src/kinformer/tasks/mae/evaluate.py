@@ -1,0 +1,79 @@
+"""How well a run foretells the masked patches of held-out images, beside the mean of every patch."""
+
+from __future__ import annotations
+
+import time
+from math import isfinite, prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from kinformer.core.model import device_of
+from kinformer.data import Images, read_images
+from kinformer.runtime.errors import KinformerError, choose, require_finite
+from kinformer.runtime.progress import ProgressCallback, progressing
+from kinformer.runtime.words import plural
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
+from kinformer.tasks.mae.loss import foretold, masked_of, targets_of
+from kinformer.tasks.mae.options import MaeEvaluationOptions, MaeOptions
+from kinformer.tasks.mae.rows import MASKED_ERROR, held_out
+from kinformer.tasks.runs import LoadedRun
+from kinformer.tasks.shared.text import heading, identity_of_part, note_other_data, spec_of
+
+AT_ONCE = 64
+
+
+def measure_patches(
+    model: Any, images: Images, count: int, options: MaeOptions, progress: ProgressCallback | None = None
+) -> tuple[float, float]:
+    """Return the mean squared error of the masked patches of the first ``count`` of ``images``: the model's, and that
+    of foretelling each patch's own mean (of raw pixels: the mean of all images)."""
+    patches = prod(model.config.input.replace(size=images.shape[:2]).grid)
+    total, plain, masked = 0.0, 0.0, 0
+    with torch.inference_mode():
+        for first in range(0, count, AT_ONCE):
+            index = np.arange(first, min(first + AT_ONCE, count))
+            batch = held_out(images, index, patches, options.masked)
+            batch = batch._replace(images=batch.images.to(device_of(model)), seen=batch.seen.to(device_of(model)))
+            targets = targets_of(model, batch.images, options.raw_pixels).values
+            chosen = masked_of(batch, patches)
+            errors = (foretold(model, batch).to(targets.dtype) - targets).square().mean(-1)
+            total, plain = total + float(errors[chosen].sum()), plain + float(targets.square().mean(-1)[chosen].sum())
+            masked += int(chosen.sum())
+            require_finite(isfinite(total))
+            if progress is not None:
+                progress(first + len(index), count)
+    return total / masked, plain / masked
+
+
+def evaluate(
+    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: MaeEvaluationOptions, quiet: bool
+) -> Evaluation:
+    """A run on held-out images, each always with the same mask."""
+    run, model = subject.run, subject.model
+    result = read_images(
+        spec_of(run, evaluation_settings.data), holdout=run.data.get("holdout"), size=run.options.resize
+    )
+    same = note_other_data(run, result, evaluation_settings.data is not None)
+    part = result.splits[choose(evaluation_settings.split, result.splits, "`split`")]
+    if part.shape[2] != model.config.input.channels:
+        raise KinformerError(
+            f"{result.name}: its images have {plural(part.shape[2], 'channel')}, but {run.folder} reads "
+            f"{model.config.input.channels}; give others."
+        )
+    count = len(part) if task_options.max_items is None else min(task_options.max_items, len(part))
+    begun = time.perf_counter()
+    with progressing(quiet) as progress:
+        error, mean = measure_patches(model, part, count, run.options, progress)
+    what = "pixels" if run.options.raw_pixels else "pixels in units of each patch's deviation"
+    text = (
+        heading(subject, result, evaluation_settings.split),
+        f"{MASKED_ERROR.text(error)} ({what}), {mean:.4f} by the mean: {plural(count, 'image')}, "
+        f"{run.options.masked:.0%} of each masked",
+    )
+    baselines = {"mean": mean}
+    facts = {"mean_error": mean, "measured_images": count, "masked": run.options.masked}
+    identity = identity_of_part(result, evaluation_settings.split, same)
+    metrics = {MASKED_ERROR: error}
+    return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="mae", since=begun)

@@ -1,0 +1,50 @@
+"""How an encoder is fitted to masked patches: its head becomes a decoder of pixels, about a third as deep and half as
+wide as the encoder, as the paper's 8 layers of 512 are to the 24 of 1,024 of ViT-L."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.mae.rows import seen_count
+from kinformer.tasks.vision.fit import check_channels, fitted
+
+if TYPE_CHECKING:
+    from kinformer.data import ImageData
+    from kinformer.tasks.task import TrainingPlan
+
+HEAD = "masked_patches"
+NARROWER, SHALLOWER, HEAD_DIM = 2, 3, 32
+
+
+def fitted_to_masks(config: Any, data: ImageData | None) -> dict[str, Any]:
+    """Overrides: the input as for classes, and a head that foretells pixels, unless there is one already."""
+    changes = {name: value for name, value in fitted(config, data, 2).items() if not name.startswith("head")}
+    if config.head.kind == HEAD:
+        return changes
+    heads = max(1, config.dim // NARROWER // HEAD_DIM)
+    dim = max(1, config.dim // NARROWER // (4 * heads)) * 4 * heads
+    norm = {"kind": "layer_norm", "eps": 1e-6}
+    mixer = {"kind": "bidirectional", "num_heads": heads}
+    layer = {"kind": "encoder", "mixer": mixer, "norm": norm, "residual": {"kind": "pre"}}
+    layers = [layer] * max(1, len(config.layers) // SHALLOWER)
+    return changes | {"head": {"kind": HEAD, "dim": dim, "layers": layers}}
+
+
+def check_masks(plan: TrainingPlan) -> None:
+    """Refuse a model whose layers need the patches that are left out, or where they stand."""
+    check_channels(plan)
+    config = plan.config
+    if config.head.kind != HEAD:
+        raise KinformerError(f"`set` head={config.head.kind}: foretells no pixels; leave it out.")
+    seen_count(prod(config.input.replace(size=plan.data.shape[:2]).grid), plan.options.masked)
+    for layer in config.layers:
+        mixer = layer.mixer
+        parts = [getattr(getattr(mixer, name, None), "kind", None) for name in ("pattern", "position")]
+        if parts != ["full", "none"]:
+            raise KinformerError(
+                f"the encoder leaves masked patches out, so that its layers must know a patch's place by its vector "
+                f"alone, but the mixer {mixer.kind!r} here goes by neighbours or distances; give a member such as vit "
+                "or deit."
+            )

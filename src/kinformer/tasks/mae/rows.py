@@ -1,0 +1,108 @@
+"""Images, and which of their patches are seen: drawn by hashes of the step and the row alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import ceil, prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kinformer.data import ImageData, Images
+from kinformer.data.permutation import in_epochs, mix
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
+from kinformer.tasks.mae.options import MaeOptions
+from kinformer.tasks.shared.augmentation import Augmented, augment
+from kinformer.training.batch import take_rows
+from kinformer.training.data_module import DataModule
+from kinformer.training.metric import Metric
+from kinformer.training.settings import Settings
+
+MASKED_ERROR = Metric("masked_error", "mean squared error of masked patches")
+LEAST_IMAGES = 256
+_ORDER, _CHANGES, _MASKS = 16, 17, 18
+
+
+class MaeBatch(NamedTuple):
+    """``images`` [rows, channels, height, width], uint8 or floats from 0 to 1; ``seen`` int64 [rows, n], the numbers of
+    the patches that the encoder sees, ascending."""
+
+    images: Tensor
+    seen: Tensor
+
+    @property
+    def size(self) -> int:
+        """How many positions are read."""
+        return self.seen.numel()
+
+
+def seen_count(patches: int, masked: float) -> int:
+    """Return how many of so many ``patches`` are seen, one at least, where the share ``masked`` is not."""
+    count = max(1, round(patches * (1 - masked)))
+    if count >= patches:
+        raise KinformerError(
+            f"`masked` {masked:g}: leaves none of {plural(patches, 'patch')} to foretell; give more, or a "
+            "smaller `set` input.patch."
+        )
+    return count
+
+
+def seen_patches(patches: int, masked: float, rows: np.ndarray, *key: int) -> Tensor:
+    """Return the numbers int64 [rows, n] of the patches that are seen of each image, which the number of its row and
+    ``key`` decide, every set of them as often."""
+    order = np.argsort(mix(*key, rows[:, None], np.arange(patches)[None]), axis=1, kind="stable")
+    return torch.from_numpy(np.sort(order[:, : seen_count(patches, masked)], axis=1))
+
+
+class MaeRows(DataModule):
+    """Training images in an order of their own in every epoch; the first of the validation images, always with the same
+    masks."""
+
+    sums = ("error",)
+    metrics = (MASKED_ERROR,)
+
+    def __init__(self, data: ImageData, settings: Settings, options: MaeOptions, input: Any) -> None:
+        self.data, self.settings, self.options = data, settings, options
+        self.patches = prod(input.replace(size=data.shape[:2]).grid)
+        enough = ceil(settings.validation_tokens / settings.length)
+        self.held_out = min(len(data.validation), max(LEAST_IMAGES, enough))
+
+    @property
+    def validations(self) -> int:
+        return -(-self.held_out // self.settings.batch_size)
+
+    def batch(self, step: int, rank: int, world: int) -> MaeBatch:
+        """The whole step's rows are made by every process, so that images change alike whatever their number."""
+        rows, seed = self.settings.batch_size, self.settings.seed
+        place = np.arange(step * rows, (step + 1) * rows)
+        images = pixels_of(self.data.train, in_epochs(place, len(self.data.train), seed, _ORDER))
+        if names := self.options.augmentations:
+            generator = torch.Generator().manual_seed(int(mix(seed, _CHANGES, step)[0] >> np.uint64(1)))
+            labels = torch.zeros(rows, dtype=torch.int64)
+            images = augment(Augmented(images.float() / 255, labels), names, generator).images
+        batch = MaeBatch(images, seen_patches(self.patches, self.options.masked, place, seed, _MASKS))
+        return take_rows(batch, slice(rank * (rows // world), (rank + 1) * (rows // world)))
+
+    def validation(self, rank: int, world: int) -> Iterator[MaeBatch]:
+        """Where the last images cannot be shared evenly, some are measured twice."""
+        rows = self.settings.batch_size
+        for first in range(0, self.held_out, rows):
+            share = -(-min(rows, self.held_out - first) // world)
+            index = np.minimum(first + np.arange(rank * share, (rank + 1) * share), self.held_out - 1)
+            yield held_out(self.data.validation, index, self.patches, self.options.masked)
+
+    def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
+        return {MASKED_ERROR.name: means["error"]}
+
+
+def held_out(images: Images, index: np.ndarray, patches: int, masked: float) -> MaeBatch:
+    """Return the images of these numbers, with the masks that they always have where the model is measured."""
+    return MaeBatch(pixels_of(images, index), seen_patches(patches, masked, index, 0, _MASKS))
+
+
+def pixels_of(images: Images, index: np.ndarray) -> Tensor:
+    """Return images uint8 [rows, channels, height, width]."""
+    return torch.from_numpy(np.array(images.pixels[index].transpose(0, 3, 1, 2), order="C"))
