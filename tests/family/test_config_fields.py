@@ -414,7 +414,8 @@ def placed(config: Config) -> tuple:
 def left(config: Config) -> tuple:
     """Which of many tokens leave by each of two exits, on the way to a third."""
     x, logits, positions = numbers(900, DIM), numbers(900, VOCAB).mul(3), torch.arange(900) % TIME
-    at = [AtExit(number, x.roll(number, 0), (x + x.roll(1, 1)).sin(), positions, lambda: logits) for number in range(2)]
+    earlier = (x + x.roll(1, 1)).sin()
+    at = [AtExit(number, x.roll(number, 0), earlier, positions, lambda: logits, x) for number in range(2)]
     return found(config.build(DIM, 3), lambda rule: [rule(each) for each in at if rule.asks(each.number)])
 
 
