@@ -17,7 +17,7 @@ def calm_run(make_run):
 
 @pytest.mark.parametrize("consistency", ["textual", "risk"])
 def test_the_threshold_is_kept_and_used(cli, calm_run, consistency, monkeypatch):
-    from kinformer.calibration import calibrate
+    from kinformer.tasks.next_token import calibrate
 
     monkeypatch.setattr(calibrate, "saved", lambda model, exits, tokens: replace(exits, flops_saved=0.1))
     code, out, err = cli("calibrate", calm_run, *FEW, "--consistency", consistency, "--json")
@@ -53,9 +53,9 @@ def test_reports_of_evaluate_and_generate(cli, calm_run):
 
 
 def test_no_threshold_may_be_careful_enough(cli, calm_run, monkeypatch):
-    from kinformer.calibration import calibrate
+    from kinformer.evaluation import exit_samples
 
-    monkeypatch.setattr(calibrate, "dissimilarity", lambda left, right: (left >= 0).mean(1))
+    monkeypatch.setattr(exit_samples, "dissimilarity", lambda left, right: (left >= 0).mean(1))
     code, out, err = cli("calibrate", calm_run, *FEW)
     assert code == 0 and "all tokens go through all layers" in out, err
     run = open_run(calm_run)
@@ -63,7 +63,7 @@ def test_no_threshold_may_be_careful_enough(cli, calm_run, monkeypatch):
 
 
 def test_a_threshold_that_costs_more_than_it_saves_is_not_kept(cli, calm_run, monkeypatch):
-    from kinformer.calibration import calibrate
+    from kinformer.tasks.next_token import calibrate
 
     monkeypatch.setattr(calibrate, "saved", lambda model, exits, tokens: replace(exits, flops_saved=-0.25))
     code, out, err = cli("calibrate", calm_run, *FEW)
@@ -99,6 +99,7 @@ def test_thresholds_of_every_exit_by_search(cli, calm_run):
         (("--search", 9, "--tolerance", -1), "--tolerance -1: must be 0 or more"),
         (("--data", "nowhere.txt"), "nowhere.txt"),
         (("--split", "tset"), "--split"),
+        (("--beam", 2), "--beam 2: is of translations"),
     ],
 )
 def test_mistakes(cli, calm_run, flags, told):

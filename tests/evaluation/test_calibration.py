@@ -82,6 +82,12 @@ def test_dissimilarity_is_one_minus_the_longest_common_subsequence():
     assert not dissimilarity(left, left).any() and (dissimilarity(left, left + 9) == 1).all()
 
 
+def test_dissimilarity_of_sequences_of_unlike_length_is_by_the_f_measure():
+    left, right = [[1, 2, 3], [], [4], []], [[2, 3, 4, 5], [7], [4], []]
+    assert np.allclose(dissimilarity(left, right), [1 - 2 * 2 / 7, 1, 0, 0])
+    assert np.allclose(dissimilarity(right, left), dissimilarity(left, right))
+
+
 def test_the_upper_bound_is_bentkus():
     """Without a loss in n samples the bound r has e (1 - r)^n = 1 - confidence."""
     assert upper_bound(np.zeros(200), 0.95) == pytest.approx(1 - exp((log(0.05) - 1) / 200), abs=1e-9)

@@ -48,7 +48,10 @@ CONFIGS["linear-transformer, quadratic"] = configure(
     "linear-transformer", "tiny", set={"layers.*.mixer.feature_map": "quadratic", "dim": 32}
 )
 CONFIGS["big-bird, global input"] = configure("big-bird", "tiny-etc", set={"layers": 3})
-CONFIGS |= {f"{name}, translating": configure(name, "tiny-translate") for name in ("rfa", "universal", "macaron")}
+CONFIGS |= {
+    f"{name}, translating": configure(name, "tiny-translate")
+    for name in ("rfa", "universal", "macaron", "depth-adaptive")
+}
 CONFIGS |= {f"universal, {name}": configure("universal", f"tiny-{name}") for name in ("encoder", "convolution")}
 CONFIGS["blockbert, classes of texts"] = configure("blockbert", "tiny").replace(
     head=ClassificationHead.Config(classes=3)

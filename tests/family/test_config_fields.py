@@ -78,6 +78,8 @@ SMALL = {
 OWN = {
     ("mixer", "softmax"): {"pattern": Causal.Config()},
     ("mixer", "memorizing"): {"topk": 2},
+    ("mixer", "cross_local"): {"window": 1},
+    ("mixer", "cross_linformer"): {"rank": 4, "max_length": 8},
     ("mixer", "chosen_blocks"): {"block": 3},
     ("mixer", "causal_sinkhorn"): {"max_length": 32},
     ("encoder_mixer", "routing"): {"num_clusters": 3, "window": 4},
@@ -418,7 +420,8 @@ def placed(config: Config) -> tuple:
 def left(config: Config) -> tuple:
     """Which of many tokens leave by each of two exits, on the way to a third."""
     x, logits, positions = numbers(900, DIM), numbers(900, VOCAB).mul(3), torch.arange(900) % TIME
-    at = [AtExit(number, x.roll(number, 0), (x + x.roll(1, 1)).sin(), positions, lambda: logits) for number in range(2)]
+    earlier = (x + x.roll(1, 1)).sin()
+    at = [AtExit(number, x.roll(number, 0), earlier, positions, lambda: logits, x) for number in range(2)]
     return found(config.build(DIM, 3), lambda rule: [rule(each) for each in at if rule.asks(each.number)])
 
 

@@ -5,7 +5,9 @@ import torch
 from torch.nn import functional
 
 import kinformer
+from kinformer.core import state as states
 from kinformer.data import IGNORED
+from kinformer.evaluation.early_exit import Exited, saved
 from kinformer.family.build import configure
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.translate.exit_losses import TranslationExits
@@ -74,3 +76,77 @@ def test_tokens_that_leave_early_keep_the_contract(check):
 def test_a_stack_without_exits_is_refused(batch):
     with pytest.raises(KinformerError, match="needs a decoder whose tokens may leave early"):
         TranslationExits.of(kinformer.build("vanilla", recipe="tiny", vocab_size=23), 0.1)
+
+
+SEQUENCE = {"kind": "sequence_multinomial", "since": 0.0}
+
+
+@pytest.mark.parametrize("oracle", ["likelihood", "correctness"])
+@pytest.mark.parametrize("penalty", [0.0, 0.4, 90.0])
+def test_one_exit_for_a_sequence_is_its_formula(batch, oracle, penalty):
+    """By loops over rows, exits and tokens, from the encoder's own vectors."""
+    rule = SEQUENCE | {"oracle": oracle, "penalty": penalty, "alpha": 0.7}
+    model = made(rule=rule).train()
+    plain = made().train()
+    plain.load_state_dict({name: weight for name, weight in model.state_dict().items() if "rule" not in name})
+    costs, counted = [], batch.labels != IGNORED
+    state = model.begin(batch.source, batch.source_valid)
+    vectors = model.encoder(batch.source, batch.source_valid)
+    _, _, tapped = model.hidden(batch.target, state, valid=batch.target_valid, taps=(0, 1, 2))
+    for row in range(2):
+        scores = []
+        for number, x in enumerate(tapped):
+            odds = torch.log_softmax(model.exit_logits(x[row], number), -1)[counted[row]]
+            labels = batch.labels[row][counted[row]]
+            right = odds.gather(1, labels[:, None]) if oracle == "likelihood" else (odds.argmax(-1) == labels).double()
+            scores.append(float(right.detach().sum()) - penalty * number)
+        mean = vectors[row][batch.source_valid[row]].mean(0)
+        log_q = torch.log_softmax(model.stack.rule.linear(mean), -1)
+        costs.append(-log_q[scores.index(max(scores))])
+    losses = [TranslationExits.of(each, 0.0)(each, batch, None, 0.6)[0] for each in (model, plain)]
+    torch.testing.assert_close(losses[0] - losses[1], 0.7 * torch.stack(costs).mean())
+    (losses[0] - losses[1]).backward()
+    assert model.encoder.stack.layers[0].feed_forward.down.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("check", ["causality", "partition", "padding", "reserved"])
+def test_one_exit_for_a_sequence_keeps_the_contract(check):
+    config = configure("depth-adaptive", "tiny-translate", 23)
+    MODEL_CHECKS[check](SourceModelSubject(config.build, vocab_size=23))
+
+
+def test_all_tokens_of_a_translation_leave_by_one_exit(batch):
+    """Each row's own; hypotheses of a beam by that of their source; the last exit is the plain decoder."""
+    torch.manual_seed(0)
+    model = made(rule=SEQUENCE).eval()
+    with torch.no_grad():
+        model.stack.rule.linear.weight.normal_(std=30.0, generator=torch.Generator().manual_seed(3))
+    left = []
+    hook = model.stack.left.register_forward_hook(lambda _, seen, __: left.append(seen[0]))
+    state = model.begin(batch.source, batch.source_valid)
+    logits, after = model(batch.target, state, valid=batch.target_valid)
+    want = model.stack.rule.linear(state.source.mean).argmax(-1)
+    assert torch.equal(left[0], want[:, None].expand_as(left[0])) and len(set(want.tolist())) == 2
+    assert after.source is state.source
+    model(batch.target.repeat_interleave(3, 0)[:, :1], states.repeat_rows(state, 3, sources=False))
+    assert torch.equal(left[1][:, 0], want.repeat_interleave(3))
+    hook.remove()
+    plain = made().eval()
+    plain.load_state_dict({name: weight for name, weight in model.state_dict().items() if "rule" not in name})
+    with torch.no_grad():
+        model.stack.rule.linear.weight.zero_()
+        model.stack.rule.linear.bias.copy_(torch.tensor([0.0, 0.0, 1.0]))
+    same, _ = model(batch.target, model.begin(batch.source, batch.source_valid), valid=batch.target_valid)
+    whole, _ = plain(batch.target, plain.begin(batch.source, batch.source_valid), valid=batch.target_valid)
+    assert torch.equal(same, whole) and (logits - whole).abs().max() > 1e-3
+
+
+def test_what_one_exit_for_a_sequence_saves_is_measured():
+    model = made(rule=SEQUENCE).eval()
+    found = saved(model, Exited(layers=(1, 2, 3), tokens=(3, 0, 0)), past=2, source=4)
+    assert found.flops_saved > 0.1 and found.speedup > 0
+
+
+def test_a_decoder_alone_has_no_source_to_foretell_an_exit_from():
+    with pytest.raises(KinformerError, match="reads the source of a translation, but this model has none"):
+        kinformer.build("depth-adaptive", recipe="tiny", set={"stack.rule": "sequence_multinomial"})

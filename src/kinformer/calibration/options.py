@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from kinformer.runs.options import Machine
 from kinformer.runtime.errors import KinformerError, marked, require, require_seed
+
+if TYPE_CHECKING:
+    from kinformer.evaluation.exit_samples import Sampling
 
 MOST_THRESHOLDS, MOST_DRAWN = 10_000, 1_000_000
 
@@ -15,8 +18,9 @@ MOST_THRESHOLDS, MOST_DRAWN = 10_000, 1_000_000
 class CalibrateOptions(Machine):
     """Find the lowest threshold of early exits whose risk is bounded, and keep it in the run.
 
-    A sample is a prompt from the text and its greedy continuation. Its loss, between 0 and 1, is how much the
-    continuation with early exits differs from that of all layers (textual), or how much worse it is (risk).
+    A sample is a prompt from the text and its greedy continuation, or a source and its translation. Its loss, between
+    0 and 1, is how much what is written with early exits differs from that of all layers (textual), or how much worse
+    it is (risk).
     """
 
     risk: float = 0.05
@@ -25,7 +29,7 @@ class CalibrateOptions(Machine):
     """The probability with which the bound holds."""
     consistency: Literal["textual", "risk"] = "textual"
     """textual: 1 - ROUGE-L of the continuations with and without early exits. risk: by how much the continuation's
-    1 - ROUGE-L to the text itself is larger with early exits than without."""
+    1 - ROUGE-L to the text itself, of a translation to the reference, is larger with early exits than without."""
     bound: Literal["bentkus", "hoeffding"] = "bentkus"
     """Which inequality bounds the risk by the samples: bentkus, as in Learn then Test, or hoeffding, as in CALM, which
     takes more samples for the same."""
@@ -34,11 +38,13 @@ class CalibrateOptions(Machine):
     split: str = "validation"
     """Which part of the data: train, validation or test. Evaluate the result on another part."""
     prompts: int = 1000
-    """How many samples, drawn evenly from the text."""
-    prompt_tokens: int = 64
-    """Tokens of a prompt."""
-    new_tokens: int = 32
-    """Tokens of a continuation."""
+    """How many samples, drawn evenly from the text or the pairs."""
+    prompt_tokens: int | None = None
+    """Tokens of a prompt of running text (64 if not given)."""
+    new_tokens: int | None = None
+    """Tokens of a continuation of running text (32 if not given)."""
+    beam: int | None = None
+    """How many translations of a source are followed (4 if not given, as in `generate`; 1 is greedy, as in CALM)."""
     thresholds: int = 24
     """How many thresholds may be tested, from 0.999 down to 0, closer to each other near 1."""
     batch_size: int = 64
@@ -58,7 +64,7 @@ class CalibrateOptions(Machine):
             value = getattr(self, name)
             if not 0 < value < 1:
                 raise KinformerError(f"`{name}` {value:g}: is a share; give a number above 0 and below 1.")
-        for name in ("prompts", "prompt_tokens", "new_tokens", "batch_size"):
+        for name in ("prompts", "prompt_tokens", "new_tokens", "beam", "batch_size"):
             require(name, getattr(self, name), 1)
         require("thresholds", self.thresholds, 2, MOST_THRESHOLDS)
         require_seed(self.seed)
@@ -77,6 +83,21 @@ class CalibrateOptions(Machine):
                 f"`prompts` {self.prompts}: are too few to tell a risk of at most {self.risk:g} with confidence "
                 f"{self.confidence:g}, even without a single difference; give {needed} or more."
             )
+
+    def sampling(self, data: str | None) -> Sampling:
+        """Return how samples are drawn from ``data`` (None: the run's) and written."""
+        from kinformer.evaluation.exit_samples import Sampling
+
+        return Sampling(
+            size=self.prompts,
+            data=data,
+            split=self.split,
+            seed=self.seed,
+            batch_size=self.batch_size,
+            prompt_tokens=self.prompt_tokens,
+            new_tokens=self.new_tokens,
+            beam=self.beam,
+        )
 
     def _check_search(self) -> None:
         require("search", self.search, 1, MOST_DRAWN)

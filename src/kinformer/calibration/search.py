@@ -17,6 +17,7 @@ from kinformer.evaluation.exit_search import Draw, outlook
 from kinformer.evaluation.windows import Windows
 from kinformer.runs.run import Run, open_run
 from kinformer.runs.spool import spooled
+from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.lock import locked
 from kinformer.tasks.evaluation import EvaluationSettings
 from kinformer.tasks.shared.text import HeldOut, held_out, main_windows
@@ -76,6 +77,11 @@ def search(folder: str | Path, options: CalibrateOptions) -> SearchResult:
     """Search the thresholds of the run in ``folder`` and write them into its config, in place of those before."""
     run = open_run(folder)
     check_exits(run)
+    if not run.task.data.running_text:
+        raise KinformerError(
+            f"`search` {options.search}: looks at running text, which runs of the task {run.task.name} do not read; "
+            "leave it out, and the risk of a single threshold is bounded."
+        )
     device, begun = options.prepare(options.seed), time.perf_counter()
     assert options.search is not None
     tolerance = TOLERANCE if options.tolerance is None else options.tolerance
@@ -94,7 +100,7 @@ def search(folder: str | Path, options: CalibrateOptions) -> SearchResult:
         fitting = [draw for draw in curve if draw.nats <= float(outlook_.nats[-1].mean()) + room]
         thresholds, bits, exits = _first_within(model, held, windows, fitting[:TRIED], whole + tolerance)
         record = {"search": options.search, "tolerance": tolerance, "seed": options.seed}
-        retained = keep(run, thresholds, record | {"thresholds": list(thresholds)}, held)
+        retained = keep(run, thresholds, record | {"thresholds": list(thresholds)}, held.identity)
     return SearchResult(
         run=retained,
         thresholds=thresholds,

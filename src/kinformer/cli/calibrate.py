@@ -13,8 +13,9 @@ from kinformer.cli.output import print_blocks, print_json
 class Options(CalibrateOptions, Printing):
     """Find the lowest threshold of early exits whose risk is bounded, and keep it in the run.
 
-    A sample is a prompt from the text and its greedy continuation. Its loss, between 0 and 1, is how much the
-    continuation with early exits differs from that of all layers (textual), or how much worse it is (risk).
+    A sample is a prompt from the text and its greedy continuation, or a source and its translation. Its loss, between
+    0 and 1, is how much what is written with early exits differs from that of all layers (textual), or how much worse
+    it is (risk).
     With --search thresholds of every exit are found by what they cost in bits per byte instead.
     """
 

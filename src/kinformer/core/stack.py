@@ -142,6 +142,11 @@ class Stack(nn.Module):
         return tuple(self.layers)
 
     @property
+    def reads_source(self) -> bool:
+        """Return whether the stack itself reads the mean vector of a source (``core.model.SourceModel``)."""
+        return False
+
+    @property
     def leaves_early(self) -> bool:
         """Return whether tokens may leave by an exit before the last, outside of training."""
         return False
@@ -184,10 +189,17 @@ class Stack(nn.Module):
         return x, tuple(after), tapped
 
     def absorb_early_exits(
-        self, chunk: Chunk, state: tuple[State, ...], before: BeforeUse, taps: Sequence[int], read: ReadExit
+        self,
+        chunk: Chunk,
+        state: tuple[State, ...],
+        before: BeforeUse,
+        taps: Sequence[int],
+        read: ReadExit,
+        source: Tensor | None = None,
     ) -> tuple[tuple[Tensor, tuple[Any, ...], tuple[Tensor, ...]], Tensor | None]:
-        """Absorb like :meth:`absorb`, where tokens may leave early by their logits from ``read``; also return the
-        number of the exit by which each left, [batch, time] int64, None where all went through every use."""
+        """Absorb like :meth:`absorb`, where tokens may leave early by their logits from ``read``, or by the mean of the
+        rows' ``source`` [batch, dim]; also return the number of the exit by which each left, [batch, time] int64, None
+        where all went through every use."""
         return self.absorb(chunk, state, before, taps), None
 
     def read(

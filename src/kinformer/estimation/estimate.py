@@ -206,7 +206,9 @@ def _state(config: Any, model: Any, batch: int, length: int, dtype: torch.dtype)
     layers, single = Counter(config.uses), distinct(config)
     costs = at_length(lambda n: measure_state(single, batch, n, dtype), length, horizon_of(model))
     times = {f"layers.{index}": layers[layer] for index, layer in enumerate(single.layers)}
-    return sum(times.get(part, 1) * amount for (_, part), amount in costs.items())
+    total = sum(times.get(part, 1) * amount for (_, part), amount in costs.items())
+    # The stack of ``single`` has no exits, whose rule may read the mean vector of the source.
+    return total + (batch * config.dim * dtype.itemsize if model.stack.reads_source else 0)
 
 
 def _table(config: Any, model: Any, costs: Costs) -> list[PartCost]:

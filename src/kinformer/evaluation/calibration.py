@@ -80,20 +80,39 @@ def grid(count: int, nearest: float = 1e-3) -> list[float]:
     return [1 - nearest ** (1 - index / (count - 1)) for index in range(count)]
 
 
-def dissimilarity(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Return 1 - (longest common subsequence) / length [n] for the sequences [n, length] of two arrays, pair by pair.
+def dissimilarity(
+    left: Sequence[Sequence[int]] | np.ndarray, right: Sequence[Sequence[int]] | np.ndarray
+) -> np.ndarray:
+    """Return 1 - ROUGE-L (Lin 2004) of sequences of ids, pair by pair, [n]: of their F-measure, which for sequences of
+    one length is 1 - (longest common subsequence) / length.
 
-    For sequences of one length this is 1 - ROUGE-L, whichever its measure.
+        ROUGE-L = 2 LCS(a, b) / (|a| + |b|), 1 where both are empty
     """
-    count, length = left.shape
-    before = np.zeros((count, length + 1), np.int64)
-    for index in range(length):
+    lengths = np.array([len(a) + len(b) for a, b in zip(left, right, strict=True)])
+    # Two fillings below all ids, which match nothing
+    common = _common(_filled(left, -1), _filled(right, -2))
+    return 1 - np.where(lengths > 0, 2 * common / np.maximum(lengths, 1), 1.0)
+
+
+def _filled(rows: Sequence[Sequence[int]] | np.ndarray, filling: int) -> np.ndarray:
+    if isinstance(rows, np.ndarray):
+        return rows
+    filled = np.full((len(rows), max(map(len, rows))), filling, np.int64)
+    for place, row in zip(filled, rows, strict=True):
+        place[: len(row)] = row
+    return filled
+
+
+def _common(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Return the lengths [n] of the longest common subsequences of rows [n, length] and [n, other length]."""
+    before = np.zeros((len(right), right.shape[1] + 1), np.int64)
+    for index in range(left.shape[1]):
         same = before[:, :-1] + (left[:, index, None] == right)
         after = np.zeros_like(before)
         after[:, 1:] = np.maximum(same, before[:, 1:])
         # L(i, j) = max(L(i-1, j-1) + [same], L(i-1, j), L(i, j-1)), a row of the table at a time
         before = np.maximum.accumulate(after, axis=1)
-    return 1 - before[:, -1] / length
+    return before[:, -1]
 
 
 def upper_bound(losses: np.ndarray, confidence: float) -> float:

@@ -133,8 +133,9 @@ class Forced(ExitRule):
         return torch.full(at.x.shape[:1], max(self.exit, at.number), device=at.x.device)
 
 
-def saved(model: CausalModel, result: Exited, past: int, rows: int = 1) -> Exited:
-    """Return ``result`` with what early exits save where tokens come one at a time after ``past`` others.
+def saved(model: Any, result: Exited, past: int, rows: int = 1, source: int = 0) -> Exited:
+    """Return ``result`` with what early exits save where tokens come one at a time after ``past`` others, and after a
+    ``source`` of so many, which is read before and not counted.
 
     FLOPs are counted and times measured for a token that leaves by each exit and for one that passes all layers.
     """
@@ -144,7 +145,9 @@ def saved(model: CausalModel, result: Exited, past: int, rows: int = 1) -> Exite
     with torch.no_grad():
         tokens = model.input.example(rows, past + 1, device_of(model))
         with with_rule(stack, None):
-            state = model.head_inputs(tokens[:, :past])[1] if past else model.initial_state(rows)
+            begun_with = None if not source else model.begin(model.source_input.example(rows, source, device_of(model)))
+            state = begun_with if begun_with is not None else model.initial_state(rows)
+            state = model.head_inputs(tokens[:, :past], state)[1] if past else state
         state = states.reserve(state, 1)
         for round, (index, rule) in product(range(ROUNDS), enumerate(rules)):
             copy_of_state = states.fork(state)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kinformer.family.assemble import ModelShape, decoder
+from kinformer.family.assemble import ModelShape, decoder, encoder_decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
+    from kinformer.models.encoder_decoder import EncoderDecoder
 
 
 def _recipe(
@@ -46,6 +47,22 @@ def _recipe(
     return recipe
 
 
+def _translating(shape: ModelShape, dropout: float = 0.0) -> Recipe:
+    """The recipe of a decoder over a source, from which one exit for the whole translation is foretold (3.2.1)."""
+
+    def recipe(vocab: int | None) -> EncoderDecoder.Config:
+        from kinformer.heads.language import LanguageModelHead
+        from kinformer.mixers.bidirectional import BidirectionalAttention
+        from kinformer.stacks.learned_exits import SequenceMultinomial
+
+        base: Any = _recipe(shape)(vocab or 258)
+        base = base.replace(stack=base.stack.replace(rule=SequenceMultinomial.Config(), classifiers="tied"))
+        base = base.replace(head=LanguageModelHead.Config(tied=True))
+        return encoder_decoder(base, BidirectionalAttention.Config(num_heads=shape.num_heads), dropout=dropout)
+
+    return recipe
+
+
 def _shape(dim: int, depth: int, num_heads: int, hidden_dim: int | None = None) -> ModelShape:
     return ModelShape(dim, depth, num_heads, hidden_dim, residual="post", activation="relu")
 
@@ -59,8 +76,9 @@ MEMBER = Member(
     causal=True,
     growth="linear",
     departures=(
-        "the decoder alone, as a language model; so there is no source from which one exit for a whole sequence could "
-        "be foretold",
+        "the decoder alone, as a language model, but for the recipes translate, whose encoder is as wide as the "
+        "decoder (512 and 256 in the paper) and where one exit for the whole translation is foretold from its "
+        "source; other rules fit there, too (stack.rule=geometric)",
         "one run of training, which the loss of the exit rule joins half-way (stack.rule.since); two in the paper",
         "no dropout outside of the recipes paper",
     ),
@@ -70,6 +88,8 @@ MEMBER = Member(
     recipes={
         "tiny": _recipe(_shape(32, 3, 2)),
         "small": _recipe(_shape(256, 4, 4)),
+        "tiny-translate": _translating(_shape(32, 3, 2)),
+        "translate": _translating(_shape(256, 6, 4, 1024), dropout=0.3),
         "benchmark": _recipe(_shape(256, 4, 4)),
         "paper": _recipe(_shape(256, 6, 4, 1024), dropout=0.3),
         "paper-multinomial": _recipe(_shape(256, 6, 4, 1024), multinomial=True, dropout=0.3),

@@ -37,6 +37,7 @@ def models() -> list[type[Config]]:
         confidence.ExitClassifier.Config,
         learned_exits.Multinomial.Config,
         learned_exits.Geometric.Config,
+        learned_exits.SequenceMultinomial.Config,
         adaptive.AdaptiveSoftmax.Config,
         language.LanguageModelHead.Config,
         logistics.LogisticMixture.Config,

@@ -15,28 +15,13 @@ from kinformer.blocks.layer import LayerConfig
 from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk, ReadsSource, advance, left_align, positions_of, select_valid
-from kinformer.core.model import CausalModel, Hidden
+from kinformer.core.model import CausalModel, Hidden, SourceModel
 from kinformer.core.stack import BeforeUse
 from kinformer.models.base import CommonConfig, CommonModel
+from kinformer.models.decoder_state import DecoderState, source_means
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import arguments_trusted, has_data
 from kinformer.runtime.words import plural
-
-
-class DecoderState(NamedTuple):
-    """The state: ``layers``, one state per use of a layer, and ``seen`` [batch]
-    int64, the tokens of each row's sequence."""
-
-    layers: tuple[Any, ...]
-    seen: Tensor
-
-    def reserve(self, length: int) -> DecoderState:
-        """Return a single-owner state with room for ``length`` more tokens (see ``core.state.reserve``)."""
-        return DecoderState(states.reserve(self.layers, length), self.seen)
-
-    def fork(self) -> DecoderState:
-        """Return an independent copy of the state."""
-        return states.fork(self)
 
 
 class Left(NamedTuple):
@@ -87,6 +72,11 @@ class Decoder(CommonModel):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        if self.stack.reads_source and config.protocol is not SourceModel:
+            raise KinformerError(
+                f"the stack's rule {config.stack.rule.kind!r} reads the source of a translation, but this model has "
+                "none; use it in an encoder-decoder (vanilla), or another rule (multinomial, geometric)."
+            )
         self.ahead = nn.ModuleList(Ahead(config.width, config.dim) for _ in range(config.ahead)) or None
         if self.ahead is not None:
             config.initialisation.apply(self.ahead)
@@ -270,14 +260,15 @@ class Decoder(CommonModel):
         if number == 0:
             chunk = chunk._replace(x=self._entered(self._embedded(values, chunk.positions, None), None))  # type: ignore[arg-type]
         stack: Any = self.stack
-        x, logits, leaves, layers = stack.until(number, chunk, state.layers, before, self.exit_logits)
-        return (x, logits, leaves), DecoderState(layers, seen)
+        read, source = self.exit_logits, source_means(state, len(values))
+        x, logits, leaves, layers = stack.until(number, chunk, state.layers, before, read, source)
+        return (x, logits, leaves), state._replace(layers=layers, seen=seen)
 
     def past_exit(self, number: int, hidden: Tensor, state: DecoderState) -> tuple[tuple[()], DecoderState]:
         """Advance the state alone for tokens that left before with ``hidden`` [batch, time, dim]."""
         chunk, before, seen = self._placed(Chunk(hidden), state.seen)
         stack: Any = self.stack
-        return (), DecoderState(stack.past(number, chunk, state.layers, before), seen)
+        return (), state._replace(layers=stack.past(number, chunk, state.layers, before), seen=seen)
 
     def _placed(self, chunk: Chunk, seen: Tensor) -> tuple[Chunk, BeforeUse, Tensor]:
         """Return ``chunk`` with its positions, the function that adds to the input of each
@@ -296,5 +287,6 @@ class Decoder(CommonModel):
         chunk, before, seen = self._placed(chunk, state.seen)
         x = self._entered(self._embedded(chunk.x, chunk.positions, chunk.valid), chunk.valid)  # type: ignore[arg-type]
         chunk = chunk._replace(x=x)
-        (x, layers, tapped), exits = self.stack.absorb_early_exits(chunk, state.layers, before, taps, self.exit_logits)
-        return Hidden(self.norm(x), DecoderState(layers, seen), tapped), exits
+        reading = self.exit_logits, source_means(state, len(x))
+        (x, layers, tapped), exits = self.stack.absorb_early_exits(chunk, state.layers, before, taps, *reading)
+        return Hidden(self.norm(x), state._replace(layers=layers, seen=seen), tapped), exits

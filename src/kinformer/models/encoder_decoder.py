@@ -21,8 +21,10 @@ from kinformer.core.contract import ReadsSource
 from kinformer.core.input import Input, InputConfig
 from kinformer.core.model import SourceModel
 from kinformer.core.parts import PositionConfig
+from kinformer.core.source import checked_source
 from kinformer.core.stack import StackConfig
-from kinformer.models.decoder import Decoder, DecoderState
+from kinformer.models.decoder import Decoder
+from kinformer.models.decoder_state import DecoderState, SourceMean
 from kinformer.models.reader import Reader, ReaderConfig
 from kinformer.runtime.errors import KinformerError
 from kinformer.stacks.sequential import Sequential
@@ -116,4 +118,9 @@ class EncoderDecoder(Decoder):
         """Return the state of ``batch`` new sequences over an encoded ``source`` [batch, length, width]."""
         if source is None:
             raise KinformerError("this model continues a source; begin with state = model.begin(source, valid).")
-        return super().initial_state(batch, device=device, dtype=dtype, source=source, source_valid=source_valid)
+        state = super().initial_state(batch, device=device, dtype=dtype, source=source, source_valid=source_valid)
+        if not self.stack.reads_source:
+            return state
+        source, valid = checked_source(source, source_valid, batch, source.shape[-1])
+        mean = source.sum(1) / valid.sum(1, keepdim=True).clamp_min(1)
+        return state._replace(source=SourceMean(mean.to(state.seen.device)))  # type: ignore[call-arg]

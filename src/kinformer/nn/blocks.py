@@ -33,6 +33,7 @@ from kinformer.mixers import (
     compressive,
     cross,
     cross_linear,
+    cross_linformer,
     etc,
     latent,
     linear,
@@ -84,6 +85,8 @@ __all__ = [
     "LayerNorm",
     "LinearAttention",
     "LinformerAttention",
+    "LinformerCrossAttention",
+    "LocalCrossAttention",
     "MLP",
     "MacaronEncoderLayer",
     "MacaronLayer",
@@ -121,6 +124,8 @@ __all__ = [
 SoftmaxAttention = softmax.SoftmaxAttention.Config
 CrossAttention = cross.CrossAttention.Config
 LinearCrossAttention = cross_linear.LinearCrossAttention.Config
+LinformerCrossAttention = cross_linformer.LinformerCrossAttention.Config
+LocalCrossAttention = cross.LocalCrossAttention.Config
 LatentAttention = latent.LatentAttention.Config
 LinearAttention = linear.LinearAttention.Config
 ChosenBlocks = chosen_blocks.ChosenBlocks.Config

@@ -15,7 +15,7 @@ class AtExit(NamedTuple):
 
     ``x`` [n, dim]: what the layer before the exit gave. ``earlier`` [n, dim]: the same at the exit before, at the first
     what entered the stack. ``positions`` [n] int64: of the tokens in their sequences. ``logits()``: [n, vocab], what
-    the exit's head makes of ``x``.
+    the exit's head makes of ``x``. ``source`` [n, dim]: the mean vector of the source of each, where the rule reads it.
     """
 
     number: int
@@ -23,6 +23,7 @@ class AtExit(NamedTuple):
     earlier: Tensor
     positions: Tensor
     logits: Callable[[], Tensor]
+    source: Tensor | None = None
 
 
 class AllExits(NamedTuple):
@@ -30,7 +31,8 @@ class AllExits(NamedTuple):
 
     ``hidden``: [batch, time, dim] of each. ``nats`` [exits, batch, time]: -ln p of the next token there. ``best``
     [exits, batch, time] int64: the most probable one; ``targets`` [batch, time]: the right one. ``sequence`` [batch,
-    time] int64: tokens of unlike numbers in a row belong to unlike sequences.
+    time] int64: tokens of unlike numbers in a row belong to unlike sequences. ``source`` [batch, dim]: the mean vector
+    of each row's source, where the rule reads it.
     """
 
     hidden: tuple[Tensor, ...]
@@ -39,6 +41,7 @@ class AllExits(NamedTuple):
     targets: Tensor
     valid: Tensor
     sequence: Tensor
+    source: Tensor | None = None
 
 
 class ExitRule(nn.Module):
@@ -48,6 +51,9 @@ class ExitRule(nn.Module):
     It is called at every exit but the last, for the tokens that are not to leave by an earlier one. ``exits`` is their
     number, the last included.
     """
+
+    reads_source: ClassVar[bool] = False
+    """Whether it decides by the source of a sequence."""
 
     def __init__(self, exits: int) -> None:
         super().__init__()

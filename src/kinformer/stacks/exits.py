@@ -109,6 +109,8 @@ class Exits(Stack):
             )
         self.exits = config.exits(len(self.layers))
         self.rule: ExitRule | None = None if config.rule is None else config.rule.build(dim, len(self.exits))
+        # Of the rule that it was built with: it stays where another stands in for it in a measurement.
+        self._reads_source = self.rule is not None and self.rule.reads_source
         self.left = Left()
 
     @property
@@ -119,16 +121,26 @@ class Exits(Stack):
         return owns and config.training == "aligned"
 
     @property
+    def reads_source(self) -> bool:
+        return self._reads_source
+
+    @property
     def leaves_early(self) -> bool:
         return self.rule is not None and not self.rule.off
 
     def absorb_early_exits(
-        self, chunk: Chunk, state: tuple[State, ...], before: BeforeUse, taps: Sequence[int], read: ReadExit
+        self,
+        chunk: Chunk,
+        state: tuple[State, ...],
+        before: BeforeUse,
+        taps: Sequence[int],
+        read: ReadExit,
+        source: Tensor | None = None,
     ) -> tuple[tuple[Tensor, tuple[Any, ...], tuple[Tensor, ...]], Tensor | None]:
         drawn = self.training and self.config.training == "mixed"
         if not drawn and (self.training or not self.leaves_early):
             return self.absorb(chunk, state, before, taps), None
-        running = _Running(chunk, len(self.exits) - 1)
+        running = _Running(chunk, len(self.exits) - 1, source)
         if drawn:
             running.leaves_by = torch.randint_like(running.leaves_by, len(self.exits))
         x = earlier = chunk.x
@@ -154,7 +166,13 @@ class Exits(Stack):
         return range(self.exits[number - 1] + 1 if number else 0, self.exits[number] + 1)
 
     def until(
-        self, number: int, chunk: Chunk, state: tuple[State, ...], before: BeforeUse, read: ReadExit
+        self,
+        number: int,
+        chunk: Chunk,
+        state: tuple[State, ...],
+        before: BeforeUse,
+        read: ReadExit,
+        source: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Any, ...]]:
         """Run a chunk, all of whose tokens run, from the exit before to exit ``number``, with ``state`` of the uses
         there.
@@ -171,7 +189,8 @@ class Exits(Stack):
         if self.asks(number):
             assert self.rule is not None and chunk.positions is not None
             here, earlier, positions = x.flatten(0, 1), chunk.x.flatten(0, 1), chunk.positions.flatten()
-            at = AtExit(number, here, earlier, positions, lambda: logits.flatten(0, 1))
+            of_tokens = None if source is None else source.repeat_interleave(x.shape[1], dim=0)
+            at = AtExit(number, here, earlier, positions, lambda: logits.flatten(0, 1), of_tokens)
             leaves = self.rule(at).view(leaves.shape)
         return x, logits, leaves, tuple(after)
 
@@ -187,7 +206,12 @@ class Exits(Stack):
             assert self.rule is not None
             here = running.pick(x)
             at = AtExit(
-                number, here, running.pick(earlier), running.pick(running.positions), lambda: read(here, number)
+                number,
+                here,
+                running.pick(earlier),
+                running.pick(running.positions),
+                lambda: read(here, number),
+                None if running.source is None else running.pick(running.source),
             )
             running.put(self.rule(at))
         running.leave(number)
@@ -208,8 +232,9 @@ class _Running:
     the host has read.
     """
 
-    def __init__(self, chunk: Chunk, last: int) -> None:
+    def __init__(self, chunk: Chunk, last: int, source: Tensor | None) -> None:
         x, valid = chunk.x, chunk.valid
+        self.source = None if source is None else source[:, None].expand(-1, x.shape[1], -1)
         self.mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if valid is None else valid
         self.leaves_by = torch.full(x.shape[:2], last, dtype=torch.int64, device=x.device)
         positions = chunk.positions

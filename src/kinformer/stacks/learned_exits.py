@@ -13,6 +13,12 @@ log-likelihoods LL_t^n of the right token, or from C_t^n, 1 where the most proba
     smoothed S_t = sum over t' of exp(-|t - t'|^2 / sigma) S_t', over the sequence; sigma = 0 leaves it as it is
 
 The loss is alpha times the mean of -ln q_t(q*_t), which moves the network too. Of equal values the lowest exit counts.
+
+One exit for a whole translation is foretold from its source x (section 3.2.1), by the sums of its tokens' LL or C:
+
+    sequence          q(n | x) = softmax(W s + b), s the mean of the encoder's outputs; all tokens leave by the arg max
+    likelihood        q* = argmax_n (sum over t of LL_t^n - lambda n)
+    correctness       q* = argmax_n (sum over t of C_t^n - lambda n)
 """
 
 from __future__ import annotations
@@ -32,30 +38,35 @@ from kinformer.stacks.exit_rules import AllExits, AtExit, ExitRule, ExitRuleConf
 
 @dataclass(frozen=True, kw_only=True)
 class OracleConfig(ExitRuleConfig):
-    """The config of the oracle: ``penalty`` (lambda) is the price of an exit further up; ``smoothing``
-    (sigma) is in tokens squared; ``alpha`` weighs the loss, from the share ``since`` of training on,
-    before which exits are trained without it."""
+    """The config of an oracle: ``penalty`` (lambda) is the price of an exit further up; ``alpha`` weighs the loss, from
+    the share ``since`` of training on, before which exits are trained without it."""
 
     learns = True
     oracle: Literal["likelihood", "correctness"] = "likelihood"
     penalty: float = 0.1
-    smoothing: float = 0.0
     alpha: float = 1.0
     since: float = 0.5
 
     def __post_init__(self) -> None:
         for name in ("penalty", "smoothing", "alpha"):
-            if not getattr(self, name) >= 0:
+            if not getattr(self, name, 0) >= 0:
                 raise KinformerError(f"rule.{name} must be 0 or more, but is {getattr(self, name):g}.")
         if not 0 <= self.since <= 1:
             raise KinformerError(f"rule.since is a share of training, 0 to 1, but is {self.since:g}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenOracleConfig(OracleConfig):
+    """The config of an oracle for every token; ``smoothing`` (sigma) is in tokens squared."""
+
+    smoothing: float = 0.0
 
 
 class Multinomial(ExitRule):
     """The multinomial rule; W and b begin as the model's initialisation has them."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(OracleConfig):
+    class Config(TokenOracleConfig):
         kind = "multinomial"
 
         def build(self, dim: int, exits: int) -> Multinomial:
@@ -81,18 +92,58 @@ class Multinomial(ExitRule):
         return functional.log_softmax(logits.to(state_dtype(logits.dtype)), dim=-1)
 
 
+class SequenceMultinomial(ExitRule):
+    """The rule, for decoders over a source; W and b begin as the model's initialisation has them."""
+
+    reads_source = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(OracleConfig):
+        kind = "sequence_multinomial"
+
+        def build(self, dim: int, exits: int) -> SequenceMultinomial:
+            return SequenceMultinomial(self, dim, exits)
+
+    def __init__(self, config: Config, dim: int, exits: int) -> None:
+        super().__init__(exits)
+        self.config = config
+        self.linear = nn.Linear(dim, exits)
+
+    def asks(self, number: int) -> bool:
+        return number == 0
+
+    def forward(self, at: AtExit) -> Tensor:
+        assert at.source is not None
+        return self.linear(at.source).argmax(-1)
+
+    def cost(self, seen: AllExits, progress: float) -> Tensor | None:
+        assert seen.source is not None
+        log_q = self.log_probabilities(seen.source)
+        return cross_entropy(self.config, log_q, self.oracle(seen), seen.valid.any(-1), progress)
+
+    def log_probabilities(self, source: Tensor) -> Tensor:
+        """Return ln q [batch, exits] from the mean vectors of sources, [batch, dim]."""
+        logits = self.linear(source)
+        return functional.log_softmax(logits.to(state_dtype(logits.dtype)), dim=-1)
+
+    def oracle(self, seen: AllExits) -> Tensor:
+        """Return the exit [batch] int64, from 0, that is best for every row's sequence."""
+        scores = torch.where(seen.valid, scores_of(self.config, seen), 0.0).sum(-1)
+        return cheapest(scores, self.config.penalty)
+
+
 class Geometric(ThresholdRule):
     """The geometric-like rule (Poisson binomial): one w and b for all exits, as in the paper, or one each by
     ``per_exit``."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(OracleConfig, ThresholdConfig):
+    class Config(TokenOracleConfig, ThresholdConfig):
         kind = "geometric"
         thresholds: tuple[float, ...] = (0.5,)
         per_exit: bool = False
 
         def __post_init__(self) -> None:
-            OracleConfig.__post_init__(self)
+            TokenOracleConfig.__post_init__(self)
             ThresholdConfig.__post_init__(self)
 
         def build(self, dim: int, exits: int) -> Geometric:
@@ -122,20 +173,32 @@ class Geometric(ThresholdRule):
         return logits.to(state_dtype(logits.dtype))
 
 
-def oracle_loss(config: OracleConfig, log_q: Tensor, seen: AllExits, progress: float) -> Tensor:
+def oracle_loss(config: TokenOracleConfig, log_q: Tensor, seen: AllExits, progress: float) -> Tensor:
     """Return alpha times the mean cross-entropy of ln q [batch, time, exits] with the oracle's exits, where valid."""
-    best = oracle(config, seen)
+    return cross_entropy(config, log_q, oracle(config, seen), seen.valid, progress)
+
+
+def cross_entropy(config: OracleConfig, log_q: Tensor, best: Tensor, valid: Tensor, progress: float) -> Tensor:
+    """Return alpha times the mean of -ln q(best), of ln q [..., exits] and ``best`` [...] int64, where ``valid``."""
     nats = -log_q.gather(-1, best[..., None])[..., 0]
-    mean = torch.where(seen.valid, nats, 0.0).sum() / seen.valid.sum().clamp_min(1)
+    mean = torch.where(valid, nats, 0.0).sum() / valid.sum().clamp_min(1)
     return (config.alpha if progress >= config.since else 0.0) * mean
 
 
-def oracle(config: OracleConfig, seen: AllExits) -> Tensor:
+def oracle(config: TokenOracleConfig, seen: AllExits) -> Tensor:
     """Return the exit [batch, time] int64, from 0, that is best for every token."""
-    scores = -seen.nats if config.oracle == "likelihood" else (seen.best == seen.targets).to(seen.nats.dtype)
-    scores = smoothed(scores, seen, config.smoothing)
-    layers = torch.arange(len(scores), device=scores.device, dtype=scores.dtype)
-    return (scores - config.penalty * layers[:, None, None]).argmax(0)
+    return cheapest(smoothed(scores_of(config, seen), seen, config.smoothing), config.penalty)
+
+
+def scores_of(config: OracleConfig, seen: AllExits) -> Tensor:
+    """Return LL or C of every exit and token, [exits, batch, time]."""
+    return -seen.nats if config.oracle == "likelihood" else (seen.best == seen.targets).to(seen.nats.dtype)
+
+
+def cheapest(scores: Tensor, penalty: float) -> Tensor:
+    """Return the exit [...] int64 of the greatest ``scores`` [exits, ...] less ``penalty`` times its number."""
+    numbers = torch.arange(len(scores), device=scores.device, dtype=scores.dtype)
+    return (scores - penalty * numbers.view(-1, *[1] * (scores.dim() - 1))).argmax(0)
 
 
 def smoothed(scores: Tensor, seen: AllExits, width: float) -> Tensor:

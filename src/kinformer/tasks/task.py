@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from kinformer.core.model_config import ModelConfig
     from kinformer.data import Tokenizer
+    from kinformer.evaluation.exit_samples import Samples, Sampling
     from kinformer.training.data_module import DataModule
     from kinformer.training.objective import Objective
     from kinformer.training.settings import Settings
@@ -211,6 +212,16 @@ class Task:
         """The predictions of the items of ``source`` (a path, "-", or a list of items), in their order and one by one;
         the task has a ``prediction`` without a refusal."""
         raise NotImplementedError
+
+    def samples(self, run: TrainedRun, model: Any, sampling: Sampling) -> Samples:
+        """Return samples of what ``model``, that of ``run``, writes with early exits and without.
+
+        Errors: ``KinformerError`` for a task whose models write nothing token by token.
+        """
+        raise KinformerError(
+            f"{run.folder}: was trained for the task {self.name}, which writes no text; give a run of next-token or "
+            "translate, or thresholds by hand, by `set` stack.rule.thresholds."
+        )
 
     def embed(self, subject: LoadedRun, source: Any, settings: EmbeddingSettings) -> Iterator[Embedded]:
         """Yield the vectors of the items of ``source`` (a path, "-", or a list), in their order.

@@ -21,8 +21,9 @@ from kinformer.mixers.causal_sinkhorn import CausalSinkhornAttention
 from kinformer.mixers.channel_mix import CausalChannelMix
 from kinformer.mixers.chosen_blocks import ChosenBlocks
 from kinformer.mixers.compressive import Compressive
-from kinformer.mixers.cross import CrossAttention
+from kinformer.mixers.cross import CrossAttention, LocalCrossAttention
 from kinformer.mixers.cross_linear import LinearCrossAttention
+from kinformer.mixers.cross_linformer import LinformerCrossAttention
 from kinformer.mixers.etc import EtcAttention
 from kinformer.mixers.latent import LatentAttention
 from kinformer.mixers.linear import LinearAttention
@@ -65,8 +66,8 @@ class Site:
 
 
 @contextmanager
-def _hooked(module: nn.Module, hook: Callable[..., Any]) -> Iterator[None]:
-    handle = module.register_forward_hook(hook)
+def _hooked(module: nn.Module, hook: Callable[..., Any], before: bool = False) -> Iterator[None]:
+    handle = (module.register_forward_pre_hook if before else module.register_forward_hook)(hook)
     try:
         yield
     finally:
@@ -200,14 +201,16 @@ def _latent(mixer: LatentAttention, probe: Probe) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _cross(mixer: CrossAttention, probe: Probe) -> Iterator[None]:
-    """Replace the values of the source, which the state holds."""
-    handle = mixer.register_forward_pre_hook(lambda _, inputs: (inputs[0], inputs[1]._replace(v=probe(inputs[1].v))))
-    try:
-        yield
-    finally:
-        handle.remove()
+def _cross(mixer: Any, probe: Probe) -> Any:
+    """Replace the values of the source, which the state holds, of local attention beside a counter."""
+
+    def hook(_: nn.Module, inputs: Any) -> Any:
+        chunk, state = inputs
+        if hasattr(state, "source"):
+            return chunk, state._replace(source=state.source._replace(v=probe(state.source.v)))
+        return chunk, state._replace(v=probe(state.v))
+
+    return _hooked(mixer, hook, before=True)
 
 
 def _summaries(mixer: Linformer, probe: Probe) -> Any:
@@ -247,6 +250,8 @@ SITES: dict[type, Site] = {
     LatentAttention: Site(_latent),
     ChosenBlocks: Site(_chosen, lacking="Where there are several branches, each counts by the gate of its head."),
     CrossAttention: Site(_cross, keys="source"),
+    LocalCrossAttention: Site(_cross, keys="source"),
+    LinformerCrossAttention: Site(_cross, keys="summaries"),
     LinearAttention: Site(_kernel, _KERNEL),
     RWKV7: Site(_kernel, _KERNEL),
     BidirectionalLinear: Site(_rows("qkv", _shape_of), _KERNEL),

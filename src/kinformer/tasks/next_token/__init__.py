@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from kinformer.data import Corpus
+    from kinformer.evaluation.exit_samples import Samples, Sampling
     from kinformer.training.data_module import DataModule
     from kinformer.training.objective import Objective
 
@@ -119,6 +120,11 @@ class NextToken(Task):
         from kinformer.tasks.next_token.generate import continue_text
 
         return continue_text(subject, prompt, options, write)
+
+    def samples(self, run: TrainedRun, model: Any, sampling: Sampling) -> Samples:
+        from kinformer.tasks.next_token.calibrate import TextSamples
+
+        return TextSamples(run, model, sampling)
 
     def embed(self, subject: LoadedRun, source: Any, settings: EmbeddingSettings) -> Iterator[Embedded]:
         from kinformer.tasks.shared.embedding import embed_texts

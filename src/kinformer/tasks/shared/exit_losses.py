@@ -30,11 +30,17 @@ def aligned_loss(stack: Any, losses: Sequence[Tensor], seen: AllExits | None, pr
 
 
 def all_exits(
-    hidden: tuple[Tensor, ...], logits: Sequence[Tensor], targets: Tensor, valid: Tensor, sequence: Tensor
+    hidden: tuple[Tensor, ...],
+    logits: Sequence[Tensor],
+    targets: Tensor,
+    valid: Tensor,
+    sequence: Tensor,
+    source: Tensor | None = None,
 ) -> AllExits:
-    """Return what is known of every exit, without a graph but for ``hidden``: of logits [batch, time, vocabulary] and
-    ``targets`` [batch, time]; ``valid`` bool, ``sequence`` the number of a token's sequence in its row."""
+    """Return what is known of every exit, without a graph but for ``hidden`` and ``source``: of logits [batch, time,
+    vocabulary] and ``targets`` [batch, time]; ``valid`` bool, ``sequence`` the number of a token's sequence in its row,
+    ``source`` [batch, dim] the mean of a row's source where there is one."""
     with torch.no_grad():
         nats = [functional.cross_entropy(logit.float().mT, targets, reduction="none") for logit in logits]
         best = [logit.argmax(-1) for logit in logits]
-    return AllExits(hidden, torch.stack(nats), torch.stack(best), targets, valid, sequence)
+    return AllExits(hidden, torch.stack(nats), torch.stack(best), targets, valid, sequence, source)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from kinformer.data.pairs import Parallel
+    from kinformer.evaluation.exit_samples import Samples, Sampling
     from kinformer.training.data_module import DataModule
     from kinformer.training.objective import Objective
 
@@ -150,6 +151,12 @@ class Translate(Task):
         from kinformer.tasks.translate.generate import translate_lines
 
         return translate_lines(subject, prompt, options, write)
+
+    def samples(self, run: TrainedRun, model: Any, sampling: Sampling) -> Samples:
+        from kinformer.tasks.translate.calibrate import PairSamples
+
+        self.check_generation(run)
+        return PairSamples(self, run, model, sampling)
 
     def predict(
         self, subject: LoadedRun, source: Any, settings: PredictionSettings, task_options: Any

@@ -11,16 +11,17 @@ import numpy as np
 import torch
 
 from kinformer.core.model import device_of
-from kinformer.data.pairs import NUMBER_WORDS, Pairs, Parallel
+from kinformer.data.pairs import Pairs, Parallel
 from kinformer.data.token_batches import TokenBatches
-from kinformer.runtime.errors import KinformerError, choose, require_finite
+from kinformer.evaluation.early_exit import LAYERS_PER_TOKEN, Exited, early_exit_stack, noting_exits, with_rule
+from kinformer.runtime.errors import KinformerError, require_finite
 from kinformer.runtime.progress import progressing
 from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
 from kinformer.tasks.runs import LoadedRun
-from kinformer.tasks.shared.text import ends_of, heading, identity_of_part, note_other_data, spec_of
-from kinformer.tasks.task import Source
+from kinformer.tasks.shared.text import ends_of, heading, identity_of_part
 from kinformer.tasks.translate.generate import Translator
+from kinformer.tasks.translate.held_out import held_out_pairs
 from kinformer.tasks.translate.options import TranslateEvaluationOptions
 from kinformer.tasks.translate.rows import EncodedPairs, TranslationLoss
 from kinformer.training.batch import map_fields
@@ -62,21 +63,19 @@ def evaluate(
     quiet: bool,
 ) -> Evaluation:
     """A run on held-out pairs: how well it foretells the references, and how like them its translations are."""
-    run = subject.run
-    spec = spec_of(run, evaluation_settings.data)
-    holdout = None if spec == NUMBER_WORDS else run.data.get("holdout")
-    data: Parallel = task.open(Source(spec, holdout, run.tokenizer), run.options)
-    same = note_other_data(run, data, evaluation_settings.data is not None)  # type: ignore[arg-type]
-    pairs = data.splits[choose(evaluation_settings.split, data.splits, "`split`")]
+    data, pairs, same = held_out_pairs(task, subject.run, evaluation_settings)
     pairs = Pairs(pairs.source[: task_options.first], pairs.target[: task_options.first])
     scores([""], [""])  # before an hour's work
     begun = time.perf_counter()
     bits = bits_per_byte(subject, data, pairs, evaluation_settings.chunk)
-    translations = translated(subject, pairs, task_options, quiet)
+    with noting_exits(subject.model) as leaving:
+        translations = translated(subject, pairs, task_options, quiet)
     seconds = time.perf_counter() - begun
     references, sources = ([line.decode() for line in side] for side in (pairs.target, pairs.source))
     scored, copied = scores(translations, references), scores(sources, references)
     metrics = {BLEU: scored.bleu, CHRF: scored.chrf, BITS_PER_BYTE: bits}
+    exits, beside, lines = beside_all_layers(subject, pairs, task_options, leaving.result, quiet)
+    metrics |= {} if exits is None else {LAYERS_PER_TOKEN: exits.layers_per_token}
     identity = identity_of_part(data, evaluation_settings.split, same)
     baselines = {"copy_bleu": copied.bleu, "copy_chrf": copied.chrf}
     examples = [
@@ -84,7 +83,7 @@ def evaluate(
         for source, translation, reference in zip(sources, translations, references, strict=True)
     ]
     task_options.write_predictions(examples)
-    facts = baselines | {
+    facts = baselines | beside | {
         "signatures": [scored.bleu_signature, scored.chrf_signature], "pairs": len(references),
         "beam": task_options.beam,
         "length_penalty": task_options.length_penalty, "examples": examples[:EXAMPLES], "seconds": seconds,
@@ -94,6 +93,7 @@ def evaluate(
         f"BLEU {scored.bleu:.2f}, chrF2 {scored.chrf:.2f} of {plural(len(references), 'translation')} "
         f"({_search(task_options)}); the source as it is has BLEU {copied.bleu:.2f}, chrF2 {copied.chrf:.2f}",
         f"{bits:.4f} bits per byte of the references\n",
+        *lines,
         *(
             line
             for example in examples[:EXAMPLES]
@@ -102,6 +102,29 @@ def evaluate(
         f"BLEU  {scored.bleu_signature}\nchrF2 {scored.chrf_signature}",
     )
     return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task=task.name)
+
+
+def beside_all_layers(
+    subject: LoadedRun, pairs: Pairs, task_options: TranslateEvaluationOptions, exits: Exited | None, quiet: bool
+) -> tuple[Exited | None, dict[str, Any], tuple[str, ...]]:
+    """Return what early exits save, the facts and the text of it beside the translations by all layers; nothing where
+    no token could leave early."""
+    if exits is None:
+        return None, {}, ()
+    translator = Translator(subject, task_options)
+    early = early_exit_stack(subject.model)
+    with with_rule(early, None):
+        translations = translated(subject, pairs, task_options, quiet)
+    references = [line.decode() for line in pairs.target]
+    sources, written = (
+        sum(len(ids) for ids in translator.tokenizer.encode_batch(side))
+        for side in (pairs.source, [text.encode() for text in translations])
+    )
+    exits = translator.saved(exits, sources, written, len(references))
+    whole = scores(translations, references)
+    facts = {"exits": exits.facts, "all_layers_bleu": whole.bleu, "all_layers_chrf": whole.chrf}
+    text = f"{exits.text}, which have BLEU {whole.bleu:.2f}, chrF2 {whole.chrf:.2f}\n"
+    return exits, facts, (text,)
 
 
 def _search(task_options: TranslateEvaluationOptions) -> str:

@@ -50,6 +50,7 @@ class TranslationExits(TranslationLoss):
     def _aligned(self, model: Any, batch: PairBatch, progress: float) -> ObjectiveOutput:
         stack, counted = model.stack, batch.labels != IGNORED
         state = model.begin(batch.source, batch.source_valid)
+        source = state.source.mean if stack.reads_source else None
         _, state, tapped = model.hidden(batch.target, state, valid=batch.target_valid, taps=stack.exits)
         logits = [model.exit_logits(x, number).float() for number, x in enumerate(tapped)]
         labels, smoothing = batch.labels[counted], self.smoothing
@@ -57,7 +58,8 @@ class TranslationExits(TranslationLoss):
         seen = None
         if stack.rule is not None:
             targets = batch.labels.masked_fill(~counted, 0)
-            seen = all_exits(tapped, logits, targets, counted, torch.zeros_like(targets))  # a row is one sequence
+            one = torch.zeros_like(targets)  # a row is one sequence
+            seen = all_exits(tapped, logits, targets, counted, one, source)
         loss = aligned_loss(stack, losses, seen, progress)
         last = logits[-1].detach()[counted]
         metrics = {

@@ -9,6 +9,7 @@ from typing import Any
 from kinformer.core.model import device_of
 from kinformer.data.items import TextItem
 from kinformer.data.tokenizer import as_bytes
+from kinformer.evaluation.early_exit import Exited, noting_exits, saved
 from kinformer.generation.beam import Hypothesis, Search, beam_search
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
@@ -69,6 +70,12 @@ class Translator:
         self.state_bytes = max(self.state_bytes, hypotheses.state_bytes)
         return hypotheses.best
 
+    def saved(self, exited: Exited, source_tokens: int, new_tokens: int, lines: int) -> Exited:
+        """Return ``exited`` with what early exits save of a token in the middle of a translation, where so many
+        ``lines`` have so many tokens."""
+        # One more for EOS, of the source as of the translation
+        return saved(self.model, exited, (new_tokens // lines + 1) // 2, source=source_tokens // lines + 1)
+
     def text(self, hypothesis: Hypothesis) -> str:
         """Return the hypothesis as text, in one line."""
         tokens = [token for token in hypothesis.tokens if token < self.tokenizer.vocab_size]
@@ -84,18 +91,22 @@ def translate_lines(
     """
     translator, result = Translator(subject, options.task_options), Generated([], 0, seed=options.seed)
     begun = time.perf_counter()
-    try:
-        for lines in arriving(lines_of(prompt), options.task_options.batch_size):
-            for line, output in zip(lines, translator(lines), strict=True):
-                text = translator.text(output)
-                result.samples.append(Sample(output.tokens, text, stopped=True))
-                result.prompt_tokens += len(translator.tokenizer.encode(line))
-                result.new_tokens += len(output.tokens)
-                if write is not None:
-                    write(text + "\n")
-    except KeyboardInterrupt:
-        result.interrupted = True
+    with noting_exits(subject.model) as leaving:
+        try:
+            for lines in arriving(lines_of(prompt), options.task_options.batch_size):
+                for line, output in zip(lines, translator(lines), strict=True):
+                    text = translator.text(output)
+                    result.samples.append(Sample(output.tokens, text, stopped=True))
+                    result.prompt_tokens += len(translator.tokenizer.encode(line))
+                    result.new_tokens += len(output.tokens)
+                    if write is not None:
+                        write(text + "\n")
+        except KeyboardInterrupt:
+            result.interrupted = True
     result.seconds, result.state_bytes = time.perf_counter() - begun, translator.state_bytes
+    if leaving.result is not None and result.samples:
+        sizes = result.prompt_tokens, result.new_tokens, len(result.samples)
+        result.exits = translator.saved(leaving.result, *sizes)
     return result
 
 

@@ -1,0 +1,151 @@
+"""Cross-attention over a part of the source or its summaries: the contract, formulas by loops, exact limits."""
+
+import pytest
+import torch
+
+import kinformer
+from kinformer.core import state as states
+from kinformer.core.contract import Chunk
+from kinformer.family.kinds import kinds
+from kinformer.mixers.cross import BLOCK, CrossAttention, LocalCrossAttention
+from kinformer.mixers.cross_linformer import LinformerCrossAttention
+from kinformer.runtime.errors import KinformerError
+from kinformer.testing import MixerSubject, verify_config, verify_mixer
+
+DIM, WIDTH, SOURCE = 16, 12, 7
+SIZES = {"num_heads": 2, "source_dim": WIDTH}
+CONFIGS = {
+    "window": LocalCrossAttention.Config(window=1, **SIZES),
+    "learned": LinformerCrossAttention.Config(rank=3, max_length=9, **SIZES),
+    "mean": LinformerCrossAttention.Config(rank=3, max_length=9, method="mean", **SIZES),
+    "a projection for each head": LinformerCrossAttention.Config(rank=3, max_length=9, sharing="none", **SIZES),
+}
+SKIP = {"structure": "its state begins with what it holds of the source, which is not zero"}
+
+
+def bound(config):
+    """The mixer whose rows all look at one source of seven tokens, the fifth of which is padding and holds NaN."""
+    mixer = config.build(DIM)
+    begin, size = mixer.initial_state, mixer.state_bytes
+
+    @torch.no_grad()
+    def initial_state(batch, *, device=None, dtype=None):
+        source = torch.randn(1, SOURCE, WIDTH, generator=torch.Generator().manual_seed(9))
+        source[:, 4] = torch.nan
+        valid = (torch.arange(SOURCE) != 4).expand(batch, -1)
+        source = source.to(mixer.query.weight.dtype).expand(batch, -1, -1)
+        return begin(batch, device=device, dtype=dtype, source=source, source_valid=valid)
+
+    mixer.initial_state = initial_state
+    mixer.state_bytes = lambda length, *, dtype=torch.float32: size(length, dtype=dtype, source_length=SOURCE)
+    return mixer
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_contract(name):
+    skip = SKIP if name in ("window", "learned") else SKIP | {"compile": "that of one method is enough"}
+    report = verify_mixer(lambda: bound(CONFIGS[name]), dim=DIM, skip=skip)
+    assert {"causality", "partition", "padding", "ragged_reset", "reserved", "gradcheck"} <= set(report.passed)
+
+
+@pytest.mark.parametrize("name", ["window", "learned"])
+def test_it_survives_a_file(name):
+    subject = lambda item: MixerSubject(lambda: bound(item), dim=DIM)  # noqa: E731
+    verify_config(CONFIGS[name], kinds(), dim=DIM, subject=subject)
+
+
+@pytest.mark.parametrize("time", [5, BLOCK + 9])
+def test_a_window_is_its_loop(time):
+    mixer = LocalCrossAttention.Config(window=3, **SIZES).build(DIM).double().eval()
+    x, source = random(2, time, DIM), random(2, 45, WIDTH, seed=1)
+    valid = torch.arange(45) < torch.tensor([[45], [20]])
+    y, after = mixer(Chunk(x), mixer.initial_state(2, source=source, source_valid=valid))
+    k, v = mixer.key_value(source).view(2, 45, 2, 2, 8).permute(2, 0, 3, 1, 4)
+    q = mixer.query(x).view(2, time, 2, 8).transpose(1, 2)
+    for row, count in enumerate((45, 20)):
+        for t in range(time):
+            aligned = min(t, count - 1)
+            near = slice(max(0, aligned - 3), min(count, aligned + 4))
+            weights = ((k[row, :, near] @ q[row, :, t, :, None])[..., 0] * 8**-0.5).softmax(-1)
+            want = mixer.out((weights[:, :, None] * v[row, :, near]).sum(1).flatten())
+            assert (y[row, t] - want).abs().max() < 1e-12
+    assert after.seen.tolist() == [time, time]
+
+
+@pytest.mark.parametrize("score", ["scaled_dot", "bilinear", "additive"])
+def test_a_window_over_the_whole_source_is_plain(score):
+    sizes = SIZES | {"score": score}
+    plain = CrossAttention.Config(**sizes).build(DIM).double().eval()
+    x, source = random(3, 5, DIM), random(3, SOURCE, WIDTH, seed=1)
+    valid = torch.arange(SOURCE) < torch.tensor([[SOURCE], [4], [0]])
+    want, _ = plain(Chunk(x), plain.initial_state(3, source=source, source_valid=valid))
+    for window, same in ((SOURCE, True), (1, False)):
+        mixer = LocalCrossAttention.Config(window=window, **sizes).build(DIM).double().eval()
+        mixer.load_state_dict(plain.state_dict())
+        y, _ = mixer(Chunk(x), mixer.initial_state(3, source=source, source_valid=valid))
+        assert ((y - want).abs().max() < 1e-12) == same
+
+
+def test_as_many_summaries_as_tokens_by_the_identity_are_plain():
+    plain = CrossAttention.Config(**SIZES).build(DIM).double().eval()
+    x, source = random(3, 5, DIM), random(3, SOURCE, WIDTH, seed=1)
+    want, _ = plain(Chunk(x), plain.initial_state(3, source=source))
+    weights = plain.state_dict()
+    for method in ("learned", "mean", "max"):
+        config = LinformerCrossAttention.Config(rank=SOURCE, max_length=SOURCE, method=method, **SIZES)
+        mixer = config.build(DIM).double().eval()
+        for name in ("weight", "bias"):
+            key, value = weights[f"key_value.{name}"].chunk(2)
+            getattr(mixer.key, name).data.copy_(key)
+            getattr(mixer.value, name).data.copy_(value)
+        for part in ("query", "out"):
+            getattr(mixer, part).load_state_dict(getattr(plain, part).state_dict())
+        if mixer.length is not None:
+            mixer.length.weight.data.copy_(torch.eye(SOURCE))
+        y, _ = mixer(Chunk(x), mixer.initial_state(3, source=source))
+        assert (y - want).abs().max() < 1e-12
+        if mixer.length is not None:
+            mixer.length.weight.data[0, 0, 2, 3] = 0.5
+            assert (mixer(Chunk(x), mixer.initial_state(3, source=source))[0] - want).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_neighbouring_rows_share_a_source_and_padding_leaves_no_trace(name):
+    mixer = CONFIGS[name].build(DIM).double().eval()
+    x, source = random(6, 5, DIM), random(2, SOURCE, WIDTH, seed=1)
+    valid = torch.arange(SOURCE) < torch.tensor([[SOURCE], [0]])
+    spoilt = source.masked_fill(~valid[..., None], torch.nan).requires_grad_()
+    state = mixer.initial_state(2, source=spoilt, source_valid=valid)
+    y, _ = mixer(Chunk(x), states.repeat_rows(state, 3, sources=False))
+    want, _ = mixer(Chunk(x), states.repeat_rows(state, 3))
+    assert (y - want).abs().max() < 1e-13
+    assert torch.equal(y[3:], mixer.out.bias.expand(3, 5, -1))
+    y.sum().backward()
+    assert spoilt.grad.isfinite().all() and (spoilt.grad[~valid] == 0).all()
+
+
+def test_the_state_of_summaries_does_not_grow_with_the_source():
+    mixer = CONFIGS["learned"].build(DIM)
+    short, long = (mixer.initial_state(2, source=torch.randn(2, count, WIDTH)) for count in (2, 9))
+    assert states.form(short) == states.form(long)
+    assert mixer.state_bytes(5, source_length=2) == mixer.state_bytes(5, source_length=9) == 3 * (4 * 2 * 2 * 8 + 1)
+    with pytest.raises(KinformerError, match="longer than max_length = 9 of the mixer cross_linformer"):
+        mixer.initial_state(2, source=torch.randn(2, 10, WIDTH))
+
+
+@pytest.mark.parametrize("kind", ["cross_local", "cross_linformer"])
+def test_a_translator_is_made_of_it(kind):
+    cross = {"kind": kind, "num_heads": 2}
+    model = kinformer.build("vanilla", recipe="tiny", set={"layers.*.further_mixers": [cross]})
+    logits, _ = model(torch.randint(256, (2, 5)), model.begin(torch.randint(256, (2, 6))))
+    logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.stack.parameters())
+
+
+def test_a_negative_window_is_one_sentence():
+    with pytest.raises(KinformerError, match="window must be 0"):
+        LocalCrossAttention.Config(window=-1)
