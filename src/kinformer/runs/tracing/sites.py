@@ -174,11 +174,6 @@ def _single_head(mixer: SingleHead, probe: Probe) -> Any:
 
 def _chosen(mixer: ChosenBlocks, probe: Probe) -> Any:
     """Replace the values, of which those of blocks are the means."""
-    if mixer.value_summary is not None:
-        raise KinformerError(
-            "a perceptron sums up the values of blocks in this layer, which no weights of tokens do; trace a model "
-            "with compression = mean."
-        )
     project = mixer._project
 
     def replaced(chunk: Any, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -294,6 +289,8 @@ def site_of(mixer: nn.Module) -> Site | str:
         return "Differential attention takes the difference of two probabilities and a norm of what it reads."
     if getattr(mixer, "exclusive", None) is not None:
         return "Exclusive attention takes a token's own value out of what its heads read."
+    if getattr(mixer, "value_summary", None) is not None:
+        return "A perceptron sums up the values of blocks, which no weights of tokens do (compression = mean has them)."
     for kind in type(mixer).__mro__:
         if kind in SITES:
             return SITES[kind]
