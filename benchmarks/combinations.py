@@ -65,6 +65,7 @@ NEEDED = {
     "union": {"patterns": (Local.Config(window=2), Local.Config(window=4))},
     "intersection": {"patterns": (Causal.Config(), Local.Config(window=4))},
     "complement": {"pattern": Local.Config(window=2)},
+    "masked_patches": {"layers": (EncoderLayer.Config(mixer=BidirectionalAttention.Config(num_heads=2)),), "dim": 8},
 }
 LAWS = ("causality", "partition", "padding", "reset")
 FITTING = 0.9

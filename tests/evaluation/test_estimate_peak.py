@@ -48,6 +48,7 @@ def test_peak_of_sparse_tables_and_of_checkpoints_is_told():
 def test_peak_counts_what_an_operator_allocates_inside(monkeypatch):
     """The rules of attention within buckets beside what a call really makes and lets go of."""
     config = configure("reformer", "small", 64, {"stack.recompute": False, "layers": 1})
+    torch.manual_seed(0)  # how full buckets are decides what rounds need
     model, tokens = config.build(), torch.randint(64, (2, 256))
     told: dict[Any, int] = {}
     made: dict[Any, int] = {}

@@ -15,6 +15,7 @@ from kinformer.positions.alibi import Alibi
 from kinformer.positions.rope import Rope
 from kinformer.projections.convolved import Convolved
 from kinformer.projections.grouped import Grouped
+from kinformer.runs.tracing.sites import site_of
 from kinformer.runs.tracing.weights import weights_of
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import CHECKS, MixerSubject
@@ -264,10 +265,9 @@ def test_weights_are_read_and_rows_add_up_to_the_gates(settings):
     assert (read.weights.sum(-1) - rows).abs().max() < 1e-12
 
 
-def test_weights_of_learnt_summaries_are_refused():
-    mixer, x = built(ChosenBlocks.Config(**LEARNT)), inputs(20, batch=1)
-    with pytest.raises(KinformerError, match="trace a model with compression = mean"):
-        weights_of(mixer, (Chunk(x), mixer.initial_state(1, dtype=x.dtype)))
+def test_why_learnt_summaries_have_no_weights():
+    reason = site_of(built(ChosenBlocks.Config(**LEARNT)))
+    assert reason.startswith("A perceptron sums up the values of blocks") and reason.endswith(".")
 
 
 @pytest.mark.parametrize("check", [check for check in CHECKS if check != "compile"])

@@ -260,7 +260,7 @@ class Decoder(CommonModel):
         if number == 0:
             chunk = chunk._replace(x=self._entered(self._embedded(values, chunk.positions, None), None))  # type: ignore[arg-type]
         stack: Any = self.stack
-        read, source = self.exit_logits, source_means(state, len(values))
+        read, source = self.exit_logits, source_means(state, values.shape[0])
         x, logits, leaves, layers = stack.until(number, chunk, state.layers, before, read, source)
         return (x, logits, leaves), state._replace(layers=layers, seen=seen)
 
@@ -287,6 +287,6 @@ class Decoder(CommonModel):
         chunk, before, seen = self._placed(chunk, state.seen)
         x = self._entered(self._embedded(chunk.x, chunk.positions, chunk.valid), chunk.valid)  # type: ignore[arg-type]
         chunk = chunk._replace(x=x)
-        reading = self.exit_logits, source_means(state, len(x))
+        reading = self.exit_logits, source_means(state, x.shape[0])
         (x, layers, tapped), exits = self.stack.absorb_early_exits(chunk, state.layers, before, taps, *reading)
         return Hidden(self.norm(x), state._replace(layers=layers, seen=seen), tapped), exits

@@ -40,4 +40,5 @@ def source_means(state: DecoderState, rows: int) -> Tensor | None:
     if not isinstance(state.source, SourceMean):
         return None
     mean = state.source.mean
-    return mean if len(mean) == rows else mean.repeat_interleave(rows // len(mean), dim=0)
+    count = mean.shape[0]
+    return mean if count == rows else mean.repeat_interleave(rows // count, dim=0)
