@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import fields
 
-from kinformer.cli.show import runs
+from kinformer.cli.output import runs
 from kinformer.core.config import Config, field_types, tags, to_dict
 from kinformer.family.settings import meaning
 

@@ -119,3 +119,12 @@ def _print_framed(headers: Sequence[str], rows: Sequence[Sequence[str]], numeric
     for row in rows:
         table.add_row(*map(Text, row))
     Console().print(table)
+
+
+def runs(items: Sequence[Any]) -> Iterator[tuple[int, int, Any]]:
+    """(first, last, item) of each run of equal items."""
+    first = 0
+    for index in range(1, len(items) + 1):
+        if index == len(items) or items[index] != items[first]:
+            yield first, index - 1, items[first]
+            first = index

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kinformer.cli.options import Changes, CommonOptions, Member
-from kinformer.cli.output import print_json, print_table
+from kinformer.cli.output import print_json, print_table, runs
 from kinformer.cli.parsing import overrides
 from kinformer.family.table import FAMILY, member
 from kinformer.runtime.errors import require
@@ -164,12 +164,3 @@ def tree(config: Any, indent: str) -> Iterator[str]:
 
 def _without_kind(value: dict[str, Any]) -> dict[str, Any]:
     return {name: item for name, item in value.items() if name != "kind"}
-
-
-def runs(items: Sequence[Any]) -> Iterator[tuple[int, int, Any]]:
-    """(first, last, item) of each run of equal items."""
-    first = 0
-    for index in range(1, len(items) + 1):
-        if index == len(items) or items[index] != items[first]:
-            yield first, index - 1, items[first]
-            first = index

@@ -32,7 +32,7 @@ from kinformer.estimation.length import at_length
 from kinformer.estimation.machines import Device
 from kinformer.estimation.mesh import Mesh, Payload, meshes, powers
 from kinformer.estimation.parts import Costs
-from kinformer.estimation.stretches import FLOAT, PaperStretches, share_on_paper
+from kinformer.estimation.stretches import FLOAT, PaperStretches, rings, share_on_paper
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.unallocated import unallocated
 from kinformer.training.division import Division, divide
@@ -88,8 +88,7 @@ class PartConfig:
 
 
 class Shared(NamedTuple):
-    """How a row is shared: by ``tensor`` devices with parts of the model, and ``context`` of them with stretches of
-    time, with ``ring`` by keys and values that go round."""
+    """How a row is shared: by ``tensor`` parts of the model and ``context`` stretches of time, in a ``ring`` or not."""
 
     tensor: int
     context: int = 1
@@ -222,8 +221,10 @@ class Cluster:
         """Return the costs of every mesh of so many devices, fastest first, those that do not fit last. The time of
         rows is shared where no other mesh fits, by as few devices as it takes."""
         costs: list[MeshCost] = []
+        whole = self.part(Shared(1))
         for context in powers(devices):
-            for ring in (False, True)[: min(2, context)]:
+            both = context > 1 and whole is not None and rings(whole.model)
+            for ring in (False, True) if both else (False,):
                 if not any(cost.fits for cost in costs):
                     costs += self._costs(meshes(devices, self.batch, self.device.node, context, ring))
         return sorted(costs, key=lambda cost: (not cost.fits, cost.step, cost.train_bytes))

@@ -61,6 +61,11 @@ class PaperStretches(Crossing):
         return came
 
 
+def rings(model: Any) -> bool:
+    """Return whether keys and values of ``model`` could go round, so that a ring differs from gathering them."""
+    return any(isinstance(item, Crosses) and item.rings and item.growth == "linear" for item in model.modules())
+
+
 def share_on_paper(model: Any, stretches: PaperStretches) -> None:
     """Let ``model`` compute the last of the ``stretches``, in place.
 

@@ -48,11 +48,14 @@ class OracleConfig(ExitRuleConfig):
     since: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in ("penalty", "smoothing", "alpha"):
-            if not getattr(self, name, 0) >= 0:
-                raise KinformerError(f"rule.{name} must be 0 or more, but is {getattr(self, name):g}.")
+        self._require_positive("penalty", "alpha")
         if not 0 <= self.since <= 1:
             raise KinformerError(f"rule.since is a share of training, 0 to 1, but is {self.since:g}.")
+
+    def _require_positive(self, *names: str) -> None:
+        for name in names:
+            if not getattr(self, name) >= 0:
+                raise KinformerError(f"rule.{name} must be 0 or more, but is {getattr(self, name):g}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +64,29 @@ class TokenOracleConfig(OracleConfig):
 
     smoothing: float = 0.0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require_positive("smoothing")
 
-class Multinomial(ExitRule):
+
+class Foretelling(ExitRule):
+    """The base of rules that foretell the exit at the first one, by softmax(W x + b) of a vector x."""
+
+    def __init__(self, config: OracleConfig, dim: int, exits: int) -> None:
+        super().__init__(exits)
+        self.config = config
+        self.linear = nn.Linear(dim, exits)
+
+    def asks(self, number: int) -> bool:
+        return number == 0
+
+    def _log_q(self, x: Tensor) -> Tensor:
+        """Return ln q [..., exits] from x [..., dim]."""
+        logits = self.linear(x)
+        return functional.log_softmax(logits.to(state_dtype(logits.dtype)), dim=-1)
+
+
+class Multinomial(Foretelling):
     """The multinomial rule; W and b begin as the model's initialisation has them."""
 
     @dataclass(frozen=True, kw_only=True)
@@ -72,13 +96,7 @@ class Multinomial(ExitRule):
         def build(self, dim: int, exits: int) -> Multinomial:
             return Multinomial(self, dim, exits)
 
-    def __init__(self, config: Config, dim: int, exits: int) -> None:
-        super().__init__(exits)
-        self.config = config
-        self.linear = nn.Linear(dim, exits)
-
-    def asks(self, number: int) -> bool:
-        return number == 0
+    config: Config
 
     def forward(self, at: AtExit) -> Tensor:
         return self.linear(at.x).argmax(-1)
@@ -88,11 +106,10 @@ class Multinomial(ExitRule):
 
     def log_probabilities(self, hidden: tuple[Tensor, ...]) -> Tensor:
         """Return ln q [batch, time, exits] from the hidden states at every exit, [batch, time, dim] each."""
-        logits = self.linear(hidden[0])
-        return functional.log_softmax(logits.to(state_dtype(logits.dtype)), dim=-1)
+        return self._log_q(hidden[0])
 
 
-class SequenceMultinomial(ExitRule):
+class SequenceMultinomial(Foretelling):
     """The rule, for decoders over a source; W and b begin as the model's initialisation has them."""
 
     reads_source = True
@@ -104,13 +121,7 @@ class SequenceMultinomial(ExitRule):
         def build(self, dim: int, exits: int) -> SequenceMultinomial:
             return SequenceMultinomial(self, dim, exits)
 
-    def __init__(self, config: Config, dim: int, exits: int) -> None:
-        super().__init__(exits)
-        self.config = config
-        self.linear = nn.Linear(dim, exits)
-
-    def asks(self, number: int) -> bool:
-        return number == 0
+    config: Config
 
     def forward(self, at: AtExit) -> Tensor:
         assert at.source is not None
@@ -118,13 +129,8 @@ class SequenceMultinomial(ExitRule):
 
     def cost(self, seen: AllExits, progress: float) -> Tensor | None:
         assert seen.source is not None
-        log_q = self.log_probabilities(seen.source)
+        log_q = self._log_q(seen.source)
         return cross_entropy(self.config, log_q, self.oracle(seen), seen.valid.any(-1), progress)
-
-    def log_probabilities(self, source: Tensor) -> Tensor:
-        """Return ln q [batch, exits] from the mean vectors of sources, [batch, dim]."""
-        logits = self.linear(source)
-        return functional.log_softmax(logits.to(state_dtype(logits.dtype)), dim=-1)
 
     def oracle(self, seen: AllExits) -> Tensor:
         """Return the exit [batch] int64, from 0, that is best for every row's sequence."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kinformer.runtime.errors import KinformerError, choose, require
+from kinformer.runtime.errors import KinformerError, require
+from kinformer.tasks.shared.changes import NOTHING, changes_of
 
 AUGMENTATIONS = ("crop", "resized-crop", "flip")
-NOTHING = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +29,12 @@ class MaeOptions:
         require("resize", self.resize, 1)
         if not 0 < self.masked < 1:
             raise KinformerError(f"`masked` is {self.masked:g} but must be above 0 and below 1.")
-        for name in self.augmentations:
-            choose(name, (*AUGMENTATIONS, NOTHING), "`augment`")
+        _ = self.augmentations
 
     @property
     def augmentations(self) -> tuple[str, ...]:
         """Return the names in ``augment``."""
-        return () if self.augment == NOTHING else tuple(self.augment.split(","))
+        return changes_of(self.augment, AUGMENTATIONS)
 
 
 @dataclass(frozen=True, kw_only=True)

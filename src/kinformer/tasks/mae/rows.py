@@ -16,6 +16,7 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 from kinformer.tasks.mae.options import MaeOptions
 from kinformer.tasks.shared.augmentation import Augmented, augment
+from kinformer.tasks.vision.rows import pixels_of
 from kinformer.training.batch import take_rows
 from kinformer.training.data_module import DataModule
 from kinformer.training.metric import Metric
@@ -101,8 +102,3 @@ class MaeRows(DataModule):
 def held_out(images: Images, index: np.ndarray, patches: int, masked: float) -> MaeBatch:
     """Return the images of these numbers, with the masks that they always have where the model is measured."""
     return MaeBatch(pixels_of(images, index), seen_patches(patches, masked, index, 0, _MASKS))
-
-
-def pixels_of(images: Images, index: np.ndarray) -> Tensor:
-    """Return images uint8 [rows, channels, height, width]."""
-    return torch.from_numpy(np.array(images.pixels[index].transpose(0, 3, 1, 2), order="C"))

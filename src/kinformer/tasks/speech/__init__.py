@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from kinformer.core.model import CausalModel, WholeModel
-from kinformer.runtime.errors import KinformerError, choose, require
+from kinformer.runtime.errors import KinformerError, require
 from kinformer.runtime.tables import PredictionTable
 from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.predictions import Embedded, EmbeddingSettings, Predicted, PredictionSettings
 from kinformer.tasks.record import NOTHING_DRAWN, DataNeeds, EvaluationNeeds, Generation, Models, Prediction
 from kinformer.tasks.runs import LoadedRun
+from kinformer.tasks.shared.changes import NOTHING, changes_of
 from kinformer.tasks.task import Source, Task, TrainingPlan
 from kinformer.training.metric import BITS_PER_SYMBOL, ERROR_RATE
 
@@ -47,19 +48,17 @@ class SpeechOptions:
     sample_rate: int | None = None
     """Samples a second that the model hears, to which others are resampled; that of most clips if not given."""
 
-    augment: str = "none"
+    augment: str = NOTHING
     """How training utterances are changed at each step: some of speed,specaugment, or none."""
 
     def __post_init__(self) -> None:
         require("sample_rate", self.sample_rate, 1000)
-        _ = self.joined
-        for name in self.changes:
-            choose(name, ("speed", "specaugment", "none"), "`augment`")
+        _ = self.joined, self.changes
 
     @property
     def changes(self) -> tuple[str, ...]:
         """Return the names in ``augment``."""
-        return () if self.augment == "none" else tuple(self.augment.split(","))
+        return changes_of(self.augment, ("speed", "specaugment"))
 
     @property
     def joined(self) -> tuple[int, int] | None:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from kinformer.runtime.errors import KinformerError, choose, marked, require
+from kinformer.runtime.errors import KinformerError, marked, require
 from kinformer.runtime.tables import PredictionTable
+from kinformer.tasks.shared.changes import NOTHING, changes_of
 
 AUGMENTATIONS = ("crop", "resized-crop", "flip", "jitter", "randaugment", "erasing", "mixup", "cutmix")
-NOTHING = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,8 @@ class VisionOptions:
     def __post_init__(self) -> None:
         require("resize", self.resize, 1)
         require("repeats", self.repeats, 1)
-        if self.repeats > 1 and not self.augmentations:
+        changes = self.augmentations
+        if self.repeats > 1 and not changes:
             raise KinformerError(
                 f"`repeats` {self.repeats}: gives the same image again where `augment` changes none; give that too, or "
                 "leave it out."
@@ -50,8 +51,6 @@ class VisionOptions:
         if self.teacher is not None:
             object.__setattr__(self, "teacher", str(Path(self.teacher).expanduser().resolve()))
         self._check_distillation()
-        for name in self.augmentations:
-            choose(name, (*AUGMENTATIONS, NOTHING), "`augment`")
         if not 0 <= self.smoothing < 1:
             raise KinformerError(f"`smoothing` is {self.smoothing:g} but must be at least 0 and below 1.")
         if not 0 < self.label_share <= 1:
@@ -75,7 +74,7 @@ class VisionOptions:
     @property
     def augmentations(self) -> tuple[str, ...]:
         """Return the names in ``augment``."""
-        return () if self.augment == NOTHING else tuple(self.augment.split(","))
+        return changes_of(self.augment, AUGMENTATIONS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,8 +105,12 @@ class ImageRows(DataModule):
 def tensors(images: Images, index: np.ndarray) -> tuple[Tensor, Tensor]:
     """Images [rows, channels, height, width] uint8 and their labels [rows]."""
     assert images.labels is not None
-    pixels = np.array(images.pixels[index].transpose(0, 3, 1, 2), order="C")
-    return torch.from_numpy(pixels), torch.from_numpy(np.array(images.labels[index]))
+    return pixels_of(images, index), torch.from_numpy(np.array(images.labels[index]))
+
+
+def pixels_of(images: Images, index: np.ndarray) -> Tensor:
+    """Return images [rows, channels, height, width] uint8."""
+    return torch.from_numpy(np.array(images.pixels[index].transpose(0, 3, 1, 2), order="C"))
 
 
 def chosen(images: Images, share: float, seed: int) -> np.ndarray:
