@@ -38,9 +38,11 @@ def partition(subject: Subject) -> None:
     """Check that for any cut into chunks, outputs, gradients and final state are those of one chunk."""
     module = subject.build()
     inputs = subject.inputs(subject.batch, subject.time, seed=2)
-    for kind, start in starts(subject, module):
+    cuts = list(partitions(subject.time))
+    # A past is itself a first chunk, so that a new state and one with a past share the cuts between them.
+    for (kind, start), shared in zip(starts(subject, module), (cuts[::2], cuts[1::2]), strict=True):
         want = outcome(subject, module, absorb, Plan(inputs, [subject.time]), start)
-        for sizes in partitions(subject.time):
+        for sizes in shared:
             got = outcome(subject, module, absorb, Plan(inputs, sizes), start)
             agree_outcomes(f"chunks of {_brief(sizes)} against one chunk, {kind}", got, want)
 
@@ -51,7 +53,8 @@ def padding(subject: Subject) -> None:
     sizes = _ragged_sizes(subject.time)
     valid = _ragged_mask(subject, sizes)
     inputs = subject.spoil(subject.inputs(subject.batch, sum(sizes), seed=3), valid)
-    agree_with_rows_alone(subject, {f"ragged chunks of {_brief(sizes)} against rows alone": Plan(inputs, sizes, valid)})
+    plans = {f"ragged chunks of {_brief(sizes)} against rows alone": Plan(inputs, sizes, valid)}
+    agree_with_rows_alone(subject, plans, plans)
 
 
 def reset(subject: Subject) -> None:
@@ -59,21 +62,27 @@ def reset(subject: Subject) -> None:
     new sequence; partitions agree on it."""
     inputs = subject.inputs(subject.batch, subject.time, seed=4)
     inputs = torch.cat([subject.disturb(inputs, 0, 6.0)[:, :8], inputs[:, 8:]], dim=1)
-    cuts = [[4, 5, subject.time - 9], [subject.time], [1] * subject.time]
-    for reset in _reset_positions(subject):
-        plans = {f"resets, chunks of {_brief(sizes)}": Plan(inputs, sizes, reset=reset) for sizes in cuts}
-        agree_with_rows_alone(subject, {f"{cut}, against sequences alone": plan for cut, plan in plans.items()})
-        cuts = cuts[:2]  # chunks of one token take longest: one of both kinds of resets is enough for them
+    mixed, whole, ones = [4, 5, subject.time - 9], [subject.time], [1] * subject.time
+    unlike, alike = _reset_positions(subject)
+    for reset, new, past in ((unlike, (mixed, ones), (mixed, whole)), (alike, (mixed,), (whole,))):
+        plans = [
+            {
+                f"resets, chunks of {_brief(sizes)}, against sequences alone": Plan(inputs, sizes, reset=reset)
+                for sizes in cuts
+            }
+            for cuts in (new, past)
+        ]
+        agree_with_rows_alone(subject, *plans)
 
 
 def ragged_reset(subject: Subject) -> None:
-    """Check resets in ragged chunks; a reset that stands on padding is none."""
+    """Check resets in ragged chunks after a past; a reset that stands on padding is none."""
     sizes = _ragged_sizes(subject.time)
     valid = _ragged_mask(subject, sizes)
     inputs = subject.spoil(subject.inputs(subject.batch, sum(sizes), seed=5), valid)
     chance = torch.rand(valid.shape, generator=torch.Generator().manual_seed(1))
     place = f"resets in ragged chunks of {_brief(sizes)} against sequences alone"
-    agree_with_rows_alone(subject, {place: Plan(inputs, sizes, valid, chance < 0.2)})
+    agree_with_rows_alone(subject, {}, {place: Plan(inputs, sizes, valid, chance < 0.2)})
 
 
 def rows(subject: Subject) -> None:

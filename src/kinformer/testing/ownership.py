@@ -57,10 +57,10 @@ def reserved(subject: Subject) -> None:
         for kind, start in starts(subject, module):
             if start is None:
                 continue
-            _walk(subject, module, start, total, kind)
             _ownership(subject, module, start, kind)
-            _forks(subject, module, start, kind)
             _reclaims(subject, module, start, kind)
+        _walk(subject, module, start, total, kind)  # after a past, whose slots a buffer begins with
+        _forks(subject, module, start, kind)
 
 
 def _walk(subject: Subject, module: Any, start: Any, total: int, kind: str) -> None:

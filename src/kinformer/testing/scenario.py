@@ -138,14 +138,15 @@ def agree_outcomes(place: str, got: ContractOutputs, want: ContractOutputs) -> N
         agree(f"{place}, gradient of {name}", got.gradients[name], gradient, GRADIENTS)
 
 
-def agree_with_rows_alone(subject: Subject, plans: Mapping[str, Plan]) -> None:
-    """Check that outputs, final state and gradients of all plans are those of every sequence alone, from both kinds of
-    start.
+def agree_with_rows_alone(subject: Subject, new: Mapping[str, Plan], past: Mapping[str, Plan]) -> None:
+    """Check that outputs, final state and gradients of all plans are those of every sequence alone: of those ``new``
+    from a new state, of those ``past`` after a past.
 
-    The plans, each with what messages call it, differ in their sizes only, so that sequences alone are run once.
+    The plans of one start, each with what messages call it, differ in their sizes only, so that sequences alone are run
+    once.
     """
     module = subject.build()
-    for kind, start in starts(subject, module):
+    for (kind, start), plans in zip(starts(subject, module), (new, past), strict=True):
         want = None
         for place, plan in plans.items():
             where = f"{place}, {kind}"
