@@ -117,7 +117,7 @@ def tasks() -> list[Task]:
 
 
 def build(
-    name: str, *, recipe: str = "small", vocab_size: int | None = None, set: Mapping[str, Any] | None = None
+    name: str, *, recipe: str = "small", vocab_size: int | None = None, set: Mapping[str, object] | None = None
 ) -> Decoder | Encoder:
     """A new model, randomly initialised from PyTorch's global generator.
 
@@ -141,7 +141,7 @@ def layer(
     *,
     block: bool = False,
     recipe: str = "small",
-    set: Mapping[str, Any] | None = None,
+    set: Mapping[str, object] | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     **settings: Any,
@@ -189,7 +189,7 @@ def train(
     data: str | Path | None = None,
     recipe: str | None = None,
     task: str | None = None,
-    set: Mapping[str, Any] | None = None,
+    set: Mapping[str, object] | None = None,
     **options: Any,
 ) -> Run:
     """Train ``member`` as ``kinformer train`` does, and return the run, whose best weights are in the folder ``out``.
@@ -223,7 +223,7 @@ def evaluate(run: str | Path, **options: Any) -> Evaluation:
 
 
 @preserving
-def predict(run: str | Path, inputs: str | Path | Sequence[Any], **options: Any) -> list[dict[str, Any]]:
+def predict(run: str | Path, inputs: str | Path | Sequence[object], **options: Any) -> list[dict[str, Any]]:
     """Predict with a trained run: a dictionary for every item, in order, as ``kinformer predict --json`` prints them.
 
         kinformer.predict("runs/reviews", ["A fine film."], top_k=2)
@@ -247,7 +247,7 @@ def predict(run: str | Path, inputs: str | Path | Sequence[Any], **options: Any)
 
 
 @preserving
-def load(run: str | Path, *, set: Mapping[str, Any] | None = None) -> Decoder | Encoder:
+def load(run: str | Path, *, set: Mapping[str, object] | None = None) -> Decoder | Encoder:
     """The model of a trained run, with its best weights, in eval mode, and with what belongs to it: the datastore and
     retriever that it was trained with.
 
@@ -277,7 +277,7 @@ def generate(
     max_new_tokens: int,
     stop: Sequence[Sequence[int]] | None = None,
     valid: Tensor | None = None,
-    draft: Any = None,
+    draft: object = None,
     draft_length: int = 4,
     **sampling: Unpack[SamplingOptions],
 ) -> Tensor:

@@ -44,7 +44,7 @@ def show(
     *,
     recipe: str | None = None,
     vocab_size: int | None = None,
-    set: Mapping[str, Any] | None = None,
+    set: Mapping[str, object] | None = None,
 ) -> Description:
     """All about one member or run without computing anything: ``.member`` (its record), ``.config``, ``.facts``.
 

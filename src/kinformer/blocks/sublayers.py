@@ -93,7 +93,7 @@ def mixing(mixer: CausalMixer, residual: Residual) -> Branch:
 def encode_branch(mixer: nn.Module, residual: Residual) -> Branch:
     """Return the branch of an encoder's mixer."""
 
-    def run(x: Tensor, text: Any, state: State) -> tuple[Tensor, State]:
+    def run(x: Tensor, text: object, state: State) -> tuple[Tensor, State]:
         return residual.added(mixer(residual.enter(x), text)), state
 
     return Branch(_additive(residual, run), mixes=False)
@@ -108,7 +108,7 @@ def feed_forward_branch(residual: Residual, feed_forward: nn.Module, share: floa
     return Branch(_additive(residual, run), mixes=False)
 
 
-def _additive(residual: Residual, run: Any) -> Any:
+def _additive(residual: Residual, run: object) -> Any:
     if residual.additive:
         return run
     raise KinformerError(

@@ -153,7 +153,7 @@ def _choice_record(best: Tested | None, options: CalibrateOptions) -> dict[str, 
     return {name: getattr(options, name) for name in names} | measured
 
 
-def keep(run: Run, thresholds: Sequence[float], choice: Mapping[str, Any], data: Mapping[str, Any]) -> Run:
+def keep(run: Run, thresholds: Sequence[float], choice: Mapping[str, object], data: Mapping[str, object]) -> Run:
     """Save the run with its ``thresholds`` and the ``choice`` that led to them."""
     config = override(run.config, {"stack.rule.thresholds": list(thresholds)}, kinds())
     run_ = replace(run, config=config, data=dict(run.data) | {CALIBRATION: dict(choice) | {"data": dict(data)}})

@@ -19,7 +19,7 @@ from kinformer.runtime.files import require_file
 from kinformer.runtime.parsing import parse_toml
 
 
-def read(path: str, valid_names: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def read(path: str, valid_names: Mapping[str, object]) -> tuple[dict[str, Any], list[str]]:
     """The positional arguments by name, and the options as arguments. ``valid_names``: all options with their types."""
     require_file(Path(path))
     try:
@@ -47,24 +47,24 @@ def read(path: str, valid_names: Mapping[str, Any]) -> tuple[dict[str, Any], lis
     return positional, arguments
 
 
-def _switch(place: str, flag: str, value: Any) -> list[str]:
+def _switch(place: str, flag: str, value: object) -> list[str]:
     if not isinstance(value, bool):
         raise KinformerError(f"{place} is {value!r} but must be true or false.")
     return [f"--{flag}"] if value else []
 
 
-def _texts(place: str, value: Any) -> list[str]:
+def _texts(place: str, value: object) -> list[str]:
     """An option's value as it is written on the command line; of a list or a table several."""
     if isinstance(value, dict):
         return [f"{path}={_setting(item)}" for path, item in value.items()]
     return [_text(place, item) for item in value] if isinstance(value, list) else [_text(place, value)]
 
 
-def _setting(value: Any) -> str:
+def _setting(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _text(place: str, value: Any) -> str:
+def _text(place: str, value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise KinformerError(f"{place} is {value!r} but must be a text or a number.")
     return str(value)

@@ -44,7 +44,7 @@ _PLACEHOLDERS = {float | None: "X", str | None: "TEXT"}
 def form_of(
     options: type,
     kind: Kind | None,
-    defaults: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, object] | None = None,
     only: Collection[str] | None = None,
 ) -> type:
     """A dataclass with the fields of ``options``, the most used flat and first, the others in a dataclass per group;
@@ -99,17 +99,17 @@ def flags(form: type) -> dict[str, Any]:
     return flags_by_name
 
 
-def is_positional(hint: Any) -> bool:
+def is_positional(hint: object) -> bool:
     """Whether an option of type ``hint`` is given without its name."""
     return tyro.conf.Positional in getattr(hint, "__metadata__", ())
 
 
-def bare(hint: Any) -> Any:
+def bare(hint: object) -> Any:
     """The type without the parser's marks."""
     return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
 
-def _entries(options: type, defaults: Mapping[str, Any]) -> dict[str, tuple[str, Any, Any]]:
+def _entries(options: type, defaults: Mapping[str, object]) -> dict[str, tuple[str, Any, Any]]:
     """Return ``(name, annotated type, default)`` of every option; the annotation holds its help and its parser."""
     hints, docs = get_type_hints(options, include_extras=True), option_docs(options)
     entries = {}
@@ -122,7 +122,7 @@ def _entries(options: type, defaults: Mapping[str, Any]) -> dict[str, tuple[str,
     return entries
 
 
-def _parsed(hint: Any, docs: str, default: Field[Any]) -> Any:
+def _parsed(hint: object, docs: str, default: Field[Any]) -> Any:
     """``hint`` with its help, a word for its value, and how a count is read."""
     inner = bare(hint)
     about: dict[str, Any] = {"help": docs}
@@ -139,7 +139,7 @@ def _parsed(hint: Any, docs: str, default: Field[Any]) -> Any:
     return Annotated[hint, tyro.conf.arg(**about)]
 
 
-def _named(hint: Any) -> bool:
+def _named(hint: object) -> bool:
     return any(getattr(mark, "metavar", None) for mark in getattr(hint, "__metadata__", ()))
 
 

@@ -34,7 +34,7 @@ def age_of_process() -> float:
     return 0.0
 
 
-def print_json(data: Any) -> None:
+def print_json(data: object) -> None:
     """``data`` as indented JSON on standard output."""
     print(json.dumps(data, indent=2, ensure_ascii=False))
 
@@ -92,7 +92,7 @@ class _Notes(logging.Handler):
         print(f"kinformer: {record.getMessage()}", file=tolerant(sys.stderr), flush=True)
 
 
-def print_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], numeric: Sequence[int] = ()) -> None:
+def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]], numeric: Sequence[int] = ()) -> None:
     """A table on standard output; the columns in ``numeric`` are aligned to the right."""
     cells = [[str(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
@@ -121,7 +121,7 @@ def _print_framed(headers: Sequence[str], rows: Sequence[Sequence[str]], numeric
     Console().print(table)
 
 
-def runs(items: Sequence[Any]) -> Iterator[tuple[int, int, Any]]:
+def runs(items: Sequence[object]) -> Iterator[tuple[int, int, Any]]:
     """(first, last, item) of each run of equal items."""
     first = 0
     for index in range(1, len(items) + 1):

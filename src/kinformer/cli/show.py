@@ -131,7 +131,7 @@ def _print_state(page: dict[str, Any]) -> None:
     print_table(("tokens", "bytes", ""), states, (0, 1, 2))
 
 
-def folded(config: Any) -> Any:
+def folded(config: object) -> Any:
     """A config's dict form in which what is at its default is only named, under the key DEFAULTS."""
     from kinformer.core.config import Config, field_types, tags
 
@@ -162,5 +162,5 @@ def tree(config: Any, indent: str) -> Iterator[str]:
             yield f"{indent}{name} = {value}"
 
 
-def _without_kind(value: dict[str, Any]) -> dict[str, Any]:
+def _without_kind(value: dict[str, object]) -> dict[str, Any]:
     return {name: item for name, item in value.items() if name != "kind"}

@@ -122,7 +122,7 @@ def _gated(builders: Mapping[str, Callable[[], Any]], seed: int, device: str) ->
     return models, failed
 
 
-def _peers(config: Any, options: BenchOptions, device: str) -> tuple[dict[str, PeerModel], dict[str, str]]:
+def _peers(config: object, options: BenchOptions, device: str) -> tuple[dict[str, PeerModel], dict[str, str]]:
     """Decoders of other libraries that pass the same gate, of the sizes of ``config``, and why others do not."""
     builders = installed() if options.peers else {}
     if options.peers and not builders:
@@ -130,7 +130,7 @@ def _peers(config: Any, options: BenchOptions, device: str) -> tuple[dict[str, P
     return _gated({name: partial(_peer, build, config) for name, build in builders.items()}, options.seed, device)
 
 
-def _peer(build: Callable[[PeerShape], PeerModel], config: Any) -> PeerModel:
+def _peer(build: Callable[[PeerShape], PeerModel], config: object) -> PeerModel:
     return build(shape_of(config))
 
 
@@ -176,7 +176,7 @@ def _memory(config: Any, options: BenchOptions, device: str) -> dict[int, int]:
     return {int(length): size for length, size in peaks}
 
 
-def step_peaks(data: Mapping[str, Any], lengths: Sequence[int], batch: int, device: str) -> list[tuple[int, int]]:
+def step_peaks(data: Mapping[str, object], lengths: Sequence[int], batch: int, device: str) -> list[tuple[int, int]]:
     """For a process of its own: the highest bytes of a training step by length, above the model itself."""
     model = model_config(data).build().to(device)
     peak, peaks = Peak(device), []

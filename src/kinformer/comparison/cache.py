@@ -12,7 +12,7 @@ from kinformer.runtime.files import json_digest, read_json, require_signature, s
 T = TypeVar("T")
 
 
-def key_of(content: Any) -> str:
+def key_of(content: object) -> str:
     """What identifies JSON-ready ``content``."""
     return json_digest(content)[:16]
 
@@ -41,7 +41,7 @@ class Cache:
         require_signature(data, path, required=True)
         return data["value"]
 
-    def put(self, kind: str, key: str, value: Any) -> None:
+    def put(self, kind: str, key: str, value: object) -> None:
         """Store a value, signed, under its kind and key."""
         write_json(self.path(kind, key), signed({"value": value}))
 

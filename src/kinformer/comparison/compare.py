@@ -187,7 +187,7 @@ def _comparison(
     options: CompareOptions,
     clock: Clock,
     command: str,
-    where: dict[str, Any],
+    where: dict[str, object],
     metric: Metric,
     steps: dict[str, int],
 ) -> Comparison:
@@ -222,7 +222,7 @@ def _comparison(
     )
 
 
-def _record(contestant: Contestant, options: CompareOptions, where: dict[str, Any], metric: Metric) -> EntrantRecord:
+def _record(contestant: Contestant, options: CompareOptions, where: dict[str, object], metric: Metric) -> EntrantRecord:
     got, base = contestant.results, contestant.base
     page = got.get("facts") or {}
     settings = settings_of(base.settings()) | {

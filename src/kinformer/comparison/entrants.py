@@ -66,7 +66,7 @@ class Entrant:
         return result
 
 
-def entrants(specs: Sequence[str], changes: Mapping[str, Any]) -> list[Entrant]:
+def entrants(specs: Sequence[str], changes: Mapping[str, object]) -> list[Entrant]:
     """Return the entrants that ``specs`` name, as ``gpt``, ``linear-transformer:3,gpt:1`` or ``wide=gpt``.
 
     ``changes``: ``path -> value`` for all, ``NAME:path -> value`` for one.
@@ -121,7 +121,7 @@ def parameters_of(config: ModelConfig) -> int:
         return sum(parameter.numel() for parameter in config.build().parameters())
 
 
-def sized(config: ModelConfig, changes: Mapping[str, Any], budget: int, name: str) -> dict[str, Any]:
+def sized(config: ModelConfig, changes: Mapping[str, object], budget: int, name: str) -> dict[str, Any]:
     """The changes of width that bring a model of ``config`` with ``changes`` within 5 % of ``budget`` parameters.
 
     The width is the multiple of 16 (or of 4) that comes nearest, the number of heads stays, then the feed-forwards are
@@ -148,7 +148,7 @@ def sized(config: ModelConfig, changes: Mapping[str, Any], budget: int, name: st
     return {path: value for path, value in best[1].items() if path not in changes}
 
 
-def _near(config: ModelConfig, changes: Mapping[str, Any], budget: int) -> Iterator[dict[str, Any]]:
+def _near(config: ModelConfig, changes: Mapping[str, object], budget: int) -> Iterator[dict[str, Any]]:
     """The widths about the budget, the nearest multiples of 16 first, then those of 4."""
     low, high = NARROWEST, NARROWEST
     while high < WIDEST and (_at(config, high, changes) or 0) < budget:
@@ -164,19 +164,19 @@ def _near(config: ModelConfig, changes: Mapping[str, Any], budget: int) -> Itera
         yield resized(config, dim, heads_of_64=False)
 
 
-def _at(config: ModelConfig, dim: int, changes: Mapping[str, Any]) -> int | None:
+def _at(config: ModelConfig, dim: int, changes: Mapping[str, object]) -> int | None:
     widths = resized(config, dim, heads_of_64=False)
     return _count(config, {**widths, **changes}) if widths else None
 
 
-def _count(config: ModelConfig, changes: Mapping[str, Any]) -> int | None:
+def _count(config: ModelConfig, changes: Mapping[str, object]) -> int | None:
     with suppress(KinformerError):
         return parameters_of(override(config, changes, kinds()))
     return None
 
 
 def _feed_forwards(
-    config: ModelConfig, widths: dict[str, Any], changes: Mapping[str, Any], budget: int
+    config: ModelConfig, widths: dict[str, Any], changes: Mapping[str, object], budget: int
 ) -> dict[str, Any]:
     """``widths`` with feed-forwards so wide that the parameters come to the budget, which they do in proportion."""
     paths = {path: value for path, value in widths.items() if path.endswith("hidden_dim") and path not in changes}
@@ -218,7 +218,7 @@ def _lines(formula: Formula) -> list[str]:
     return [f"{formula.slot.replace('_', ' ')} {formula.kind}", *(f"    {line}" for line in formula.lines)]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 

@@ -128,7 +128,7 @@ def departures(comparison: Comparison) -> list[str]:
     return [f"{name} differs from {base} in {', '.join(texts) or 'nothing but sizes'}." for name, texts in pairs]
 
 
-def slots(config: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+def slots(config: Mapping[str, object]) -> dict[str, dict[str, dict[str, Any]]]:
     """Return the parts of a model's config, of all layers: slot -> kind -> options."""
     parts: dict[str, dict[str, dict[str, Any]]] = {}
     for slot, node in _nodes(config, "model"):
@@ -158,7 +158,7 @@ def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, s
     return texts
 
 
-def _nodes(node: Any, slot: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _nodes(node: object, slot: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for item in node if isinstance(node, list) else [node]:
         if isinstance(item, dict) and slot not in INNER:
             yield slot, item
@@ -167,11 +167,11 @@ def _nodes(node: Any, slot: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
                     yield from _nodes(value, name)
 
 
-def _nested(value: Any) -> bool:
+def _nested(value: object) -> bool:
     return isinstance(value, dict | list)
 
 
-def _kinds(kinds: Mapping[str, Mapping[str, Any]]) -> str:
+def _kinds(kinds: Mapping[str, Mapping[str, object]]) -> str:
     """Return kinds in words, with the sizes that they consist of: ``local (window 64)``."""
     words = []
     for kind, options in kinds.items():

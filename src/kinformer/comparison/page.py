@@ -113,7 +113,7 @@ def _patterns(entrant: EntrantRecord) -> Sequence[dict[str, Any]]:
     return (entrant.facts or {}).get("patterns", ())
 
 
-def _sheet(entrant: EntrantRecord, index: int, key: Any, pictures: list[Any]) -> dict[str, Any]:
+def _sheet(entrant: EntrantRecord, index: int, key: object, pictures: list[Any]) -> dict[str, Any]:
     facts, settings = entrant.facts or {}, entrant.settings or {}
     facts_shown = [
         ("parameters", f"{entrant.parameters:,}" if entrant.parameters else "-"),
@@ -163,5 +163,5 @@ def _picture(rows: Sequence[str]) -> str:
     return f'<svg viewBox="0 0 {size} {size}" role="img" aria-label="{description}">{drawn}</svg>'
 
 
-def _json(data: Any) -> str:
+def _json(data: object) -> str:
     return json.dumps(data, indent=1, ensure_ascii=False)

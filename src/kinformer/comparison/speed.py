@@ -67,7 +67,7 @@ def training_speeds(contestants: Sequence[Contestant], options: CompareOptions, 
             cache.put("speed", keys[contestant.name], contestant.results["training"])
 
 
-def _round(anchor: Contestant, value: Any) -> dict[str, Any]:
+def _round(anchor: Contestant, value: object) -> dict[str, Any]:
     return {"anchor": anchor.name, "anchor_value": value, "date": time.strftime("%Y-%m-%d")}
 
 

@@ -102,7 +102,7 @@ def decode(model: Any, batch: int, length: int) -> Work:
 WORKS: dict[str, Begin] = dict(zip(options.WORKS, (forward, step, prefill, decode), strict=True))
 
 
-def works_of(config: Any) -> dict[str, Begin]:
+def works_of(config: object) -> dict[str, Begin]:
     """Return the works of a model of ``config``."""
     return {name: work for name, work in WORKS.items() if name in ("forward", "step") or generates(config)}
 

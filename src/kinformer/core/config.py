@@ -50,11 +50,11 @@ def _plain_field_types(config: Any) -> Mapping[str, Any]:
         return {}
 
 
-def _names_part(value: Any) -> bool:
+def _names_part(value: object) -> bool:
     return isinstance(value, str | Mapping) or (isinstance(value, list | tuple) and any(map(_names_part, value)))
 
 
-def _takes_part(kind: Any) -> bool:
+def _takes_part(kind: object) -> bool:
     return issubclass(kind, Config) if isinstance(kind, type) else any(map(_takes_part, typing.get_args(kind)))
 
 
@@ -91,7 +91,7 @@ def field_types(config: type[Config]) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(config)}
 
 
-def to_dict(value: Any) -> Any:
+def to_dict(value: object) -> Any:
     """Return a config (or a tuple or plain value inside one) as JSON-ready data; a
     config of a slot carries its ``kind``."""
     if isinstance(value, Config):
@@ -109,12 +109,12 @@ def tags(config: Config) -> dict[str, Any]:
     return tagged if package is None else tagged | {"package": package}
 
 
-def from_dict(config: type[C], data: Any, kinds: Kinds, place: str = "config") -> C:
+def from_dict(config: type[C], data: object, kinds: Kinds, place: str = "config") -> C:
     """Build ``config`` from the form of :func:`to_dict`; the inverse of it, strict about names and types."""
     return typing.cast(C, _parse(config, data, kinds, place))
 
 
-def override(config: C, changes: Mapping[str, Any], kinds: Kinds) -> C:
+def override(config: C, changes: Mapping[str, object], kinds: Kinds) -> C:
     """Return a copy with dotted ``path -> value`` changes, as in ``{"layers.*.mixer.num_heads": 8}``.
 
     ``*`` means every item of a list. Values may be text (as typed on a command line) or Python values. A part is
@@ -127,7 +127,7 @@ def override(config: C, changes: Mapping[str, Any], kinds: Kinds) -> C:
     return config
 
 
-def _replace(node: Any, keys: list[str], value: Any, kinds: Kinds, path: str) -> Any:
+def _replace(node: object, keys: list[str], value: object, kinds: Kinds, path: str) -> Any:
     key, rest = keys[0], keys[1:]
     if isinstance(node, tuple):
         chosen = range(len(node)) if key == "*" else [_index(key, node, path)]
@@ -156,7 +156,7 @@ def _replace(node: Any, keys: list[str], value: Any, kinds: Kinds, path: str) ->
     return _checked(lambda: node.replace(**{key: new}), path)
 
 
-def _retyped(node: Config, kind: Any, kinds: Kinds) -> dict[str, Any]:
+def _retyped(node: Config, kind: object, kinds: Kinds) -> dict[str, Any]:
     """Return the data of a part of ``kind`` with the fields of ``node`` that it has too, of the same type."""
     new = kinds.get(type(node).slot, {}).get(str(kind))
     shared = field_types(type(node)).items() & (field_types(new).items() if new else ())
@@ -170,7 +170,7 @@ def check_unused(config: Config, why: str, *names: str) -> None:
             raise KinformerError(f"{field.name} = {value!r} does nothing {why}; leave it out, or change the latter.")
 
 
-def parts_in(value: Any) -> Iterator[Config]:
+def parts_in(value: object) -> Iterator[Config]:
     """Yield a config and all configs inside it, in order."""
     if isinstance(value, Config):
         yield value
@@ -200,7 +200,7 @@ def _cycle(items: tuple[Any, ...], count: int, path: str) -> tuple[Any, ...]:
     return tuple(items[i % len(items)] for i in range(count))
 
 
-def _parse(kind: Any, value: Any, kinds: Kinds, place: str) -> Any:
+def _parse(kind: object, value: object, kinds: Kinds, place: str) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return _parse_union(args, value, kinds, place)
@@ -220,7 +220,7 @@ def _parse(kind: Any, value: Any, kinds: Kinds, place: str) -> Any:
     return parse_plain(kind, value, place)
 
 
-def _parse_union(args: tuple[Any, ...], value: Any, kinds: Kinds, place: str) -> Any:
+def _parse_union(args: tuple[Any, ...], value: object, kinds: Kinds, place: str) -> Any:
     """Return None, or ``value`` as the first of the types that it is one of."""
     if type(None) in args and (value is None or (isinstance(value, str) and value.lower() in ("none", "null"))):
         return None
@@ -251,7 +251,7 @@ def _parse_object(expected: type[Config], config: Config, kinds: Kinds, place: s
     return _checked(lambda: config.replace(**changes), place) if changes else config
 
 
-def _parse_slot(slot: str, value: Any, kinds: Kinds, place: str) -> Config:
+def _parse_slot(slot: str, value: object, kinds: Kinds, place: str) -> Config:
     table = kinds.get(slot, {})
     data = plain(value)
     if isinstance(data, str):
@@ -262,7 +262,7 @@ def _parse_slot(slot: str, value: Any, kinds: Kinds, place: str) -> Config:
     return _parse_fields(config, {k: v for k, v in data.items() if k not in ("kind", "package")}, kinds, place)
 
 
-def _class_of(slot: str, kind: str, package: Any, table: Mapping[str, type[Config]]) -> type[Config]:
+def _class_of(slot: str, kind: str, package: object, table: Mapping[str, type[Config]]) -> type[Config]:
     """Return the class of a kind, which must come from ``package`` ("name version") where data says so."""
     config = table.get(kind)
     if package is not None:
@@ -273,7 +273,7 @@ def _class_of(slot: str, kind: str, package: Any, table: Mapping[str, type[Confi
     return config
 
 
-def _parse_fields(config: type[Config], data: Any, kinds: Kinds, place: str) -> Config:
+def _parse_fields(config: type[Config], data: object, kinds: Kinds, place: str) -> Config:
     data = plain(data)
     if not isinstance(data, dict):
         raise KinformerError(f"{place}: {data!r} is not a table of settings.")

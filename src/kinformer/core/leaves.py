@@ -71,7 +71,7 @@ def named_leaves(state: State, path: tuple[str, ...] = ()) -> Iterator[tuple[str
         yield from named_leaves(item, (*path, name))
 
 
-def unflattened(like: Any, leaves: Sequence[Tensor]) -> Any:
+def unflattened(like: object, leaves: Sequence[Tensor]) -> Any:
     """Return the state of the structure of ``like`` that has these leaves."""
     rest = iter(leaves)
     return map_tensors(lambda _: next(rest), like)

@@ -92,7 +92,7 @@ def _mapped(state: State, part: Callable[[ReservedState], Any], leaf: Callable[.
     return rebuilt(state, [_mapped(item, part, leaf) for item in state])
 
 
-def rebuilt(state: State, items: Sequence[Any]) -> State:
+def rebuilt(state: State, items: Sequence[object]) -> State:
     """Return a tuple of ``items``, of the type of ``state`` where that is a ``NamedTuple``."""
     return type(state)(*items) if hasattr(state, "_fields") else tuple(items)
 

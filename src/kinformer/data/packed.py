@@ -123,7 +123,7 @@ def open_packed(folder: Path, tokenizer: Tokenizer) -> tuple[str, str, dict[str,
         return str(manifest["name"]), f"sha256:{manifest[CHECKSUM]}", splits
 
 
-def require_shards(folder: Path, manifest: Mapping[str, Any], thorough: bool = False) -> None:
+def require_shards(folder: Path, manifest: Mapping[str, object], thorough: bool = False) -> None:
     """Raise where a file of ``folder`` has not the manifest's size, or, if all are small or with ``thorough``, not its
     contents."""
     thorough = thorough or sum(size for _, size, _ in _files(manifest)) <= HASHED_WHOLE

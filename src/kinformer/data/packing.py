@@ -127,7 +127,7 @@ def _line_end(extent: Extent, position: int) -> int:
     return position + min(inside, 3)
 
 
-def _begin(out: Path, plan: dict[str, Any], tokenizer: Tokenizer) -> None:
+def _begin(out: Path, plan: dict[str, object], tokenizer: Tokenizer) -> None:
     if (out / MANIFEST).exists():
         raise KinformerError(f"`out` {out}: holds packed data already; give a new folder, or remove it.")
     if out.exists() and not out.is_dir():

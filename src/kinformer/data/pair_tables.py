@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.parsing import parse_json_line
@@ -84,7 +83,7 @@ def _objects(path: Path, lines: Sequence[str], names: Names) -> tuple[Names, lis
     return chosen, rows
 
 
-def _fields(row: Any, names: Names) -> Names:
+def _fields(row: object, names: Names) -> Names:
     """Return the fields of source and target: the usual ones, or the only two that are text, English first."""
     texts = [name for name, value in row.items() if isinstance(value, str)] if isinstance(row, dict) else []
     if not any(names) and set(_USUAL) <= set(texts):

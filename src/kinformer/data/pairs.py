@@ -151,7 +151,7 @@ def _parts(path: Path, files: Sequence[SourceFile], requested: Languages) -> tup
     return languages, parts
 
 
-def _languages(path: Path, sides: Mapping[str, Mapping[str, Any]], requested: Languages) -> Languages:
+def _languages(path: Path, sides: Mapping[str, Mapping[str, object]], requested: Languages) -> Languages:
     candidates = sorted({ending for side in sides.values() if len(side) > 1 for ending in side})
     candidates = candidates or sorted({ending for side in sides.values() for ending in side})
     for option, language in zip(("`source`", "`target`"), requested, strict=True):

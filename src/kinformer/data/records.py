@@ -61,7 +61,7 @@ def _json_texts(unit: Extent, field: str) -> Iterator[bytes]:
             yield _text(row.get(field) if isinstance(row, dict) else None, row, field, place)
 
 
-def _text(value: Any, row: Any, field: str, place: str) -> bytes:
+def _text(value: object, row: object, field: str, place: str) -> bytes:
     if not isinstance(value, str):
         names = [key for key, item in row.items() if isinstance(item, str)] if isinstance(row, dict) else []
         raise KinformerError(f"{place}: has no text in the field {field!r}; {nearest(field, names)}")

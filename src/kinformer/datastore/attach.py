@@ -31,7 +31,7 @@ RETRIEVAL = "retrieval"
 class StoredRun(TrainedRun, Protocol):
     """The protocol of a run with a datastore: one from which it is made, or one to which it belongs."""
 
-    def model(self, changes: Mapping[str, Any] | None = None) -> Any: ...
+    def model(self, changes: Mapping[str, object] | None = None) -> Any: ...
     def weights_digest(self) -> str: ...
 
 
@@ -74,7 +74,7 @@ def origin_of(run: StoredRun, keys: KeyedDecoder) -> KeySpace:
 
 
 def attach_store(
-    run: StoredRun, model: Any, open_run: OpenRun, options: StoreOptions | None = None, rows: int | None = None
+    run: StoredRun, model: object, open_run: OpenRun, options: StoreOptions | None = None, rows: int | None = None
 ) -> Any:
     """Return ``model`` with the store that its run or ``options`` name, or as it is where there is none.
 
@@ -137,7 +137,7 @@ def _retrieving(run: StoredRun, model: Any, open_run: OpenRun, options: StoreOpt
     return RetrievingDecoder(model, keys, searcher(store, record["probes"]), record["neighbours"])
 
 
-def store_of(model: Any) -> Datastore | None:
+def store_of(model: object) -> Datastore | None:
     """Return the datastore of a model that :func:`attach_store` attached with a trained search."""
     from kinformer.datastore.retrieving import RetrievingDecoder
 
@@ -155,7 +155,7 @@ def lookup_facts(model: Any) -> dict[str, Any] | None:
     return {"datastore": str(store.folder), "entries": store.entries, "neighbours": model.neighbours}
 
 
-def note_stored(record: Record, data: Mapping[str, Any], holdout: float | None) -> None:
+def note_stored(record: Record, data: Mapping[str, object], holdout: float | None) -> None:
     """Note where the store holds the very text that is evaluated; ``data`` is the text's identity with its split."""
     for part in record.parts:
         same = (part.source.get("fingerprint"), part.source.get("holdout")) == (data["fingerprint"], holdout)

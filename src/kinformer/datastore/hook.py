@@ -21,13 +21,13 @@ class Stores:
     def __init__(self, open_run: OpenRun) -> None:
         self.open_run = open_run
 
-    def choose(self, options: Any, config: ModelConfig) -> dict[str, Any]:
+    def choose(self, options: object, config: ModelConfig) -> dict[str, Any]:
         """Return the datastore entry of a new run's ``data``; ``options`` are ``runs.options.TrainOptions``."""
         from kinformer.datastore.retrieval import choose_retrieval
 
         return choose_retrieval(options, config)
 
-    def resume(self, run: StoredRun, options: Any) -> dict[str, Any]:
+    def resume(self, run: StoredRun, options: object) -> dict[str, Any]:
         """Return the datastore entry of a resumed run's ``data``; ``options`` as of :meth:`choose`."""
         from kinformer.datastore.retrieval import resume_retrieval
 
@@ -41,7 +41,9 @@ class Stores:
 
         return with_neighbours(rows, run, self.open_run, plan, device, quiet)
 
-    def attach(self, run: StoredRun, model: Any, options: StoreOptions | None = None, rows: int | None = None) -> Any:
+    def attach(
+        self, run: StoredRun, model: object, options: StoreOptions | None = None, rows: int | None = None
+    ) -> Any:
         """Return ``model`` with the datastore that the run or ``options`` name, or as it is where there is none.
 
         ``rows``: a retriever is made ready to read so many sequences token by token.
@@ -50,7 +52,7 @@ class Stores:
 
         return attach_store(run, model, self.open_run, options, rows)
 
-    def facts(self, model: Any) -> dict[str, Any] | None:
+    def facts(self, model: object) -> dict[str, Any] | None:
         """Return the facts, for JSON, of the datastore of an attached ``model`` that was trained with one."""
         from kinformer.datastore.attach import lookup_facts
 

@@ -149,7 +149,7 @@ def _trained(store: Datastore, folder: Path, count: int, seed: int) -> Any:
     return index
 
 
-def _shards(store: Datastore, folder: Path, trained: Any, progress: Progress | None) -> list[Path]:
+def _shards(store: Datastore, folder: Path, trained: object, progress: Progress | None) -> list[Path]:
     """Return files with the lists of all entries, a bounded number in each; existing ones are left as they are."""
     faiss = _faiss()
     faiss.omp_set_num_threads(torch.get_num_threads())
@@ -170,7 +170,7 @@ def _shards(store: Datastore, folder: Path, trained: Any, progress: Progress | N
     return paths
 
 
-def _write_index(index: Any, path: Path) -> None:
+def _write_index(index: object, path: Path) -> None:
     _faiss().write_index(index, str(path))
 
 

@@ -94,7 +94,7 @@ def choose_retrieval(options: Any, config: ModelConfig) -> dict[str, Any]:
     return {RETRIEVAL: paths | {"neighbours": options.neighbours or GATED_NEIGHBOURS, "probes": probes}}
 
 
-def resume_retrieval(run: StoredRun, options: Any) -> dict[str, Any]:
+def resume_retrieval(run: StoredRun, options: object) -> dict[str, Any]:
     """Return the retrieval entry of a resumed run's ``data``: as it was, but for folders that were moved."""
     retrieval = run.data.get(RETRIEVAL)
     for name in ("datastore", "retriever", "neighbours", "probes"):
@@ -217,7 +217,7 @@ def _check_settings(run: StoredRun, retrieval_: _Retrieval, settings: Settings, 
         )
 
 
-def _plan(retrieval_: _Retrieval, name: str, tokens: int, source: Mapping[str, Any]) -> NeighbourTable:
+def _plan(retrieval_: _Retrieval, name: str, tokens: int, source: Mapping[str, object]) -> NeighbourTable:
     settings = {"first": retrieval_.first, "probes": retrieval_.probes}
     return NeighbourTable(name=name, tokens=tokens, neighbours=retrieval_.neighbours, source=settings | dict(source))
 

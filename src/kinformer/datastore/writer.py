@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -86,11 +86,11 @@ class Writer:
             )
         os.ftruncate(file.fileno(), size)
 
-    def holds(self, source: Mapping[str, Any]) -> bool:
+    def holds(self, source: Mapping[str, object]) -> bool:
         """Return whether the store is empty or has begun with ``source``."""
         return not self.record.parts or any(part.source == source for part in self.record.parts)
 
-    def begin(self, source: Mapping[str, Any], total: int) -> int:
+    def begin(self, source: Mapping[str, object], total: int) -> int:
         """Begin to write ``source``, a text of ``total`` entries; return how many it has yet."""
         parts = self.record.parts
         if parts and parts[-1].source == source:

@@ -58,7 +58,7 @@ class Live(TorchDispatchMode):
 
 
 def measure_held(
-    config: Any, batch: int, length: int, autocast: bool = False, pieces: bool = False, inside: bool = False
+    config: object, batch: int, length: int, autocast: bool = False, pieces: bool = False, inside: bool = False
 ) -> Costs:
     """Return the most bytes ``held`` until the ``loss`` exists, and in the ``backward``, which frees the state.
 

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from kinformer.core.contract import CausalMixer
 from kinformer.core.encoder import EncoderMixer
@@ -141,7 +142,7 @@ def horizon_of(model: Any) -> int:
     return max((_window(module) for module in model.modules()), default=0)
 
 
-def _window(module: Any) -> int:
+def _window(module: nn.Module) -> int:
     if isinstance(module, CausalMixer):
         return module.retained or 0
     pattern = getattr(module, "pattern", None) if isinstance(module, EncoderMixer) else None

@@ -95,12 +95,12 @@ class _Ledger:
 
         return inside
 
-    def _leave(self, module: nn.Module | None, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module | None, args: object, output: object) -> None:
         self._mark(torch.utils._pytree.tree_leaves(output))
         self.book()
         self._stack.pop()
 
-    def _mark(self, outputs: Iterable[Any]) -> None:
+    def _mark(self, outputs: Iterable[object]) -> None:
         """Let the nodes that made ``outputs`` and belong to no part yet announce the part at work when they run."""
         nodes: list[Node | None] = [tensor.grad_fn for tensor in outputs if isinstance(tensor, Tensor)]
         while nodes:
@@ -151,7 +151,7 @@ def distinct(config: Any) -> Any:
     return config.replace(layers=tuple(config.layers[index] for index in first), stack=config.stack.select(first))
 
 
-def measure(config: Any, batch: int, length: int, autocast: bool = False, pieces: bool = False) -> Costs:
+def measure(config: object, batch: int, length: int, autocast: bool = False, pieces: bool = False) -> Costs:
     """Return the costs of one training step of ``config.build()`` on ``batch`` rows of ``length`` tokens, without data.
 
     ``pieces``: logits are made some rows at a time, as :func:`in_pieces` says; they then belong to the loss. With
@@ -177,7 +177,7 @@ def measure(config: Any, batch: int, length: int, autocast: bool = False, pieces
     return ledger.costs
 
 
-def measure_inference(config: Any, batch: int, length: int) -> Costs:
+def measure_inference(config: object, batch: int, length: int) -> Costs:
     """Return the FLOPs (``inference``) of one forward in evaluation mode, without gradients, of ``batch`` rows of
     ``length`` tokens: work for learning alone is left out, and memories hold their projections (``mixers``)."""
     counter = FlopCounterMode(display=False)
@@ -207,7 +207,7 @@ def loss_of(model: Any, logits: Tensor, tokens: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-def in_pieces(model: Any, rows: int) -> bool:
+def in_pieces(model: nn.Module, rows: int) -> bool:
     """Return whether training on the next of so many tokens makes the logits in pieces, on a CPU."""
     return hasattr(model, "head_inputs") and not hasattr(model, "begin") and cross_entropy.large(model, rows)
 
@@ -249,7 +249,7 @@ def imitated(model: Any, batch: int, length: int, device: str) -> tuple[Any, Ten
     return model, tokens
 
 
-def measure_state(config: Any, batch: int, length: int, dtype: torch.dtype) -> Costs:
+def measure_state(config: object, batch: int, length: int, dtype: torch.dtype) -> Costs:
     """Return the bytes (``state``) of every layer's state, and of the rest, after
     ``length`` tokens with weights of ``dtype``."""
     model = without_data(config).to(dtype).eval()

@@ -102,14 +102,14 @@ def measure(
     )
 
 
-def negative_log_likelihood(model: CausalModel, inputs: Any, targets: Tensor) -> Tensor:
+def negative_log_likelihood(model: CausalModel, inputs: object, targets: Tensor) -> Tensor:
     """Return -ln p of ``targets`` [batch, n] by the head's ``inputs`` (leaves [batch, n, ...]), [batch, n] float64."""
     parts = logits_in_parts(model, inputs, targets)
     nats = [nn.functional.cross_entropy(logits, wanted, reduction="none") for logits, wanted in parts]
     return torch.cat(nats).double().view(targets.shape)
 
 
-def logits_in_parts(model: CausalModel, inputs: Any, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def logits_in_parts(model: CausalModel, inputs: object, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield logits [n, vocab], float32 at least, of the head's ``inputs`` (leaves [batch, time, ...]) and the
     ``targets`` [batch, time] of the same positions, [n], some positions at a time."""
     wanted, flat = targets.flatten(), map_tensors(lambda x: x.flatten(0, 1), inputs)

@@ -206,7 +206,7 @@ class ContinuationScorer:
         behind = states.select_rows(states.join_rows(last), torch.cat(order).argsort())
         return _Absorbed([Score(-loss, best) for loss, best in zip(total, greedy.tolist(), strict=True)], behind, state)
 
-    def _predicted(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def _predicted(self, inputs: object, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return -ln p [n] float64 of ``targets`` [n, 1] by the head's ``inputs``, leaves [n, 1, ...], and whether they
         are the most probable, [n]."""
         nats, greedy = [], []
@@ -216,7 +216,7 @@ class ContinuationScorer:
         return torch.cat(nats), torch.cat(greedy)
 
 
-def _at(inputs: Any, rows: Tensor, places: Tensor) -> Any:
+def _at(inputs: object, rows: Tensor, places: Tensor) -> Any:
     """Return the head's ``inputs`` at ``places`` [n] of ``rows`` [n], leaves [n, 1, ...]."""
     return states.map_tensors(lambda leaf: leaf[rows, places][:, None], inputs)
 

@@ -47,7 +47,7 @@ class Samples:
     truth: Written
     whole: Written
 
-    def __init__(self, model: Any, identity: Mapping[str, Any], how: Mapping[str, Any]) -> None:
+    def __init__(self, model: Any, identity: Mapping[str, object], how: Mapping[str, object]) -> None:
         self.model, self.identity, self.how = model, identity, how
         self.exits: dict[float, Exited] = {}
 

@@ -23,7 +23,7 @@ PURPOSES = {
 
 
 def configure(
-    name: str, recipe: str = "small", vocab_size: int | None = None, set: Mapping[str, Any] | None = None
+    name: str, recipe: str = "small", vocab_size: int | None = None, set: Mapping[str, object] | None = None
 ) -> ModelConfig:
     """The config of member ``name`` by ``recipe``, with overrides such as ``{"layers.*.mixer.num_heads": 8}``."""
     require_kind("member", name, str)
@@ -46,12 +46,14 @@ def configure(
     return override(config, set, kinds()) if set else config
 
 
-def build(name: str, recipe: str = "small", vocab_size: int | None = None, set: Mapping[str, Any] | None = None) -> Any:
+def build(
+    name: str, recipe: str = "small", vocab_size: int | None = None, set: Mapping[str, object] | None = None
+) -> Any:
     """Return a new Decoder or Encoder of member ``name``, randomly initialised from PyTorch's global generator."""
     return configure(name, recipe, vocab_size, set).build()
 
 
-def model_config(data: Any, place: str = "config") -> ModelConfig:
+def model_config(data: object, place: str = "config") -> ModelConfig:
     """Return a model config from its dict form, as a run folder stores it."""
     return from_dict(ModelConfig, data, kinds(), place)
 

@@ -54,7 +54,7 @@ def inherited_config(base: ModelConfig, recipe: ModelConfig, place: Path | str) 
     return base.replace(**changes)
 
 
-def places_of(layers: Sequence[Any], depth: int) -> list[int]:
+def places_of(layers: Sequence[object], depth: int) -> list[int]:
     """Return, for every layer of a model of ``depth`` layers, the number of that among ``layers`` at its place.
 
     The only layer of its kind, such as the one with memories, is a single layer of a deeper model too.

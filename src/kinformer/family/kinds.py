@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 from kinformer.core.config import Config
 from kinformer.family.model_kinds import blocks, encoders, models
@@ -18,7 +17,7 @@ def kinds() -> dict[str, Registry[type[Config]]]:
 
 
 def _kinds_of(slot: str, builtin: dict[str, type[Config]]) -> Registry[type[Config]]:
-    def fits(kind: str, record: Any) -> bool:
+    def fits(kind: str, record: object) -> bool:
         return isinstance(record, type) and issubclass(record, Config) and (record.slot, record.kind) == (slot, kind)
 
     def expected(kind: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from kinformer.core.config import Config, field_types, parts_in
 from kinformer.runtime.fields import field_docs
@@ -46,7 +45,7 @@ def meaning(config: type[Config], name: str) -> str:
     return "" if group is None else meanings()[group][name]
 
 
-def meanings_in(config: Any) -> dict[str, dict[str, str]]:
+def meanings_in(config: object) -> dict[str, dict[str, str]]:
     """Return the meanings of all settings of a config and of all configs inside it: part ("slot.kind") -> setting ->
     meaning; those without a kind by their class."""
     return {

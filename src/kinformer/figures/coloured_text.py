@@ -75,7 +75,7 @@ def _cell(axes: Any, place: tuple[int, int], character: str, colour: Any) -> Non
         )
 
 
-def _legend(drawn: Any, text: ColouredText, colours: Sequence[Any], size: tuple[float, float]) -> None:
+def _legend(drawn: Any, text: ColouredText, colours: Sequence[object], size: tuple[float, float]) -> None:
     from matplotlib.patches import Rectangle
 
     width, height = size

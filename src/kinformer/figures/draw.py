@@ -73,7 +73,7 @@ def draw(panels: Sequence[Panel], title: str, path: Path) -> None:
         save(drawn, path)
 
 
-def _paint(axes: Any, panel: Panel) -> None:
+def _paint(axes: object, panel: Panel) -> None:
     if isinstance(panel, PatternPanel):
         _pattern(axes, panel)
     elif isinstance(panel, FieldPanel):

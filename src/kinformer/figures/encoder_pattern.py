@@ -52,7 +52,7 @@ class FullSequence(Pattern):
         return (q < edge) | (k < edge) | self.inner.allowed(query, key)
 
 
-def in_text(pattern: Pattern, config: Any) -> Pattern:
+def in_text(pattern: Pattern, config: object) -> Pattern:
     """Return ``pattern`` with the global tokens of the model of ``config``, which may be a decoder's or a part's."""
     count, global_input = getattr(config, "global_tokens", 0), getattr(config, "global_input", None)
     return FullSequence(pattern, count, global_input) if count or global_input is not None else pattern

@@ -113,7 +113,7 @@ def parts_of(config: Config, slot: str) -> list[Placed]:
     return panels
 
 
-def _alike(slot: str, one: Any, other: Any) -> bool:
+def _alike(slot: str, one: object, other: object) -> bool:
     """Return whether owners give a part the same sizes; mixers take theirs from the full layer."""
     if slot in ("mixer", "encoder_mixer"):
         return bool(one == other)
@@ -121,7 +121,7 @@ def _alike(slot: str, one: Any, other: Any) -> bool:
     return all(getattr(one, name, None) == getattr(other, name, None) for name in sizes)
 
 
-def _walk(node: Any, slot: str, path: tuple[str, ...], owner: Any) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+def _walk(node: object, slot: str, path: tuple[str, ...], owner: object) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
     if isinstance(node, Config):
         if node.slot == slot:
             yield path, node, owner

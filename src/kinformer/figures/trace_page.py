@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from kinformer.runtime.errors import KinformerError
 
 ASSETS = Path(__file__).parent / "assets"
 
 
-def trace_page(title: str, data: dict[str, Any]) -> str:
+def trace_page(title: str, data: dict[str, object]) -> str:
     """Return the page of ``data``: ``readings`` (name, tokens, exits, steps) and ``places`` (place, mixer, reading,
     heads, keys, queries, count, note, implied, buckets, spans and the weights, base64 of deflated int16 [heads,
     queries, count] times ``unit``). All text in it may be a stranger's and is escaped.

@@ -40,7 +40,7 @@ def generate(
     max_new_tokens: int,
     stop: Sequence[Sequence[int]] | None = None,
     valid: Tensor | None = None,
-    draft: Any = None,
+    draft: object = None,
     draft_length: int = 4,
     **sampling: Unpack[SamplingOptions],
 ) -> Tensor:
@@ -75,7 +75,7 @@ def generate(
     return torch.stack(new, dim=1)
 
 
-def session_of(model: CausalModel, batch: int, draft: Any, length: int, options: Mapping[str, Any]) -> Session:
+def session_of(model: CausalModel, batch: int, draft: object, length: int, options: Mapping[str, Any]) -> Session:
     """Return a session of ``batch`` rows; with a ``draft`` (see :func:`generate`) one that checks its guesses."""
     if draft is None:
         return Session(model, batch, **options)

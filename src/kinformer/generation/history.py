@@ -107,7 +107,7 @@ class History:
         absorbed = min(self._since(self.marks[-1])) - sum(min(entry.counts) for entry in pending)
         return absorbed >= max(self.bound, _APART)
 
-    def mark(self, state: State, logits: Tensor | None, ends: Any, pending: Sequence[Entry]) -> None:
+    def mark(self, state: State, logits: Tensor | None, ends: object, pending: Sequence[Entry]) -> None:
         """Make a mark at ``state``, which has not absorbed ``pending`` yet."""
         self.marks.append(Mark(state, logits, ends, list(pending)))
         self._forget()

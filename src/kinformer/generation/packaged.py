@@ -42,7 +42,7 @@ class PackagedStep:
 class PackagedSteps:
     """A :class:`PackagedStep` at work, and the leaves of the state that it steps."""
 
-    def __init__(self, packaged: PackagedStep, like: Any, leaves: list[Tensor]) -> None:
+    def __init__(self, packaged: PackagedStep, like: object, leaves: list[Tensor]) -> None:
         self._packaged, self._like, self._leaves = packaged, like, leaves
 
     @property

@@ -236,7 +236,7 @@ class _Writer:
         self._graph, self._values = graph, values
         self._constants: dict[Any, Any] = {}
 
-    def add(self, kind: str, inputs: Sequence[Any], type: Any = None) -> Any:
+    def add(self, kind: str, inputs: Sequence[object], type: Any = None) -> Any:
         node = self._graph.create(kind, inputs, 1)
         self._graph.insertNode(node)
         if type is not None:

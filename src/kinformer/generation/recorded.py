@@ -228,7 +228,7 @@ class _Taped(NamedTuple):
     retained: list[int | None]
 
 
-def _taped(way: Way, values: Tensor, opened: Any) -> _Taped:
+def _taped(way: Way, values: Tensor, opened: object) -> _Taped:
     """Return a step of ``values`` from the state ``opened`` on tape."""
     parts = _parts(opened)
     views = [view for part in parts for view in part.buffers]

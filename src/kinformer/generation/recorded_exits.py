@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kinformer.core.stack import Stack
 from kinformer.core.state import State
@@ -22,7 +22,7 @@ from kinformer.generation.recorded import RecordedStep, Recording, Way, record_w
 RUNS, HAS_LEFT = 0, 1
 
 
-def leaves_early(model: Any) -> bool:
+def leaves_early(model: nn.Module) -> bool:
     """Return whether tokens of ``model`` may leave by an exit before the last,
     and it can be stepped from exit to exit."""
     stack = getattr(model, "stack", None)
@@ -32,7 +32,7 @@ def leaves_early(model: Any) -> bool:
 class ExitsRecording:
     """A :class:`Recording` per segment; ``pieces`` step the states of the layers before each exit."""
 
-    def __init__(self, stack: Any, pieces: Sequence[Recording]) -> None:
+    def __init__(self, stack: object, pieces: Sequence[Recording]) -> None:
         self._stack, self.pieces = stack, pieces
 
     def holds(self) -> bool:

@@ -17,13 +17,13 @@ _MOST = 4
 class Recordings(list[Any]):
     """The last recordings of a model's steps. Copies of the model and files of it have none."""
 
-    def __deepcopy__(self, memo: Any) -> Recordings:
+    def __deepcopy__(self, memo: object) -> Recordings:
         return Recordings()
 
     def __reduce__(self) -> tuple[type[Recordings], tuple[()]]:
         return Recordings, ()
 
-    def keep(self, recording: Any) -> None:
+    def keep(self, recording: object) -> None:
         self.insert(0, recording)
         del self[_MOST:]
 

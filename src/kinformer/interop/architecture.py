@@ -40,7 +40,7 @@ class Architecture:
     required: Mapping[str, Any] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
 
-    def model_config(self, config: Mapping[str, Any], place: Path) -> dict[str, Any]:
+    def model_config(self, config: Mapping[str, object], place: Path) -> dict[str, Any]:
         """Return our model config, as data, of the ``config.json`` at ``place``."""
         full = {**self.defaults, **config}
         full |= {ours: config[theirs] for theirs, ours in self.names.items() if config.get(theirs) is not None}
@@ -50,7 +50,7 @@ class Architecture:
                 whole(full, place, name, most=DEPTH)
         return self.model(full, place)
 
-    def key_map(self, model: Mapping[str, Any]) -> KeyMap:
+    def key_map(self, model: Mapping[str, object]) -> KeyMap:
         """Return the key map of a ``model`` config, as data."""
         return self.keys if isinstance(self.keys, KeyMap) else self.keys(model)
 
@@ -70,7 +70,7 @@ class Architecture:
             )
         return weights
 
-    def write(self, weights: Mapping[str, Tensor], model: Mapping[str, Any]) -> dict[str, Tensor]:
+    def write(self, weights: Mapping[str, Tensor], model: Mapping[str, object]) -> dict[str, Tensor]:
         """Return our ``weights`` under their names: the inverse of :meth:`convert`."""
         stored = _slopes(model)
         return self.key_map(model).write({name: one for name, one in weights.items() if name not in stored}, model)
@@ -91,7 +91,7 @@ def _slopes(model: Mapping[str, Any]) -> dict[str, Tensor]:
     return stored
 
 
-def add_ends(tokens: Settings, config: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
+def add_ends(tokens: Settings, config: Mapping[str, object], folder: Path) -> tuple[str, ...]:
     """Add the ids that end a text to the ``tokens`` of a decoder, as ``generation_config.json`` or else ``config.json``
     names them; return notes on what was left out."""
     place = folder / GENERATION
@@ -112,7 +112,7 @@ def add_ends(tokens: Settings, config: Mapping[str, Any], folder: Path) -> tuple
     return (f"eos_token_id is {excerpt(value)} in {place.name}; ids that the vocabulary has not end no text",)
 
 
-def context_length(model: Mapping[str, Any], config: Mapping[str, Any], place: Path) -> int | None:
+def context_length(model: Mapping[str, object], config: Mapping[str, object], place: Path) -> int | None:
     """Return the longest text that the model of ``config`` was trained on; None where its positions end there."""
     for name in ("max_position_embeddings", "max_seq_len"):
         if model["position"] == "none" and config.get(name) is not None:

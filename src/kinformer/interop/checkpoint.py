@@ -206,7 +206,7 @@ def _imported(folder: Path) -> Imported:
 
 
 def _text_encoder(
-    family: Family, tensors: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path
+    family: Family, tensors: Mapping[str, Tensor], config: Mapping[str, object], folder: Path
 ) -> tuple[dict[str, Any], dict[str, Tensor], tuple[str, ...]]:
     """Return an encoder's model config, its weights and notes for the user; the head follows from its tensors."""
     place, tensors = folder / CONFIG, plainly(tensors)
@@ -219,7 +219,7 @@ def _text_encoder(
     return model, weights, encoder_keys.notes(keys, tensors, model)
 
 
-def _ours(config: Mapping[str, Any], folder: Path) -> Imported:
+def _ours(config: Mapping[str, object], folder: Path) -> Imported:
     """Return the contents of a folder that ``kinformer export`` wrote, without its code."""
     import torch
 

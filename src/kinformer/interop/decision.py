@@ -78,7 +78,7 @@ DECISION = Architecture(
 )
 
 
-def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
+def convert(tensors: Mapping[str, Tensor], model: Mapping[str, object], folder: Path) -> dict[str, Tensor]:
     """Return the weights under our names; a tensor that such a model has not is an error."""
     others = {name: tensor for name, tensor in tensors.items() if name != POSITIONS}
     weights = DECISION.key_map(model).read(others, model, folder, DECISION.title)

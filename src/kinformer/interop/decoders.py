@@ -138,7 +138,9 @@ def _mpt(full: Settings, place: Path) -> dict[str, Any]:
     return _model(full, place, "d_model", [layer] * full["n_layers"]) | {"dropout": dropout}
 
 
-def _layer(mixer: dict[str, Any], feed_forward: dict[str, Any], norm: dict[str, Any], dropout: float) -> dict[str, Any]:
+def _layer(
+    mixer: dict[str, object], feed_forward: dict[str, object], norm: dict[str, object], dropout: float
+) -> dict[str, Any]:
     """Return a layer with norms before its sublayers."""
     parts = {"mixer": mixer, "feed_forward": feed_forward, "norm": norm, "dropout": dropout}
     return {"kind": "decoder", "residual": "pre", **parts}
@@ -159,7 +161,7 @@ def _alibi(heads: int, bias: bool, dropout: float) -> dict[str, Any]:
     return mixer | {"bias": bias, "dropout": dropout}
 
 
-def _model(full: Settings, place: Path, width: str, layers: list[dict[str, Any]]) -> dict[str, Any]:
+def _model(full: Settings, place: Path, width: str, layers: list[dict[str, object]]) -> dict[str, Any]:
     return {
         "kind": "decoder",
         "input": {"kind": "tokens", "vocab_size": whole(full, place, "vocab_size")},

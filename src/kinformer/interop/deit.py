@@ -44,6 +44,6 @@ def key_map(model: Mapping[str, Any]) -> KeyMap:
     return DISTILLED_KEYS if model["head"]["kind"] == "distilled" else KEYS
 
 
-def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
+def convert(tensors: Mapping[str, Tensor], model: Mapping[str, object], folder: Path) -> dict[str, Tensor]:
     """Return the weights under our names; an unknown one is an error."""
     return vit.read(key_map(model), tensors, model, folder, "DeiT")

@@ -60,7 +60,7 @@ class Family:
     first_is_global: bool = False
     tokens: Mapping[str, str] = field(default_factory=dict)
 
-    def settings(self, config: Mapping[str, Any], place: Path) -> dict[str, Any]:
+    def settings(self, config: Mapping[str, object], place: Path) -> dict[str, Any]:
         """Return ``config`` with its defaults; settings that ours would compute otherwise are an error."""
         require(config, place, REQUIRED)
         if config.get("pruned_heads"):
@@ -70,20 +70,20 @@ class Family:
         choice(full, place, "hidden_act", ACTIVATIONS)
         return full
 
-    def model_config(self, config: Mapping[str, Any], place: Path) -> dict[str, Any]:
+    def model_config(self, config: Mapping[str, object], place: Path) -> dict[str, Any]:
         """Return the model config, as data and without its head, of a ``config.json``."""
         full = self.settings(config, place)
         return self.model(full, place, self.mixers(full, place))
 
-    def special_tokens(self, config: Mapping[str, Any], place: Path) -> dict[str, int]:
+    def special_tokens(self, config: Mapping[str, object], place: Path) -> dict[str, int]:
         """Return the ids of special tokens, by files beside the ``config.json`` at ``place``, or by its settings."""
         return special_tokens(place.parent, self.settings(config, place), self.tokens)
 
-    def key_map(self, config: Mapping[str, Any], place: Path, kind: str) -> KeyMap:
+    def key_map(self, config: Mapping[str, object], place: Path, kind: str) -> KeyMap:
         """Return the key map of a model of ``config`` with the head ``kind``."""
         return encoder_keys.key_map(self.heads, self.prefix, kind, self.skipped(self.settings(config, place), place))
 
-    def skipped(self, full: Mapping[str, Any], place: Path) -> int:
+    def skipped(self, full: Mapping[str, object], place: Path) -> int:
         """Return how many rows of the position table stand before that of the first token."""
         return 1 + whole(full, place, "pad_token_id", least=0) if self.shifted else 0
 
@@ -121,7 +121,7 @@ class Family:
             "dropout": dropout,
         }
 
-    def head(self, config: Mapping[str, Any], place: Path, names: Collection[str]) -> dict[str, Any]:
+    def head(self, config: Mapping[str, object], place: Path, names: Collection[str]) -> dict[str, Any]:
         """Return the settings that depend on the head: that of the plain ``names``;
         one for masked tokens if there is none."""
         full = self.settings(config, place)
@@ -148,7 +148,7 @@ class Family:
         head = {"kind": "masked_language", "tied": tied, "eps": eps, "tanh_gelu": tanh_gelu}
         return {"head": head, "global_tokens": self._global_tokens(full, place, "masked_language")}
 
-    def _global_tokens(self, full: Mapping[str, Any], place: Path, kind: str) -> int:
+    def _global_tokens(self, full: Mapping[str, object], place: Path, kind: str) -> int:
         """Return how many tokens at the beginning are global; ``global_tokens`` is a setting of our exports alone."""
         if "global_tokens" in full:
             return whole(full, place, "global_tokens", least=0)
@@ -166,14 +166,14 @@ def plainly(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {plain(name): tensor for name, tensor in tensors.items()}
 
 
-def _classes(full: Mapping[str, Any], place: Path) -> int:
+def _classes(full: Mapping[str, object], place: Path) -> int:
     labels = full.get("id2label")
     if isinstance(labels, dict):
         return len(labels)
     return whole({"num_labels": 2} | dict(full), place, "num_labels")
 
 
-def _head_dropout(full: Mapping[str, Any], place: Path) -> float:
+def _head_dropout(full: Mapping[str, object], place: Path) -> float:
     has_dropout = full.get("classifier_dropout") is not None
     return number(full, place, "classifier_dropout" if has_dropout else "hidden_dropout_prob")
 
@@ -206,7 +206,7 @@ def special_tokens(folder: Path, config: Mapping[str, Any], settings: Mapping[st
     return tokens
 
 
-def ids_of(data: Mapping[str, Any]) -> dict[str, int]:
+def ids_of(data: Mapping[str, object]) -> dict[str, int]:
     """Return every token of a ``tokenizer.json`` with its id; the vocabulary is a
     table, or a list of tokens and costs."""
     model = data.get("model")
@@ -227,6 +227,6 @@ def _table(path: Path) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def _text(token: Any) -> str:
+def _text(token: object) -> str:
     """Return the text of a token as the files have it: its text, or a table that holds it."""
     return str(token.get("content") if isinstance(token, dict) else token)

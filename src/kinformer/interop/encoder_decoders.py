@@ -75,7 +75,7 @@ TABLES = ("shared", "encoder.embed_tokens", "decoder.embed_tokens")
 """The names of the one table of ids."""
 
 
-def t5_config(config: Mapping[str, Any], place: Path, defaults: Mapping[str, Any] = T5) -> dict[str, Any]:
+def t5_config(config: Mapping[str, object], place: Path, defaults: Mapping[str, object] = T5) -> dict[str, Any]:
     """Return the model config, as data, of T5's ``config.json``, with a tied head."""
     full = {**defaults, **config}
     dim = whole(full, place, "d_model")
@@ -121,7 +121,7 @@ def t5_config(config: Mapping[str, Any], place: Path, defaults: Mapping[str, Any
     }
 
 
-def mt5_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
+def mt5_config(config: Mapping[str, object], place: Path) -> dict[str, Any]:
     """Return the model config, as data, of mT5's ``config.json``, whose hidden states are never scaled."""
     return t5_config({**config, "scale_decoder_outputs": False}, place, MT5)
 
@@ -144,7 +144,7 @@ def _tokens(full: Settings, place: Path) -> dict[str, Any]:
     return tokens | {ours: whole(full, place, theirs, least=0) for ours, theirs in names.items()}
 
 
-def bart_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
+def bart_config(config: Mapping[str, object], place: Path) -> dict[str, Any]:
     """Return the model config, as data, of BART's ``config.json``; settings that ours would compute otherwise are an
     error."""
     require(config, place, {"tie_word_embeddings": True, "normalize_before": False, "add_final_layer_norm": False})
@@ -252,7 +252,7 @@ def _t5_keys(model: Mapping[str, Any], side: str) -> KeyMap:
     return KeyMap(model=outside, layer=tuple(layer), layers="block", prefix=f"{side}.", left_out=unused)
 
 
-def _bart_keys(model: Mapping[str, Any], side: str) -> KeyMap:
+def _bart_keys(model: Mapping[str, object], side: str) -> KeyMap:
     """Return the key map of one side of BART."""
     layer = [
         key("mixer_residual.norm", "self_attn_layer_norm"),

@@ -93,7 +93,7 @@ def feed_forward_keys(config: Config, shared: str = "mlp.shared_expert") -> tupl
     return tuple(mixture)
 
 
-def experts_of(full: Mapping[str, Any], place: Path, count: str, width: str) -> dict[str, Any]:
+def experts_of(full: Mapping[str, object], place: Path, count: str, width: str) -> dict[str, Any]:
     """Return the config, as data, of a mixture: ``count`` and ``width`` name the settings of experts and of one's
     hidden layer."""
     return {

@@ -43,7 +43,7 @@ QWEN_MOE: Mapping[str, Any] = {
 """transformers' own, for what a config leaves out."""
 
 
-def _mixtral_keys(model: Mapping[str, Any]) -> KeyMap:
+def _mixtral_keys(model: Mapping[str, object]) -> KeyMap:
     in_memory = key("feed_forward.router", "mlp.gate", tensors=("weight",))
     names = "w1", "w3", "w2"
     return keys(
@@ -52,7 +52,7 @@ def _mixtral_keys(model: Mapping[str, Any]) -> KeyMap:
     )
 
 
-def _qwen_keys(model: Mapping[str, Any]) -> KeyMap:
+def _qwen_keys(model: Mapping[str, object]) -> KeyMap:
     return keys(model, feed_forward=feed_forward_keys)
 
 

@@ -148,7 +148,7 @@ def _retnet(full: Settings, place: Path) -> dict[str, Any]:
     return _mixer(full, place, "use_output_gate", **parts, **_widths(full, place))
 
 
-def _model(mixer: Callable[[Settings, Path], dict[str, Any]]) -> Callable[[Settings, Path], dict[str, Any]]:
+def _model(mixer: Callable[[Settings, Path], dict[str, object]]) -> Callable[[Settings, Path], dict[str, Any]]:
     """Return the function to the model config, as data, of decoders with this ``mixer``."""
 
     def model(full: Settings, place: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PREPROCESSOR = "preprocessor_config.json"
 
 
-def patches(full: Mapping[str, Any], place: Path, **settings: Any) -> dict[str, Any]:
+def patches(full: Mapping[str, object], place: Path, **settings: Any) -> dict[str, Any]:
     """Return the input ``patches``, as data, of a config; see :func:`normalisation`."""
     size, channels = _pair(full, place, "image_size"), whole(full, place, "num_channels")
     rows, columns = _pair(full, place, "patch_size")
@@ -39,7 +39,7 @@ def notes(folder: Path) -> tuple[str, ...]:
     return (f"it has no {PREPROCESSOR}, so pixels from 0 to 1 are read as they are, without mean and deviation",)
 
 
-def classes(full: Mapping[str, Any], place: Path) -> tuple[str, ...]:
+def classes(full: Mapping[str, object], place: Path) -> tuple[str, ...]:
     """Return the names of the classes, in order; transformers' own where the config has none."""
     names = full.get("id2label")
     if names is None:
@@ -108,7 +108,7 @@ def preprocessor(patches: Config, kind: str) -> dict[str, Any]:
     return settings | {"image_mean": mean, "image_std": list(patches["std"]) or ones}
 
 
-def _pair(full: Mapping[str, Any], place: Path, name: str) -> list[int]:
+def _pair(full: Mapping[str, object], place: Path, name: str) -> list[int]:
     value = full.get(name)
     values = value if isinstance(value, list) else [value, value]
     if len(values) != 2:

@@ -170,7 +170,7 @@ def _gemma3(full: Settings, place: Path) -> dict[str, Any]:
 
 
 def _as_gemma(
-    model: dict[str, Any], score: Mapping[str, Any] | None = None, full: Settings | None = None, place: Path = Path()
+    model: dict[str, Any], score: Mapping[str, object] | None = None, full: Settings | None = None, place: Path = Path()
 ) -> dict[str, Any]:
     """Return a LLaMA-like ``model`` with Gemma's scaled embeddings and feed-forward; with a ``score``, as from Gemma 2
     on, also with a norm on either side of each sublayer."""
@@ -209,7 +209,7 @@ def like_llama(
     kinds: Sequence[str] | None = None,
     biases: tuple[bool, bool] = (False, False),
     normed: bool = False,
-    positions: Mapping[str, Mapping[str, Any]] | None = None,
+    positions: Mapping[str, Mapping[str, object]] | None = None,
 ) -> dict[str, Any]:
     """Return the model config, as data, of a LLaMA-like config with all its settings.
 

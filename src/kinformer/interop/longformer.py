@@ -14,7 +14,7 @@ from kinformer.interop.encoder_keys import CLASSIFIER, LM_HEAD, HeadKeys
 from kinformer.runtime.errors import KinformerError
 
 
-def _mixers(full: Mapping[str, Any], place: Path) -> list[dict[str, Any]]:
+def _mixers(full: Mapping[str, object], place: Path) -> list[dict[str, Any]]:
     return [
         {"projection": {"kind": "multi_head_global"}, "pattern": {"kind": "window", "window": sides // 2}}
         for sides in _windows(full, place)

@@ -71,7 +71,7 @@ SIDES = {
 """The keys of the layers of both sides."""
 
 
-def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
+def model_config(config: Mapping[str, object], place: Path) -> dict[str, Any]:
     """Return the model config, as data, of transformers' ``config.json``; settings that ours
     would compute otherwise are an error."""
     require(config, place, REQUIRED)
@@ -131,7 +131,7 @@ def with_bias(model: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[s
     return {**model, "head": {**model["head"], "bias": bias is not None and bool(bias.any())}}
 
 
-def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
+def convert(tensors: Mapping[str, Tensor], model: Mapping[str, object], folder: Path) -> dict[str, Tensor]:
     """Return the weights under our names; a tensor that such a model does not have is an error."""
     plain = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     weights = _tables(plain, model, folder)

@@ -123,7 +123,7 @@ MODERNBERT = Architecture(
 )
 
 
-def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
+def convert(tensors: Mapping[str, Tensor], model: Mapping[str, object], folder: Path) -> dict[str, Tensor]:
     """Return the weights under our names; a model without a head gets one that passes hidden states on."""
     weights = MODERNBERT.convert(tensors, model, folder)
     return weights | new_head(model) if notes(tensors) else weights

@@ -119,7 +119,7 @@ def _explicit(config: ModelConfig) -> ModelConfig:
     return config.replace(layers=tuple(layers))
 
 
-def _leaves(node: Any, path: str = "", dim: int = 0) -> Iterator[tuple[str, Any]]:
+def _leaves(node: object, path: str = "", dim: int = 0) -> Iterator[tuple[str, Any]]:
     """Yield the settings that an output depends on, by their paths."""
     if isinstance(node, Mapping):
         dim = node.get("dim", dim)

@@ -93,7 +93,7 @@ def padding(model: Any, tokens: Tensor, on_left: bool = True) -> Cases:
         yield f"{name}, the step after", last[row : row + 1], after
 
 
-def padding_right(model: Any, tokens: Tensor) -> Cases:
+def padding_right(model: nn.Module, tokens: Tensor) -> Cases:
     """Yield what :func:`padding` does, with the padding behind the tokens."""
     return padding(model, tokens, on_left=False)
 
@@ -159,7 +159,7 @@ def judge(model: Any, most: int = 24, limit: float = LIMIT) -> list[Verdict]:
 
 
 @torch.no_grad()
-def _judged(name: str, law: Callable[[Any, Tensor], Cases], model: Any, most: int, limit: float) -> Verdict:
+def _judged(name: str, law: Callable[[Any, Tensor], Cases], model: nn.Module, most: int, limit: float) -> Verdict:
     largest = 0.0
     for time in lengths(model, most):
         where = f"{ROWS} rows of {plural(time, 'token')}"

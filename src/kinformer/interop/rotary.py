@@ -28,7 +28,7 @@ READERS: dict[str, Callable[[Mapping[str, Any], Path, str], float]] = {"original
 
 
 def rope(
-    full: Mapping[str, Any], place: Path | str, kind: str | None = None, base: float = 10000.0, partial: bool = False
+    full: Mapping[str, object], place: Path | str, kind: str | None = None, base: float = 10000.0, partial: bool = False
 ) -> dict[str, Any]:
     """Return the config, as data, of the rotary positions of the config ``full``, which stands at ``place``.
 
@@ -72,7 +72,7 @@ def parameters_of(position: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def _scaled(settings: Mapping[str, Any], place: Path, scaling: str) -> dict[str, Any]:
+def _scaled(settings: Mapping[str, object], place: Path, scaling: str) -> dict[str, Any]:
     """Return the settings of positions that are scaled; none where a factor of 1 leaves them as they are."""
     scaled = {
         ours: READERS.get(ours, positive)(settings, place, theirs)
@@ -92,7 +92,7 @@ def _scaled(settings: Mapping[str, Any], place: Path, scaling: str) -> dict[str,
     return {"scaling": scaling, "factor": factor} | scaled
 
 
-def _attention_factor(settings: Mapping[str, Any], place: Path, factor: float) -> dict[str, float]:
+def _attention_factor(settings: Mapping[str, object], place: Path, factor: float) -> dict[str, float]:
     """Return what multiplies cosines and sines with YaRN where DeepSeek's ``mscale`` and ``mscale_all_dim`` say it."""
     names = ("mscale", "mscale_all_dim")
     if not all(settings.get(name) for name in names) or factor <= 1:
@@ -101,12 +101,12 @@ def _attention_factor(settings: Mapping[str, Any], place: Path, factor: float) -
     return {"attention_factor": above / below}
 
 
-def magnitude(settings: Mapping[str, Any], place: Path, name: str, factor: float) -> float:
+def magnitude(settings: Mapping[str, object], place: Path, name: str, factor: float) -> float:
     """Return YaRN's magnitude, 0.1 m ln(factor) + 1, for m the setting ``name``; 1 where nothing is stretched."""
     return 0.1 * positive(settings, place, name) * math.log(factor) + 1 if factor > 1 else 1.0
 
 
-def parameters(full: Mapping[str, Any], place: Path, kind: str | None = None) -> Mapping[str, Any]:
+def parameters(full: Mapping[str, object], place: Path, kind: str | None = None) -> Mapping[str, Any]:
     """Return the table of rotary settings, that of ``kind`` where each has its own; empty where there is none."""
     for name in ("rope_parameters", "rope_scaling"):
         table = full.get(name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from reprlib import repr as excerpt
-from typing import Any
 
 from kinformer.runtime.errors import KinformerError
 
@@ -13,7 +12,7 @@ FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """What the setting ``layer_types`` calls the kinds of layers."""
 
 
-def whole(config: Mapping[str, Any], place: Path, name: str, least: int = 1, most: int = 2**31 - 1) -> int:
+def whole(config: Mapping[str, object], place: Path, name: str, least: int = 1, most: int = 2**31 - 1) -> int:
     """Return a whole number between ``least`` and ``most``."""
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
@@ -21,7 +20,7 @@ def whole(config: Mapping[str, Any], place: Path, name: str, least: int = 1, mos
     return value
 
 
-def number(config: Mapping[str, Any], place: Path, name: str) -> float:
+def number(config: Mapping[str, object], place: Path, name: str) -> float:
     """Return a number of 0 or more and below 1."""
     value = config.get(name)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
@@ -29,7 +28,7 @@ def number(config: Mapping[str, Any], place: Path, name: str) -> float:
     return float(value)
 
 
-def choice(config: Mapping[str, Any], place: Path, name: str, names: Iterable[str]) -> str:
+def choice(config: Mapping[str, object], place: Path, name: str, names: Iterable[str]) -> str:
     """Return the setting ``name``, which must be one of ``names``."""
     value, names = config.get(name), list(names)
     if value not in names:
@@ -37,14 +36,14 @@ def choice(config: Mapping[str, Any], place: Path, name: str, names: Iterable[st
     return str(value)
 
 
-def require(config: Mapping[str, Any], place: Path, values: Mapping[str, Any]) -> None:
+def require(config: Mapping[str, object], place: Path, values: Mapping[str, object]) -> None:
     """Refuse a setting that has another value; one that is left out has this one."""
     for name, value in values.items():
         if config.get(name, value) != value:
             raise KinformerError(f"{place}: {name} is {excerpt(config[name])}, but only {value!r} can be imported.")
 
 
-def positive(config: Mapping[str, Any], place: Path, name: str) -> float:
+def positive(config: Mapping[str, object], place: Path, name: str) -> float:
     """Return a number above 0 that is finite."""
     value = config.get(name)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e30:
@@ -52,7 +51,7 @@ def positive(config: Mapping[str, Any], place: Path, name: str) -> float:
     return float(value)
 
 
-def switch(config: Mapping[str, Any], place: Path, name: str) -> bool:
+def switch(config: Mapping[str, object], place: Path, name: str) -> bool:
     """Return a setting that is true or false."""
     value = config.get(name)
     if not isinstance(value, bool):

@@ -75,7 +75,7 @@ BLOCKS = "encoder.blocks"
 """What stands before a layer's number in names of :func:`key_map`."""
 
 
-def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
+def model_config(config: Mapping[str, object], place: Path) -> dict[str, Any]:
     """Return the model config, as data, of the ``config.json`` of Swin, or of Swin V2."""
     full = {**DEFAULTS, **config}
     second = full["model_type"] == "swinv2"
@@ -152,7 +152,7 @@ def write(weights: Mapping[str, Tensor], model: Mapping[str, Any]) -> dict[str, 
     return tensors
 
 
-def _whole_numbers(full: Mapping[str, Any], place: Path, name: str) -> list[int]:
+def _whole_numbers(full: Mapping[str, object], place: Path, name: str) -> list[int]:
     values = full[name]
     if not isinstance(values, list) or not values:
         raise KinformerError(f"{place}: {name} is {values!r}, but must be a list of whole numbers.")

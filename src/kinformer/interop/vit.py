@@ -65,13 +65,13 @@ def key_map(prefix: str, tokens: Sequence[str], *heads: Key) -> KeyMap:
 KEYS = key_map("vit.", ("cls_token",), key("head.output", "classifier"))
 
 
-def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
+def model_config(config: Mapping[str, object], place: Path) -> dict[str, Any]:
     """Return the model config, as data, of ViT's ``config.json``."""
     head = {"kind": "linear_classification", "classes": len(images.classes(config, place))}
     return encoder(config, place, head)
 
 
-def encoder(config: Mapping[str, Any], place: Path, head: Mapping[str, Any], **tokens: Any) -> dict[str, Any]:
+def encoder(config: Mapping[str, object], place: Path, head: Mapping[str, object], **tokens: Any) -> dict[str, Any]:
     """Return the model config, as data, with this ``head``; ``tokens``: further settings of the input."""
     full = {**DEFAULTS, **config}
     depth = whole(full, place, "num_hidden_layers", most=10_000)
@@ -108,13 +108,13 @@ def encoder(config: Mapping[str, Any], place: Path, head: Mapping[str, Any], **t
     }
 
 
-def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
+def convert(tensors: Mapping[str, Tensor], model: Mapping[str, object], folder: Path) -> dict[str, Tensor]:
     """Return the weights under our names; an unknown one is an error."""
     return read(KEYS, tensors, model, folder, "ViT")
 
 
 def read(
-    keys: KeyMap, tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path, title: str
+    keys: KeyMap, tensors: Mapping[str, Tensor], model: Mapping[str, object], folder: Path, title: str
 ) -> dict[str, Tensor]:
     """Return the weights under our names by ``keys``; an unknown one is an error, and so is a missing token."""
     weights = keys.read(tensors, model, folder, f"{title} for image classification")

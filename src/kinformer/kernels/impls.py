@@ -18,6 +18,6 @@ Impl = AttentionImpl | LinearImpl | BucketedImpl | ChosenImpl | LookupImpl | Lst
 """Any of them."""
 
 
-def names_of(impl: Any) -> tuple[Any, ...]:
+def names_of(impl: object) -> tuple[Any, ...]:
     """Return the names of one of the types above, in order."""
     return get_args(impl)

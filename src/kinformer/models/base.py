@@ -68,7 +68,7 @@ class Trunk(nn.Module):
         self._max_length = min((n for n in (self.position.max_length, *mixers) if n is not None), default=None)
         self.dropout = Dropout(config.dropout) if config.dropout else None
 
-    def _build_entrance(self, config: Any, dim: int) -> None:
+    def _build_entrance(self, config: object, dim: int) -> None:
         """Build the parts between the input and the stack."""
 
     @property

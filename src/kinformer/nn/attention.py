@@ -34,9 +34,9 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    pattern: Pattern | PatternConfig | Mapping[str, Any] | str | None = "causal",
-    position: Position | PositionConfig | Mapping[str, Any] | str = "none",
-    score: Score | ScoreConfig | Mapping[str, Any] | str = "scaled_dot",
+    pattern: Pattern | PatternConfig | Mapping[str, object] | str | None = "causal",
+    position: Position | PositionConfig | Mapping[str, object] | str = "none",
+    score: Score | ScoreConfig | Mapping[str, object] | str = "scaled_dot",
     scale: float | None = None,
     key_padding_mask: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -98,7 +98,7 @@ def _placed(
     return q, position.rotate_keys(k, positions), position.values(v), relative
 
 
-def _config(kind: type[C], part: Any) -> C:
+def _config(kind: type[C], part: object) -> C:
     """Return a config of the slot of ``kind`` from one, from its data or from its name."""
     if not isinstance(part, kind | str | Mapping):
         raise KinformerError(
@@ -108,7 +108,7 @@ def _config(kind: type[C], part: Any) -> C:
     return from_dict(kind, part, kind_table.find(), kind.slot)
 
 
-def _pattern(pattern: Any) -> Pattern | None:
+def _pattern(pattern: object) -> Pattern | None:
     """Return the built pattern of a config, a name or a mapping, or the pattern that it is."""
     if pattern is None or isinstance(pattern, Pattern):
         return pattern

@@ -74,7 +74,7 @@ def layer(
     *,
     block: bool = False,
     recipe: str = "small",
-    set: Mapping[str, Any] | None = None,
+    set: Mapping[str, object] | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     **settings: Any,
@@ -94,7 +94,7 @@ def layer_config(
     *,
     block: bool = False,
     recipe: str = "small",
-    set: Mapping[str, Any] | None = None,
+    set: Mapping[str, object] | None = None,
     **settings: Any,
 ) -> Any:
     """Return the config that :func:`layer` builds; without ``dim``, and in a config, the number of heads stays."""
@@ -111,7 +111,7 @@ def stack(
     layers: Sequence[str | Config | nn.Module],
     dim: int,
     *,
-    stack: StackConfig | Mapping[str, Any] | str = "sequential",
+    stack: StackConfig | Mapping[str, object] | str = "sequential",
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> CausalLayer | Any:
@@ -201,12 +201,12 @@ def _layer_config(name: str | Config, recipe: str) -> Any:
     return layers[min(record.layer, len(layers) - 1)]
 
 
-def _mixer_config(config: Any) -> Any:
+def _mixer_config(config: object) -> Any:
     """Return the config of the mixer in that of a layer."""
     return getattr(config, config.main_field) if hasattr(config, "main_field") else config
 
 
-def _paths(config: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _paths(config: Any, settings: Mapping[str, object]) -> dict[str, Any]:
     """Return ``settings`` by their paths in ``config``: its own fields or, in a layer, those of its mixer."""
     outer, mixer = field_types(type(config)), _mixer_config(config)
     deeper = field_types(type(mixer)) if mixer is not config else {}
@@ -226,12 +226,12 @@ def _heads(config: Any, dim: int) -> dict[str, int]:
     return {path: next(number for number in range(heads, 0, -1) if dim % number == 0)}
 
 
-def _changed(config: Any, changes: Mapping[str, Any]) -> Any:
+def _changed(config: Any, changes: Mapping[str, object]) -> Any:
     """Return ``config`` after ``changes``; the table of all kinds, which takes a while to import, only for names."""
     plain = all(value is None or isinstance(value, bool | int | float | Config) for value in changes.values())
     return override(config, changes, {} if plain else kinds())
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     """Return a default as it is written in a call."""
     return repr(value.kind) if isinstance(value, Config) else repr(value)

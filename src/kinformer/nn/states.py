@@ -58,7 +58,7 @@ def save(state: State, path: str | Path) -> None:
     save_tensors(Path(path), {f"{number:04d}": leaf.clone() for number, leaf in enumerate(leaves)})
 
 
-def load(path: str | Path, like: Any) -> Any:
+def load(path: str | Path, like: object) -> Any:
     """Return the state that :func:`save` wrote to ``path``, on the device of ``like``.
 
     like: a state of the same layer, such as ``layer.initial_state(1)``; it may have other rows.

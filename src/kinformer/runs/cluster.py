@@ -28,7 +28,7 @@ class ClusterEstimate:
         return asdict(self)
 
 
-def cluster_of(config: Any, options: EstimateOptions, length: int) -> ClusterEstimate | None:
+def cluster_of(config: object, options: EstimateOptions, length: int) -> ClusterEstimate | None:
     """Return the costs of ``config`` on the numbers of devices that ``options`` name; None where these name none."""
     if options.devices is None:
         return None

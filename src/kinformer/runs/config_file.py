@@ -85,7 +85,7 @@ def settings_in(training: Mapping[str, Any]) -> Settings:
     return Settings(**training)
 
 
-def _check(data: Mapping[str, Any], types: Mapping[str, tuple[type, ...]], place: Path, prefix: str) -> None:
+def _check(data: Mapping[str, object], types: Mapping[str, tuple[type, ...]], place: Path, prefix: str) -> None:
     for name, expected in types.items():
         if name in data and (not isinstance(data[name], expected) or isinstance(data[name], bool)):
             kind = " or ".join(_TYPE_NAMES[item] for item in expected)

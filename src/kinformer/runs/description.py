@@ -42,7 +42,7 @@ class Description:
 
 
 def describe(
-    name: str, recipe: str | None = None, vocab_size: int | None = None, changes: Mapping[str, Any] | None = None
+    name: str, recipe: str | None = None, vocab_size: int | None = None, changes: Mapping[str, object] | None = None
 ) -> Description:
     """Describe a member or a run; the public form is :func:`kinformer.show`."""
     record, recipe, config, _ = subject_of(name, recipe, vocab_size, changes or {})
@@ -75,7 +75,7 @@ class Subject(NamedTuple):
     length: int | None
 
 
-def subject_of(name: str, recipe: str | None, vocab_size: int | None, changes: Mapping[str, Any]) -> Subject:
+def subject_of(name: str, recipe: str | None, vocab_size: int | None, changes: Mapping[str, object]) -> Subject:
     """Return what a name of the family or a run folder stands for, with ``changes``."""
     require_path("member", name)
     if name not in FAMILY and "/" in name and not Path(name).is_dir():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from kinformer.runs.prediction_options import EmbedOptions
 from kinformer.runs.run import open_run
@@ -14,7 +13,7 @@ from kinformer.tasks.predictions import Embedded
 from kinformer.tasks.runs import LoadedRun
 
 
-def embeddings(folder: str | Path, source: Any, options: EmbedOptions) -> Iterator[Embedded]:
+def embeddings(folder: str | Path, source: object, options: EmbedOptions) -> Iterator[Embedded]:
     """Yield the items of ``source`` in order, each with its vector, as they are computed.
 
     source: a file or a folder, "-" for standard input, or a list of texts or of paths.

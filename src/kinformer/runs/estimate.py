@@ -70,7 +70,7 @@ def estimate_member(options: EstimateOptions) -> MemberEstimate:
     )
 
 
-def objective_cost(config: Any, name: str, *, length: int, batch: int, optimizer: str) -> dict[str, int] | None:
+def objective_cost(config: object, name: str, *, length: int, batch: int, optimizer: str) -> dict[str, int] | None:
     """Bytes of ``weights`` (with gradients and optimiser state) and ``activations`` of a training step with the causal
     objective ``name`` beyond those with the plain one, which has none: None."""
     if name == PLAIN:

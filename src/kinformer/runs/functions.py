@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 O = TypeVar("O")
 
 
-def train(member: str, options: Mapping[str, Any]) -> Run:
+def train(member: str, options: Mapping[str, object]) -> Run:
     """Train a member; the public form is :func:`kinformer.train`."""
     from kinformer.runs import train as training
 
@@ -41,7 +41,7 @@ def train(member: str, options: Mapping[str, Any]) -> Run:
     return open_run(summary.folder)
 
 
-def evaluate(run: str | Path, options: Mapping[str, Any]) -> Evaluation:
+def evaluate(run: str | Path, options: Mapping[str, object]) -> Evaluation:
     """Evaluate a run; the public form is :func:`kinformer.evaluate`."""
     from kinformer.runs.evaluate import evaluate
 
@@ -50,7 +50,7 @@ def evaluate(run: str | Path, options: Mapping[str, Any]) -> Evaluation:
     return evaluate([run], wanted, bool(options.get("quiet"))).evaluations[0]
 
 
-def predict(run: str | Path, inputs: Any, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+def predict(run: str | Path, inputs: object, options: Mapping[str, object]) -> list[dict[str, Any]]:
     """See :func:`kinformer.predict`."""
     from kinformer.runs.predict import predictions
 
@@ -58,7 +58,7 @@ def predict(run: str | Path, inputs: Any, options: Mapping[str, Any]) -> list[di
     return [dict(predicted.row) for predicted in predictions(run, inputs, wanted)]
 
 
-def embed(run: str | Path, texts: Any, options: Mapping[str, Any]) -> np.ndarray:
+def embed(run: str | Path, texts: object, options: Mapping[str, object]) -> np.ndarray:
     """See :func:`kinformer.embed`."""
     from kinformer.runs.embed import embeddings
 
@@ -68,7 +68,7 @@ def embed(run: str | Path, texts: Any, options: Mapping[str, Any]) -> np.ndarray
     return np.stack([embedded.vector for embedded in embeddings(run, texts, wanted)])
 
 
-def trace(run: str | Path, text: str, options: Mapping[str, Any]) -> Trace:
+def trace(run: str | Path, text: str, options: Mapping[str, object]) -> Trace:
     """See :func:`kinformer.trace`."""
     from kinformer.runs.tracing.options import TraceOptions
     from kinformer.runs.tracing.trace import trace
@@ -86,13 +86,13 @@ def stream(run: str | Path, prompt: str, options: Mapping[str, Any]) -> Iterator
     return converse(run, request(GenerateOptions, named, "stream")).turn(prompt)
 
 
-def load(run: str | Path, changes: Mapping[str, Any] | None = None) -> Any:
+def load(run: str | Path, changes: Mapping[str, object] | None = None) -> Any:
     """Load a run's model; the public form is :func:`kinformer.load`."""
     opened = open_run(run)
     return STORES.attach(opened, opened.model(changes))
 
 
-def request(kind: type[O], options: Mapping[str, Any], function: str, tasks: OptionKind | None = None) -> O:
+def request(kind: type[O], options: Mapping[str, object], function: str, tasks: OptionKind | None = None) -> O:
     """The ``options`` of ``kinformer.<function>`` as the dataclass ``kind``; those of tasks stand in ``task_options``.
 
     A path becomes text, and so does a list where ``kind`` has text, as in ``lengths=[128, 512]``.
@@ -113,7 +113,7 @@ def request(kind: type[O], options: Mapping[str, Any], function: str, tasks: Opt
     return kind(**values)
 
 
-def _text(value: Any, is_text: bool) -> Any:
+def _text(value: object, is_text: bool) -> Any:
     if isinstance(value, list | tuple) and is_text:
         return ",".join(map(str, value))
     return str(value) if isinstance(value, Path) else value

@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from kinformer.core.config import override
 from kinformer.core.model_config import ModelConfig
@@ -157,7 +158,7 @@ def rotated(config: ModelConfig) -> dict[str, Any]:
     return {}
 
 
-def _kind(layer: Any, slot: str) -> str | None:
+def _kind(layer: nn.Module, slot: str) -> str | None:
     return getattr(getattr(getattr(layer, "mixer", None), slot, None), "kind", None)
 
 
@@ -176,7 +177,7 @@ def _changes(config: ModelConfig, dim: int, scaled: Sequence[str]) -> dict[str, 
     return changes
 
 
-def _sizes(layer: Any, before: int, dim: int) -> Iterator[tuple[str, int]]:
+def _sizes(layer: object, before: int, dim: int) -> Iterator[tuple[str, int]]:
     for part in ("mixer", "feed_forward"):
         config = getattr(layer, part, None)
         if (hidden := getattr(config, "hidden_dim", None)) is not None:

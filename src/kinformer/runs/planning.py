@@ -57,7 +57,7 @@ class Planner:
             settings = replace(settings, length=min(settings.length, _longest(config) or settings.length))
         return self.fixed(config, settings, training_options(self.task, options.task_options))
 
-    def fixed(self, config: ModelConfig, settings: Settings, options: Any) -> TrainingPlan:
+    def fixed(self, config: ModelConfig, settings: Settings, options: object) -> TrainingPlan:
         """The plan of a run whose config, settings and options of the task are known."""
         return TrainingPlan(config, self.data, settings, options, self.tokenizer)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from kinformer.runs.prediction_options import PredictOptions
 from kinformer.runs.run import open_run
@@ -18,7 +17,7 @@ from kinformer.tasks.table import prediction_options
 from kinformer.tasks.task import Task
 
 
-def predictions(folder: str | Path, source: Any, options: PredictOptions) -> Iterator[Predicted]:
+def predictions(folder: str | Path, source: object, options: PredictOptions) -> Iterator[Predicted]:
     """Yield the predictions of the run in ``folder`` for the items of ``source``, one by one as they are computed.
 
     source: a file or a folder, "-" for standard input, or a list of items.

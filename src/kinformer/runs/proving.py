@@ -87,7 +87,7 @@ def _of_run(folder: Path, length: int, limit: float) -> Proof:
     return Proof(str(folder), f"run, exported as {form.model_type}", laws, verdicts)
 
 
-def _of_folder(folder: Path, config: Mapping[str, Any], trust: bool, length: int, limit: float) -> Proof:
+def _of_folder(folder: Path, config: Mapping[str, object], trust: bool, length: int, limit: float) -> Proof:
     """Return the proof of a folder of transformers: its laws there, and what is imported beside it."""
     kind = str(config["model_type"])
     with _quiet():

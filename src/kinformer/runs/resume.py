@@ -96,7 +96,7 @@ def _check_unchanged(run: Run, options: TrainOptions) -> None:
         raise _otherwise(run, f"`holdout` {options.holdout}")
 
 
-def _plan_again(run: Run, options: TrainOptions, data: Any) -> Any:
+def _plan_again(run: Run, options: TrainOptions, data: object) -> Any:
     """What the run's model would be by these options."""
     init = run.data.get("init")
     return plan_config(replace(options, recipe=run.recipe), open_run(init) if init else None, run.task, data)

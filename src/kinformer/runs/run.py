@@ -135,7 +135,7 @@ class Run:
         with reading(self.folder / CONFIG, "says a model that cannot be built here", "use a larger machine"):
             return self.config.build()
 
-    def model(self, changes: Mapping[str, Any] | None = None) -> Any:
+    def model(self, changes: Mapping[str, object] | None = None) -> Any:
         """The model with its best weights, in eval mode, without what belongs to it (see ``datastore.attach``).
 
         ``changes`` are overrides of its config, such as another scaling of its positions; they must leave the name and
@@ -154,7 +154,7 @@ class Run:
         tensors, metadata = best_weights(self.folder)
         return metadata.get(DIGEST) or digest(tensors)
 
-    def _changed(self, changes: Mapping[str, Any]) -> ModelConfig:
+    def _changed(self, changes: Mapping[str, object]) -> ModelConfig:
         changed = override(self.config, changes, kinds())
         before, after = weight_shapes(self.config), weight_shapes(changed)
         for name in sorted(before.keys() | after.keys()):

@@ -33,7 +33,7 @@ _RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
 is refused."""
 
 
-def require_ranges(values: Mapping[str, Any]) -> None:
+def require_ranges(values: Mapping[str, object]) -> None:
     """Raise where a number of a config is not finite, or not in the range that its name says."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -68,7 +68,7 @@ class Checked:
                 require_below_largest(marked(option.name), value)
 
 
-def require_types(options: Any, declared: type, names: Container[str] | None = None) -> None:
+def require_types(options: object, declared: type, names: Container[str] | None = None) -> None:
     """Raise where a field that the dataclass ``declared`` declares has a value in ``options`` of another type;
     ``names``: only of these fields."""
     for name, kind in _plain_types(declared).items():
@@ -76,19 +76,19 @@ def require_types(options: Any, declared: type, names: Container[str] | None = N
             require_kind(name, getattr(options, name), *kind)
 
 
-def require_kind(name: str, value: Any, *kinds: Any) -> None:
+def require_kind(name: str, value: object, *kinds: Any) -> None:
     """Raise where the option or argument ``name`` has a ``value`` of none of the types ``kinds``."""
     if not any(_is_one(value, kind) for kind in kinds):
         raise KinformerError(f"{marked(name)} is {value!r} but must be {' or '.join(map(_type_name, kinds))}.")
 
 
-def require_list(name: str, values: Any) -> None:
+def require_list(name: str, values: object) -> None:
     """Raise where the argument ``name`` is no list of texts or paths; one text alone is none."""
     if not isinstance(values, list | tuple) or not all(isinstance(value, str | os.PathLike) for value in values):
         raise KinformerError(f"{marked(name)} is {values!r} but must be a list of texts, as in ['gpt', 'local'].")
 
 
-def require_path(name: str, value: Any) -> None:
+def require_path(name: str, value: object) -> None:
     """Raise where the argument ``name`` is neither text nor a path, or is empty, which would be the current folder."""
     require_kind(name, value, str, os.PathLike)
     if value == "":
@@ -109,7 +109,7 @@ def _plain_types(declared: type) -> dict[str, tuple[Any, ...]]:
     return plain
 
 
-def _without_items(kind: Any) -> Any:
+def _without_items(kind: object) -> Any:
     """Return ``Mapping`` for ``Mapping[str, Any]``, and other types as they are."""
     origin = typing.get_origin(kind)
     return origin if origin in _NAMES else kind
@@ -123,7 +123,7 @@ def _is_one(value: Any, kind: Any) -> bool:
     return isinstance(value, (int, float) if kind is float else kind)
 
 
-def _type_name(kind: Any) -> str:
+def _type_name(kind: object) -> str:
     if typing.get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, typing.get_args(kind)))
     return "left out" if kind is type(None) else _NAMES[kind]

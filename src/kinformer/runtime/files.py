@@ -116,7 +116,7 @@ def require_utf8(path: Path) -> None:
         raise KinformerError(f"{path}: its name is not UTF-8, as that of weights must be; rename it.") from None
 
 
-def write_json(path: Path, data: Any) -> None:
+def write_json(path: Path, data: object) -> None:
     """Write ``data`` as indented JSON, atomically."""
     text = json.dumps(data, indent=2) + "\n"
     write_atomic(path, lambda target: target.write_text(text, encoding="utf-8"))
@@ -129,12 +129,12 @@ def read_json(path: Path) -> Any:
         return parse_json(path.read_bytes())
 
 
-def signed(data: Mapping[str, Any]) -> dict[str, Any]:
+def signed(data: Mapping[str, object]) -> dict[str, Any]:
     """Return ``data`` with the checksum of all its keys as one more."""
     return {**data, CHECKSUM: json_digest(data)}
 
 
-def require_signature(data: Any, path: Path, required: bool = False) -> None:
+def require_signature(data: object, path: Path, required: bool = False) -> None:
     """Raise where ``data``, as read from ``path``, is not what :func:`signed` made; a table without a checksum passes
     unless it is ``required``."""
     if not isinstance(data, dict) or (required and CHECKSUM not in data):
@@ -148,7 +148,7 @@ def require_signature(data: Any, path: Path, required: bool = False) -> None:
         )
 
 
-def json_digest(data: Any) -> str:
+def json_digest(data: object) -> str:
     """Return the sha256 of ``data`` as JSON, whatever the order of its keys."""
     plain = json.loads(json.dumps(data))
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()

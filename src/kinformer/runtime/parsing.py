@@ -72,7 +72,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     return table
 
 
-def _check_depth(value: Any, most: int) -> None:
+def _check_depth(value: object, most: int) -> None:
     """Raise where ``value``, which has ``most`` lists and tables at most, nests too deep for functions that recurse."""
     if most <= MOST_DEPTH:
         return
@@ -119,7 +119,7 @@ def parse_counts(text: str) -> list[int]:
     return numbers
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Return the JSON value that a string spells, or the string if it spells none."""
     if not isinstance(value, str):
         return value
@@ -129,7 +129,7 @@ def plain(value: Any) -> Any:
         return value
 
 
-def fits(kind: Any, value: Any) -> bool:
+def fits(kind: object, value: object) -> bool:
     """Return whether ``value`` needs no reading as a ``kind``: a number, text, a tuple of those, or a config whose slot
     is that of ``kind``. Only the owner of another type, or of a list of names, can check it, so that any value fits."""
     origin, items = typing.get_origin(kind), typing.get_args(kind)
@@ -145,7 +145,7 @@ def fits(kind: Any, value: Any) -> bool:
     return isinstance(value, numbers) and isinstance(value, bool) == (kind is bool)
 
 
-def parse_plain(kind: Any, value: Any, place: str) -> Any:
+def parse_plain(kind: object, value: object, place: str) -> Any:
     """Return ``value`` as the plain type ``kind``; another is an error that names the ``place``."""
     if kind is str and isinstance(value, str):
         return value

@@ -30,7 +30,7 @@ class PredictionTable:
         if self.predictions is not None:
             check_table("predictions", self.predictions)
 
-    def write_predictions(self, rows: Iterable[Mapping[str, Any]]) -> None:
+    def write_predictions(self, rows: Iterable[Mapping[str, object]]) -> None:
         """Write ``rows``, numbered from 1 as ``item``, where a table is to be written."""
         with self.writing_predictions() as write:
             if write is not None:
@@ -93,7 +93,7 @@ class _Table:
         self.csv = csv.writer(file, lineterminator="\n")
         self.columns: list[str] = []
 
-    def __call__(self, row: Mapping[str, Any]) -> None:
+    def __call__(self, row: Mapping[str, object]) -> None:
         cells = flattened(row)
         if not self.columns:
             self.columns = list(cells)
@@ -107,7 +107,7 @@ class _Table:
             self.csv.writerow(cells)
 
 
-def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
+def flattened(row: Mapping[str, object]) -> dict[str, Any]:
     """``row`` as cells: values as they are, lists of mappings as numbered columns, any other list as JSON."""
     cells: dict[str, Any] = {}
     for name, value in row.items():

@@ -15,12 +15,12 @@ from kinformer.serving.text import Piece, ScoredToken
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-def encoded(data: Any) -> bytes:
+def encoded(data: object) -> bytes:
     """Return ``data`` as JSON in UTF-8; halves of surrogate pairs, which are no characters, stay escaped."""
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
 
 
-def event(data: Any) -> bytes:
+def event(data: object) -> bytes:
     """Return ``data`` as one server-sent event."""
     return b"data: " + encoded(data) + b"\n\n"
 
@@ -83,7 +83,7 @@ class Answer:
         """Return the events before the first piece."""
         return []
 
-    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _frame(self, kind: str, choices: list[dict[str, object]]) -> dict[str, Any]:
         frame = {"id": self.id, "object": kind, "created": self.created, "model": self.body.model, "choices": choices}
         return frame | ({"usage": None} if self.body.include_usage else {})
 

@@ -81,7 +81,7 @@ class JSON(Response):
 
     media_type = "application/json"
 
-    def render(self, content: Any) -> bytes:
+    def render(self, content: object) -> bytes:
         return answers.encoded(content)
 
 

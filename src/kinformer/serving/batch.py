@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kinformer.core import state as states
 from kinformer.core.contract import CausalMixer
@@ -38,7 +38,7 @@ class Batch:
     ``tokens`` [rows] int64 are the last of each row, which the next step absorbs.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.rows: list[Row] = []
         self.tokens = torch.empty(0, dtype=torch.int64, device=device_of(model))

@@ -73,7 +73,7 @@ def parse(data: bytes) -> Mapping[str, Any]:
     return fields
 
 
-def read(fields: Mapping[str, Any], supported: tuple[str, ...], seed: int | None = None) -> Body:
+def read(fields: Mapping[str, object], supported: tuple[str, ...], seed: int | None = None) -> Body:
     """Return what ``fields`` request; only those that are ``supported`` may request anything. ``seed`` is that of a
     request that names none; None draws one."""
     values = {name: value for name, value in fields.items() if value is not None}
@@ -106,7 +106,7 @@ def read(fields: Mapping[str, Any], supported: tuple[str, ...], seed: int | None
     )
 
 
-def prompts(fields: Mapping[str, Any]) -> list[str | list[int]]:
+def prompts(fields: Mapping[str, object]) -> list[str | list[int]]:
     """Return the prompts of a completion, each a text or a list of token ids."""
     prompt = fields.get("prompt")
     if isinstance(prompt, str):
@@ -119,7 +119,7 @@ def prompts(fields: Mapping[str, Any]) -> list[str | list[int]]:
     raise FieldError("prompt must be a text, a list of texts, a list of token ids, or a list of such lists.", "prompt")
 
 
-def messages(fields: Mapping[str, Any]) -> list[dict[str, str]]:
+def messages(fields: Mapping[str, object]) -> list[dict[str, str]]:
     """Return the messages of a chat, each with a ``role`` and its ``content`` as one text."""
     items = fields.get("messages")
     if not isinstance(items, list) or not items:
@@ -127,7 +127,7 @@ def messages(fields: Mapping[str, Any]) -> list[dict[str, str]]:
     return [_message(item, place) for place, item in enumerate(items)]
 
 
-def _message(item: Any, place: int) -> dict[str, str]:
+def _message(item: object, place: int) -> dict[str, str]:
     where = f"messages[{place}]"
     if not isinstance(item, dict) or not isinstance(item.get("role"), str):
         raise FieldError(f"{where} must be an object with role and content.", where)
@@ -139,7 +139,7 @@ def _message(item: Any, place: int) -> dict[str, str]:
     return {"role": item["role"], "content": content}
 
 
-def _sampling(values: Mapping[str, Any], seed: int | None) -> Sampling:
+def _sampling(values: Mapping[str, object], seed: int | None) -> Sampling:
     seed = _value(values, "seed", int, secrets.randbits(48) if seed is None else seed)
     return Sampling(
         temperature=float(_value(values, "temperature", float, 1.0)),
@@ -149,7 +149,7 @@ def _sampling(values: Mapping[str, Any], seed: int | None) -> Sampling:
     )
 
 
-def _stops(values: Mapping[str, Any]) -> tuple[str, ...]:
+def _stops(values: Mapping[str, object]) -> tuple[str, ...]:
     stop = values.get("stop", [])
     stops = [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list) or not all(isinstance(item, str) and item for item in stops):
@@ -159,7 +159,7 @@ def _stops(values: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _chat_logprobs(values: Mapping[str, Any]) -> int | None:
+def _chat_logprobs(values: Mapping[str, object]) -> int | None:
     top = _count(values, "top_logprobs", 0, None, MOST_LOGPROBS)
     if not _value(values, "logprobs", bool, False):
         if top is not None:
@@ -168,14 +168,14 @@ def _chat_logprobs(values: Mapping[str, Any]) -> int | None:
     return top or 0
 
 
-def _mapping(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _mapping(values: Mapping[str, object], name: str) -> Mapping[str, Any]:
     value = values.get(name, {})
     if not isinstance(value, dict):
         raise FieldError(f"{name} is {_short(value)} but must be an object.", name)
     return value
 
 
-def _value(values: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+def _value(values: Mapping[str, object], name: str, kind: type, default: object) -> Any:
     if name not in values:
         return default
     try:
@@ -185,18 +185,18 @@ def _value(values: Mapping[str, Any], name: str, kind: type, default: Any) -> An
     return values[name]
 
 
-def _count(values: Mapping[str, Any], name: str, least: int, default: int | None, most: int = 1 << 40) -> int | None:
+def _count(values: Mapping[str, object], name: str, least: int, default: int | None, most: int = 1 << 40) -> int | None:
     value = _value(values, name, int, default)
     if value is not None and not least <= value <= most:
         raise FieldError(f"{name} is {value} but must be a whole number from {least} to {most}.", name)
     return value
 
 
-def _is_id(item: Any) -> bool:
+def _is_id(item: object) -> bool:
     return isinstance(item, int) and not isinstance(item, bool) and abs(item) < 1 << 62
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = ascii(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 

@@ -35,7 +35,7 @@ class LayerUse:
     ``dtype`` that of what they read; ``random`` says whether they may draw random numbers.
     """
 
-    def __init__(self, branches: Sequence[Branch], context: Any, dtype: torch.dtype, random: bool) -> None:
+    def __init__(self, branches: Sequence[Branch], context: object, dtype: torch.dtype, random: bool) -> None:
         self.branches, self.context, self.dtype, self.random = branches, context, dtype, random
         self.autocast: Callable[[], AbstractContextManager[object]] = nullcontext
         self.drawn: list[Callable[[], AbstractContextManager[object]]] = []
@@ -198,7 +198,7 @@ def joined(a: Tensor, b: Tensor, mean: bool, dtype: torch.dtype) -> Tensor:
     return (0.5 * (a + b) if mean else torch.cat([a, b], dim=-1)).to(dtype)
 
 
-def filled(form: Any, tensors: Iterable[Tensor]) -> Any:
+def filled(form: object, tensors: Iterable[Tensor]) -> Any:
     """Return a state of the same form with other ``tensors``."""
     rest = iter(tensors)
     return states.map_tensors(lambda _: next(rest), form)
@@ -207,7 +207,7 @@ def filled(form: Any, tensors: Iterable[Tensor]) -> Any:
 _NOTHING = torch.empty(0)
 
 
-def _never(_: Any) -> Tensor:
+def _never(_: object) -> Tensor:
     raise AssertionError("a graph that nobody goes through was gone through")
 
 

@@ -110,7 +110,7 @@ class Reversible(Stack):
         return layer.branches()
 
     def _run(
-        self, x: Tensor, context: Any, state: tuple[State, ...], taps: Sequence[int]
+        self, x: Tensor, context: object, state: tuple[State, ...], taps: Sequence[int]
     ) -> tuple[Tensor, tuple[State, ...], tuple[Tensor, ...]]:
         if self.config.recomputes and torch.is_grad_enabled():
             return self._recomputed(x, context, state, taps)
@@ -126,7 +126,7 @@ class Reversible(Stack):
 
     @uncompiled("a reversible stack computes layers again in the backward pass; recompute = false")
     def _recomputed(
-        self, x: Tensor, context: Any, state: tuple[State, ...], taps: Sequence[int]
+        self, x: Tensor, context: object, state: tuple[State, ...], taps: Sequence[int]
     ) -> tuple[Tensor, tuple[State, ...], tuple[Tensor, ...]]:
         """Run the layers without keeping anything for the backward pass but the outputs."""
         for part in states.reserved_parts(state):

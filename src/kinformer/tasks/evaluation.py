@@ -95,10 +95,10 @@ class EvaluationReport:
 def evaluated(
     subject: LoadedRun,
     metrics: Mapping[Metric, float],
-    data: Mapping[str, Any],
+    data: Mapping[str, object],
     text: Iterable[str | TextTable],
     *,
-    facts: Mapping[str, Any],
+    facts: Mapping[str, object],
     baselines: Mapping[str, float] | None = None,
     task: str | None = None,
     since: float | None = None,
@@ -126,7 +126,7 @@ def evaluated(
     )
 
 
-def by_group(keys: Sequence[K], measure: Callable[[K], dict[str, Any]], quiet: bool) -> list[dict[str, Any]]:
+def by_group(keys: Sequence[K], measure: Callable[[K], dict[str, object]], quiet: bool) -> list[dict[str, Any]]:
     """What ``measure`` finds of the rows of every group, in the order of ``keys``, with a bar unless ``quiet``."""
     groups = []
     with progressing(quiet) as progress:
@@ -137,7 +137,7 @@ def by_group(keys: Sequence[K], measure: Callable[[K], dict[str, Any]], quiet: b
     return groups
 
 
-def total(groups: Iterable[Mapping[str, Any]], *names: str) -> list[Any]:
+def total(groups: Iterable[Mapping[str, object]], *names: str) -> list[Any]:
     """The sums over ``groups`` of what is called ``names``."""
     groups = list(groups)
     return [sum(group[name] for group in groups) for name in names]

@@ -126,33 +126,33 @@ def option_names(kind: OptionKind) -> dict[str, Task]:
     return {option.name: item for item in reversed(tasks()) for option in fields(getattr(item, kind))}
 
 
-def training_options(task_: Task, values: Mapping[str, Any]) -> Any:
+def training_options(task_: Task, values: Mapping[str, object]) -> Any:
     """The task's own options from those that were given by name; one of another task is refused."""
     return _options_of(task_, "Options", values, lambda owner: f"the task {owner.name}, not for {task_.name}")
 
 
-def evaluation_options(task_: Task, values: Mapping[str, Any], folder: str) -> Any:
+def evaluation_options(task_: Task, values: Mapping[str, object], folder: str) -> Any:
     """The task's own options of measuring from those that were given by name; one of another task is refused."""
     return _options_of(
         task_, "EvaluationOptions", values, lambda owner: f"models of the {owner.title}, not for {folder}"
     )
 
 
-def generation_options(task_: Task, values: Mapping[str, Any], folder: str) -> Any:
+def generation_options(task_: Task, values: Mapping[str, object], folder: str) -> Any:
     """The task's own options of generating from those that were given by name; one of another task is refused."""
     return _options_of(
         task_, "GenerationOptions", values, lambda owner: f"models of the {owner.title}, not for {folder}"
     )
 
 
-def prediction_options(task_: Task, values: Mapping[str, Any], folder: str) -> Any:
+def prediction_options(task_: Task, values: Mapping[str, object], folder: str) -> Any:
     """The task's own options of predicting from those that were given by name; one of another task is refused."""
     return _options_of(
         task_, "PredictionOptions", values, lambda owner: f"models of the {owner.title}, not for {folder}"
     )
 
 
-def _options_of(task_: Task, kind: OptionKind, values: Mapping[str, Any], owned: Any) -> Any:
+def _options_of(task_: Task, kind: OptionKind, values: Mapping[str, object], owned: Any) -> Any:
     option_names_, names = getattr(task_, kind), option_names(kind)
     for name, value in values.items():
         if name in {option.name for option in fields(option_names_)}:

@@ -48,7 +48,7 @@ class EncoderSubject(ABC):
         which tokens [batch, time] are valid."""
 
     @abstractmethod
-    def run(self, module: Any, case: Case) -> Tensor:
+    def run(self, module: nn.Module, case: Case) -> Tensor:
         """Return the outputs for a case, batch first."""
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -49,7 +47,7 @@ def agree(place: str, got: Tensor, want: Tensor, tolerance: float) -> None:
         )
 
 
-def agree_states(place: str, got: Any, want: Any, tolerance: float = VALUES) -> None:
+def agree_states(place: str, got: object, want: object, tolerance: float = VALUES) -> None:
     """Check that two states of one structure agree on their valid slots within
     ``tolerance`` times their largest entry."""
     sizes = [float(leaf.detach().double().abs().max()) for leaf in states.tensors(states.value(want)) if leaf.numel()]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kinformer.core import state as states
 from kinformer.core.state import State
@@ -63,7 +63,7 @@ def reserved(subject: Subject) -> None:
         _forks(subject, module, start, kind)
 
 
-def _walk(subject: Subject, module: Any, start: Any, total: int, kind: str) -> None:
+def _walk(subject: Subject, module: nn.Module, start: object, total: int, kind: str) -> None:
     for masks in ("without masks", "with ragged rows and resets"):
         held, state = states.reserve(states.fork(start), total), start
         for step, (inputs, valid, reset) in enumerate(_steps(subject, total, masks != "without masks")):
@@ -87,7 +87,7 @@ def _steps(subject: Subject, total: int, masked: bool) -> Iterator[tuple[Tensor,
         total, step = total - size, step + 1
 
 
-def _ownership(subject: Subject, module: Any, start: Any, kind: str) -> None:
+def _ownership(subject: Subject, module: nn.Module, start: object, kind: str) -> None:
     """Check that a consumed state is refused, and a value taken before is not written to."""
     held = states.reserve(states.fork(start), subject.time)
     if not has_reserved(held):
@@ -110,7 +110,7 @@ def _ownership(subject: Subject, module: Any, start: Any, kind: str) -> None:
         require(False, f"a reserved state that was already used could be {use}, {kind}; expected a KinformerError.")
 
 
-def _forks(subject: Subject, module: Any, start: Any, kind: str) -> None:
+def _forks(subject: Subject, module: nn.Module, start: object, kind: str) -> None:
     """Check that fork, selected rows and original go on independently, in turns."""
     tokens = [subject.inputs(subject.batch, 2, seed) for seed in (51, 52, 53)]
     _, held = subject.call(module, tokens[0], states.reserve(states.fork(start), subject.time))
@@ -130,7 +130,7 @@ def _forks(subject: Subject, module: Any, start: Any, kind: str) -> None:
             branches[name] = (mine, plain)
 
 
-def _reclaims(subject: Subject, module: Any, start: Any, kind: str) -> None:
+def _reclaims(subject: Subject, module: nn.Module, start: object, kind: str) -> None:
     """Check that an earlier state goes on as if later chunks had never been absorbed, whichever buffers they filled."""
     for before, after in ((0, 1), (2, 3), (1, subject.time)):
         held = states.reserve(states.fork(start), before + after + 3)

@@ -46,13 +46,13 @@ class Subject(ABC):
         return built(make or self.make, dtype)
 
     def run(
-        self, module: Any, inputs: Tensor, state: State, valid: Tensor | None = None, reset: Tensor | None = None
+        self, module: nn.Module, inputs: Tensor, state: State, valid: Tensor | None = None, reset: Tensor | None = None
     ) -> tuple[Tensor, State]:
         """Absorb one chunk after a copy of ``state``, so that a module that writes
         into its state spoils no other check."""
         return self.call(module, inputs, None if state is None else states.fork(state), valid, reset)
 
-    def started(self, module: Any, batch: int, time: int = 9) -> Any:
+    def started(self, module: nn.Module, batch: int, time: int = 9) -> Any:
         """Return a state that has absorbed ``time`` tokens, cut from the graph."""
         with torch.no_grad():
             return states.detach(self.run(module, self.inputs(batch, time, seed=7), self.start(module, batch))[1])
@@ -62,16 +62,16 @@ class Subject(ABC):
         """Return random inputs [batch, time, ...]."""
 
     @abstractmethod
-    def start(self, module: Any, batch: int) -> Any:
+    def start(self, module: nn.Module, batch: int) -> Any:
         """Return the state of ``batch`` new sequences."""
 
-    def anew(self, module: Any, state: State) -> Any:
+    def anew(self, module: nn.Module, state: State) -> Any:
         """Return the state of one row's new sequence where a reset ends the one of ``state``."""
         return _keeping(self.start(module, 1), state)
 
     @abstractmethod
     def call(
-        self, module: Any, inputs: Tensor, state: State, valid: Tensor | None = None, reset: Tensor | None = None
+        self, module: nn.Module, inputs: Tensor, state: State, valid: Tensor | None = None, reset: Tensor | None = None
     ) -> tuple[Tensor, State]:
         """Absorb one chunk after ``state`` itself."""
 
@@ -165,7 +165,7 @@ class ModelSubject(Subject):
     def inputs(self, batch: int, time: int, seed: int) -> Tensor:
         return torch.randint(self.vocab_size, (batch, time), generator=torch.Generator().manual_seed(seed))
 
-    def start(self, module: Any, batch: int) -> None:
+    def start(self, module: nn.Module, batch: int) -> None:
         return None
 
     def call(

@@ -155,12 +155,12 @@ def _watched(options: type, read: set[str]) -> type:
     """Return a subclass of a dataclass of options that adds the name of every field that is read to ``read``."""
     names = {item.name for item in fields(options)}
 
-    def look(self: Any, name: str) -> Any:
+    def look(self: object, name: str) -> Any:
         if name in names and sys._getframe(1).f_globals.get("__name__") not in _COPIES:
             read.add(name)
         return object.__getattribute__(self, name)
 
-    def initialise(self: Any, **values: Any) -> None:
+    def initialise(self: object, **values: Any) -> None:
         before = set(read)
         options.__init__(self, **values)  # type: ignore[misc]
         read.intersection_update(before)  # a check of values is no use of them

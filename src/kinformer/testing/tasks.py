@@ -170,15 +170,15 @@ def _alike(place: str, got: Any, want: Any) -> None:
         require(got == want, f"{place}: {got!r} is predicted, not {want!r}")
 
 
-def _same(place: str, got: Any, want: Any) -> None:
+def _same(place: str, got: object, want: object) -> None:
     pairs = list(zip(_tensors(got), _tensors(want), strict=True))
     require(all(torch.equal(*pair) for pair in pairs), f"the {place} differs when it is made again")
 
 
-def _tensors(batch: Any) -> list[Tensor]:
+def _tensors(batch: object) -> list[Tensor]:
     """Return all tensors of a batch, in order."""
 
-    def walk(item: Any) -> Iterator[Tensor]:
+    def walk(item: object) -> Iterator[Tensor]:
         if isinstance(item, Tensor):
             yield item
         elif isinstance(item, (tuple, list)):

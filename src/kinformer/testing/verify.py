@@ -34,7 +34,7 @@ class Check:
     law: Callable[[Any], None]
     needs: tuple[str, ...] = ()
 
-    def __call__(self, subject: Any) -> None:
+    def __call__(self, subject: object) -> None:
         """Raise :class:`ContractError` when the subject breaks the law, or breaks down under it."""
         try:
             self.law(subject)
@@ -126,7 +126,7 @@ class Report:
     not_judged: dict[str, str] = field(default_factory=dict)
 
 
-def examine(checks: Mapping[str, Check], subject: Any, skip: Mapping[str, str] | None = None) -> Report:
+def examine(checks: Mapping[str, Check], subject: object, skip: Mapping[str, str] | None = None) -> Report:
     """Run every check in order. One whose need failed (or was not run itself) is not run; a skipped need counts
     as met, so that a skip hides nothing else."""
     report = Report(skipped=_reasons(skip or {}, checks))
@@ -216,10 +216,10 @@ def verify_task(
     make: Callable[[], Task],
     *,
     member: str = "gpt",
-    train: Mapping[str, Any] | None = None,
-    evaluate: Mapping[str, Any] | None = None,
-    generate: Mapping[str, Any] | None = None,
-    predict: Mapping[str, Any] | None = None,
+    train: Mapping[str, object] | None = None,
+    evaluate: Mapping[str, object] | None = None,
+    generate: Mapping[str, object] | None = None,
+    predict: Mapping[str, object] | None = None,
     unread: Mapping[str, str] | None = None,
     skip: Mapping[str, str] | None = None,
 ) -> Report:

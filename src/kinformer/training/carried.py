@@ -78,7 +78,7 @@ class Carried:
         flat = [leaf for leaves in everyone[:: group.context] for leaf in leaves]
         return {f"{i // per_part:04d}.{i % per_part:04d}": leaf.clone() for i, leaf in enumerate(flat)}
 
-    def load(self, tensors: Mapping[str, Tensor], template: Any, group: Group) -> None:
+    def load(self, tensors: Mapping[str, Tensor], template: object, group: Group) -> None:
         """Restore this process's share of the tensors of :meth:`tensors`. ``template`` is any state of the model."""
         if not tensors:
             return
@@ -94,7 +94,7 @@ class Carried:
         self.states = [states.fork(states.to(state, device=group.device)) for state in rank_states]
 
 
-def rebuilt(template: Any, leaves: list[Tensor]) -> State:
+def rebuilt(template: object, leaves: list[Tensor]) -> State:
     """Return a state of ``leaves`` in the order of ``core.state.tensors``, structured as the ``template``."""
     if len(leaves) != len(list(states.tensors(template))):
         raise KinformerError(

@@ -256,11 +256,11 @@ def _fill(folder: Path, checkpoint: Checkpoint, shards: Shards | None) -> None:
     write_json(folder / PLAN, plan | {"sha256": _digest(plan)})
 
 
-def _digest(plan: Mapping[str, Any]) -> str:
+def _digest(plan: Mapping[str, object]) -> str:
     return sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
 
-def _shards(folder: Path, plan: Mapping[str, Any]) -> Shards | None:
+def _shards(folder: Path, plan: Mapping[str, object]) -> Shards | None:
     if plan["schema"] == SCHEMA:
         return None
     from kinformer.training.shards import open_shards
@@ -268,7 +268,7 @@ def _shards(folder: Path, plan: Mapping[str, Any]) -> Shards | None:
     return open_shards(folder, plan["shards"])
 
 
-def _check(plan: Mapping[str, Any], step: int, groups: set[str], required: frozenset[str]) -> None:
+def _check(plan: Mapping[str, object], step: int, groups: set[str], required: frozenset[str]) -> None:
     """Raise where a plan, which holds ``groups``, is not that of step ``step`` of a run."""
     if type(plan["step"]) is not int or plan["step"] != step:
         raise ValueError(f"its step is {plan['step']!r}, not {step}")

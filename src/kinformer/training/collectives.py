@@ -41,16 +41,16 @@ class _Copied(torch.autograd.Function):
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, processes: Any) -> Tensor:
+    def forward(ctx: object, y: Tensor, processes: object) -> Tensor:
         return _all_reduced(y, processes)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
-def _all_reduced(x: Tensor, processes: Any) -> Tensor:
+def _all_reduced(x: Tensor, processes: object) -> Tensor:
     x = x.clone(memory_format=torch.contiguous_format)
     distributed.all_reduce(x, group=processes)
     return x

@@ -35,7 +35,7 @@ def in_pieces(model: Any, rows: int) -> bool:
     return type(weight) in (Tensor, nn.Parameter) and weight.device.type == "cpu"
 
 
-def divided(model: Any) -> bool:
+def divided(model: nn.Module) -> bool:
     """Return whether processes share the vocabulary of ``model``'s head."""
     return getattr(getattr(model, "head", None), "vocabulary_part", None) is not None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from kinformer.training.metric import Metric
 
@@ -32,7 +32,7 @@ class DataModule:
         """Return how many batches a validation has."""
         raise NotImplementedError
 
-    def begin(self, model: Any, state_tensors: Mapping[str, Tensor]) -> None:
+    def begin(self, model: nn.Module, state_tensors: Mapping[str, Tensor]) -> None:
         """Prepare for the first step: take the ``model`` that learns from the rows, for tasks that need it, and the
         tensors of :meth:`state_tensors` when the run was stopped (of a new run none)."""
 

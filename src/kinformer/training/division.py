@@ -196,7 +196,7 @@ def _divides_vocabulary(model: Any, parts: int) -> bool:
     return output_product(model) is not None
 
 
-def _vocabulary(model: Any) -> set[str]:
+def _vocabulary(model: nn.Module) -> set[str]:
     """Return the names of the tensors whose rows are those of the vocabulary."""
     product = output_product(model)
     assert product is not None

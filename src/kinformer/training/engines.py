@@ -79,7 +79,7 @@ def average_gradients(engine: nn.Module) -> None:
     torch._foreach_div_(gradients, count)
 
 
-def check_divided(data: DataModule, objective: Any, settings: Settings, group: Group) -> None:
+def check_divided(data: DataModule, objective: object, settings: Settings, group: Group) -> None:
     """Refuse runs of processes that share rows which do more with the model than compute losses of these."""
     if group.context > 1:
         _check_stretches(data, objective, settings, group)
@@ -96,7 +96,7 @@ def check_divided(data: DataModule, objective: Any, settings: Settings, group: G
         )
 
 
-def _check_stretches(data: DataModule, objective: Any, settings: Settings, group: Group) -> None:
+def _check_stretches(data: DataModule, objective: object, settings: Settings, group: Group) -> None:
     """Refuse rows that cannot be cut along time into stretches of one length."""
     place = f"`parallel` {'ring' if group.ring else 'cp'}={group.context}"
     if not (data.by_time and getattr(objective, "by_token", False)):

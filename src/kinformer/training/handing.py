@@ -44,7 +44,7 @@ def _marker() -> Tensor:
     return torch.ones((), requires_grad=torch.is_grad_enabled())
 
 
-def _received(x: Tensor, state: Any, stretches: Stretches) -> tuple[Tensor, Any]:
+def _received(x: Tensor, state: object, stretches: Stretches) -> tuple[Tensor, Any]:
     if stretches.number == 0:
         return x, state
     x, *leaves = _Received.apply(x, _marker(), stretches, *(leaf.dtype for leaf in states.tensors(state)))

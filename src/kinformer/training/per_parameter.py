@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ class PerParameter(Optimizer):
                 if parameter.grad is not None:
                     self.move(parameter, parameter.grad, group)
 
-    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, object]) -> None:
         """Update ``parameter`` and its state in place, by the settings of its ``group``."""
         raise NotImplementedError
 

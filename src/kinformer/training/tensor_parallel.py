@@ -124,12 +124,12 @@ class _Local:
         root.register_forward_pre_hook(self.enter)
         root.register_forward_hook(self.leave, always_call=True)
 
-    def enter(self, root: nn.Module, inputs: Any) -> None:
+    def enter(self, root: nn.Module, inputs: object) -> None:
         for module, key, partial, added in self.places:
             # Found before the parameter of this name, which is a DTensor and stays what optimisers see.
             module.__dict__[key] = self._local(module._parameters[key], partial, added)
 
-    def leave(self, root: nn.Module, inputs: Any, outputs: Any) -> None:
+    def leave(self, root: nn.Module, inputs: object, outputs: object) -> None:
         for module, key, _, _ in self.places:
             module.__dict__.pop(key, None)
 

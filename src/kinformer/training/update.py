@@ -91,7 +91,7 @@ class Updater:
         loss, *metrics = torch.stack(costs).mean(dim=0)
         return Done(loss, norm.detach(), torch.stack(metrics), batch.size * self.group.copies)
 
-    def _part(self, part: int, batch: Any, progress: float) -> Tensor:
+    def _part(self, part: int, batch: object, progress: float) -> Tensor:
         size = rows_of(batch) // self.settings.accumulate
         rows = take_rows(batch, slice(part * size, (part + 1) * size))
         loss, metrics, state = self.engine(rows, self.carried.states[part], progress)

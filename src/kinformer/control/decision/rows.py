@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.control.decision.data import TrajectoryData
@@ -147,7 +147,7 @@ class ActionLoss:
 
     reads_hidden = True
 
-    def __call__(self, model: Any, batch: StepsBatch, state: State, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: nn.Module, batch: StepsBatch, state: State, progress: float) -> ObjectiveOutput:
         predicted, actions, state = predictions(model, batch, state)
         count = max(1, len(actions))
         metrics = {"predicted": torch.full((), len(actions), device=actions.device)}

@@ -70,7 +70,7 @@ class Environment:
         return None
 
     def reset(
-        self, *, seed: int | Sequence[int] = 0, options: Mapping[str, Any] | None = None
+        self, *, seed: int | Sequence[int] = 0, options: Mapping[str, object] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
         """Begin new episodes, in all rows or in those of ``options["reset_mask"]``; a seed for each row, or one from
         which they count."""

@@ -72,7 +72,7 @@ class Gymnasium(Environment):
         space = self.copies[0].action_space
         return np.clip(action, space.low.reshape(-1), space.high.reshape(-1)).reshape(space.shape).astype(space.dtype)
 
-    def _see(self, row: int, observation: Any) -> None:
+    def _see(self, row: int, observation: object) -> None:
         self.seen[row] = self.observation_layout.read(observation)
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kinformer.control.acting import ActionSampler, within
 from kinformer.control.environments.table import make
@@ -154,7 +154,7 @@ class Actor:
             self.done[row] = []
         return self.environment.reset(seed=seeds.tolist(), options={"reset_mask": rows})[0]
 
-    def _step(self, model: Any) -> Transition:
+    def _step(self, model: nn.Module) -> Transition:
         seen, begun = self.observations, self.environment.steps == 0
         outputs, self.state = self._outputs(model, seen, begun if begun.any() else None)
         predicted, values = outputs[:, :-1], outputs[:, -1].cpu().numpy()
@@ -173,7 +173,7 @@ class Actor:
         self.observations = observations
         return Transition(seen, begun, drawn, densities.cpu().numpy(), values, rewards, ended)
 
-    def _values(self, model: Any, observations: np.ndarray) -> np.ndarray:
+    def _values(self, model: nn.Module, observations: np.ndarray) -> np.ndarray:
         """[rows], of what is seen after the last step."""
         return self._outputs(model, observations, None)[0][:, -1].cpu().numpy()
 

@@ -110,13 +110,13 @@ def valid_of(attention_mask: Tensor | None, values: Tensor) -> Tensor | None:
     return None if bool(valid.all()) else valid
 
 
-def require_ids(values: Tensor | None, options: dict[str, Any]) -> Tensor:
+def require_ids(values: Tensor | None, options: dict[str, object]) -> Tensor:
     """Return ``values``; refuse a call with vectors in their place."""
     if values is None or options.get("inputs_embeds") is not None:
         raise KinformerError("inputs_embeds: this model reads input_ids alone; leave it out.")
     return values
 
 
-def scaling(options: dict[str, Any]) -> dict[str, Any]:
+def scaling(options: dict[str, object]) -> dict[str, Any]:
     """Return the option by which a trainer says how many labels there are in all micro-batches of a step."""
     return {name: options[name] for name in ("num_items_in_batch",) if name in options}

@@ -35,7 +35,7 @@ class StateCache(Cache):  # type: ignore[misc]
         """Return the bytes that the state holds."""
         return 0 if self.state is None else nbytes(self.state)
 
-    def advance(self, state: Any, tokens: int) -> None:
+    def advance(self, state: object, tokens: int) -> None:
         """Hold ``state``, which absorbed ``tokens`` more."""
         self.state, self.length = state, self.length + tokens
 

@@ -51,7 +51,7 @@ class ContinuingModel(KinformerModel, GenerationMixin):  # type: ignore[misc]
         tokens: Tensor,
         valid: Tensor | None,
         cache: StateCache | None,
-        state: Any,
+        state: object,
         logits_to_keep: int | Tensor = 0,
     ) -> tuple[Tensor, Any]:
         """Return logits [batch, time, vocab] of ``tokens`` [batch, time] behind ``state``, zero where not ``valid``,
@@ -83,6 +83,6 @@ def cache_in(options: dict[str, Any]) -> StateCache | None:
     return StateCache()
 
 
-def as_output(output: ContinuedOutput, options: dict[str, Any]) -> Any:
+def as_output(output: ContinuedOutput, options: dict[str, object]) -> Any:
     """Return ``output``, as a tuple where a call asks for one."""
     return output.to_tuple() if options.get("return_dict") is False else output

@@ -60,7 +60,7 @@ class KinformerForSeq2SeqLM(ContinuingModel):
         decoder_input_ids: Tensor | None = None,
         decoder_attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
-        encoder_outputs: Any = None,
+        encoder_outputs: object = None,
         **options: Any,
     ) -> Any:
         """Return logits [batch, time, vocab] of ``decoder_input_ids`` [batch, time], which follow those in the cache.
@@ -93,7 +93,7 @@ class KinformerForSeq2SeqLM(ContinuingModel):
         return as_output(ContinuedOutput(loss=loss, logits=logits, encoder_last_hidden_state=hidden, **held), options)
 
     def _read(
-        self, input_ids: Tensor | None, attention_mask: Tensor | None, encoder_outputs: Any, options: dict[str, Any]
+        self, input_ids: Tensor | None, attention_mask: Tensor | None, encoder_outputs: Any, options: dict[str, object]
     ) -> Tensor:
         """Return the hidden states of the source."""
         if encoder_outputs is not None:

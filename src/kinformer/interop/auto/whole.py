@@ -55,7 +55,7 @@ class TextEncoder(KinformerModel):
         output = self.output(loss=loss, logits=logits)
         return output.to_tuple() if options.get("return_dict") is False else output
 
-    def _loss(self, logits: Tensor, labels: Tensor, scale: dict[str, Any]) -> Tensor:
+    def _loss(self, logits: Tensor, labels: Tensor, scale: dict[str, object]) -> Tensor:
         """Return the loss of ``logits``, as transformers has it for the use of the class."""
         raise NotImplementedError
 
@@ -65,7 +65,7 @@ class KinformerForMaskedLM(TextEncoder):
 
     use, output = "MaskedLM", MaskedLMOutput
 
-    def _loss(self, logits: Tensor, labels: Tensor, scale: dict[str, Any]) -> Tensor:
+    def _loss(self, logits: Tensor, labels: Tensor, scale: dict[str, object]) -> Tensor:
         return self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **scale)  # type: ignore[no-any-return]
 
 
@@ -74,7 +74,7 @@ class KinformerForSequenceClassification(TextEncoder):
 
     use, output = "SequenceClassification", SequenceClassifierOutput
 
-    def _loss(self, logits: Tensor, labels: Tensor, scale: dict[str, Any]) -> Tensor:
+    def _loss(self, logits: Tensor, labels: Tensor, scale: dict[str, object]) -> Tensor:
         return self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **scale)  # type: ignore[no-any-return]
 
 
@@ -83,7 +83,7 @@ class KinformerForTokenClassification(TextEncoder):
 
     use, output = "TokenClassification", TokenClassifierOutput
 
-    def _loss(self, logits: Tensor, labels: Tensor, scale: dict[str, Any]) -> Tensor:
+    def _loss(self, logits: Tensor, labels: Tensor, scale: dict[str, object]) -> Tensor:
         return self.loss_function(logits=logits, labels=labels, config=self.config, **scale)  # type: ignore[no-any-return]
 
 

@@ -132,7 +132,7 @@ def _by_references(model: Any) -> Any:
     return other.eval()
 
 
-def _by_reference(config: Any) -> Any:
+def _by_reference(config: object) -> Any:
     """Return ``config`` with every ``impl`` in it set to "reference"."""
     if isinstance(config, tuple):
         return tuple(map(_by_reference, config))

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kinformer.core.leaves import Leaf, named_leaves
 from kinformer.interop.graphs.flat import FlatStep, captured, without_notes
@@ -39,7 +39,7 @@ def require_packages() -> None:
         )
 
 
-def write_onnx(model: Any, folder: Path, facts: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
+def write_onnx(model: nn.Module, folder: Path, facts: Mapping[str, object]) -> tuple[dict[str, Any], float]:
     """Write ``model`` into ``folder`` with ``facts`` as metadata; return what is to be known of the file, and the
     largest difference from the model of the logits that onnxruntime computes, of the largest logit.
 
@@ -110,7 +110,7 @@ class OnnxModel:
         return logits, after
 
 
-def gap(model: Any, path: Path, leaves: Sequence[Leaf]) -> float:
+def gap(model: nn.Module, path: Path, leaves: Sequence[Leaf]) -> float:
     """Return the largest difference of logits and of constant leaves between the file at ``path`` and ``model``, of
     the largest number: with a prompt and steps, and with steps before a longer chunk."""
     graph = OnnxModel(path, leaves)

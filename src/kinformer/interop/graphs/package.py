@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kinformer.interop.graphs.flat import FlatStep, captured, without_notes
 from kinformer.runtime.errors import KinformerError
@@ -44,7 +44,7 @@ def machine() -> dict[str, str]:
     }
 
 
-def write_package(model: Any, folder: Path) -> dict[str, Any]:
+def write_package(model: nn.Module, folder: Path) -> dict[str, Any]:
     """Compile the step of ``model`` for one sequence into ``folder``; return what is to be known of the file.
 
     Errors: ``KinformerError`` for a model that is no graph, and where the compiler fails.

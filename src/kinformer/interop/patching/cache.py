@@ -7,7 +7,7 @@ import weakref
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kinformer.core.reserved import KeysValues
@@ -200,7 +200,7 @@ def state_layer(cache: Any, index: int) -> StateLayer:
     return layers[index]  # type: ignore[no-any-return]
 
 
-def refuse_fixed_size(cache: Any, layer: Any) -> None:
+def refuse_fixed_size(cache: object, layer: nn.Module) -> None:
     """Refuse ``layer`` of ``cache`` if it has a fixed size."""
     if getattr(layer, "is_compileable", False):
         raise KinformerError(

@@ -74,7 +74,7 @@ class Conversion:
 
 
 def convert(
-    hf_model: Any,
+    hf_model: nn.Module,
     mixer: str | Config,
     batches: Iterable[Batch],
     *,

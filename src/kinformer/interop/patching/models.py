@@ -51,7 +51,7 @@ class Attention:
         return self.weights["q"].shape[1]
 
 
-def base_of(hf_model: Any) -> Any:
+def base_of(hf_model: nn.Module) -> Any:
     """Return the model below the head of ``hf_model``; refuse what is no causal model that can be patched."""
     config = getattr(hf_model, "config", None)
     kind = getattr(config, "model_type", None)

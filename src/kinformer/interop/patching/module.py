@@ -62,7 +62,9 @@ class PatchedAttention(nn.Module):
         return self.dropout(y), None
 
 
-def share_padding(model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def share_padding(
+    model: nn.Module, arguments: tuple[Any, ...], options: dict[str, object]
+) -> tuple[Any, dict[str, Any]]:
     """Hand the padding of a call of ``model`` to its layers, as a forward pre-hook.
 
     The model makes a mask of pairs from ``attention_mask`` [batch, past + time], from which padding cannot be read
@@ -91,7 +93,7 @@ def share_padding(model: nn.Module, arguments: tuple[Any, ...], options: dict[st
     return arguments, options | {PADDING: padding if bool(padding.any()) else None}
 
 
-def _cache(options: Mapping[str, Any]) -> Any:
+def _cache(options: Mapping[str, object]) -> Any:
     return next((options[name] for name in CACHES if options.get(name) is not None), None)
 
 

@@ -27,12 +27,12 @@ Layers = str | Sequence[int] | None
 
 
 def patch(
-    hf_model: Any,
+    hf_model: nn.Module,
     mixer: str | Config,
     layers: Layers = None,
     *,
     recipe: str = "small",
-    set: Mapping[str, Any] | None = None,
+    set: Mapping[str, object] | None = None,
     **settings: Any,
 ) -> Any:
     """Replace the self-attention of ``layers`` of a transformers causal model by ``mixer``; return the model.
@@ -62,7 +62,7 @@ def patch(
     return hf_model
 
 
-def patched_layers(hf_model: Any) -> list[PatchedLayer]:
+def patched_layers(hf_model: nn.Module) -> list[PatchedLayer]:
     """Return what :func:`patch` did to every layer of ``hf_model`` that it changed, in order."""
     name = attention_name(hf_model)
     attentions = (getattr(item, name) for item in layers_of(hf_model))
@@ -75,7 +75,7 @@ def build_replacements(
     layers: Layers,
     *,
     recipe: str = "small",
-    set: Mapping[str, Any] | None = None,
+    set: Mapping[str, object] | None = None,
     **settings: Any,
 ) -> dict[int, PatchedAttention]:
     """Return the modules that are to stand in place of the attention of ``layers``, by their indices."""
@@ -112,7 +112,7 @@ def _not_causal(mixer: str | Config) -> KinformerError:
     )
 
 
-def install(hf_model: Any, attentions: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
+def install(hf_model: nn.Module, attentions: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
     """Put ``attentions`` into the layers whose indices are their keys; return the modules that stood there."""
     modules, name, base = layers_of(hf_model), attention_name(hf_model), base_of(hf_model)
     before = {index: getattr(modules[index], name) for index in attentions}
@@ -136,7 +136,7 @@ def _indices(layers: Layers, count: int) -> list[int]:
 
 
 def _model_settings(
-    config: Any, attention: Attention, model_config: Any, settings: Mapping[str, Any]
+    config: Any, attention: Attention, model_config: Any, settings: Mapping[str, object]
 ) -> dict[str, Any]:
     """Return the settings of ``config`` that are the model's: what would make the mixer equal its attention."""
     fields, biases = field_types(type(config)), attention.biases
@@ -159,7 +159,7 @@ def _model_settings(
     return {name: value for name, value in changes.items() if name in fields and name not in settings}
 
 
-def _takes_rope(config: Any) -> bool:
+def _takes_rope(config: object) -> bool:
     """Return whether the model's position goes into a mixer: one without a position and a decay of its own."""
     position = getattr(getattr(config, "position", None), "kind", None)
     return position in ("none", "rope") and getattr(config, "decay", None) is None

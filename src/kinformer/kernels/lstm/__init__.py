@@ -99,7 +99,7 @@ class _Work(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         batch, time, width = gradients[0].shape
         left, right = (gradients[0].new_empty(batch, time, 4 * width) for _ in range(2))
         return left, right, None

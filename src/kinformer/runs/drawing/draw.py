@@ -101,7 +101,7 @@ def _blocks(options: DrawOptions, out: Path) -> Drawing:
     return _panels(options, out, ("run", title), panels)
 
 
-def _coloured(options: DrawOptions, out: Path, text: ColouredText, facts: dict[str, Any]) -> Drawing:
+def _coloured(options: DrawOptions, out: Path, text: ColouredText, facts: dict[str, object]) -> Drawing:
     draw_text(text, out)
     return _drawing(options, out, "run", text.title, [], facts)
 
@@ -118,7 +118,7 @@ def _image(options: DrawOptions, out: Path) -> Drawing:
 
 
 def _drawing(
-    options: DrawOptions, out: Path, kind: str, title: str, lines: Sequence[str], facts: dict[str, Any]
+    options: DrawOptions, out: Path, kind: str, title: str, lines: Sequence[str], facts: dict[str, object]
 ) -> Drawing:
     facts = {"subject": options.subject, "kind": kind, "out": str(out)} | facts
     return Drawing(out=out, title=title, lines=tuple(lines), facts=facts)

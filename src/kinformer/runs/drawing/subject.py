@@ -234,7 +234,7 @@ def _of_layer(placed_parts: list[Placed], options: DrawOptions) -> list[Placed]:
     return [Placed(item.part, item.owner, item.path, (layer,)) for item in placed_parts if layer in (item.layers or ())]
 
 
-def _apart(placed_parts: list[Placed], model: Any) -> list[Placed]:
+def _apart(placed_parts: list[Placed], model: object) -> list[Placed]:
     """Parts of a trained ``model`` that learned something of their own in every layer, one by one."""
     separate = []
     for placed in placed_parts:

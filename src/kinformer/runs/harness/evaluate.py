@@ -82,7 +82,7 @@ class Tasks(TaskManager):  # type: ignore[misc]
 
 
 @contextmanager
-def _in_a_sentence(what: str, names: Sequence[Any], remedy: str) -> Iterator[None]:
+def _in_a_sentence(what: str, names: Sequence[object], remedy: str) -> Iterator[None]:
     """Report what the harness, or a library that it calls, raises because of tasks as one sentence."""
     try:
         yield
@@ -193,7 +193,7 @@ def _facts(task: str, values: Sequence[Value], results: dict[str, Any]) -> dict[
     }
 
 
-def _table(values: Sequence[Value], results: dict[str, Any]) -> TextTable:
+def _table(values: Sequence[Value], results: dict[str, object]) -> TextTable:
     rows = []
     for number, value in enumerate(values):
         facts = _facts(value.task, (), results)

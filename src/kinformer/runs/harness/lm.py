@@ -64,7 +64,7 @@ class KinformerLM(TemplateLM):  # type: ignore[misc]
         batch_size: str | int | None = None,
         max_batch_size: int | None = None,
         device: str | None = None,
-        set: Mapping[str, Any] | None = None,
+        set: Mapping[str, object] | None = None,
         quiet: bool = False,
     ) -> None:
         super().__init__()

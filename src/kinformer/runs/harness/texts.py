@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from kinformer.data import Tokenizer
 from kinformer.generation.sampling import SamplingOptions
@@ -63,7 +64,7 @@ def drawing_of(options: Mapping[str, Any]) -> Drawing:
 
 
 def continued(
-    model: Any, tokenizer: Tokenizer, prompts: Sequence[Prompt], length: int | None, rows: int | None
+    model: nn.Module, tokenizer: Tokenizer, prompts: Sequence[Prompt], length: int | None, rows: int | None
 ) -> Iterator[tuple[int, str]]:
     """Yield the number of each of ``prompts`` and its continuation, as batches of at most ``rows`` are done.
 

@@ -98,7 +98,7 @@ def _by_projection(mixer: Any, probe: Probe) -> Any:
     """Replace the values that a mixer projects piece by piece, in order."""
     seen = [0]
 
-    def hook(_: nn.Module, __: Any, qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def hook(_: nn.Module, __: object, qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = qkv
         v = probe(v, seen[0])
         seen[0] += v.shape[2]
@@ -127,8 +127,8 @@ def _by_piece(mixer: EtcAttention, probe: Probe) -> Any:
 def _rows(module: str, shape: Callable[[Any], tuple[int, int, int]]) -> Callable[[Any, Probe], Any]:
     """Replace the last of the parts of a linear map's rows, which are ``shape(mixer)``: parts, heads, width."""
 
-    def install(mixer: Any, probe: Probe) -> Any:
-        def hook(_: nn.Module, __: Any, rows: Tensor) -> Tensor:
+    def install(mixer: object, probe: Probe) -> Any:
+        def hook(_: nn.Module, __: object, rows: Tensor) -> Tensor:
             parts = rows.unflatten(-1, shape(mixer)).clone()
             parts[..., -1, :, :] = probe(parts[..., -1, :, :].transpose(1, 2)).transpose(1, 2)
             return parts.flatten(-3)
@@ -142,7 +142,7 @@ def _routing(mixer: RoutingAttention, probe: Probe) -> Any:
     """Replace the values of local and of routed heads."""
     first, second = [mixer.local] * 3 + [mixer.routed] * 2, [mixer.local, mixer.routed]
 
-    def hook(_: nn.Module, __: Any, rows: Tensor) -> Tensor:
+    def hook(_: nn.Module, __: object, rows: Tensor) -> Tensor:
         q, k, v, routed_q, routed_v = rows.unflatten(-1, (-1, mixer.head_dim)).split(first, 2)
         replaced = probe(torch.cat([v, routed_v], 2).transpose(1, 2)).transpose(1, 2).split(second, 2)
         return torch.cat([q, k, replaced[0], routed_q, replaced[1]], 2).flatten(2)

@@ -165,7 +165,7 @@ class _Noter:
     def __init__(self, noted: _Noted, uses: list[int], first: bool) -> None:
         self.noted, self.uses, self.first = noted, iter(uses), first
 
-    def __call__(self, mixer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def __call__(self, mixer: nn.Module, inputs: tuple[Any, ...], named: dict[str, object]) -> None:
         self.noted.calls.append(_Call(mixer, (*inputs, *named.values()), next(self.uses), self.first))
 
 
@@ -215,7 +215,7 @@ def _bucketing(mixer: nn.Module) -> Iterator[list[Tensor]]:
     """Note the buckets or clusters [heads, rounds, tokens] that a mixer sorts its tokens into."""
     noted: list[Tensor] = []
 
-    def hook(module: nn.Module, _: Any, result: Tensor) -> None:
+    def hook(module: nn.Module, _: object, result: Tensor) -> None:
         noted.append(result[0] if isinstance(module, Hashes) else result[0].argmax(-1)[:, None])
 
     handles = [part.register_forward_hook(hook) for part in mixer.modules() if isinstance(part, Hashes | Centroids)]
@@ -259,7 +259,7 @@ def _ids(run: Run, model: Any, text: str, ends: BosEos, most: int) -> Tensor:
     return torch.from_numpy(tokens).to(device_of(model))
 
 
-def labels(run: Run, config: Any, ids: Sequence[int]) -> Iterator[str]:
+def labels(run: Run, config: object, ids: Sequence[int]) -> Iterator[str]:
     """Yield the text of every token; the bytes of one character stand with the last of them."""
     assert run.tokenizer is not None
     ends = ends_of(config)

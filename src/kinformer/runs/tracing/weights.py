@@ -38,7 +38,7 @@ class Weights(NamedTuple):
 
 
 @torch.no_grad()
-def weights_of(mixer: Any, inputs: Sequence[Any], site: Site | None = None) -> Weights:
+def weights_of(mixer: Any, inputs: Sequence[object], site: Site | None = None) -> Weights:
     """Return the weights of the call ``mixer(*inputs)`` of one sequence, by as many further calls as the tokens have
     values' widths in them.
 
@@ -61,7 +61,7 @@ def weights_of(mixer: Any, inputs: Sequence[Any], site: Site | None = None) -> W
     return Weights(weights, values, outputs[0], constant[0])
 
 
-def _heads(mixer: Any, inputs: Sequence[Any], probe: Probe, site: Site) -> Tensor:
+def _heads(mixer: Any, inputs: Sequence[object], probe: Probe, site: Site) -> Tensor:
     """Return the heads' outputs [1, heads, time, width] before they are joined and projected."""
     calls: list[Tensor] = []
     with _captured(mixer, probe, calls), site.install(mixer, probe):

@@ -8,7 +8,7 @@ from math import isfinite, log
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kinformer.core import state as states
 from kinformer.core.model import device_of
@@ -73,7 +73,7 @@ def evaluate(
     return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="algorithm", since=begun)
 
 
-def _by_digits(groups: list[dict[str, Any]], depth: Metric | None) -> TextTable:
+def _by_digits(groups: list[dict[str, object]], depth: Metric | None) -> TextTable:
     """A row for every number of digits; ``depth``: with the steps or layers per token."""
     names = ("digits", "trained", "problems", "solved", "tokens right", "most frequent token")
     steps = [] if depth is None else [depth]
@@ -123,7 +123,7 @@ def _lengths(model: Any, data: AlgorithmData, at_digits: Sequence[int] | None) -
 
 
 def _measured(
-    model: Any,
+    model: nn.Module,
     data: AlgorithmData,
     split: str,
     digits: int,

@@ -27,7 +27,7 @@ class TextClassifier:
     Texts are cut to the length that the run was trained at, as evaluation cuts them; ``cut`` counts those.
     """
 
-    def __init__(self, subject: LoadedRun, encode: Any, top_k: int) -> None:
+    def __init__(self, subject: LoadedRun, encode: object, top_k: int) -> None:
         self.model, self.encode, self.top_k = subject.model, encode, top_k
         self.names, self.ends = classes_of(subject.run), ends_of(subject.model.config)
         self.length = whole_length(subject.run, subject.model)
@@ -68,6 +68,6 @@ def predict(subject: LoadedRun, source: Any, settings: PredictionSettings, encod
         )
 
 
-def _predicted(item: TextItem, classes: list[dict[str, Any]]) -> Predicted:
+def _predicted(item: TextItem, classes: list[dict[str, object]]) -> Predicted:
     label = {} if item.label is None else {"label": item.label}
     return Predicted({"text": item.text} | label | {"classes": classes}, f"{spell_classes(classes)}\t{item.text}")

@@ -31,7 +31,7 @@ class Observation(NamedTuple):
     begins: bool
 
 
-def predict(subject: LoadedRun, source: Any, settings: PredictionSettings) -> Iterator[Predicted]:
+def predict(subject: LoadedRun, source: object, settings: PredictionSettings) -> Iterator[Predicted]:
     """Yield the most probable action for every observation of ``source``, as it comes: a file, "-", or a list.
 
     A line holds the numbers of an observation, separated by commas or blanks, or as a JSON array; an empty line, as

@@ -92,7 +92,7 @@ class SelfDistillation(OnlineLearner):
     centre: Tensor
     teacher: Any
 
-    def forward(self, model: Any, batch: DinoBatch, state: State, progress: float) -> ObjectiveOutput:
+    def forward(self, model: nn.Module, batch: DinoBatch, state: State, progress: float) -> ObjectiveOutput:
         views = self._views(batch.values)
         teacher = self._logits(self.teacher, self.teacher_head, views[:2]).detach()
         student = self._logits(self.student, self.head, views)

@@ -71,7 +71,7 @@ class DinoRows(DataModule):
     metrics = (BITS_PER_VIEW, TEACHER_BITS)
     features: CachedFeatures | None = None
 
-    def __init__(self, data: ImageData, settings: Settings, options: DinoOptions, config: Any) -> None:
+    def __init__(self, data: ImageData, settings: Settings, options: DinoOptions, config: object) -> None:
         self.settings, self.options = settings, options
         level_options = level_config(config, options.level)
         self.length = level_options.input.length

@@ -43,7 +43,7 @@ def image_changes(config: Any, shape: tuple[int, int, int] | None) -> dict[str, 
     return changes
 
 
-def _pattern(layer: Any) -> Any:
+def _pattern(layer: nn.Module) -> Any:
     """The pattern of a layer's attention, if it is of blocks of an image."""
     pattern = getattr(getattr(layer, "mixer", None), "pattern", None)
     fields_of_pattern = {field.name for field in fields(pattern)} if pattern is not None else set()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.core.head import Likelihood
@@ -93,7 +93,7 @@ class ImageRows(DataModule):
 class PixelLoss:
     """-ln p of every value given those before it, the first included, which follows START."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.nats = nats_of(model)
 
     def __call__(self, model: Any, batch: ImageBatch, state: State, progress: float) -> ObjectiveOutput:

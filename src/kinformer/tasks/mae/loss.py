@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kinformer.core.state import State
 from kinformer.tasks.mae.options import MaeOptions
@@ -64,7 +64,7 @@ class MaskedPatches:
     def __init__(self, options: MaeOptions) -> None:
         self.options = options
 
-    def __call__(self, model: Any, batch: MaeBatch, state: State, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: nn.Module, batch: MaeBatch, state: State, progress: float) -> ObjectiveOutput:
         targets = targets_of(model, batch.images, self.options.raw_pixels).values
         errors = (foretold(model, batch).to(targets.dtype) - targets).square().mean(-1)
         masked = masked_of(batch, errors.shape[1])

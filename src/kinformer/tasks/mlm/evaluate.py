@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kinformer.core.model import device_of
 from kinformer.data import IGNORED
@@ -155,7 +155,7 @@ class GlobalInputMeasurement:
     chance: float
 
 
-def has_global_input(model: Any) -> bool:
+def has_global_input(model: nn.Module) -> bool:
     """Whether ``model`` has a global token for every sentence of the long input."""
     return hasattr(getattr(model, "global_input", None), "length")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -95,12 +95,12 @@ class MaskFiller:
         return Predicted(row, filled if self.top_k == 1 else f"{filled}\t{'; '.join(map(_spelled, masks))}")
 
 
-def _spelled(mask: Sequence[dict[str, Any]]) -> str:
+def _spelled(mask: Sequence[dict[str, object]]) -> str:
     return ", ".join(f"{item['token']!r} {item['probability']:.1%}" for item in mask)
 
 
 def predict(
-    subject: LoadedRun, source: Any, settings: PredictionSettings, task_options: MaskPredictionOptions
+    subject: LoadedRun, source: object, settings: PredictionSettings, task_options: MaskPredictionOptions
 ) -> Iterator[Predicted]:
     """The texts of ``source`` with their masks filled in, in order."""
     filler = MaskFiller(subject, task_options.mask, settings.top_k)

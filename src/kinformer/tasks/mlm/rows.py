@@ -7,7 +7,7 @@ from math import log
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kinformer.core.state import State
 from kinformer.data import BosEos, Corpus, Rows, Tokenizer
@@ -88,7 +88,7 @@ class MaskedLanguage:
         return masked_tokens(model, model.hidden(batch.tokens, valid=batch.valid).long_input, batch)
 
 
-def masked_tokens(model: Any, hidden_states: Tensor, batch: MaskedBatch) -> ObjectiveOutput:
+def masked_tokens(model: nn.Module, hidden_states: Tensor, batch: MaskedBatch) -> ObjectiveOutput:
     """What ``model``'s head makes of ``hidden_states`` [batch, time, dim] at ``batch.positions``, scored."""
     return scored(masked_logits(model, hidden_states, batch), batch.labels)
 
@@ -104,7 +104,7 @@ def unit_of(corpus: Corpus) -> str:
     return "byte" if corpus.splits["train"].encoded_from is None else "token"
 
 
-def masking_of(config: Any, tokenizer: Tokenizer | None, options: MlmOptions) -> Masking:
+def masking_of(config: object, tokenizer: Tokenizer | None, options: MlmOptions) -> Masking:
     """How tokens are masked for an encoder."""
     mask = mask_token_of(config)
     if mask is None:

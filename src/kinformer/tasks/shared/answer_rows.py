@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.core import state as states
@@ -92,7 +92,7 @@ def answers(model: Any, batch: ScoredBatch, state: State = None) -> Answers:
 class MadeRows(DataModule):
     """New rows in every step, the same rows in every validation."""
 
-    def __init__(self, data: Any, settings: Settings) -> None:
+    def __init__(self, data: object, settings: Settings) -> None:
         self.data, self.settings = data, settings
 
     @property
@@ -125,7 +125,7 @@ class AnswersLoss:
 
     reads_hidden = True
 
-    def __call__(self, model: Any, batch: ScoredBatch, state: State, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: nn.Module, batch: ScoredBatch, state: State, progress: float) -> ObjectiveOutput:
         answered = answers(model, batch, state)
         nats, right, labels_scored = answered.nats, answered.right, len(answered.labels)
         counts = {"predicted": torch.full_like(right.sum(), labels_scored), "correct": right.sum()}

@@ -73,6 +73,6 @@ def most_probable(probabilities: Tensor, names: Sequence[str], top_k: int) -> li
     ]
 
 
-def spell_classes(classes: Sequence[Mapping[str, Any]]) -> str:
+def spell_classes(classes: Sequence[Mapping[str, object]]) -> str:
     """Classes with their probabilities, for people."""
     return ", ".join(f"{item['class']} {item['probability']:.1%}" for item in classes)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kinformer.core.model import device_of
 from kinformer.data.image_files import SUFFIXES, decode, read_head
@@ -64,7 +64,7 @@ def pictures_in(run: TrainedRun, source: Any, most: int | None, classes: Sequenc
     return Inputs(items, len(files))
 
 
-def laid(batch: Sequence[Picture], model: Any) -> Tensor:
+def laid(batch: Sequence[Picture], model: nn.Module) -> Tensor:
     """Return uint8 [images, channels, height, width] of pictures of one size, on the device of ``model``."""
     pixels = np.stack([picture.pixels for picture in batch]).transpose(0, 3, 1, 2)
     return torch.from_numpy(np.ascontiguousarray(pixels)).to(device_of(model))
@@ -124,7 +124,7 @@ def picture_batches(taken: Inputs, settings: ItemSettings, doing: str) -> Iterat
                 progress(done, taken.total)
 
 
-def embed_pictures(subject: LoadedRun, source: Any, settings: EmbeddingSettings) -> Iterator[Embedded]:
+def embed_pictures(subject: LoadedRun, source: object, settings: EmbeddingSettings) -> Iterator[Embedded]:
     """Yield the vectors of the pictures of ``source``, in order: the last hidden states of an encoder, pooled."""
     model = subject.model
     for batch in picture_batches(pictures_in(subject.run, source, settings.max_items), settings, "embedding"):

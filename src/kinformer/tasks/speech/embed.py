@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ from kinformer.tasks.speech.predict import sounds
 from kinformer.tasks.speech.rows import features_of
 
 
-def embed(subject: LoadedRun, source: Any, settings: EmbeddingSettings) -> Iterator[Embedded]:
+def embed(subject: LoadedRun, source: object, settings: EmbeddingSettings) -> Iterator[Embedded]:
     """Yield the vectors of the files of ``source`` (a WAV or FLAC file, a folder, or a list of paths), in order."""
     model, heard_rate = subject.model, writing_of(subject.run)[2]
     bank = Filterbank(heard_rate, model.config.input.mels)

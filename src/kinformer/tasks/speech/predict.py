@@ -21,7 +21,7 @@ from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.speech.generate import Listener, writing_of
 
 
-def predict(subject: LoadedRun, source: Any, settings: PredictionSettings, prefixes: int) -> Iterator[Predicted]:
+def predict(subject: LoadedRun, source: object, settings: PredictionSettings, prefixes: int) -> Iterator[Predicted]:
     """What is said in the files of ``source`` (a WAV or FLAC file, a folder of them, or a list of paths), in order."""
     symbols, unit, rate = writing_of(subject.run)
     for file, samples, came in sounds(source, settings.max_items, settings.quiet, "predicting"):
@@ -33,7 +33,7 @@ def predict(subject: LoadedRun, source: Any, settings: PredictionSettings, prefi
         yield Predicted(row, f"{file}\t{transcript}")
 
 
-def sounds(source: Any, most: int | None, quiet: bool, doing: str) -> Iterator[tuple[Path, np.ndarray, int]]:
+def sounds(source: object, most: int | None, quiet: bool, doing: str) -> Iterator[tuple[Path, np.ndarray, int]]:
     """Yield the files of ``source`` (a WAV or FLAC file, a folder of them, or a list of paths) in order, each with its
     samples [time] and how many of them are a second; at most ``most`` files. A bar says what the caller is ``doing``.
 

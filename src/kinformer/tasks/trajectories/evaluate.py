@@ -153,7 +153,7 @@ def _acted(
     return rows, clone
 
 
-def facts_correlation(rows: Sequence[Mapping[str, Any]]) -> float:
+def facts_correlation(rows: Sequence[Mapping[str, object]]) -> float:
     """Spearman's, of mean returns and targets; 0 where all returns are alike."""
     targets, returns = (_ranks(np.array([row[name] for row in rows])) for name in ("target", "mean"))
     if returns.std() == 0:

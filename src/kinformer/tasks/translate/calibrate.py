@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from kinformer.evaluation.early_exit import Exited
@@ -21,7 +19,7 @@ from kinformer.tasks.translate.options import BeamOptions
 class PairSamples(Samples):
     """Sources of a part of the pairs, drawn evenly; the truth is their reference."""
 
-    def __init__(self, task: Any, run: TrainedRun, model: Any, sampling: Sampling) -> None:
+    def __init__(self, task: object, run: TrainedRun, model: object, sampling: Sampling) -> None:
         for name in ("prompt_tokens", "new_tokens"):
             if getattr(sampling, name) is not None:
                 raise KinformerError(

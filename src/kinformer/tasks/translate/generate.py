@@ -62,7 +62,7 @@ class Translator:
                 )
         return ids
 
-    def _searched(self, tokens: Any, valid: Any, most: Sequence[int]) -> list[Hypothesis]:
+    def _searched(self, tokens: object, valid: object, most: Sequence[int]) -> list[Hypothesis]:
         import torch
 
         with torch.inference_mode():
@@ -111,7 +111,7 @@ def translate_lines(
 
 
 def predict_lines(
-    subject: LoadedRun, source: Any, settings: PredictionSettings, decoding: BeamOptions
+    subject: LoadedRun, source: object, settings: PredictionSettings, decoding: BeamOptions
 ) -> Iterator[Predicted]:
     """The translations of the texts of ``source``, in order; an empty one has an empty translation."""
     translator = Translator(subject, decoding)

@@ -58,7 +58,7 @@ def _of_data(data: ImageData, patch: int) -> dict[str, Any]:
     return {"kind": INPUT, "size": size, "channels": channels, "patch": patch, "mean": mean, "std": std}
 
 
-def _plain(input: Any) -> dict[str, Any]:
+def _plain(input: object) -> dict[str, Any]:
     """What does not follow from the images."""
     names = ("class_token", "distillation_token", "positions", "resize", "activation")
     return {name: getattr(input, name) for name in names}

@@ -44,7 +44,7 @@ def classify(
     )
 
 
-def predict(subject: LoadedRun, source: Any, settings: PredictionSettings) -> Iterator[Predicted]:
+def predict(subject: LoadedRun, source: object, settings: PredictionSettings) -> Iterator[Predicted]:
     """The most probable classes of the images of ``source``, in order: a picture, all in a folder and its folders, the
     test images of data, or a list of pictures' paths."""
     names = classes_of(subject.run)
@@ -64,6 +64,6 @@ def probabilities_of(model: Any, batch: Sequence[Picture]) -> Tensor:
     return logits.softmax(-1)
 
 
-def _line(picture: Picture, classes: Sequence[Mapping[str, Any]]) -> str:
+def _line(picture: Picture, classes: Sequence[Mapping[str, object]]) -> str:
     label = "" if picture.label is None else f" ({picture.label})"
     return f"{picture.name}{label}: {spell_classes(classes)}"
