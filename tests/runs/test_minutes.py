@@ -153,7 +153,7 @@ def test_steps_alone_keep_the_defaults(book: Path) -> None:
     run = chosen(book, minutes=None, steps=1)
     defaults = {each.name: each.default for each in fields(Settings)}
     assert {name: value for name, value in run.training.items() if value != defaults[name]} == {
-        "steps": 1, "objective": "next-token",
+        "steps": 1, "objective": "next-token", "validation_tokens": 16_384,
     }  # fmt: skip
     assert run.config == configure("gpt", "small", 256) and run.vocabulary == "bytes"
 

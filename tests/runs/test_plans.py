@@ -69,7 +69,9 @@ def test_a_recipe_is_trained_as_in_its_paper_unless_set_otherwise(opened):
     training = MEMBERS["bert"].training["paper"]
     assert vars(paper) == vars(plain) | training
     changed = settings(recipe="paper", lr=3e-4, warmup=0.05, steps=7)
-    assert vars(changed) == vars(paper) | {"lr": 3e-4, "warmup": 0.05, "steps": 7}
+    assert vars(changed) == vars(paper) | {
+        "lr": 3e-4, "warmup": 0.05, "steps": 7, "validation_tokens": changed.validated(),
+    }  # fmt: skip
     assert (timed := settings(recipe="paper", minutes=3.0)).steps is None and timed.lr == 1e-4
 
 

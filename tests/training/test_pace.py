@@ -155,3 +155,9 @@ def test_validations_follow_what_is_trained() -> None:
     assert settings.cadences(20, validation=0.4) == (2, 2)
     assert settings.cadences(1000, validation=6.4) == (100, 100)
     assert Settings(steps=20, validate_every=3).cadences(20, validation=6.4) == (3, 2)
+
+
+def test_a_validation_follows_what_is_trained():
+    tokens = [Settings(steps=steps, batch_size=8, length=512).validated() for steps in (20, 100, 200, 1000)]
+    assert tokens == [16_384, 25_600, 51_200, 65_536]
+    assert Settings(minutes=1.0).validated() == 65_536

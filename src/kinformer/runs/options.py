@@ -79,8 +79,7 @@ class Machine(Checked):
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(Processes, Settings, Machine):
     """Train a member. To resume, what is not given is as it was when the run began. With ``minutes`` and running text,
-    it is chosen so that the time is well spent (see ``runs.minutes``); else those of the
-    recipe's paper, where the member has them, or the defaults of :class:`Settings` hold."""
+    it suits the time (see ``runs.minutes``); else that of the recipe's paper, or the default of :class:`Settings`."""
 
     length: int | None = None  # type: ignore[assignment]
     """Tokens that each row of a batch predicts (512, what the model's positions allow, or what suits `minutes`)."""
@@ -100,6 +99,7 @@ class TrainOptions(Processes, Settings, Machine):
     weight_decay: float | None = None  # type: ignore[assignment]
     """Decoupled weight decay of matrices; norms, biases and other vectors have none (0.1, or what suits `minutes`)."""
     average: int | None = None  # type: ignore[assignment]
+    validation_tokens: int | None = None  # type: ignore[assignment]
     ema: float | None = None  # type: ignore[assignment]
     """Keep a moving average of the weights instead of the weights themselves. It looks back over about this share of
     the steps so far; 0 turns it off (0, or what suits `minutes`)."""

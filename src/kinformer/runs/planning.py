@@ -215,4 +215,6 @@ def _settings(options: TrainOptions, task: Task, length: int | None) -> Settings
     settings = settings if length is None else replace(settings, length=length)
     if settings.steps is None and settings.minutes is None:
         settings = replace(settings, steps=DEFAULT_STEPS)
+    if options.validation_tokens is None and "validation_tokens" not in usual:
+        settings = replace(settings, validation_tokens=settings.validated())
     return replace(settings, objective=task.choose_objective(options.objective, member(options.member).objective))

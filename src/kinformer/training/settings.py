@@ -12,6 +12,8 @@ from kinformer.runtime.words import plural
 DEFAULT_STEPS = 1000
 PARTS_OF_A_RUN = 10
 VALIDATED_SHARE = 0.2
+LEAST_VALIDATED, MOST_VALIDATED, TRAINED_PER_VALIDATED = 16384, 65536, 16
+"""Bounds of the tokens of a validation, and how many tokens a run of known steps trains on for each between them."""
 WARM_UP_STEPS = 20
 """Fewer steps than these are no run: at the usual share, the learning rate rises for one of them."""
 
@@ -71,8 +73,9 @@ class Settings(Checked):
     patience: int = 0
     """End the run after so many validations in a row none of which was better than the best before (0: never). The
     best weights are kept either way."""
-    validation_tokens: int = 65536
-    """Tokens of the validation split on which a validation is computed."""
+    validation_tokens: int = MOST_VALIDATED
+    """Tokens of the validation split on which a validation is computed. The default follows what is trained: a
+    sixteenth of its tokens, from 16,384 to 65,536."""
     checkpoint_every: int | None = None
     """Steps between checkpoints. The default is a tenth of the run; 0 means only the last."""
     checkpoint_minutes: float = 10.0
@@ -126,6 +129,13 @@ class Settings(Checked):
                 f"{plural(self.accumulate, 'accumulated part')}; give a multiple of {world * self.accumulate}."
             )
         return self.batch_size // (world * self.accumulate)
+
+    def validated(self) -> int:
+        """Return the tokens of a validation that suit the run: few for a short one."""
+        if self.steps is None:
+            return MOST_VALIDATED
+        trained = self.steps * self.batch_size * self.length
+        return min(MOST_VALIDATED, max(LEAST_VALIDATED, trained // TRAINED_PER_VALIDATED))
 
     def cadences(self, total: int, validation: float = 0.0) -> tuple[int, int]:
         """Return the steps from one validation to the next and from one checkpoint to the next, in a run of ``total``:
