@@ -39,9 +39,9 @@ CASES = {
     },
     "image": {
         "member": "image-transformer",
-        "train": WHOLE,
+        "train": WHOLE | {"conditional": True},
         "evaluate": {"max_items": 2},
-        "generate": {"complete": "digits", "rows": 4},
+        "generate": {"complete": "digits", "rows": 4, "label": "3"},
         "unread": {"occluded": "is for images whose rows are not named"},
     },
     "trajectories": {

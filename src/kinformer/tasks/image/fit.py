@@ -11,6 +11,7 @@ from kinformer.core.config import to_dict
 from kinformer.core.pattern import Pattern
 from kinformer.data.images import ImageData
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 INPUT = "pixels"
 _BLOCKS = ("block_height", "block_width")
@@ -55,6 +56,19 @@ def divisor(size: int, most: int) -> int:
     return next(number for number in range(min(size, most), 0, -1) if size % number == 0)
 
 
+def with_classes(config: Any, data: ImageData | None) -> dict[str, Any]:
+    """Changes of a fitted ``config`` to a model that is told the class of every image; refuse data without classes."""
+    if data is None:
+        return {}
+    if len(data.classes) < 2:
+        has = "has one class" if data.classes else "has no classes"
+        raise KinformerError(
+            f"`conditional`: {data.name} {has}; give images with labels of two or more classes, such as a folder with "
+            "a folder per class, or leave it out."
+        )
+    return {"input.classes": len(data.classes)}
+
+
 def check_image(config: Any, data: ImageData, model: nn.Module) -> None:
     """Refuse a model for images of another shape, or whose attention runs through other cells than its input."""
     input = config.input
@@ -63,6 +77,11 @@ def check_image(config: Any, data: ImageData, model: nn.Module) -> None:
         raise KinformerError(
             f"`set` input: is for images of {' x '.join(map(str, shape))}, but {data.name} has "
             f"{' x '.join(map(str, data.shape))}; leave the sizes out, they follow the data."
+        )
+    if input.classes not in (0, len(data.classes)):
+        raise KinformerError(
+            f"`set` input.classes={input.classes}: but {data.name} has {plural(len(data.classes), 'class')}; leave it "
+            "out, and give `conditional`."
         )
     for module in model.modules():
         pattern = getattr(module, "pattern", None)
