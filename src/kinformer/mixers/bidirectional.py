@@ -46,6 +46,7 @@ from kinformer.kernels.attention import (
 )
 from kinformer.kernels.impls import AttentionImpl
 from kinformer.patterns.full import Full
+from kinformer.patterns.image_2d import check_grid
 from kinformer.positions.none import NoPosition
 from kinformer.projections.multi_head import MultiHead
 from kinformer.projections.output_gate import Gate, build_gate
@@ -122,6 +123,7 @@ class BidirectionalAttention(EncoderMixer):
         positions = (torch.arange(time, device=x.device) - num_global).clamp_min(0).expand(x.shape[0], -1)
         q, k = self.position.rotate(q, k, positions)
         q, v = self.score.queries(q), self.position.values(v)
+        check_grid(self.pattern, text.grid, time - num_global)
         groups = self._groups(text, time - num_global)
         long = [tensor[:, :, num_global:] for tensor in (q, k, v)]
         output = self._by_pattern(long, text, groups)
