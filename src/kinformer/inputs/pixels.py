@@ -40,6 +40,8 @@ class Pixels(Input):
     ``per_channel``: a table of values for each channel. ``scale``: values times the root of their width.
     ``restart``: the first cell of every block sees START, and the last value of a block is seen by none (the Image
     Transformer's code in 2D, which shifts every block by itself).
+    ``shifted``: position t holds the value before cell t, which is predicted there; False, in an encoder: that of cell
+    t itself, and there is no START.
     ``classes``: how many classes images have, each a vector that is added at every position (Parmar et al. 2018,
     section 5.2); every position holds the class, so that chunks remain those of any sequence. 0: none.
     """
@@ -59,6 +61,7 @@ class Pixels(Input):
         per_channel: bool = False
         scale: bool = False
         classes: int = 0
+        shifted: bool = True
 
         def __post_init__(self) -> None:
             if self.classes < 0:
@@ -74,6 +77,8 @@ class Pixels(Input):
                 raise KinformerError("block_height and block_width belong together; give both, or none of them.")
             if self.block_height is None:
                 check_unused(self, "in raster order, which has no blocks", "restart")
+            if not self.shifted:
+                check_unused(self, "where values are not shifted", "restart")
             if self.places == "none":
                 check_unused(self, "without places", "concatenate")
             raster = self.raster
@@ -121,7 +126,7 @@ class Pixels(Input):
         self.vocab_size = config.vocab_size
         tables = config.channels if config.joint or config.per_channel else 1
         self.values = nn.Embedding(LEVELS * tables, width)
-        self.start = nn.Parameter(torch.zeros(width))
+        self.start = nn.Parameter(torch.zeros(width)) if config.shifted else None
         self.factor = width**0.5 if config.scale else None
         learned, channels = config.places == "learned", 1 if config.joint else config.channels
         self.rows = nn.Embedding(config.height, width) if learned else None
@@ -161,7 +166,7 @@ class Pixels(Input):
         if self.classes is not None:
             values, image_classes = self.predicted(values), values[..., -1]
             self._check_range(image_classes, self.config.classes - 1, "class")
-        self._check_range(values, START, "intensity")
+        self._check_range(values, START if self.start is not None else LEVELS - 1, "intensity")
         cells = positions % self.raster.size
         x = self._valued(values, cells)
         placed = self._placed(cells)
@@ -178,11 +183,13 @@ class Pixels(Input):
         if config.joint:
             x = self.values(clamped + LEVELS * torch.arange(config.channels, device=values.device)).sum(-2)
         elif config.per_channel:
-            _, before = self.raster.cell((cells - 1) % self.raster.size)
-            x = self.values(clamped + before % config.channels * LEVELS)
+            _, column = self.raster.cell((cells - int(config.shifted)) % self.raster.size)
+            x = self.values(clamped + column % config.channels * LEVELS)
         else:
             x = self.values(clamped)
         x = x if self.factor is None else x * self.factor
+        if self.start is None:
+            return x
         return torch.where(begins[..., None], self.start.to(x.dtype), x)
 
     def _placed(self, cells: Tensor) -> Tensor | None:

@@ -33,6 +33,7 @@ from kinformer.core.parts import (
     merge_heads,
 )
 from kinformer.core.pattern import Pattern
+from kinformer.core.raster import check_grid
 from kinformer.kernels.attention import (
     Attended,
     AttentionDropout,
@@ -46,7 +47,6 @@ from kinformer.kernels.attention import (
 )
 from kinformer.kernels.impls import AttentionImpl
 from kinformer.patterns.full import Full
-from kinformer.patterns.image_2d import check_grid
 from kinformer.positions.none import NoPosition
 from kinformer.projections.multi_head import MultiHead
 from kinformer.projections.output_gate import Gate, build_gate

@@ -186,21 +186,3 @@ class Image2D(Pattern):
             np.where(one_line, x, np.where(one_row, left, 0)),
             np.where(one_line, last_x, np.where(one_row, last_left + self.raster.block_width - 1, self.width - 1)),
         )
-
-
-def check_grid(pattern: Pattern | None, grid: tuple[int, int] | None, tokens: int) -> None:
-    """Refuse a ``pattern`` of other cells than the ``grid`` of an image's patches, which are ``tokens`` with those that
-    stand before them."""
-    if (
-        grid is None
-        or not isinstance(pattern, Image2D)
-        or pattern.raster == Raster.plain(*grid)
-        and (tokens == pattern.raster.size)
-    ):
-        return
-    rows, columns = grid
-    raise KinformerError(
-        f"the pattern image_2d is not one of {rows} x {columns} patches, row by row, and nothing else; give it "
-        f"height = {rows}, width = {columns}, by_rows = true, and `set` input.class_token=false with `set` "
-        "head.pooling=mean."
-    )

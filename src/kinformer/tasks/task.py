@@ -147,7 +147,7 @@ class Task:
         """Overrides that make ``config`` fit the task and its data (None: not opened yet), as plain data."""
         return {}
 
-    def asked(self, config: Any, data: Any | None, options: Any) -> dict[str, Any]:
+    def requested(self, config: Any, data: Any | None, options: Any) -> dict[str, Any]:
         """Overrides of the fitted ``config`` that the task's own ``options`` ask for, as plain data."""
         return {}
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from kinformer.training.data_module import DataModule
 
 INPUT, LEVELS = "pixels", 256
-ABSOLUTE = ("learned", "sinusoidal")
-"""Positions of sequences, which the input's rows, columns and channels stand in for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,12 +124,12 @@ class Image(Task):
         return LEVELS
 
     def fit(self, config: Any, data: ImageData | None) -> dict[str, Any]:
-        from kinformer.tasks.image.fit import image_changes
+        from kinformer.tasks.image.fit import ABSOLUTE, image_changes
 
         position = {"position": "none"} if config.input.kind != INPUT and config.position.kind in ABSOLUTE else {}
         return image_changes(config, None if data is None else data.shape) | position
 
-    def asked(self, config: Any, data: ImageData | None, options: ImageOptions) -> dict[str, Any]:
+    def requested(self, config: Any, data: ImageData | None, options: ImageOptions) -> dict[str, Any]:
         from kinformer.tasks.image.fit import with_classes
 
         return with_classes(config, data) if options.conditional else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -14,13 +15,15 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 
 INPUT = "pixels"
+ABSOLUTE = ("learned", "sinusoidal")
+"""Positions of sequences, which the input's rows, columns and channels stand in for."""
 _BLOCKS = ("block_height", "block_width")
 
 
 def image_changes(config: Any, shape: tuple[int, int, int] | None) -> dict[str, Any]:
     """Changes of ``config`` to a model of images of ``shape`` (height, width, channels), None where that is not known:
     an input of pixels, in the blocks of the attention's pattern if that has some, whose sizes follow the images'."""
-    patterns = {index: pattern for index, layer in enumerate(config.layers) if (pattern := _pattern(layer)) is not None}
+    patterns = patterns_of(config.layers)
     if config.input.kind == INPUT:
         input_changes = to_dict(config.input)
     else:
@@ -38,9 +41,20 @@ def image_changes(config: Any, shape: tuple[int, int, int] | None) -> dict[str, 
             f"block_{side}": divisor(size, input_changes[f"block_{side}"]) for side, size in cells.items()
         }
     changes = {"input": input_changes | {"height": height, "width": width, "channels": channels}}
+    return changes | resized(patterns, cells)
+
+
+def patterns_of(layers: Sequence[Any]) -> dict[int, Any]:
+    """The patterns of those ``layers`` whose attention is of blocks of an image, by the numbers of the layers."""
+    return {index: pattern for index, layer in enumerate(layers) if (pattern := _pattern(layer)) is not None}
+
+
+def resized(patterns: Mapping[int, Any], cells: Mapping[str, int], path: str = "") -> dict[str, Any]:
+    """Changes of the ``patterns`` of layers under ``path`` to images of so many ``cells`` (height and width)."""
+    changes = {}
     for index, pattern in patterns.items():
         blocks = {f"block_{side}": divisor(size, getattr(pattern, f"block_{side}")) for side, size in cells.items()}
-        changes[f"layers.{index}.mixer.pattern"] = to_dict(pattern) | cells | blocks
+        changes[f"{path}layers.{index}.mixer.pattern"] = to_dict(pattern) | dict(cells) | blocks
     return changes
 
 
@@ -73,6 +87,10 @@ def check_image(config: Any, data: ImageData, model: nn.Module) -> None:
     """Refuse a model for images of another shape, or whose attention runs through other cells than its input."""
     input = config.input
     shape = (input.height, input.width, input.channels)
+    if not input.shifted:
+        raise KinformerError(
+            "`set` input.shifted=false: a position would hold the very value that it predicts; leave it out."
+        )
     if shape != data.shape:
         raise KinformerError(
             f"`set` input: is for images of {' x '.join(map(str, shape))}, but {data.name} has "
@@ -83,6 +101,11 @@ def check_image(config: Any, data: ImageData, model: nn.Module) -> None:
             f"`set` input.classes={input.classes}: but {data.name} has {plural(len(data.classes), 'class')}; leave it "
             "out, and give `conditional`."
         )
+    check_blocks_of(model, input)
+
+
+def check_blocks_of(model: nn.Module, input: Any) -> None:
+    """Refuse a model whose attention runs through other cells than its ``input`` (a config of pixels)."""
     for module in model.modules():
         pattern = getattr(module, "pattern", None)
         raster = getattr(pattern, "raster", None) if isinstance(pattern, Pattern) else None

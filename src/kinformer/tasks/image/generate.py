@@ -48,14 +48,14 @@ def draw(subject: LoadedRun, options: Any, task_options: Any) -> Drawn:
     out = Path(task_options.out) if task_options.out is not None else run.folder / "samples.png"
     if out.suffix.lower() != ".png":
         raise KinformerError(f"`out` {out}: is no name of a PNG; end it with .png.")
-    _check(model, options)
+    check_sampling(model, options)
     sequences = Sequences(run.config.input)
     prefix, whole, classes = _occluded(subject, sequences, task_options)
     count = options.samples * (1 if prefix is None else len(prefix))
     labels = _labels(run, task_options.label, classes, count)
     begin = None if prefix is None else prefix.repeat_interleave(options.samples, 0)
     begun = time.perf_counter()
-    values, state_bytes = _sample(model, sequences, begin, labels, count, options)
+    values, state_bytes = sample(model, sequences, model.initial_state(count), options, begin, labels)
     seconds = time.perf_counter() - begun
     pixels = sequences.images(values)
     if whole is None or prefix is None:
@@ -94,7 +94,8 @@ def grid(pixels: np.ndarray, columns: int) -> np.ndarray:
     return sheet
 
 
-def _check(model: Any, options: Any) -> None:
+def check_sampling(model: Any, options: Any) -> None:
+    """Refuse options of drawing that a head with a distribution of its own does not read."""
     if isinstance(model.head, Likelihood):
         for name in ("top_k", "top_p", "min_p"):
             if (value := getattr(options, name)) is not None:
@@ -174,11 +175,17 @@ def _veiled(whole: np.ndarray, sequences: Sequences, prefix: int) -> np.ndarray:
     return sequences.images(values)
 
 
-def _sample(
-    model: Any, sequences: Sequences, begin: Tensor | None, labels: Tensor | None, count: int, options: Any
+def sample(
+    model: Any,
+    sequences: Sequences,
+    state: Any,
+    options: Any,
+    begin: Tensor | None = None,
+    labels: Tensor | None = None,
 ) -> tuple[Tensor, int]:
     """Values int64 [count, time(, channels)] that go on from ``begin``, of the classes ``labels`` [count], and the
-    bytes of the state at the end."""
+    bytes of the state at the end; ``state`` is that of ``count`` new sequences."""
+    count = len(state.seen)
     device, time_, input = device_of(model), len(sequences.order), sequences.input
     pick = _Picker(model, count, options)
     values = torch.full((count, time_ + 1, *([input.channels] if input.joint else [])), START, device=device)
@@ -186,7 +193,7 @@ def _sample(
     if begin is not None:
         values[:, 1 : 1 + done] = begin.to(device)
     with torch.inference_mode(), progressing(options.quiet, "drawing rows") as progress:
-        state = states.reserve(model.initial_state(count), time_)
+        state = states.reserve(state, time_)
         for part in values[:, :done].split(options.chunk, 1) if done else ():
             state = model.head_inputs(labelled(part, labels), state)[1]
         stepping = Steps(model, time_ - done, recorded=True)

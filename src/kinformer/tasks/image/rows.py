@@ -81,7 +81,7 @@ class ImageRows(DataModule):
         number = np.arange(share) + step * self.settings.batch_size + rank * share
         return self._of(self.data.train, in_epochs(number, len(self.data.train), self.settings.seed))
 
-    def _of(self, images: Images, chosen: np.ndarray) -> ImageBatch:
+    def _of(self, images: Images, chosen: np.ndarray) -> Any:
         values = self.sequences.of(images.pixels[chosen])
         if not self.sequences.input.classes:
             return ImageBatch(values)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kinformer.patterns.image_2d import check_grid
+from kinformer.core.raster import check_grid
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 
