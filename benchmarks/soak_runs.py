@@ -48,6 +48,7 @@ TRAINING: dict[str, list[str]] = {
     "dino": ["--prototypes", "16", "--local-views", "2"],
     "mae": [],
     "translate": ["--length", "40", "--tokenizer", "bytes"],
+    "super-resolution": ["--factor", "2"],
 }
 EVALUATION = {
     "next-token": ["--max-bytes", "400"],
@@ -55,11 +56,13 @@ EVALUATION = {
     "trajectories": ["--episodes", "2", "--cloning-steps", "2"],
     "control": ["--episodes", "2"],
     "image": ["--max-items", "4"],
+    "super-resolution": ["--max-items", "4"],
 }
 GENERATION = {
     "next-token": ["--prompt", "abc", "--max-new-tokens", "20"],
     "algorithm": ["--prompt", "12="],
     "image": ["--out", "PICTURE"],
+    "super-resolution": ["--out", "PICTURE", "--enlarged", "2"],
     "trajectories": [],
     "control": [],
     "translate": ["--prompt", "one"],

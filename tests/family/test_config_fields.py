@@ -193,7 +193,7 @@ BASES = {
     ("layer", "sha_rnn"): [{"attention": SingleHead.Config(memory=5)}],
     ("pattern", "fixed"): [{"slices": 2, "num_heads": 4}],
     ("head", "continuous_actions"): [{"low": (-1.0, -2.0), "high": (1.0, 2.0)}],
-    ("input", "pixels"): [{"channels": 3}, {"channels": 3, "joint": True}],
+    ("input", "pixels"): [{"channels": 3}, {"channels": 3, "joint": True}, {"classes": 30}],
     ("model", "encoder"): [{"global_tokens": 2}, {"global_input": ExtraTokens.Config(count=2)}],
 }
 """Further configs to begin from: fields that differ from the smallest."""
@@ -384,7 +384,7 @@ def entered(config: Config) -> tuple:
             return [input(images, torch.arange(input.length(images)).expand(2, -1))]
         if isinstance(input, Frames | Observations):
             return [input(numbers(*input.example(2, 5).shape), torch.arange(5).expand(2, -1))]
-        times = (2, TIME, input.values_per_position)
+        times = (2, TIME, input.example(1, 1)[0].numel())
         values = (torch.arange(2 * TIME).view(2, TIME, 1).expand(times) * torch.arange(1, times[2] + 1)) % VOCAB
         values = values if input.example(1, 1).dim() == 3 else values[..., 0]
         return [input(values, torch.arange(TIME).expand(2, -1))]

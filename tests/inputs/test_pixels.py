@@ -51,6 +51,48 @@ def test_a_model_of_pixels_keeps_the_contract(name, check):
     MODEL_CHECKS[check](ModelSubject(config.build, vocab_size=256))
 
 
+class LabelledSubject(ModelSubject):
+    """A model of pixels that is told the class of every image: rows have the classes 0, 1, 2, ..."""
+
+    def labelled(self, values):
+        classes = (torch.arange(len(values)) % 3)[:, None, None].expand(*values.shape, 1)
+        return torch.cat([values[..., None], classes], -1)
+
+    def inputs(self, batch, time, seed):
+        return self.labelled(super().inputs(batch, time, seed))
+
+    def spoil(self, inputs, valid):
+        return torch.where(valid[..., None], inputs, self.inputs(*inputs.shape[:2], seed=13))
+
+    def disturb(self, inputs, since, factor):
+        values = (inputs[..., 0] + 1 + int(factor)) % self.vocab_size
+        return torch.cat([inputs[:, :since], self.labelled(values)[:, since:]], dim=1)
+
+
+@pytest.mark.parametrize("check", MODEL_CHECKS)
+def test_a_model_that_is_told_classes_keeps_the_contract(check):
+    config = decoder(Pixels.Config(height=3, width=2, channels=3, classes=3))
+    MODEL_CHECKS[check](LabelledSubject(config.build, vocab_size=256))
+
+
+@pytest.mark.parametrize("more", [{}, {"channels": 3, "joint": True}, {"concatenate": True, "places": "sinusoid"}])
+def test_the_vector_of_the_class_is_added_at_every_position(more):
+    torch.manual_seed(0)
+    plain, conditional = (Pixels.Config(height=3, width=2, classes=n, **more).build(8) for n in (0, 4))
+    conditional.load_state_dict(plain.state_dict() | {"classes.weight": conditional.classes.weight})
+    values = torch.randint(256, plain.example(2, 6).shape)
+    values[:, 0] = START
+    classes = torch.tensor([3, 1])[:, None].expand(-1, 6)
+    numbers = values if values.dim() == 3 else values[..., None]
+    places = torch.arange(6).expand(2, -1)
+    found = conditional(torch.cat([numbers, classes[..., None]], -1), places)
+    torch.testing.assert_close(found, plain(values, places) + conditional.classes.weight[[3, 1]][:, None])
+    with pytest.raises(KinformerError, match="4 is no class, which are 0 to 3 here"):
+        conditional(torch.cat([numbers, classes[..., None] * 0 + 4], -1), places)
+    with pytest.raises(KinformerError, match="the last of which is the class"):
+        conditional.check(values[..., :1])
+
+
 def test_joint_pixels_stream_as_they_are_trained():
     torch.manual_seed(0)
     input = Pixels.Config(height=3, width=4, channels=3, joint=True)
@@ -133,6 +175,7 @@ REFUSED = {
     "restart without blocks": ({"restart": True}, "restart = True does nothing in raster order"),
     "beside nothing": ({"places": "none", "concatenate": True}, "does nothing without places"),
     "no size": ({"height": 0}, "height must be 1 or more"),
+    "less than no class": ({"classes": -1}, "classes must be 0 or more"),
 }
 
 

@@ -58,6 +58,7 @@ LEAVES = {
     "big bird": BigBird.Config(block=4, random=1, num_heads=4).build().sized(120),
     "blockwise": Blockwise.Config(block=16, permutations=((0, 1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 5, 6, 0)) * 2).build(),
     "image 1d": Image1D(block=6).build(),
+    "image 2d, by rows": Image2D(6, 20, 2, 5, 1, 2, masked=False, by_rows=True),
     "documents": Documents.Config(starts=(5, 21, 22, 60)).build(),
 }
 DECODER = ("causal", "window", "dilated", "strided", "columns", "fixed", "random", "image 1d")
@@ -294,6 +295,9 @@ EXPLAINED = {
     "image 2d": Image2D.Config(
         height=128, width=128, block_height=16, block_width=16, flange_height=8, flange_width=8
     ).build(),
+    "image 1d, unmasked": Image1D(block=256, masked=False).build(),
+    "image 2d, unmasked": Image2D(128, 128, 16, 16, 8, 8, masked=False),
+    "image 2d, by rows": Image2D(128, 128, 16, 16, 8, 8, masked=False, by_rows=True),
     "documents": Documents.Config(starts=tuple(range(700, 16384, 700))).build() & Band(),
 }
 

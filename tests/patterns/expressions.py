@@ -56,6 +56,13 @@ CONFIGS = {
     "blockwise": Blockwise.Config(block=5, permutations=((1, 2, 0),)),
     "blockwise, per head": Blockwise.Config(block=5, permutations=((0, 1, 2), (1, 2, 0), (2, 0, 1))),
     "image, 1d": Image1D(block=5),
+    "image, 1d, unmasked": Image1D(block=5, masked=False),
+    "image, 2d, unmasked": Image2D.Config(
+        height=4, width=6, block_height=2, block_width=3, flange_height=1, flange_width=2, masked=False
+    ),
+    "image, 2d, by rows": Image2D.Config(
+        height=4, width=6, block_height=2, block_width=3, flange_height=1, flange_width=2, masked=False, by_rows=True
+    ),
     "image, 2d": Image2D.Config(height=4, width=6, block_height=2, block_width=3, flange_height=1, flange_width=2),
     "image, 2d, one row of blocks": Image2D.Config(
         height=2, width=8, block_height=2, block_width=2, flange_height=0, flange_width=3
@@ -99,7 +106,9 @@ def images(draw):
     block_height, block_width = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     height, width = block_height * draw(st.integers(1, 3)), block_width * draw(st.integers(1, 3))
     flange_height, flange_width = draw(st.integers(0, 4)), draw(st.integers(0, 5))
-    return Image2D(height, width, block_height, block_width, flange_height, flange_width)
+    sizes = (height, width, block_height, block_width, flange_height, flange_width)
+    masked = draw(st.booleans())
+    return Image2D(*sizes, masked=masked, by_rows=not masked and draw(st.booleans()))
 
 
 @st.composite

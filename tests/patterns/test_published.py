@@ -106,6 +106,25 @@ def test_2d_blocks_are_those_of_the_image_transformer(golden):
         close(got, block_raster(golden[f"image.{name}2"]), 1e-5)
 
 
+def test_2d_blocks_without_a_mask_are_those_of_the_image_transformer(golden):
+    """Those of its encoder; ``out2`` is of ``local_attention_2d``, block 2 x 4, flange 2 x 2."""
+    config = Image2D.Config(
+        height=6, width=8, block_height=2, block_width=4, flange_height=2, flange_width=2, masked=False
+    )
+    arrays = [golden[f"image.{name}2"] for name in ("q", "k", "v", "grad_out")]
+    by_rows = [array.reshape(2, 2, 48, 6) for array in arrays]
+    with np.load(GOLDEN.parent / "image_unmasked.npz", allow_pickle=False) as arrays_of_encoder:
+        out = arrays_of_encoder["out2"]
+    close(attended(config.build(), list(map(block_raster, arrays)), 1.0)[0], block_raster(out), 1e-5)
+    close(attended(config.replace(by_rows=True).build(), by_rows, 1.0)[0], out.reshape(2, 2, 48, 6), 1e-5)
+
+
+def test_1d_blocks_without_a_mask_see_both_neighbours():
+    mask = mask_of(Image1D(block=4, masked=False).build(), 16)
+    block = np.arange(16) // 4
+    assert (mask == (abs(block[:, None] - block) <= 1)).all()
+
+
 def test_2d_memory_has_the_mask_of_the_image_transformer(golden):
     """A block amid an image: rows are its queries, columns the row above, then per row flange, block, flange."""
     image = Image2D(height=4, width=12, block_height=2, block_width=4, flange_height=1, flange_width=2)

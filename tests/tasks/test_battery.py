@@ -39,10 +39,16 @@ CASES = {
     },
     "image": {
         "member": "image-transformer",
-        "train": WHOLE,
+        "train": WHOLE | {"conditional": True},
         "evaluate": {"max_items": 2},
-        "generate": {"complete": "digits", "rows": 4},
+        "generate": {"complete": "digits", "rows": 4, "label": "3"},
         "unread": {"occluded": "is for images whose rows are not named"},
+    },
+    "super-resolution": {
+        "member": "image-transformer",
+        "train": WHOLE | {"recipe": "tiny-super-resolution", "factor": 2},
+        "evaluate": {"max_items": 2},
+        "generate": {"image": "digits", "enlarged": 2},
     },
     "trajectories": {
         "member": "decision",

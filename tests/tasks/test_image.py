@@ -21,7 +21,7 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.image import TASK
 from kinformer.tasks.image.fit import check_image
 from kinformer.tasks.image.generate import grid
-from kinformer.tasks.image.rows import Sequences, class_nats, nats_of, shifted
+from kinformer.tasks.image.rows import Sequences, class_nats, labelled, nats_of, shifted
 from tests.members import CAUSAL
 
 TINY = ["--task", "image", "--recipe", "tiny", "--steps", "3", "--batch-size", "4", "--threads", "1"]
@@ -195,6 +195,55 @@ def test_colours_with_every_head(cli, colours, tmp_path, more):
     if more:
         code, _, err = cli("generate", out, "--top-k", "3")
         assert code == 2 and "--top-k 3: is for heads that give every value a probability" in err
+
+
+@pytest.fixture(scope="module")
+def labelled_run(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "labelled"
+    assert main(["train", "image-transformer", *TINY, *SMALL, "--conditional", "--out", str(out)]) == 0
+    return out
+
+
+def test_a_run_that_is_told_classes_is_measured_with_the_true_ones(cli, labelled_run):
+    assert open_run(labelled_run).config.input.classes == 10
+    code, told, _ = cli("evaluate", labelled_run, "--max-items", "6", "--json")
+    model, test = kinformer.load(labelled_run), read_images("digits").test
+    with torch.no_grad():
+        model.input.classes.weight.normal_()
+    values = torch.from_numpy(test.pixels[:6].reshape(6, 64).astype(np.int64))
+    labels = torch.from_numpy(test.labels[:6].copy())
+    read = torch.stack([shifted(values), labels[:, None].expand(-1, 64)], -1)
+    assert torch.equal(labelled(shifted(values), labels), read)
+    with torch.no_grad():
+        nats = class_nats(kinformer.load(labelled_run)(read)[0], values)
+        assert not torch.equal(model(read)[0], model(labelled(shifted(values), labels.flip(0)))[0])
+    assert code == 0 and json.loads(told)["bits_per_dim"] == pytest.approx(float(nats.mean()) / np.log(2), abs=1e-5)
+
+
+def test_images_of_a_class_are_drawn_and_completed(cli, labelled_run, tmp_path):
+    code, told, err = cli("generate", labelled_run, "--label", "7,2", "--samples", "3", "--json")
+    assert code == 0 and json.loads(told)["labels"] == ["7", "2", "7"], err
+    _, told, _ = cli("generate", labelled_run, "--samples", "11", "--json")
+    assert json.loads(told)["labels"] == [*map(str, range(10)), "0"]
+    code, told, _ = cli("generate", labelled_run, "--complete", "digits", "--occluded", "2", "--samples", "2", "--json")
+    true = [str(label) for label in read_images("digits").test.labels[:2]]
+    assert code == 0 and json.loads(told)["labels"] == [true[0], true[0], true[1], true[1]]
+
+
+def test_classes_that_are_missing_are_one_sentence(cli, labelled_run, digits_run, colours, tmp_path):
+    from PIL import Image
+
+    Image.fromarray(read_images("digits").test.pixels[0, ..., 0]).save(tmp_path / "one.png")
+    new = ("train", "gpt", *TINY, "--out", tmp_path / "run")
+    for command, message in (
+        (("generate", labelled_run, "--label", "cat"), "--label cat: class: 'cat' is unknown"),
+        (("generate", digits_run, "--label", "3"), "--label 3: this model draws images of no class"),
+        (("generate", labelled_run, "--complete", tmp_path / "one.png"), "has no class; give --label NAME too"),
+        ((*new, "--conditional", "--data", colours), "--conditional: colours.npz has no classes"),
+        ((*new, "--set", "input.classes=3"), "--set input.classes=3: but digits has 10 classes"),
+    ):
+        code, _, err = cli(*command)
+        assert code == 2 and message in err and err.count("\n") == 1, err
 
 
 def test_blocks_follow_the_sizes_of_the_data(cli, colours, tmp_path):

@@ -207,3 +207,19 @@ def test_a_pyramid_is_fitted_from_below(side, sides):
     assert (lowest.patch, config.input.encoder.input.patch, config.input.patch) == sides
     assert config.input.size == (side, side + 3) and config.input.channels == 1 and config.head.classes == 2
     assert lowest.resize == "bicubic" and config.build()(torch.zeros(1, 1, 8, 8)).shape == (1, 2)
+
+
+GRID = {"kind": "image_2d", "height": 4, "width": 4, "block_height": 2, "block_width": 2}
+GRID |= {"flange_height": 1, "flange_width": 1, "masked": False, "by_rows": True}
+
+
+def test_patches_see_the_blocks_around_theirs(tmp_path):
+    """The pattern of an encoder of images is over its grid, or refused before anything is trained."""
+    changes = {"input.class_token": False, "head.pooling": "mean", "layers.*.mixer.pattern": GRID}
+    options = {"recipe": "tiny", "steps": 1, "batch_size": 2, "validation_tokens": 32, "threads": 1}
+    run = kinformer.train("vit", out=tmp_path / "run", set=changes, **options)
+    assert run.config.layers[0].mixer.pattern.by_rows
+    for change in ({"input.class_token": True}, {"layers.*.mixer.pattern": GRID | {"height": 2}}):
+        with pytest.raises(KinformerError, match="is not one of 4 x 4 patches"):
+            kinformer.train("vit", out=tmp_path / "none", set=changes | change, **options)
+    assert not (tmp_path / "none").exists()

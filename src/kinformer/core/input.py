@@ -15,7 +15,7 @@ class Input(nn.Module):
     ...
 
     ``vocab_size``: values are ids below it; None where they are no ids. ``values_per_position``: how many of them stand
-    at one position.
+    at one position and are predicted there.
     """
 
     vocab_size: int | None = None
@@ -54,6 +54,10 @@ class Input(nn.Module):
     def length(self, values: Tensor) -> int:
         """Return how many positions ``values`` become: their second axis, unless the input is whole."""
         return values.shape[1]
+
+    def predicted(self, values: Tensor) -> Tensor:
+        """Return what of ``values`` a head predicts: all, unless a position also holds what it is conditioned on."""
+        return values
 
     def grid(self, values: Tensor) -> tuple[int, int] | None:
         """Return rows and columns of the patches of images, which are the last

@@ -67,3 +67,17 @@ def check_blocks(sizes: dict[str, int], blocks: dict[str, int]) -> None:
             raise KinformerError(
                 f"{side} = {size} is not made of whole blocks of block_{side} = {blocks[side]}; choose a divisor."
             )
+
+
+def check_grid(pattern: object, grid: tuple[int, int] | None, tokens: int) -> None:
+    """Refuse a ``pattern`` of the cells of an image that are not the ``grid`` of its patches, row by row; ``tokens``
+    are those, and whatever stands before them."""
+    raster: Raster | None = getattr(pattern, "raster", None)
+    if grid is None or raster is None or (raster == Raster.plain(*grid) and tokens == raster.size):
+        return
+    rows, columns = grid
+    raise KinformerError(
+        f"the pattern image_2d is not one of {rows} x {columns} patches, row by row, and nothing else; give it "
+        f"height = {rows}, width = {columns}, by_rows = true, and `set` input.class_token=false with `set` "
+        "head.pooling=mean."
+    )

@@ -202,7 +202,7 @@ def loss_of(model: Any, logits: Tensor, tokens: Tensor) -> Tensor:
     """Return the mean cross-entropy of every token, or of every sequence where ``logits`` are [batch, classes]; of a
     head that has a likelihood of its own the mean of that."""
     if isinstance(model.head, Likelihood):
-        return model.head.nats(logits, tokens).mean()
+        return model.head.nats(logits, model.input.predicted(tokens)).mean()
     targets = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
 

@@ -102,13 +102,14 @@ def encoder_decoder(
     depth: int | None = None,
     dropout: float = 0.0,
     cross: MixerConfig | None = None,
+    source: InputConfig | None = None,
 ) -> EncoderDecoder.Config:
     """The decoder's config with cross-attention (``cross``, exact if not given) behind the mixer of every layer, and
     ``depth`` encoder layers (as many as the decoder has, if not given) of ``mixer`` that are otherwise like the
     decoder's first.
 
-    Both read by one input, whose last two ids are BOS and EOS, at positions of the same kind; ``dropout`` is that of
-    embeddings and of sublayers.
+    Both read by one input, whose last two ids are BOS and EOS, unless the encoder has its own, ``source``; at positions
+    of the same kind. ``dropout`` is that of embeddings and of sublayers.
     """
     from dataclasses import fields
 
@@ -124,11 +125,12 @@ def encoder_decoder(
         mixer=mixer, feed_forward=first.feed_forward, norm=first.norm, residual=first.residual, dropout=dropout
     )
     read_by: Any = base.input
-    size = read_by.vocab_size
+    if source is None:
+        read_by = read_by.replace(bos_token=read_by.vocab_size - 2, eos_token=read_by.vocab_size - 1)
     return EncoderDecoder.Config(
-        **settings
-        | {"input": read_by.replace(bos_token=size - 2, eos_token=size - 1), "layers": layers, "dropout": dropout},
+        **settings | {"input": read_by, "layers": layers, "dropout": dropout},
         encoder=SourceEncoder.Config(
+            input=source,
             layers=(layer,) * (depth or len(layers)),
             position=base.position,
             norm=base.norm,

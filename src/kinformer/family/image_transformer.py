@@ -10,6 +10,7 @@ from kinformer.family.record import Member, Recipe
 if TYPE_CHECKING:
     from kinformer.core.input import InputConfig
     from kinformer.models.decoder import Decoder
+    from kinformer.models.encoder_decoder import EncoderDecoder
 
 
 def _recipe(shape: ModelShape, pixels: bool = False, **pattern: Any) -> Recipe:
@@ -36,6 +37,27 @@ def _recipe(shape: ModelShape, pixels: bool = False, **pattern: Any) -> Recipe:
             scale=True,
         ).replace(norm=None)
         return config.replace(input=_pixels(pattern), position=NoPosition.Config()) if pixels else config
+
+    return recipe
+
+
+def _super_resolution(shape: ModelShape, encoder_depth: int, source: int, size: int, block: int) -> Recipe:
+    """The recipe of an encoder-decoder that enlarges ``source`` x ``source`` pixels to ``size`` x ``size``; the
+    attention of both is local, in blocks of one dimension."""
+
+    def recipe(vocab: int | None) -> EncoderDecoder.Config:
+        from kinformer.family.assemble import encoder_decoder
+        from kinformer.inputs.pixels import Pixels
+        from kinformer.mixers.bidirectional import BidirectionalAttention
+        from kinformer.patterns.image_1d import Image1D
+
+        base: Any = _recipe(shape, pixels=True, block=block)(None)
+        mixer = BidirectionalAttention.Config(num_heads=shape.num_heads, pattern=Image1D(block=block, masked=False))
+        read: Any = base.input
+        assert isinstance(read, Pixels.Config)
+        low = read.replace(height=source, width=source, shifted=False)
+        config = encoder_decoder(base, mixer, depth=encoder_depth, source=low)
+        return config.replace(input=read.replace(height=size, width=size))
 
     return recipe
 
@@ -76,6 +98,9 @@ MEMBER = Member(
         "what stands before an image or a block is learned and begins as noughts (the published code: noughts)",
         "a sequence of less than two blocks in 1D is cut into blocks like any other (the published code: one block)",
         "no dropout unless asked for (the paper: 0.3 on CIFAR-10)",
+        "recipes of super-resolution have norms behind sublayers, as the other recipes; the published code's "
+        "(img2img_transformer_base) before them. The decoder attends to all of the source",
+        "runs are told classes by `conditional`, with any recipe of pixels",
     ),
     exact_limit="1D: 2 * block >= length; 2D: a block as large as the image",
     parity=(
@@ -95,6 +120,9 @@ MEMBER = Member(
         "small-pixels-2d": _recipe(_shape(256, 4, 4), pixels=True, **_image(32, 96, block=(8, 16), flange=(8, 32))),
         "benchmark": _recipe(_shape(256, 4, 4), block=256),
         "paper": _recipe(_shape(512, 12, 4), pixels=True, block=256),
+        "tiny-super-resolution": _super_resolution(_shape(32, 2, 2), 1, source=2, size=8, block=12),
+        "super-resolution": _super_resolution(_shape(256, 4, 4), 2, source=8, size=32, block=256),
+        "paper-super-resolution": _super_resolution(_shape(512, 8, 8), 4, source=8, size=32, block=256),
         "paper-2d": _recipe(_shape(512, 8, 8), pixels=True, **_image(64, 192, block=(8, 64), flange=(4, 32))),
     },
 )

@@ -259,13 +259,13 @@ def _form(state: State) -> Any:
 
 
 def _compare(results: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    for a, b in zip(results, expected, strict=True):
+    for a, b in zip(map(Tensor.double, results), map(Tensor.double, expected), strict=True):  # of masks, too
         if a.numel() and not float((a - b).abs().max()) <= _NEAR * max(1.0, float(b.abs().max())):
             raise UnrecordableError("what it gives is not what the model gives")
 
 
 def _longest(part: ReservedSlots, retained: int | None, time: int) -> tuple[int, int]:
-    """Return the bounds of the longest past, before ``time`` tokens, that the buffers of ``part`` can hold."""
+    """Return the bounds of the longest past, before ``time`` tokens, that ``part``'s buffers can hold."""
     last = part.capacity - time
     return (0, last) if retained is None else (max(0, last - retained), last)
 

@@ -28,7 +28,7 @@ _BASE = 10000.0
 
 class Pixels(Input):
     """The input values int64 [batch, time], or ``joint`` [batch, time, channels], 0 to 255 or START -> [batch, time,
-    dim].
+    dim]; with ``classes`` [batch, time, values + 1], the last of which is the class of the image.
 
     Sequences are images of ``height`` x ``width`` pixels, one after the other, in raster order or in blocks of
     ``block_height`` x ``block_width`` cells (see :class:`kinformer.core.raster.Raster`).
@@ -40,6 +40,10 @@ class Pixels(Input):
     ``per_channel``: a table of values for each channel. ``scale``: values times the root of their width.
     ``restart``: the first cell of every block sees START, and the last value of a block is seen by none (the Image
     Transformer's code in 2D, which shifts every block by itself).
+    ``shifted``: position t holds the value before cell t, which is predicted there; False, in an encoder: that of cell
+    t itself, and there is no START.
+    ``classes``: how many classes images have, each a vector that is added at every position (Parmar et al. 2018,
+    section 5.2); every position holds the class, so that chunks remain those of any sequence. 0: none.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -56,8 +60,12 @@ class Pixels(Input):
         concatenate: bool = False
         per_channel: bool = False
         scale: bool = False
+        classes: int = 0
+        shifted: bool = True
 
         def __post_init__(self) -> None:
+            if self.classes < 0:
+                raise KinformerError(f"classes must be 0 or more, but is {self.classes}; 0 tells a model no class.")
             for name in ("height", "width", "channels"):
                 if getattr(self, name) < 1:
                     raise KinformerError(f"{name} must be 1 or more, but is {getattr(self, name)}.")
@@ -69,6 +77,8 @@ class Pixels(Input):
                 raise KinformerError("block_height and block_width belong together; give both, or none of them.")
             if self.block_height is None:
                 check_unused(self, "in raster order, which has no blocks", "restart")
+            if not self.shifted:
+                check_unused(self, "where values are not shifted", "restart")
             if self.places == "none":
                 check_unused(self, "without places", "concatenate")
             raster = self.raster
@@ -79,6 +89,18 @@ class Pixels(Input):
         def vocab_size(self) -> int | None:
             """Return how many ids there are, None where a position holds several."""
             return None if self.joint else LEVELS
+
+        @property
+        def numbers(self) -> int | None:
+            """Return how many numbers a position holds, None where it is one that has no axis of its own."""
+            values = self.channels if self.joint else 1
+            return values + 1 if self.classes else values if self.joint else None
+
+        def predicted(self, values: Tensor) -> Tensor:
+            """Return ``values`` [batch, time, ...] without the class at every position."""
+            if not self.classes:
+                return values
+            return values[..., :-1] if self.joint else values[..., 0]
 
         @property
         def raster(self) -> Raster:
@@ -104,12 +126,13 @@ class Pixels(Input):
         self.vocab_size = config.vocab_size
         tables = config.channels if config.joint or config.per_channel else 1
         self.values = nn.Embedding(LEVELS * tables, width)
-        self.start = nn.Parameter(torch.zeros(width))
+        self.start = nn.Parameter(torch.zeros(width)) if config.shifted else None
         self.factor = width**0.5 if config.scale else None
         learned, channels = config.places == "learned", 1 if config.joint else config.channels
         self.rows = nn.Embedding(config.height, width) if learned else None
         self.columns = nn.Embedding(config.width, width) if learned else None
         self.channels = nn.Embedding(channels, width) if learned and channels > 1 else None
+        self.classes = nn.Embedding(config.classes, dim) if config.classes else None
 
     @property
     def table(self) -> Any:
@@ -123,24 +146,33 @@ class Pixels(Input):
     def values_per_position(self) -> int:
         return self.config.channels if self.config.joint else 1
 
+    def predicted(self, values: Tensor) -> Tensor:
+        return self.config.predicted(values)
+
     def check(self, values: Tensor) -> None:
-        channels = self.config.channels
-        shape = f"[batch, time, {channels}]" if self.config.joint else "[batch, time]"
-        fits = values.dim() == (3 if self.config.joint else 2) and values.shape[1] >= 1
-        if not fits or (self.config.joint and values.shape[2] != channels):
-            raise KinformerError(f"pixels must be {shape} with time >= 1, but have the shape {tuple(values.shape)}.")
+        numbers = self.config.numbers
+        shape = "[batch, time]" if numbers is None else f"[batch, time, {numbers}]"
+        fits = values.dim() == (2 if numbers is None else 3) and values.shape[1] >= 1
+        if not fits or (numbers is not None and values.shape[2] != numbers):
+            last = ", the last of which is the class" if self.config.classes else ""
+            raise KinformerError(
+                f"pixels must be {shape} with time >= 1{last}, but have the shape {tuple(values.shape)}."
+            )
         if values.dtype != torch.int64:
             raise KinformerError(f"pixels must be int64, 0 to 255, but are {values.dtype}; convert them by .long().")
 
     def forward(self, values: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
         """Encode values; ``positions`` [batch, time] int64 count the cells of one image after the other."""
-        self._check_range(values)
+        if self.classes is not None:
+            values, image_classes = self.predicted(values), values[..., -1]
+            self._check_range(image_classes, self.config.classes - 1, "class")
+        self._check_range(values, START if self.start is not None else LEVELS - 1, "intensity")
         cells = positions % self.raster.size
         x = self._valued(values, cells)
         placed = self._placed(cells)
-        if placed is None:
-            return x
-        return torch.cat([x, placed.to(x.dtype)], dim=-1) if self.config.concatenate else x + placed.to(x.dtype)
+        if placed is not None:
+            x = torch.cat([x, placed.to(x.dtype)], dim=-1) if self.config.concatenate else x + placed.to(x.dtype)
+        return x if self.classes is None else x + self.classes(image_classes)
 
     def _valued(self, values: Tensor, cells: Tensor) -> Tensor:
         """Return the vectors of the values, or of START, which have come before ``cells``."""
@@ -151,11 +183,13 @@ class Pixels(Input):
         if config.joint:
             x = self.values(clamped + LEVELS * torch.arange(config.channels, device=values.device)).sum(-2)
         elif config.per_channel:
-            _, before = self.raster.cell((cells - 1) % self.raster.size)
-            x = self.values(clamped + before % config.channels * LEVELS)
+            _, column = self.raster.cell((cells - int(config.shifted)) % self.raster.size)
+            x = self.values(clamped + column % config.channels * LEVELS)
         else:
             x = self.values(clamped)
         x = x if self.factor is None else x * self.factor
+        if self.start is None:
+            return x
         return torch.where(begins[..., None], self.start.to(x.dtype), x)
 
     def _placed(self, cells: Tensor) -> Tensor | None:
@@ -173,8 +207,8 @@ class Pixels(Input):
         placed = self.rows(y) + self.columns(x // config.channels)
         return placed if self.channels is None else placed + self.channels(x % config.channels)
 
-    def _check_range(self, values: Tensor) -> None:
-        """Refuse values that are no intensities; on a GPU looking at them would wait for the device."""
+    def _check_range(self, values: Tensor, most: int, what: str) -> None:
+        """Refuse values that are no intensities, or no classes; on a GPU looking at them would wait for the device."""
         if (
             type(values) is not Tensor
             or values.device.type != "cpu"
@@ -183,14 +217,15 @@ class Pixels(Input):
         ):
             return
         low, high = values.aminmax()
-        if low < 0 or high > START:
-            raise KinformerError(
-                f"{int(low) if low < 0 else int(high)} is no intensity, which are 0 to 255, with {START} for the start "
-                "of an image; give the bytes of an image."
-            )
+        if low < 0 or high > most:
+            wanted = f"which are 0 to 255, with {START} for the start of an image; give the bytes of an image."
+            if what == "class":
+                wanted = f"which are 0 to {most} here; give the number of a class at every position."
+            raise KinformerError(f"{int(low) if low < 0 else int(high)} is no {what}, {wanted}")
 
     def example(self, batch: int, time: int, device: torch.device | str | None = None) -> Tensor:
-        shape = (batch, time, self.config.channels) if self.config.joint else (batch, time)
+        numbers = self.config.numbers
+        shape = (batch, time) if numbers is None else (batch, time, numbers)
         return torch.zeros(shape, dtype=torch.int64, device=device)
 
 

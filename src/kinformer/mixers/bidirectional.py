@@ -33,6 +33,7 @@ from kinformer.core.parts import (
     merge_heads,
 )
 from kinformer.core.pattern import Pattern
+from kinformer.core.raster import check_grid
 from kinformer.kernels.attention import (
     Attended,
     AttentionDropout,
@@ -122,6 +123,7 @@ class BidirectionalAttention(EncoderMixer):
         positions = (torch.arange(time, device=x.device) - num_global).clamp_min(0).expand(x.shape[0], -1)
         q, k = self.position.rotate(q, k, positions)
         q, v = self.score.queries(q), self.position.values(v)
+        check_grid(self.pattern, text.grid, time - num_global)
         groups = self._groups(text, time - num_global)
         long = [tensor[:, :, num_global:] for tensor in (q, k, v)]
         output = self._by_pattern(long, text, groups)

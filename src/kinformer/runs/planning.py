@@ -116,6 +116,8 @@ def plan_config(options: TrainOptions, base: Run | None, task: Task, data: Any |
     """The model's config, fitted to the task and its ``data`` (None: not known yet), with the changes asked for."""
     config = recipe_config(options, base, None if data is None else task.vocab_size(data))
     config = override(config, task.fit(config, data), kinds())
+    requested = task.requested(config, data, training_options(task, options.task_options))
+    config = override(config, requested, kinds()) if requested else config
     config = override(config, options.set, kinds())
     if base is not None:
         require_width(base.config, config, base.folder)

@@ -21,6 +21,7 @@ from kinformer.tasks import (
     next_token,
     recall,
     speech,
+    super_resolution,
     trajectories,
     translate,
     vision,
@@ -45,6 +46,7 @@ PAGES = (
     dino,
     mae,
     translate,
+    super_resolution,
 )
 TASKS: dict[str, Task] = {page.TASK.name: page.TASK for page in PAGES}
 

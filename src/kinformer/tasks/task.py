@@ -147,6 +147,10 @@ class Task:
         """Overrides that make ``config`` fit the task and its data (None: not opened yet), as plain data."""
         return {}
 
+    def requested(self, config: Any, data: Any | None, options: Any) -> dict[str, Any]:
+        """Overrides of the fitted ``config`` that the task's own ``options`` ask for, as plain data."""
+        return {}
+
     def length(self, data: Any, config: Any) -> int | None:
         """How many positions a row has, where the data decide it; None where --length does."""
         return None

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from kinformer.training.data_module import DataModule
 
 INPUT, LEVELS = "pixels", 256
-ABSOLUTE = ("learned", "sinusoidal")
-"""Positions of sequences, which the input's rows, columns and channels stand in for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +31,8 @@ class ImageOptions:
 
     resize: int | None = None
     """Scale pictures of a folder until their shorter side has N pixels, and take the middle square."""
+    conditional: bool = False
+    """Tell the model the class of every image, so that it draws images of a class; for images with labels."""
 
     def __post_init__(self) -> None:
         require("resize", self.resize, 1)
@@ -63,6 +63,9 @@ class ImageGenerationOptions:
     """With `complete`: how many rows from the top are kept (half of them)."""
     occluded: int = 8
     """With `complete`: how many images of the data are completed; each of them `samples` times."""
+    label: str | None = None
+    """Of a run that was trained `conditional`: the class, or classes a,b,c, of the images, in turns (all of them in
+    turns; those of the images to complete)."""
 
     def __post_init__(self) -> None:
         require("rows", self.rows, 0)
@@ -121,10 +124,15 @@ class Image(Task):
         return LEVELS
 
     def fit(self, config: Any, data: ImageData | None) -> dict[str, Any]:
-        from kinformer.tasks.image.fit import image_changes
+        from kinformer.tasks.image.fit import ABSOLUTE, image_changes
 
         position = {"position": "none"} if config.input.kind != INPUT and config.position.kind in ABSOLUTE else {}
         return image_changes(config, None if data is None else data.shape) | position
+
+    def requested(self, config: Any, data: ImageData | None, options: ImageOptions) -> dict[str, Any]:
+        from kinformer.tasks.image.fit import with_classes
+
+        return with_classes(config, data) if options.conditional else {}
 
     def length(self, data: ImageData, config: Any) -> int:
         raster = getattr(config.input, "raster", None)

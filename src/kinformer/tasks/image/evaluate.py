@@ -6,7 +6,9 @@ import time
 from math import isfinite, log
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from kinformer.core.model import device_of
 from kinformer.data.image_floors import floors
@@ -15,8 +17,9 @@ from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.runtime.progress import progressing
 from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, evaluated
-from kinformer.tasks.image.rows import Sequences, nats_of, shifted
+from kinformer.tasks.image.rows import Sequences, labelled, nats_of, shifted
 from kinformer.tasks.runs import LoadedRun, TrainedRun
+from kinformer.tasks.shared.classes import numbers_of
 from kinformer.tasks.shared.text import heading, identity_of_part, note_other_data, spec_of
 from kinformer.training.metric import BITS_PER_DIM, Metric
 
@@ -44,8 +47,8 @@ def evaluate(subject: LoadedRun, evaluation_settings: EvaluationSettings, task_o
     split = data.splits[choose(evaluation_settings.split, data.splits, "`split`")]
     same = note_other_data(run, data, evaluation_settings.data is not None)
     pixels = split.pixels[: task_options.max_items]
-    sequences = Sequences(run.config.input)
-    nats, first = _nats(model, sequences, pixels, evaluation_settings.chunk, quiet)
+    sequences, labels = Sequences(run.config.input), labels_of(run, data, split.labels)
+    nats, first = _nats(model, sequences, pixels, labels, evaluation_settings.chunk, quiet)
     require_finite(isfinite(nats))
     per_image = pixels[0].size
     unscored = sequences.input.channels if sequences.input.joint else 1
@@ -66,21 +69,38 @@ def evaluate(subject: LoadedRun, evaluation_settings: EvaluationSettings, task_o
     text = (
         heading(subject, data, split.name),
         f"{main.text(value)}; {scored} of {plural(per_image, 'value')} of each of {plural(len(pixels), 'image')} "
-        "scored\n",
+        f"scored{', the class being told' if labels is not None else ''}\n",
         TextTable(("model", "bits per dimension"), lines, (1,)),
     )
     identity, metrics = identity_of_part(data, split.name, same), {main: value}
     return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="image", since=begun)
 
 
-def _nats(model: Any, sequences: Sequences, pixels: Any, chunk: int, quiet: bool) -> tuple[float, float]:
-    """Nats of all values of ``pixels``, and of those at the first position."""
+def labels_of(run: TrainedRun, data: ImageData, labels: np.ndarray | None) -> Tensor | None:
+    """Return the numbers int64 [images] that ``run`` gave to the classes of images, ``labels`` being those of ``data``;
+    None where its model takes no classes."""
+    input: Any = run.config.input
+    if not input.classes:
+        return None
+    if labels is None:
+        raise KinformerError(
+            f"{data.name}: has no classes, but {run.folder} draws images of a class; give images with labels."
+        )
+    return torch.from_numpy(numbers_of(run, data.name, data.classes)[labels])
+
+
+def _nats(
+    model: Any, sequences: Sequences, pixels: np.ndarray, labels: Tensor | None, chunk: int, quiet: bool
+) -> tuple[float, float]:
+    """Nats of all values of ``pixels``, whose classes are ``labels``, and of those at the first position."""
     rows = max(1, chunk // len(sequences.order))
     scored, total, first = nats_of(model), 0.0, 0.0
     with torch.inference_mode(), progressing(quiet) as progress:
         for start in range(0, len(pixels), rows):
-            values = sequences.of(pixels[start : start + rows]).to(device_of(model))
-            nats = scored(model(shifted(values))[0], values).double()
+            part = slice(start, min(start + rows, len(pixels)))
+            values = sequences.of(pixels[part]).to(device_of(model))
+            logits, _ = model(labelled(shifted(values), None if labels is None else labels[part]))
+            nats = scored(logits, values).double()
             total, first = total + float(nats.sum()), first + float(nats[:, 0].sum())
             if progress is not None:
                 progress(min(start + rows, len(pixels)), len(pixels))

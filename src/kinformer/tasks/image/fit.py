@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -11,15 +12,18 @@ from kinformer.core.config import to_dict
 from kinformer.core.pattern import Pattern
 from kinformer.data.images import ImageData
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 INPUT = "pixels"
+ABSOLUTE = ("learned", "sinusoidal")
+"""Positions of sequences, which the input's rows, columns and channels stand in for."""
 _BLOCKS = ("block_height", "block_width")
 
 
 def image_changes(config: Any, shape: tuple[int, int, int] | None) -> dict[str, Any]:
     """Changes of ``config`` to a model of images of ``shape`` (height, width, channels), None where that is not known:
     an input of pixels, in the blocks of the attention's pattern if that has some, whose sizes follow the images'."""
-    patterns = {index: pattern for index, layer in enumerate(config.layers) if (pattern := _pattern(layer)) is not None}
+    patterns = patterns_of(config.layers)
     if config.input.kind == INPUT:
         input_changes = to_dict(config.input)
     else:
@@ -37,9 +41,20 @@ def image_changes(config: Any, shape: tuple[int, int, int] | None) -> dict[str, 
             f"block_{side}": divisor(size, input_changes[f"block_{side}"]) for side, size in cells.items()
         }
     changes = {"input": input_changes | {"height": height, "width": width, "channels": channels}}
+    return changes | resized(patterns, cells)
+
+
+def patterns_of(layers: Sequence[Any]) -> dict[int, Any]:
+    """The patterns of those ``layers`` whose attention is of blocks of an image, by the numbers of the layers."""
+    return {index: pattern for index, layer in enumerate(layers) if (pattern := _pattern(layer)) is not None}
+
+
+def resized(patterns: Mapping[int, Any], cells: Mapping[str, int], path: str = "") -> dict[str, Any]:
+    """Changes of the ``patterns`` of layers under ``path`` to images of so many ``cells`` (height and width)."""
+    changes = {}
     for index, pattern in patterns.items():
         blocks = {f"block_{side}": divisor(size, getattr(pattern, f"block_{side}")) for side, size in cells.items()}
-        changes[f"layers.{index}.mixer.pattern"] = to_dict(pattern) | cells | blocks
+        changes[f"{path}layers.{index}.mixer.pattern"] = to_dict(pattern) | dict(cells) | blocks
     return changes
 
 
@@ -55,15 +70,42 @@ def divisor(size: int, most: int) -> int:
     return next(number for number in range(min(size, most), 0, -1) if size % number == 0)
 
 
+def with_classes(config: Any, data: ImageData | None) -> dict[str, Any]:
+    """Changes of a fitted ``config`` to a model that is told the class of every image; refuse data without classes."""
+    if data is None:
+        return {}
+    if len(data.classes) < 2:
+        has = "has one class" if data.classes else "has no classes"
+        raise KinformerError(
+            f"`conditional`: {data.name} {has}; give images with labels of two or more classes, such as a folder with "
+            "a folder per class, or leave it out."
+        )
+    return {"input.classes": len(data.classes)}
+
+
 def check_image(config: Any, data: ImageData, model: nn.Module) -> None:
     """Refuse a model for images of another shape, or whose attention runs through other cells than its input."""
     input = config.input
     shape = (input.height, input.width, input.channels)
+    if not input.shifted:
+        raise KinformerError(
+            "`set` input.shifted=false: a position would hold the very value that it predicts; leave it out."
+        )
     if shape != data.shape:
         raise KinformerError(
             f"`set` input: is for images of {' x '.join(map(str, shape))}, but {data.name} has "
             f"{' x '.join(map(str, data.shape))}; leave the sizes out, they follow the data."
         )
+    if input.classes not in (0, len(data.classes)):
+        raise KinformerError(
+            f"`set` input.classes={input.classes}: but {data.name} has {plural(len(data.classes), 'class')}; leave it "
+            "out, and give `conditional`."
+        )
+    check_blocks_of(model, input)
+
+
+def check_blocks_of(model: nn.Module, input: Any) -> None:
+    """Refuse a model whose attention runs through other cells than its ``input`` (a config of pixels)."""
     for module in model.modules():
         pattern = getattr(module, "pattern", None)
         raster = getattr(pattern, "raster", None) if isinstance(pattern, Pattern) else None

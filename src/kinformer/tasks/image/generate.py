@@ -19,12 +19,13 @@ from kinformer.core.model import device_of
 from kinformer.data.image_files import SUFFIXES, decode, read_head, write_png
 from kinformer.generation.sampling import Sampling, TokenSampler, UniformStreams
 from kinformer.generation.steps import Steps
-from kinformer.runtime.errors import KinformerError, require_finite
+from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.runtime.progress import progressing
 from kinformer.runtime.words import plural
-from kinformer.tasks.image.evaluate import data_of
-from kinformer.tasks.image.rows import LEVELS, START, Sequences
-from kinformer.tasks.runs import LoadedRun
+from kinformer.tasks.image.evaluate import data_of, labels_of
+from kinformer.tasks.image.rows import LEVELS, START, Sequences, labelled
+from kinformer.tasks.runs import LoadedRun, TrainedRun
+from kinformer.tasks.shared.classes import classes_of
 
 PAUSE, OCCLUDED, SMALL = 1, 128, 84
 """Pixels between two images of a grid, the grey of what is occluded, and what height small images are enlarged to."""
@@ -47,13 +48,14 @@ def draw(subject: LoadedRun, options: Any, task_options: Any) -> Drawn:
     out = Path(task_options.out) if task_options.out is not None else run.folder / "samples.png"
     if out.suffix.lower() != ".png":
         raise KinformerError(f"`out` {out}: is no name of a PNG; end it with .png.")
-    _check(model, options)
+    check_sampling(model, options)
     sequences = Sequences(run.config.input)
-    prefix, whole = _occluded(subject, sequences, task_options)
+    prefix, whole, classes = _occluded(subject, sequences, task_options)
     count = options.samples * (1 if prefix is None else len(prefix))
+    labels = _labels(run, task_options.label, classes, count)
     begin = None if prefix is None else prefix.repeat_interleave(options.samples, 0)
     begun = time.perf_counter()
-    values, state_bytes = _sample(model, sequences, begin, count, options)
+    values, state_bytes = sample(model, sequences, model.initial_state(count), options, begin, labels)
     seconds = time.perf_counter() - begun
     pixels = sequences.images(values)
     if whole is None or prefix is None:
@@ -67,6 +69,8 @@ def draw(subject: LoadedRun, options: Any, task_options: Any) -> Drawn:
         "run": str(run.folder), "out": str(out), "images": count, "drawn_values": values[:, -steps:].numel(),
         "seconds": seconds, "images_per_second": count / seconds, "state_bytes": state_bytes, "seed": options.seed,
     }  # fmt: skip
+    if labels is not None:
+        facts["labels"] = [classes_of(run)[label] for label in labels.tolist()]
     text = (
         f"{plural(count, 'image')} in {seconds:.2f} s, {count / seconds:.3g} images/s; state "
         f"{plural(state_bytes, 'byte')}; seed {options.seed}"
@@ -90,7 +94,8 @@ def grid(pixels: np.ndarray, columns: int) -> np.ndarray:
     return sheet
 
 
-def _check(model: Any, options: Any) -> None:
+def check_sampling(model: Any, options: Any) -> None:
+    """Refuse options of drawing that a head with a distribution of its own does not read."""
     if isinstance(model.head, Likelihood):
         for name in ("top_k", "top_p", "min_p"):
             if (value := getattr(options, name)) is not None:
@@ -100,10 +105,35 @@ def _check(model: Any, options: Any) -> None:
                 )
 
 
-def _occluded(subject: LoadedRun, sequences: Sequences, task_options: Any) -> tuple[Tensor | None, np.ndarray | None]:
-    """What is kept of the images to complete, int64 [images, time(, channels)], and the images themselves."""
+def _labels(run: TrainedRun, label: str | None, classes: Tensor | None, count: int) -> Tensor | None:
+    """The classes int64 [count] of the images to draw: those that ``label`` names in turns, or ``classes`` [images], or
+    all in turns; None of a model that is told none."""
+    input: Any = run.config.input
+    if not input.classes:
+        if label is not None:
+            raise KinformerError(
+                f"`label` {label}: this model draws images of no class; give a run that was trained `conditional`, or "
+                "leave it out."
+            )
+        return None
+    names = classes_of(run)
+    if label is not None:
+        chosen = [names.index(choose(name.strip(), names, f"`label` {label}: class")) for name in label.split(",")]
+        classes = torch.tensor(chosen)
+    elif classes is not None:
+        return classes.repeat_interleave(count // len(classes))
+    else:
+        classes = torch.arange(len(names))
+    return classes[torch.arange(count) % len(classes)]
+
+
+def _occluded(
+    subject: LoadedRun, sequences: Sequences, task_options: Any
+) -> tuple[Tensor | None, np.ndarray | None, Tensor | None]:
+    """What is kept of the images to complete, int64 [images, time(, channels)], the images themselves, and their
+    classes, where the model is told them."""
     if task_options.complete is None:
-        return None, None
+        return None, None, None
     input: Any = subject.run.config.input
     rows = input.height // 2 if task_options.rows is None else task_options.rows
     if rows >= input.height:
@@ -118,9 +148,13 @@ def _occluded(subject: LoadedRun, sequences: Sequences, task_options: Any) -> tu
         )
     if Path(task_options.complete).suffix.lower() in SUFFIXES:
         whole = _picture(Path(task_options.complete).expanduser(), (input.height, input.width, input.channels))[None]
-    else:
-        whole = np.asarray(data_of(subject.run, task_options.complete).test.pixels[: task_options.occluded])
-    return sequences.of(whole)[:, :prefix], whole
+        if input.classes and task_options.label is None:
+            raise KinformerError(f"`complete` {task_options.complete}: a picture has no class; give `label` NAME too.")
+        return sequences.of(whole)[:, :prefix], whole, None
+    data = data_of(subject.run, task_options.complete)
+    whole = np.asarray(data.test.pixels[: task_options.occluded])
+    classes = None if task_options.label is not None else labels_of(subject.run, data, data.test.labels)
+    return sequences.of(whole)[:, :prefix], whole, None if classes is None else classes[: len(whole)]
 
 
 def _picture(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
@@ -141,8 +175,17 @@ def _veiled(whole: np.ndarray, sequences: Sequences, prefix: int) -> np.ndarray:
     return sequences.images(values)
 
 
-def _sample(model: Any, sequences: Sequences, begin: Tensor | None, count: int, options: Any) -> tuple[Tensor, int]:
-    """Values int64 [count, time(, channels)] that go on from ``begin``, and the bytes of the state at the end."""
+def sample(
+    model: Any,
+    sequences: Sequences,
+    state: Any,
+    options: Any,
+    begin: Tensor | None = None,
+    labels: Tensor | None = None,
+) -> tuple[Tensor, int]:
+    """Values int64 [count, time(, channels)] that go on from ``begin``, of the classes ``labels`` [count], and the
+    bytes of the state at the end; ``state`` is that of ``count`` new sequences."""
+    count = len(state.seen)
     device, time_, input = device_of(model), len(sequences.order), sequences.input
     pick = _Picker(model, count, options)
     values = torch.full((count, time_ + 1, *([input.channels] if input.joint else [])), START, device=device)
@@ -150,12 +193,12 @@ def _sample(model: Any, sequences: Sequences, begin: Tensor | None, count: int, 
     if begin is not None:
         values[:, 1 : 1 + done] = begin.to(device)
     with torch.inference_mode(), progressing(options.quiet, "drawing rows") as progress:
-        state = states.reserve(model.initial_state(count), time_)
+        state = states.reserve(state, time_)
         for part in values[:, :done].split(options.chunk, 1) if done else ():
-            state = model.head_inputs(part, state)[1]
+            state = model.head_inputs(labelled(part, labels), state)[1]
         stepping = Steps(model, time_ - done, recorded=True)
         for step in range(done, time_):
-            logits, state = stepping.step(values[:, step : step + 1], state)
+            logits, state = stepping.step(labelled(values[:, step : step + 1], labels), state)
             values[:, step + 1] = pick(logits)
             if progress is not None and (step + 1) % input.raster.width == 0:
                 progress((step + 1) // input.raster.width, input.height)

@@ -14,7 +14,7 @@ from torch.nn import functional
 from kinformer.core.head import Likelihood
 from kinformer.core.raster import Raster
 from kinformer.core.state import State
-from kinformer.data.images import ImageData
+from kinformer.data.images import ImageData, Images
 from kinformer.data.permutation import in_epochs
 from kinformer.training.data_module import DataModule
 from kinformer.training.metric import BITS_PER_DIM
@@ -25,9 +25,11 @@ LEVELS, START = 256, 256
 
 
 class ImageBatch(NamedTuple):
-    """``values`` int64 [images, time], or [images, time, channels] where a position is a pixel."""
+    """``values`` int64 [images, time], or [images, time, channels] where a position is a pixel; ``labels`` int64
+    [images], the classes of the images, where the model is told them."""
 
     values: Tensor
+    labels: Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -77,14 +79,19 @@ class ImageRows(DataModule):
     def batch(self, step: int, rank: int, world: int) -> ImageBatch:
         share = self.settings.batch_size // world
         number = np.arange(share) + step * self.settings.batch_size + rank * share
-        chosen = in_epochs(number, len(self.data.train), self.settings.seed)
-        return ImageBatch(self.sequences.of(self.data.train.pixels[chosen]))
+        return self._of(self.data.train, in_epochs(number, len(self.data.train), self.settings.seed))
+
+    def _of(self, images: Images, chosen: np.ndarray) -> Any:
+        values = self.sequences.of(images.pixels[chosen])
+        if not self.sequences.input.classes:
+            return ImageBatch(values)
+        assert images.labels is not None
+        return ImageBatch(values, torch.from_numpy(images.labels[chosen].astype(np.int64)))
 
     def validation(self, rank: int, world: int) -> Iterator[ImageBatch]:
-        share, pixels = self.settings.batch_size // world, self.data.validation.pixels
+        share, images = self.settings.batch_size // world, self.data.validation
         for part in range(self.validations):
-            chosen = (np.arange(share) + part * self.settings.batch_size + rank * share) % len(pixels)
-            yield ImageBatch(self.sequences.of(pixels[chosen]))
+            yield self._of(images, (np.arange(share) + part * self.settings.batch_size + rank * share) % len(images))
 
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
         return {BITS_PER_DIM.name: means["nats"] / log(2)}
@@ -97,7 +104,7 @@ class PixelLoss:
         self.nats = nats_of(model)
 
     def __call__(self, model: Any, batch: ImageBatch, state: State, progress: float) -> ObjectiveOutput:
-        logits, state = model(shifted(batch.values))
+        logits, state = model(labelled(shifted(batch.values), batch.labels))
         nats, count = self.nats(logits, batch.values).sum(), batch.values.numel()
         return nats / count, {"nats": nats.detach(), "predicted": torch.full_like(nats.detach(), count)}, state
 
@@ -105,6 +112,15 @@ class PixelLoss:
 def shifted(values: Tensor) -> Tensor:
     """What a model reads to foretell ``values`` [images, time, ...]: START, and all of them but the last."""
     return torch.cat([torch.full_like(values[:, :1], START), values[:, :-1]], dim=1)
+
+
+def labelled(values: Tensor, labels: Tensor | None) -> Tensor:
+    """Return ``values`` [images, time(, channels)] with the class of each image, ``labels`` int64 [images], behind the
+    values of every position, [images, time, values + 1]; as they are without labels."""
+    if labels is None:
+        return values
+    values = values if values.dim() == 3 else values[..., None]
+    return torch.cat([values, labels[:, None, None].to(values.device).expand(*values.shape[:2], 1)], -1)
 
 
 def nats_of(model: Any) -> Any:

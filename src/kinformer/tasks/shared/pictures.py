@@ -79,7 +79,7 @@ def pictures(run: TrainedRun, spec: str, count: int) -> Iterator[Picture]:
     input: Any = run.config.input
     shape = (*input.size, input.channels)
     path = Path(spec).expanduser()
-    if files := _files(path):
+    if files := files_in(path):
         if count > 1:
             raise KinformerError(
                 f"`samples` {count}: says how many test images of data are taken, but all pictures of {spec} are; "
@@ -101,7 +101,7 @@ def pictures(run: TrainedRun, spec: str, count: int) -> Iterator[Picture]:
         yield Picture(f"test image {index + 1} of {images.name}", np.asarray(test.pixels[index]), label)
 
 
-def _files(path: Path) -> list[Path]:
+def files_in(path: Path) -> list[Path]:
     """The picture ``path``, or those that stand in this folder beside no folder of more; none of other data."""
     if path.suffix.lower() in SUFFIXES and not path.is_dir():
         require_file(path)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kinformer.core.raster import check_grid
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 
@@ -107,6 +108,10 @@ def check_images(plan: TrainingPlan, model: nn.Module) -> None:
     """Refuse a model that does not go with the images, or that tells something else."""
     check_channels(plan)
     config, data = plan.config, plan.data
+    if config.input.kind == INPUT:
+        input = config.input.replace(size=data.shape[:2])
+        for module in model.modules():
+            check_grid(getattr(module, "pattern", None), input.grid, input.length)
     classes = getattr(config.head, "classes", None)
     if config.head.per_position or classes != len(data.classes):
         raise KinformerError(

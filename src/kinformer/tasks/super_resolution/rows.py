@@ -1,0 +1,64 @@
+"""Small images and the large ones that they are made of, and the objective of drawing these."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kinformer.core.state import State
+from kinformer.data.image_floors import reduced
+from kinformer.data.images import ImageData, Images
+from kinformer.tasks.image.rows import ImageRows, Sequences, nats_of, shifted
+from kinformer.training.objective import ObjectiveOutput
+from kinformer.training.settings import Settings
+
+
+class EnlargingBatch(NamedTuple):
+    """``values`` int64 [images, time(, channels)] of the large images, ``source`` int64 [images, length(, channels)] of
+    the small ones."""
+
+    values: Tensor
+    source: Tensor
+
+    @property
+    def size(self) -> int:
+        """How many positions there are, of both."""
+        return len(self.values) * (self.values.shape[1] + self.source.shape[1])
+
+
+class EnlargingSequences:
+    """Large and small images as sequences, in the orders of the two inputs of ``config``, an encoder-decoder's."""
+
+    def __init__(self, config: Any) -> None:
+        self.large, self.small = Sequences(config.input), Sequences(config.encoder.input)
+        self.factor = config.input.height // config.encoder.input.height
+
+    def of(self, pixels: np.ndarray) -> EnlargingBatch:
+        """Return the batch of images uint8 [images, height, width, channels], which are made smaller here."""
+        return EnlargingBatch(self.large.of(pixels), self.small.of(reduced(pixels, self.factor)))
+
+
+class EnlargingRows(ImageRows):
+    """Images in a new order in every epoch; the same first ones in every validation."""
+
+    def __init__(self, data: ImageData, settings: Settings, config: Any) -> None:
+        super().__init__(data, settings, config.input)
+        self.both = EnlargingSequences(config)
+
+    def _of(self, images: Images, chosen: np.ndarray) -> EnlargingBatch:
+        return self.both.of(images.pixels[chosen])
+
+
+class EnlargingLoss:
+    """-ln p of every value of a large image, after those before it and over the small one."""
+
+    def __init__(self, model: Any) -> None:
+        self.nats = nats_of(model)
+
+    def __call__(self, model: Any, batch: EnlargingBatch, state: State, progress: float) -> ObjectiveOutput:
+        logits, state = model(shifted(batch.values), model.begin(batch.source))
+        nats, count = self.nats(logits, batch.values).sum(), batch.values.numel()
+        return nats / count, {"nats": nats.detach(), "predicted": torch.full_like(nats.detach(), count)}, state
