@@ -2,11 +2,14 @@
 
 from collections import defaultdict
 from itertools import groupby, product
+from math import log
 
 import pytest
 import torch
 
-from kinformer.generation.ctc import BLANK, Greedy, greedy, prefix_beam
+from kinformer.family.build import build
+from kinformer.generation.ctc import BLANK, Fusion, Greedy, greedy, prefix_beam
+from kinformer.generation.symbols import SymbolModel, Texts
 from kinformer.tasks.speech.rows import ctc_nats
 
 CLASSES = 3
@@ -79,3 +82,44 @@ def test_greedy_piece_by_piece():
         symbol for cut in (slice(0, 1), slice(1, 1), slice(1, 17), slice(17, 40)) for symbol in stream.feed(logits[cut])
     ]
     assert pieces == greedy(logits)
+
+
+TEXTS = {
+    "a token each": Texts([[1], [2]], [[3], [4]], [0], [0]),
+    "some tokens each": Texts([[1, 5], [2]], [[6, 1, 5], [6, 2]], [0, 0], [7, 0]),
+}
+
+
+def enumerated(logits, model, texts, alpha, beta):
+    """The labelling with the greatest sum, over all paths and with every text read anew."""
+
+    def likely(labels):
+        symbols = [(texts.later if place else texts.first)[label - 1] for place, label in enumerate(labels)]
+        tokens = torch.tensor([[*texts.begin, *(token for item in symbols for token in item), *texts.end]])
+        scores = model(tokens[:, :-1])[0].log_softmax(-1).gather(-1, tokens[:, 1:, None])
+        return float(scores[0, len(texts.begin) - 1 :].sum())
+
+    sums = {
+        labels: log(probability) + alpha * likely(labels) + beta * len(labels)
+        for labels, probability in by_paths(logits).items()
+    }
+    return max(sums, key=sums.get)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("member", ["gpt", "linear-transformer", "local"])
+def test_a_language_model_guides_the_beam_to_the_best_sum(name, member):
+    torch.manual_seed(1)
+    model = build(member, "tiny", 8, {"dim": 8, "layers": 1}).double().eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(4)  # so that it prefers something
+    found, alone = [], []
+    with torch.inference_mode():
+        for seed in range(6):
+            logits, texts = random(5, seed, scale=1.5), TEXTS[name]
+            fusion = Fusion(SymbolModel(model, texts), alpha=0.8, beta=0.3)
+            found.append(prefix_beam(logits, 100, fusion))
+            alone.append(prefix_beam(logits, 100))
+            assert tuple(found[-1]) == enumerated(logits, model, texts, 0.8, 0.3)
+            assert prefix_beam(logits, 3, fusion._replace(alpha=0.0, beta=0.0)) == prefix_beam(logits, 3)
+    assert found != alone

@@ -7,7 +7,8 @@ import torch
 
 from kinformer.comparison.entrants import entrants
 from kinformer.comparison.options import CompareOptions
-from kinformer.comparison.plan import contestants, with_length
+from kinformer.comparison.plan import _base, contestants, with_length
+from kinformer.comparison.training import command_of
 from kinformer.family.build import configure
 from kinformer.family.table import MEMBERS
 from kinformer.runs.create import checked
@@ -26,12 +27,14 @@ SEPARATE = {"stack": {"kind": "exits", "classifiers": "separate"}, "head.tied": 
 
 
 @pytest.fixture(scope="module")
-def opened(cache, text_file):
-    """The planner of a task on its usual data, or on a small text, opened once."""
+def opened(cache, text_file, tmp_path_factory):
+    """The planner of a task on its usual data, or on a text of as many bytes as the longest row, opened once."""
     planners = {}
+    book = tmp_path_factory.mktemp("text") / "words.txt"
+    book.write_bytes(text_file.read_bytes() * 3)
 
     def planner(options, task) -> Planner:
-        spec = str(text_file) if task.data.default == "stdlib" else task.data.default
+        spec = str(book) if task.data.default == "stdlib" else task.data.default
         if task.name not in planners:
             planners[task.name] = planner_for(options, task, spec)
         return planners[task.name]
@@ -81,6 +84,13 @@ def test_a_comparison_trains_alike_whatever_the_papers_did(text_file, tmp_path):
     assert contestant.error is None
     settings = contestant.base.settings()
     assert (settings.schedule, settings.warmup, settings.weight_decay, settings.momentum) == ("cosine", 0.05, 0.1, 0.9)
+
+
+def test_a_comparison_has_no_stages():
+    (entrant,) = entrants(("local",), {})
+    options = CompareOptions(recipe="paper-longformer", length=64)
+    base = _base(entrant, options, task_for(None, configure("local", "tiny"), "local"))
+    assert base.settings().stages == () and "training.stages=[]" in command_of(base)
 
 
 def test_a_recipe_for_images_says_so(opened):

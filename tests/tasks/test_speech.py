@@ -13,6 +13,8 @@ from kinformer.data.dtmf import COUNTS, RATE, Calls
 from kinformer.data.sound import SoundOptions, open_sound
 from kinformer.evaluation.transcripts import count_errors
 from kinformer.family.build import configure
+from kinformer.runs.generate import generate
+from kinformer.runs.options import GenerateOptions
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.speech.generate import Listener
 from kinformer.tasks.speech.rows import CTC, IGNORED, Rows
@@ -62,6 +64,30 @@ def test_from_the_command_line(cli, tmp_path):
     assert code == 0 and abs(json.loads(told)["sound_seconds"] - len(Calls("test").samples(0)) / RATE) < 1e-6
     code, told, _ = cli("train", "speech-softmax", "--out", run, "--resume", "--steps", "3", "--json")
     assert code == 0 and json.loads(told)["steps"] == 3
+
+
+def test_a_language_model_beside_the_beam(tmp_path):
+    run, reader = tmp_path / "run", tmp_path / "reader"
+    kinformer.train("speech-softmax", recipe="tiny", out=run, **SMALL)
+    (tmp_path / "lines.txt").write_text("1 2 3\n4 5 * 6\n" * 99)
+    sizes = {"steps": 1, "length": 16, "batch_size": 2, "validation_tokens": 64}
+    kinformer.train("linear-transformer", recipe="tiny", data=tmp_path / "lines.txt", out=reader, **sizes)
+    plain = kinformer.evaluate(run, prefixes=3)
+    beside = {"prefixes": 3, "language_model": str(reader)}
+    unmoved = kinformer.evaluate(run, **beside, alpha=0.0)
+    assert unmoved.metrics == plain.metrics and unmoved.facts["substitutions"] == plain.facts["substitutions"]
+    guided = kinformer.evaluate(run, **beside, alpha=2.0, beta=9.0)
+    assert guided.metrics["error_rate"] != plain.metrics["error_rate"]
+    assert (guided.facts["language_model"], guided.facts["beta"]) == (str(reader), 9.0)
+    path = call(tmp_path / "a.wav")
+    (predicted,) = kinformer.predict(run, [str(path)], **beside, alpha=2.0, beta=9.0)
+    generating = GenerateOptions(task_options={"audio": str(path), **beside, "alpha": 2.0, "beta": 9.0}, quiet=True)
+    heard = generate(run, None, generating)
+    assert predicted["text"] == heard.transcript
+    with pytest.raises(KinformerError, match="`?prefixes`? 1 searches nothing"):
+        kinformer.evaluate(run, language_model=str(reader))
+    with pytest.raises(KinformerError, match="foretells no text"):
+        kinformer.evaluate(run, prefixes=3, language_model=str(run))
 
 
 def test_a_causal_member_writes_while_sound_comes(cli, tmp_path):

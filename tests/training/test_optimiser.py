@@ -10,7 +10,7 @@ import kinformer
 from kinformer.training.optimiser import Optimiser
 from kinformer.training.settings import Settings
 
-for kind in ("adamw", "muon", "adafactor", "adagrad", "sgd", "lamb"):
+for kind in ("adamw", "muon", "adafactor", "adagrad", "sgd", "lamb", "radam"):
     torch.manual_seed(0)
     model = kinformer.build("gpt", recipe="tiny", set={"dim": 8, "layers": 1})
     optimiser = Optimiser(model, Settings(optimizer=kind, lr=0.1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,12 +87,7 @@ def _print(page: dict[str, Any], config: Iterable[str]) -> None:
         print(textwrap.fill(f"{title}: {text}", 100, subsequent_indent="  "))
     print(f"recipes: {', '.join(page['recipes'])}\n\nconfig of {page['name']}, recipe {page['recipe']}")
     print("\n".join(config))
-    if page["training"]:
-        options = ", ".join(
-            f"{name} = {f'{value:.3g}' if isinstance(value, float) else value}"
-            for name, value in page["training"].items()
-        )
-        print("\n" + textwrap.fill(f"training unless set otherwise: {options}", 100, subsequent_indent="  "))
+    _print_training(page["training"])
     total = page["parameters"]["total"]
     active = page["parameters"]["active"]
     print(f"\nparameters: {total:,}{f', of which one token uses {active:,}' if active < total else ''}")
@@ -104,6 +99,19 @@ def _print(page: dict[str, Any], config: Iterable[str]) -> None:
         print("\n".join(f"  {row}" for row in picture["rows"]))
     if (more := len(page["patterns"]) - MOST_PICTURES) > 0:
         print(f"\nand {more} more; see them all with: kinformer draw {page['name']} --recipe {page['recipe']}")
+
+
+def _print_training(training: Mapping[str, Any]) -> None:
+    """With which settings it is trained unless others are given, and the stages, one a line."""
+    options = {name: f"{value:.3g}" if isinstance(value, float) else value for name, value in training.items()}
+    stages = options.pop("stages", ())
+    if options:
+        text = ", ".join(f"{name} = {value}" for name, value in options.items())
+        print("\n" + textwrap.fill(f"training unless set otherwise: {text}", 100, subsequent_indent="  "))
+    for number, stage in enumerate(stages, start=1):
+        named = {name: value for name, value in stage.items() if name != "set"} | stage.get("set", {})
+        text = ", ".join(f"{name} = {value}" for name, value in named.items()) or "as the run itself"
+        print(textwrap.fill(f"  stage {number}: {text}", 100, subsequent_indent="    ", break_long_words=False))
 
 
 def _print_formulas(page: dict[str, Any]) -> None:

@@ -74,7 +74,7 @@ class CompareOptions(Machine):
     """Tokens of each row of a batch (256, or what all members' positions allow)."""
     batch_size: int = 8
     """Rows of a step."""
-    optimizer: Literal["adamw", "muon", "lamb", "adafactor", "adagrad", "sgd"] = "muon"
+    optimizer: Literal["adamw", "radam", "muon", "lamb", "adafactor", "adagrad", "sgd"] = "muon"
     """Muon takes the layers' matrices and AdamW the rest."""
     precision: Literal["fp32", "bf16-mixed"] = "fp32"
     """bf16-mixed computes in bfloat16 where that is safe."""

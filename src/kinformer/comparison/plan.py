@@ -182,7 +182,8 @@ def _base(entrant: Entrant, options: CompareOptions, task: Task) -> TrainOptions
     # What a recipe's paper trained with gives way to what all members share.
     for name in member(entrant.member).training.get(recipe, {}):
         if shared_values.get(name) is None and name not in ("steps", "length"):
-            shared_values[name] = task.settings.get(name, getattr(Settings, name))
+            usual = task.settings.get(name, getattr(Settings, name))
+            shared_values[name] = () if name == "stages" else usual  # None would be the recipe's
     return TrainOptions(
         member=entrant.member,
         out=options.out,

@@ -234,6 +234,10 @@ def _possible(contexts: str, contestant: Contestant, length: int) -> str:
     return ",".join(possible) or "1x"
 
 
+def _text(value: object) -> str:
+    return json.dumps(value) if isinstance(value, Mapping | Sequence) and not isinstance(value, str) else str(value)
+
+
 def command_of(options: TrainOptions) -> str:
     """The command that trains a run like this, as it is typed."""
     words = ["kinformer", "train", options.member]
@@ -245,13 +249,12 @@ def command_of(options: TrainOptions) -> str:
         if value != field.default and not (
             field.name in plain and value == plain[field.name] and field.name != "length"
         ):
-            text = f"{value:g}" if isinstance(value, float) else str(value)
+            text = f"{value:g}" if isinstance(value, float) else _text(value)
             words += (
                 [flag_of("set"), f"training.{field.name}={text}"] if field.name in RARE else [flag_of(field.name), text]
             )
     for name, value in options.task_options.items():
         words += [flag_of(name)] if value is True else [flag_of(name), str(value)]
     for path, value in options.set.items():
-        text = json.dumps(value) if isinstance(value, Mapping | Sequence) and not isinstance(value, str) else str(value)
-        words += [flag_of("set"), f"{path}={text}"]
+        words += [flag_of("set"), f"{path}={_text(value)}"]
     return shlex.join([*words, flag_of("out"), "DIR"])

@@ -6,16 +6,16 @@ from typing import Any
 
 from kinformer.core.stack import sparse_tables, units_of
 
-OPTIMIZERS = ("adamw", "adamw-8bit", "muon", "lamb", "adafactor", "adagrad", "sgd")
-ADAMS = ("adamw", "adamw-8bit", "lamb")
+OPTIMIZERS = ("adamw", "adamw-8bit", "radam", "muon", "lamb", "adafactor", "adagrad", "sgd")
+ADAMS = ("adamw", "adamw-8bit", "radam", "lamb")
 LEAST_IN_8_BITS, SCALED_TOGETHER = 4096, 256
 """Elements of the smallest tensor whose AdamW state has 8 bits, and of those that share a scale."""
 
 
 def optimizer_bytes(model: Any, optimizer: str) -> int:
-    """Return the bytes of an optimiser's float32 state: two elements a parameter for AdamW and LAMB, one for SGD with
-    momentum and for Adagrad. AdamW in 8 bits has two bytes a parameter and two scales for every 256, in tensors of
-    4,096 elements or more (Dettmers et al. 2022).
+    """Return the bytes of an optimiser's float32 state: two elements a parameter for AdamW, RAdam and LAMB, one for
+    SGD with momentum and for Adagrad. AdamW in 8 bits has two bytes a parameter and two scales for every 256, in
+    tensors of 4,096 elements or more (Dettmers et al. 2022).
 
     Muon keeps one for the layers' matrices and is AdamW for the rest; Adafactor keeps a row and a column of a matrix.
     Tables with sparse gradients have an Adam of their own, frozen parameters nothing.

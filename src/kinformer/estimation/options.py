@@ -26,7 +26,7 @@ class EstimateOptions(Checked):
     """Tokens of a sequence (1024, that of a run's training, or what an image of the recipe's size has)."""
     batch_size: int = 1
     """Sequences of a batch."""
-    optimizer: Literal["adamw", "adamw-8bit", "muon", "lamb", "adafactor", "adagrad", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "adamw-8bit", "radam", "muon", "lamb", "adafactor", "adagrad", "sgd"] = "adamw"
     """Whose state is counted; sgd has momentum, and adamw-8bit is that of bitsandbytes, which training here lacks."""
     precision: Literal["fp32", "bf16-mixed"] = "fp32"
     """Precision of the activations in training, and of the weights in inference."""

@@ -47,6 +47,20 @@ def noam(dim: int, warmup: int = 4000, **more: Any) -> dict[str, Any]:
     }
 
 
+def plateau_training(optimizer: str = "radam", lr: float = 1e-4) -> dict[str, Any]:
+    """The training of speech recognisers by Katharopoulos et al. 2020, section 4.3: a learning rate that is divided by
+    2 when the validation error stops to decrease."""
+    return {
+        "optimizer": optimizer,
+        "lr": lr,
+        "schedule": "plateau",
+        "min_lr_ratio": 0.0,
+        "warmup": 0,
+        "beta2": 0.999,
+        "weight_decay": 0.0,
+    }
+
+
 def residual(name: Literal["pre", "post"]) -> ResidualConfig:
     """The residual with the norm before (pre) or behind (post) every sublayer."""
     from kinformer.blocks.residual import PostNorm, PreNorm

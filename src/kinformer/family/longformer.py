@@ -58,7 +58,8 @@ MEMBER = Member(
         "any length, no padding to a multiple of the window",
         "dilation on a CPU and in training (`set` layers.*.mixer.pattern.dilation); the authors' is a GPU kernel",
         "the first token is global unless kinds say otherwise",
-        "the autoregressive character model is the member local",
+        "the language model of characters, with its windows, dilated heads and five phases, is the recipe "
+        "paper-longformer of the member local",
     ),
     exact_limit="window >= length without global tokens",
     parity=(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import ModelShape, recogniser
+from kinformer.family.assemble import ModelShape, plateau_training, recogniser
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
@@ -35,10 +35,13 @@ MEMBER = Member(
         "two convolutions sub-sample frames by four, but in the recipe paper, which reads every frame",
         "pre-norm, sinusoidal positions and GELU (the authors' code for speech was never published)",
         "symbols are those of the transcripts (the paper: phonemes)",
+        "paper: the learning rate is halved after two validations without a better one (the paper: when the error "
+        "stops falling)",
     ),
     exact_limit="none finite (elu + 1 is not the exponential)",
     use_when="long recordings must be fast",
     avoid_when="errors count: it makes the most of the four",
+    training={"paper": plateau_training()},
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2)),
         "small": _recipe(ModelShape(96, 3, 4)),

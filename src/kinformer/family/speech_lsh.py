@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import ModelShape, recogniser
+from kinformer.family.assemble import ModelShape, plateau_training, recogniser
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
@@ -40,10 +40,13 @@ MEMBER = Member(
         "pre-norm, sinusoidal positions and GELU (the authors' code for speech was never published)",
         "the number of buckets is a setting, whatever the length (the authors': from the length)",
         "symbols are those of the transcripts (the paper: phonemes)",
+        "paper: the learning rate is halved after two validations without a better one (the paper: when the error "
+        "stops falling)",
     ),
     exact_limit="attention with shared queries and keys: one round, chunk_size >= length",
     use_when="recordings are long and errors count",
     avoid_when="recordings are short: `speech-softmax` is simpler",
+    training={"paper": plateau_training()},
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2), num_buckets=4, chunk_size=4, rounds=2),
         "small": _recipe(ModelShape(96, 3, 4), num_buckets=8, chunk_size=16),

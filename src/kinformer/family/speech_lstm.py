@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import ModelShape, recogniser
+from kinformer.family.assemble import ModelShape, plateau_training, recogniser
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
@@ -34,10 +34,13 @@ MEMBER = Member(
         "two convolutions sub-sample frames by four, but in the recipe paper, which reads every frame",
         "frames are projected to the width of the two directions before the first layer",
         "symbols are those of the transcripts (the paper: phonemes)",
+        "paper: the learning rate is halved after two validations without a better one (the paper: when the error "
+        "stops falling)",
     ),
     exact_limit="none: it has no attention",
     use_when="you need the baseline, or data is small: it makes the fewest errors on spoken digits",
     avoid_when="training must be parallel over time",
+    training={"paper": plateau_training(optimizer="adamw", lr=1e-3)},
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 1)),
         "small": _recipe(ModelShape(128, 3, 1)),

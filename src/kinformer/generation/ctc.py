@@ -1,17 +1,22 @@
 """Decoding of connectionist temporal classification: symbols from the class at each position (Graves et al. 2006).
 
 A path gives a class to every position; its labelling drops repeats, then blanks. ``greedy`` takes the labelling of the
-most probable path, ``prefix_beam`` the labelling whose paths are most probable together, as far as its beam finds it
-(Hannun et al. 2014, without a language model).
+most probable path, ``prefix_beam`` the labelling whose paths are most probable together, as far as its beam finds it.
+With a language model the labelling y with the greatest sum is sought (Hannun et al. 2014):
+
+    log p(y | sound) + alpha log p(y) + beta |y|
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from math import exp, inf, log, log1p
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from kinformer.generation.symbols import SymbolModel
 
 BLANK = 0
 LEAST_PROBABILITY = 1e-4
@@ -36,9 +41,30 @@ def greedy(logits: Tensor) -> list[int]:
     return Greedy().feed(logits)
 
 
-def prefix_beam(logits: Tensor, beam: int) -> list[int]:
-    """Return the most probable labelling of ``logits`` [time, classes] among the best ``beam`` prefixes at every
-    position.
+class Fusion(NamedTuple):
+    """What a language model adds to the score of a labelling: ``alpha`` times the log-probability of its symbols, which
+    ``model`` reads, and ``beta`` for each. A model of None adds no probability."""
+
+    model: SymbolModel | None = None
+    alpha: float = 0.0
+    beta: float = 0.0
+
+    def added(self, prefix: tuple[int, ...]) -> float:
+        """Return what a prefix has beside the probability of its paths."""
+        likely = 0.0 if self.model is None else self.alpha * self.model.total(prefix)
+        return likely + self.beta * len(prefix)
+
+    def ended(self, prefix: tuple[int, ...]) -> float:
+        """Return what a labelling has, whose text ends."""
+        return self.added(prefix) + (0.0 if self.model is None else self.alpha * self.model.end(prefix))
+
+
+ALONE = Fusion()
+
+
+def prefix_beam(logits: Tensor, beam: int, fusion: Fusion = ALONE) -> list[int]:
+    """Return the best labelling of ``logits`` [time, classes] among the best ``beam`` prefixes at every position: the
+    most probable one, or the one with the greatest sum by ``fusion``.
 
     Classes below 1 in 10,000 at a position are passed over.
     """
@@ -48,9 +74,11 @@ def prefix_beam(logits: Tensor, beam: int) -> list[int]:
     for row, mask in zip(log_probabilities, likely, strict=True):
         classes = torch.nonzero(mask)[:, 0].tolist()
         prefixes = _step(prefixes, dict(zip(classes, row[mask].tolist(), strict=True)))
-        best = sorted(prefixes.items(), key=lambda item: -_sum(*item[1]))[:beam]
+        best = sorted(prefixes.items(), key=lambda item: -_sum(*item[1]) - fusion.added(item[0]))[:beam]
         prefixes = dict(best)
-    return list(max(prefixes.items(), key=lambda item: _sum(*item[1]))[0])
+        if fusion.model is not None:
+            fusion.model.read(prefixes)
+    return list(max(prefixes.items(), key=lambda item: _sum(*item[1]) + fusion.ended(item[0]))[0])
 
 
 def _step(

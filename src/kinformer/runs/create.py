@@ -23,8 +23,9 @@ from kinformer.runs.ladder import Ladder
 from kinformer.runs.minutes import Chooser, decides, with_vocabulary
 from kinformer.runs.options import TrainOptions
 from kinformer.runs.planning import base_of, check_source, named_data, plan_config, planner_for, recipe_config
-from kinformer.runs.rows import rows_of
+from kinformer.runs.rows import staged_rows
 from kinformer.runs.run import BYTES, TOKENIZER, Run
+from kinformer.runs.staging import stage_plan
 from kinformer.runs.stores import STORES
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.progress import tolerant
@@ -33,9 +34,10 @@ from kinformer.tasks.table import task_for, training_options
 from kinformer.tasks.task import Task, TrainingPlan
 from kinformer.training.distributed import Group, started_by_torchrun
 from kinformer.training.division import divide
-from kinformer.training.engines import check_shared
+from kinformer.training.engines import check_length, check_shared
 from kinformer.training.objective import Objective
 from kinformer.training.settings import Settings
+from kinformer.training.stages import stages_of
 
 
 def create(options: TrainOptions, device: str, begun: float, quiet: bool = True) -> tuple[Run, Settings]:
@@ -82,7 +84,8 @@ def create(options: TrainOptions, device: str, begun: float, quiet: bool = True)
             training=vars(plan.settings),
             vocabulary=None if tokenizer is None else TOKENIZER if isinstance(tokenizer, FileTokenizer) else BYTES,
         )
-        rows_of(run, plan, device, quiet)
+        for stage in stages_of(plan.settings):
+            staged_rows(run, plan, stage, device, quiet)
         run = run if base is None else _inheriting(run, base)
         run.save()
     return run, plan.settings
@@ -122,7 +125,18 @@ def _open_recipe(options: TrainOptions, base: Run | None) -> ModelConfig | None:
 
 
 def checked(plan: TrainingPlan, task: Task, group: Group) -> TrainingPlan:
-    """``plan``, unless its model does not go with the data, the length, the objective, or several processes."""
+    """``plan``, unless its model does not go with the data, the length, the objective, or several processes, in any of
+    its stages."""
+    for stage in stages_of(plan.settings) if plan.settings.stages else ():
+        try:
+            check_length(stage.settings, group)
+            _check_sizes(stage_plan(plan, stage), task, group)
+        except KinformerError as error:
+            raise KinformerError(f"stage {stage.number + 1}: {error.message}") from None
+    return _check_sizes(plan, task, group)
+
+
+def _check_sizes(plan: TrainingPlan, task: Task, group: Group) -> TrainingPlan:
     plan.settings.rows(group.replicas)
     with unallocated():
         model = plan.config.build()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from kinformer.runs.run import open_run
 from kinformer.runtime.errors import KinformerError, marked
 from kinformer.runtime.fields import require_path
 from kinformer.runtime.unallocated import unallocated
+from kinformer.training.settings import Settings
 
 LENGTHS = (1, 128, 1024, 8192, 65536)
 """Tokens at which the bytes of the state are computed."""
@@ -45,12 +46,12 @@ def describe(
     name: str, recipe: str | None = None, vocab_size: int | None = None, changes: Mapping[str, object] | None = None
 ) -> Description:
     """Describe a member or a run; the public form is :func:`kinformer.show`."""
-    record, recipe, config, _ = subject_of(name, recipe, vocab_size, changes or {})
+    record, recipe, config, training = subject_of(name, recipe, vocab_size, changes or {})
     with unallocated():
         model = config.build()
     facts = record.facts | {
         "recipe": recipe,
-        "training": dict(record.training.get(recipe, {})),
+        "training": dict(record.training.get(recipe, {})) if training is None else training_of(training),
         "computes": [formula._asdict() for formula in formulas(config)],
         "symbols": {name: [symbol, value] for symbol, name, value in symbols(config)},
         "config": to_dict(config),
@@ -67,12 +68,19 @@ def describe(
 
 
 class Subject(NamedTuple):
-    """The ``member``, ``recipe`` and ``config`` that a name stands for; ``length`` is that of a run's training."""
+    """The ``member``, ``recipe`` and ``config`` that a name stands for; ``training`` are a run's settings, None of a
+    member."""
 
     member: Member
     recipe: str
     config: ModelConfig
-    length: int | None
+    training: Mapping[str, Any] | None
+
+
+def training_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's settings of training that are not the usual ones."""
+    plain = {item.name: item.default for item in fields(Settings)}
+    return {name: value for name, value in settings.items() if value != plain.get(name) and value not in ([], None)}
 
 
 def subject_of(name: str, recipe: str | None, vocab_size: int | None, changes: Mapping[str, object]) -> Subject:
@@ -88,7 +96,7 @@ def subject_of(name: str, recipe: str | None, vocab_size: int | None, changes: M
         if value is not None:
             raise KinformerError(f"{marked(option)} {value}: the run in {run.folder} has its own; leave it out.")
     config = override(run.config, changes, kinds())
-    return Subject(member(run.member), run.recipe, config, run.training.get("length"))
+    return Subject(member(run.member), run.recipe, config, run.training)
 
 
 def _parameters(model: Any) -> dict[str, int]:

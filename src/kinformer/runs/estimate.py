@@ -23,7 +23,7 @@ from kinformer.tasks.table import TASKS
 
 LENGTH = 1024
 PLAIN = "next-token"
-RULE_BYTES = {"adamw": 8, "adamw-8bit": 2, "lamb": 8, "muon": 4, "adafactor": 0, "adagrad": 4, "sgd": 4}
+RULE_BYTES = {"adamw": 8, "adamw-8bit": 2, "radam": 8, "lamb": 8, "muon": 4, "adafactor": 0, "adagrad": 4, "sgd": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +49,9 @@ def estimate_member(options: EstimateOptions) -> MemberEstimate:
 
     Errors: ``KinformerError`` for unknown names, changes that do not fit, and lengths beyond the model's positions.
     """
-    record, recipe, config, trained = subject_of(options.member, options.recipe, options.vocab_size, options.set)
+    record, recipe, config, training = subject_of(options.member, options.recipe, options.vocab_size, options.set)
     sizes = {
-        "length": options.length or trained or config.input.length or LENGTH,
+        "length": options.length or (training or {}).get("length") or config.input.length or LENGTH,
         "batch": options.batch_size,
     }
     costs = estimate(config, **sizes, optimizer=options.optimizer, precision=options.precision)

@@ -8,7 +8,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from kinformer.core.model import device_of
 from kinformer.evaluation.adaptive_computation import PONDER_STEPS, PonderRecorder, noting_steps
+from kinformer.runs.language_model import language_model_of
 from kinformer.runs.options import EvaluateOptions
 from kinformer.runs.run import Run, open_run
 from kinformer.runs.spool import spooled
@@ -75,7 +77,8 @@ def _measured(
         model = STORES.attach(run, model, options)
         lookups[run.folder] = STORES.facts(model)
         taken[run.folder] = open_counts.enter_context(noting_steps(model))
-        return LoadedRun(run, model, changes, lookups[run.folder])
+        beside = language_model_of(task_options, device_of(model))
+        return LoadedRun(run, model, changes, lookups[run.folder], language_model=beside)
 
     with ExitStack() as open_counts:
         report = runs[0].task.evaluate(runs, load, evaluation_settings, task_options, quiet)

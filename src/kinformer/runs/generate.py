@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kinformer.generation.packed import pack
+from kinformer.runs.language_model import language_model_of
 from kinformer.runs.options import GenerateOptions
 from kinformer.runs.run import Run, open_run
 from kinformer.runs.stores import STORES
@@ -73,7 +74,8 @@ def _prepared(run: Run, options: GenerateOptions) -> tuple[LoadedRun, GenerateOp
     if options.package is not None:
         _attach_package(run, packed, options)
     model = STORES.attach(run, packed, options, options.samples)
-    return LoadedRun(run, model, draft=_draft(run, options, device)), options
+    beside = language_model_of(task_options, device)
+    return LoadedRun(run, model, draft=_draft(run, options, device), language_model=beside), options
 
 
 def _draft(run: Run, options: GenerateOptions, device: torch.device) -> Any:

@@ -85,12 +85,12 @@ class TrainOptions(Processes, Settings, Machine):
     """Tokens that each row of a batch predicts (512, what the model's positions allow, or what suits `minutes`)."""
     batch_size: int | None = None  # type: ignore[assignment]
     """Rows per step, over all processes and all accumulated parts (8, or what suits `minutes`)."""
-    optimizer: Literal["adamw", "muon", "lamb", "adafactor", "adagrad", "sgd"] | None = None  # type: ignore[assignment]
+    optimizer: Literal["adamw", "radam", "muon", "lamb", "adafactor", "adagrad", "sgd"] | None = None  # type: ignore[assignment]
     """Muon takes the layers' matrices and AdamW the rest; adagrad clips each parameter; sgd has `momentum`
     (adamw, or what suits `minutes`)."""
     lr: float | None = None  # type: ignore[assignment]
     """Highest learning rate (0.001, or what suits `minutes`). With `resume`, a new one holds from there on."""
-    schedule: Literal["cosine", "linear", "inverse-sqrt", "constant"] | None = None  # type: ignore[assignment]
+    schedule: Literal["cosine", "linear", "inverse-sqrt", "constant", "plateau"] | None = None  # type: ignore[assignment]
     min_lr_ratio: float | None = None  # type: ignore[assignment]
     warmup: float | None = None  # type: ignore[assignment]
     momentum: float | None = None  # type: ignore[assignment]
@@ -112,12 +112,11 @@ class TrainOptions(Processes, Settings, Machine):
     """The run folder: new, or with `resume` an existing one."""
     data: str | None = None
     """What to learn from: a file or folder of text or bytes, token shards (`kinformer pack`), - for standard input,
-    several of these with weights, as web=0.7,code=0.3, or
-    stdlib, Python's standard library (the default of tasks of text). For classify: a folder per class, or a .csv, .tsv
-    or .jsonl. For image: a folder of pictures, IDX files, .npz, or digits."""
+    several of these with weights, as web=0.7,code=0.3, or stdlib, Python's standard library (the default of tasks of
+    text). For classify: a folder per class, or a .csv, .tsv or .jsonl. For image: a folder of pictures, IDX files,
+    .npz, or digits."""
     text_field: str | None = None
-    """The field with the text, where the data are JSON lines; the texts are written into the run folder. For classify:
-    the column with the text."""
+    """The field with the text in JSON lines, which is written into the run folder; for classify the text's column."""
     task: str | None = None
     """What to train for; if not given, next-token for causal members and mlm for encoders."""
     recipe: str | None = None

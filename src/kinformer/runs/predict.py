@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
+from kinformer.core.model import device_of
+from kinformer.runs.language_model import language_model_of
 from kinformer.runs.prediction_options import PredictOptions
 from kinformer.runs.run import open_run
 from kinformer.runs.stores import STORES
@@ -33,7 +35,8 @@ def predictions(folder: str | Path, source: object, options: PredictOptions) -> 
     _check_read(run.task, options)
     settings = PredictionSettings(**{item.name: getattr(options, item.name) for item in fields(PredictionSettings)})
     model = STORES.attach(run, run.model(options.set).to(options.prepare(options.seed)))
-    yield from run.task.predict(LoadedRun(run, model), source, settings, task_options)
+    subject = LoadedRun(run, model, language_model=language_model_of(task_options, device_of(model)))
+    yield from run.task.predict(subject, source, settings, task_options)
 
 
 def _check_read(task: Task, options: PredictOptions) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kinformer.data import FileTokenizer
+from kinformer.runs.config_file import settings_in
 from kinformer.runs.options import TrainOptions
 from kinformer.runs.planning import check_source, data_of, named_data, plan_config
 from kinformer.runs.run import BYTES, Run, open_run
@@ -17,6 +18,7 @@ from kinformer.runtime.progress import note
 from kinformer.tasks.table import task as task_called
 from kinformer.tasks.table import training_options
 from kinformer.training.settings import Settings
+from kinformer.training.stages import checked_stages, stages_of
 
 MAY_CHANGE = {
     "steps", "minutes", "validate_every", "patience", "checkpoint_every", "checkpoint_minutes", "keep", "log_every",
@@ -36,7 +38,8 @@ def resume(options: TrainOptions) -> tuple[Run, Settings]:
         )
     options = replace(options, member=run.member)
     settings = _merged(run, options)
-    settings.rows(options.replicas)
+    for stage in stages_of(settings):
+        stage.settings.rows(options.replicas)
     _check_unchanged(run, options)
     spec = run.data.get("spec") if options.data is None else named_data(options, run.task, run.folder)
     data = dict(run.data) | {"spec": spec} | STORES.resume(run, options)
@@ -56,12 +59,13 @@ def resume(options: TrainOptions) -> tuple[Run, Settings]:
 
 def _merged(run: Run, options: TrainOptions) -> Settings:
     """The run's own settings, with those that were given and may change."""
-    stored = dict(run.training)
+    stored = dict(vars(settings_in(run.training)))
     setting_names = {field.name for field in fields(Settings)}
     values = {field.name: getattr(options, field.name) for field in fields(TrainOptions) if field.name in setting_names}
     defaults = {field.name: field.default for field in fields(TrainOptions)}
     values = {name: value for name, value in values.items() if value != defaults[name]}
     for name, value in values.items():
+        value = checked_stages(value) if name == "stages" else value
         if name not in MAY_CHANGE and value != stored.get(name):
             flag = marked(name)
             raise KinformerError(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from kinformer.runs.run import Run, open_run
+from kinformer.runs.staging import StagedRows, stage_plan
 from kinformer.runs.stores import STORES
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.task import TrainingPlan
 from kinformer.training.data_module import DataModule
+from kinformer.training.stages import Stage
 
 
 def rows_of(run: Run, plan: TrainingPlan, device: str, quiet: bool = True) -> DataModule:
@@ -16,6 +18,21 @@ def rows_of(run: Run, plan: TrainingPlan, device: str, quiet: bool = True) -> Da
     rows = STORES.rows(run.task.data_module(plan), run, plan, device, quiet)
     rows.teacher = teacher_of(run)
     return rows
+
+
+def staged_rows(run: Run, plan: TrainingPlan, stage: Stage, device: str, quiet: bool = True) -> DataModule:
+    """Return the rows of ``run``, which has ``plan``, in ``stage``.
+
+    Errors: ``KinformerError`` for a task whose rows the model itself makes.
+    """
+    final = rows_of(run, plan, device, quiet)
+    if stage.count == 1:
+        return final
+    if type(final).begin is not DataModule.begin:
+        raise KinformerError(
+            f"`stages`: the task {run.task.name} makes its rows by acting, at sizes of its own; give `stages` []."
+        )
+    return StagedRows(rows_of(run, stage_plan(plan, stage), device, quiet), final, stage.begin)
 
 
 def teacher_of(run: Run) -> Any:

@@ -22,17 +22,20 @@ from kinformer.runs.options import TrainOptions
 from kinformer.runs.parallel import Parallel
 from kinformer.runs.planning import plan_of
 from kinformer.runs.resume import resume
-from kinformer.runs.rows import rows_of
+from kinformer.runs.rows import staged_rows
 from kinformer.runs.run import CONFIG, Run
+from kinformer.runs.staging import StagedRows, config_of
 from kinformer.runtime.errors import KinformerError, require, spelled
 from kinformer.runtime.progress import tolerant
 from kinformer.runtime.words import plural
+from kinformer.tasks.task import TrainingPlan
 from kinformer.training import distributed
 from kinformer.training.checkpoint import CHECKPOINTS, Checkpoints
 from kinformer.training.distributed import Group
 from kinformer.training.loop import Result, Trainer
 from kinformer.training.metric import Metric
 from kinformer.training.settings import Settings
+from kinformer.training.stages import Stage, stage_at
 
 
 @dataclass(frozen=True)
@@ -123,21 +126,36 @@ def work(job: Job, group: Group) -> Summary:
     """Train in this process, one of ``group``."""
     _set_threads(job.threads, group.world, group.device.type)
     run, settings = job.run, job.settings
-    data = rows_of(run, plan_of(run, settings), job.device, job.quiet)
-    torch.manual_seed(settings.seed)
-    model = job.model()
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    objective = run.task.objective(settings.objective, model, data)
-    if group.first and not job.quiet:
-        frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
-        print(announcement(run, settings, parameters, group, frozen), file=tolerant(sys.stderr), flush=True)
-    result = Trainer(model, data, objective, settings, run.folder, group, job.quiet, job.begun).run()
+    plan = plan_of(run, settings)
+    step = group.on_first(lambda: max(Checkpoints(run.folder / CHECKPOINTS, 1).steps(), default=0))
+    summary = _stage(job, plan, stage_at(settings, step), group, announces=True)
+    while not summary.result.signal and summary.result.steps < summary.result.total:
+        job = replace(job, begun=time.monotonic())
+        summary = _stage(job, plan, stage_at(settings, summary.result.steps), group)
+    result = summary.result
     if result.signal and group.first and not job.quiet:
         command = f"kinformer train {run.member} --out {run.folder} --resume"
         remark = f"kinformer: stopped after step {result.steps}, which is kept; continue with: {command}"
         print(remark, file=tolerant(sys.stderr), flush=True)
     if group.first and not job.quiet and (sentence := warning(result, settings)):
         print(spelled(sentence), file=tolerant(sys.stderr), flush=True)
+    return summary
+
+
+def _stage(job: Job, plan: TrainingPlan, stage: Stage, group: Group, announces: bool = False) -> Summary:
+    """Train to the end of ``stage``, of which many runs have one only; ``announces``: say first what is going to be
+    done."""
+    run, settings = replace(job.run, config=config_of(plan.config, stage)), job.settings
+    data = staged_rows(run, plan, stage, job.device, job.quiet)
+    torch.manual_seed(settings.seed)
+    model = replace(job, run=run).model()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    train = data.train if isinstance(data, StagedRows) else data
+    objective = run.task.objective(settings.objective, model, train)
+    if announces and group.first and not job.quiet:
+        frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+        print(announcement(run, settings, parameters, group, frozen), file=tolerant(sys.stderr), flush=True)
+    result = Trainer(model, data, objective, settings, run.folder, group, job.quiet, job.begun).run()
     return Summary(run.folder, run.member, parameters, result, data.metrics)
 
 

@@ -47,7 +47,10 @@ def require_ranges(values: Mapping[str, object]) -> None:
             raise KinformerError(f"{name} must be {range_text}, but is {value:g}.")
 
 
-PATHS = ("data", "out", "prompt_file", "datastore", "retriever", "init", "tokenizer", "plot", "image", "audio")
+PATHS = (
+    "data", "out", "prompt_file", "datastore", "retriever", "init", "tokenizer", "plot", "image", "audio",
+    "language_model",
+)  # fmt: skip
 """Options that are paths, wherever there are such."""
 
 

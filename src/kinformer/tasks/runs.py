@@ -32,13 +32,15 @@ class TrainedRun(Protocol):
 
 class LoadedRun(NamedTuple):
     """A run to measure or to generate with: its model in eval mode, what was changed of its config, as ``path=value``,
-    what its head looks things up in, as JSON, and what guesses its next tokens (see ``generation.generate``)."""
+    what its head looks things up in, as JSON, what guesses its next tokens (see ``generation.generate``), and the
+    language model beside it."""
 
     run: TrainedRun
     model: Any
     changes: tuple[str, ...] = ()
     lookup: Mapping[str, Any] | None = None
     draft: Any = None
+    language_model: LoadedRun | None = None
 
     @property
     def title(self) -> str:

@@ -88,6 +88,11 @@ class Best:
         if (best := best_of(folder)) is not None:
             self.metrics, self.step = best
 
+    def forget(self, step: int) -> None:
+        """Count what is the best up to ``step`` as none, where the model was another one until then."""
+        if step and self.step is not None and self.step <= step:
+            self.metrics = self.step = None
+
     def improves(self, metrics: Mapping[str, float]) -> bool:
         """Return whether these metrics are better than the best so far."""
         best = self.metrics

@@ -104,12 +104,18 @@ def _check_stretches(data: DataModule, objective: object, settings: Settings, gr
             f"{place}: only rows of text can be cut along time, for losses of each token alone; train with the task "
             "next-token and its objective next-token, or leave it out."
         )
-    if settings.length % group.context:
-        raise KinformerError(
-            f"{place}: does not divide `length` {settings.length}; give a multiple of {group.context}."
-        )
+    check_length(settings, group)
     if settings.compile:
         raise KinformerError(f"{place}: `compile` does not see what processes send each other; leave one out.")
+
+
+def check_length(settings: Settings, group: Group) -> None:
+    """Refuse rows whose time cannot be cut into stretches of one length."""
+    if settings.length % group.context:
+        raise KinformerError(
+            f"`parallel` {'ring' if group.ring else 'cp'}={group.context}: does not divide `length` {settings.length}; "
+            f"give a multiple of {group.context}."
+        )
 
 
 def check_shared(model: nn.Module, group: Group) -> None:

@@ -29,16 +29,18 @@ from kinformer.training.logging import Log, Silence, TrainingProgress
 from kinformer.training.objective import Objective, ObjectiveModule
 from kinformer.training.optimiser import Optimiser
 from kinformer.training.pace import FORWARD_SHARE, PROBE_SHARE, Course, Pace, seconds_of
+from kinformer.training.rate import LearningRate
 from kinformer.training.result import Result
-from kinformer.training.schedule import Schedule
 from kinformer.training.settings import Settings
+from kinformer.training.stages import stage_at
 from kinformer.training.storage import Storage
 from kinformer.training.update import Updater, Window
 from kinformer.training.validation import Validation
 
 
 class Trainer:
-    """The trainer of ``model`` on ``data`` for ``objective``; it goes on from the newest checkpoint in ``folder``.
+    """The trainer of ``model`` on ``data`` for ``objective``; it goes on from the newest checkpoint in ``folder``, to
+    the end of the stage (``training.stages``) that this one is in: ``model`` and ``data`` are those of that stage.
 
     ``model`` is any module that the objective can call; where the data carries, one with ``initial_state(batch)``. It
     is changed in place; with several processes it belongs to the trainer from then on. ``quiet``: it reports nothing.
@@ -56,12 +58,14 @@ class Trainer:
         quiet: bool = False,
         begun: float | None = None,
     ) -> None:
-        self.data, self.settings, self.folder, self.group = data, settings, folder, group
+        self.data, self.folder, self.group = data, folder, group
         self.silent = quiet or not group.first
         self.model = model.to(group.device).train()
         self.storage = Storage(folder, settings, data.metrics, group)
         self.checkpoints, self.best = self.storage.checkpoints, self.storage.best
         saved = self.checkpoints.load(group)
+        self.stage = stage_at(settings, saved.step if saved else 0)
+        self.settings = settings = self.stage.settings
         carried = Carried(settings.accumulate)
         check_divided(data, objective, settings, group)
         whole = ObjectiveModule(self.model, objective, settings.precision)
@@ -69,7 +73,7 @@ class Trainer:
         if saved:
             saved.into("model", self.model, self._place(saved))
             saved.into("objective", self.extras, self._place(saved))
-            if states := saved.files.get("carried"):
+            if saved.step > self.stage.begin and (states := saved.files.get("carried")):
                 with reading(self._place(saved), "holds states of another model", "use its own run folder"):
                     carried.load(states, model.initial_state(1), group)  # type: ignore[operator]
         data.begin(self.model, saved.files.get("rows", {}) if saved else {})
@@ -99,11 +103,13 @@ class Trainer:
 
     def _restore(self, saved: Checkpoint | None, begun: float | None) -> None:
         numbers = saved.numbers if saved else {}
+        self.best.forget(self.stage.since)
         self.step = self.first_step = saved.step if saved else 0
         self.spent: float = numbers.get("seconds", 0.0)
         self.step_seconds: float = numbers.get("each_step", self.spent / max(1, self.step))
         self.saved_at = time.monotonic()
         self.begun = self.saved_at if begun is None else begun
+        self.rate = LearningRate(self.settings, self.stage, self.data.metrics[0], numbers, self.step)
         self.course = Course(numbers.get("total", 0), numbers.get("since", 0), numbers.get("share", 0.0))
         if self.settings.steps:
             self.course = Course(self.settings.steps)
@@ -119,7 +125,7 @@ class Trainer:
         return self.spent + time.monotonic() - self.begun
 
     def run(self) -> Result:
-        """Train to the end, or until the time is over or a signal comes."""
+        """Train to the end of the stage, or until the time is over or a signal comes."""
         pace = self._pace() if self.settings.minutes else None
         self.window = Window(self.group)
         self.group.on_first(self.checkpoints.tidy)
@@ -130,6 +136,7 @@ class Trainer:
         ):
             self.progress = progress
             try:
+                self._begin_stage()
                 self._steps(pace, interrupt)
             finally:
                 if self.log:
@@ -147,12 +154,12 @@ class Trainer:
     def _steps(self, pace: Pace | None, interrupt: Interrupt) -> None:
         validation = FORWARD_SHARE * self.data.validations
         validate_every, checkpoint_every = pace.every if pace else self.settings.cadences(self.total, validation)
-        look = self.step + 1
+        look, border = self.step + 1, self.stage.end
         if self._tired(validate_every):  # it had ended before it was resumed
             self.course.turn(self.step, self.step)
         while self.step < self.total:
-            rate = self._rate()
-            self.window.add(self.update(self.step, rate, self.course.at(self.step) / self.total))
+            rate = self.rate(at := self.course.at(self.step), self.total)
+            self.window.add(self.update(self.step, rate, at / self.total))
             self.moving.update(self.step)
             self.step += 1
             if pace and self.step >= look:
@@ -161,7 +168,7 @@ class Trainer:
             last = over or self.step >= self.total
             validates = validate_every and (last or self.step % validate_every == 0)
             due = bool(checkpoint_every) and self.step % checkpoint_every == 0
-            saves = last or stopped or old or due
+            saves = last or stopped or old or due or self.step == border
             if validates or saves or self.step % self.settings.log_every == 0:
                 self._report(rate)
             validating = seconds_of(self._validate) if validates else 0.0
@@ -174,14 +181,16 @@ class Trainer:
                 self.window.restart()
                 if pace:
                     pace.spent(validating, saving)
-            if stopped or last:
+            if stopped or last or self.step == border:
                 interrupt.signal = stopped
                 break
 
-    def _rate(self) -> float:
-        """Return the learning rate of the next update."""
-        settings, at = self.settings, self.course.at(self.step)
-        return Schedule(settings.lr, settings.min_lr_ratio, settings.warmup, self.total, settings.schedule)(at)
+    def _begin_stage(self) -> None:
+        """Report a stage where its first update comes next; the record stands at that update's step."""
+        if self.stage.count > 1 and self.step == self.stage.begin:
+            self.progress.say(str(self.stage))
+            if self.log:
+                self.log.write(self.step + 1, self.stage.record)
 
     def _look(self, pace: Pace) -> int:
         """Foresee again how many steps the minutes buy; return the step after which to do so the next time."""
@@ -242,10 +251,12 @@ class Trainer:
 
     def _validate(self) -> None:
         with self.moving.applied():
-            self._measure("validation", "validation")
+            metrics = self._measure("validation", "validation")
+        if self.rate.falls(metrics):
+            self.progress.say(f"the learning rate falls by the factor {self.settings.plateau_factor:g}")
 
-    def _measure(self, what: str, prefix: str) -> None:
-        """Validate the weights as they are, and write them where they are the best."""
+    def _measure(self, what: str, prefix: str) -> dict[str, float]:
+        """Validate the weights as they are, write them where they are the best, and return their metrics."""
         means = self.validation(self.engine)
         metrics = self.data.measured(means, "validation")
         self.progress.say(f"step {self.step}/{self.total}  {what} {self._text(metrics)}")
@@ -255,6 +266,7 @@ class Trainer:
         if self.best.improves(metrics):
             self.best.note(metrics, self.step)
             self.storage.save_best(self.step, self.model.state_dict())
+        return metrics
 
     def _save(self, due: bool) -> None:
         holders: dict[str, Any] = {"model": self.model, "average": self.moving, "objective": self.extras}
@@ -263,7 +275,8 @@ class Trainer:
         groups["optimizer"] = dict(self.update.optimiser.tensors())
         if self.window.seconds:
             self.step_seconds = self.window.seconds / (self.step - self.first_step)
-        numbers = vars(self.course) | {"seconds": self.seconds, "each_step": self.step_seconds, REGULAR: due}
+        times = {"seconds": self.seconds, "each_step": self.step_seconds, REGULAR: due}
+        numbers = vars(self.course) | self.rate.state | times
         self.storage.save(self.step, groups, files, numbers)
         self.saved_at = time.monotonic()
 

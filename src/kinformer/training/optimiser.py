@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adafactor, AdamW, Optimizer, SparseAdam
+from torch.optim import SGD, Adafactor, AdamW, Optimizer, RAdam, SparseAdam
 
 from kinformer.core.stack import sparse_tables, units_of
 from kinformer.runtime.compiling import spared
@@ -153,6 +153,9 @@ def _build(kind: str, groups: list[dict], settings: Settings) -> Optimizer:
         return spared(StackedMuon)(groups, settings.lr)
     if kind == "lamb":
         return spared(Lamb)(groups, lr=settings.lr, betas=(settings.momentum, settings.beta2))
+    if kind == "radam":
+        betas = (settings.momentum, settings.beta2)
+        return spared(RAdam)(groups, lr=settings.lr, betas=betas, decoupled_weight_decay=True)
     if kind == "adafactor":
         return spared(Adafactor)(groups, lr=settings.lr)
     if kind == "adagrad":

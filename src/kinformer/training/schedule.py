@@ -11,7 +11,8 @@ from math import cos, pi
 class Schedule:
     """The schedule: ``peak`` after ``warmup`` steps (a share of ``steps`` if below 1); then by
     ``kind``: ``cosine`` or ``linear``, with ``floor * peak`` at the last of ``steps``; ``inverse-sqrt``, peak *
-    sqrt(warmup / step), not below ``floor * peak``; or ``constant``."""
+    sqrt(warmup / step), not below ``floor * peak``; or ``constant``, as ``plateau`` is until a plateau comes
+    (``training.plateau``)."""
 
     peak: float
     floor: float
@@ -24,7 +25,7 @@ class Schedule:
         rise = round(self.warmup * self.steps) if self.warmup < 1 else round(self.warmup)
         if step < rise:
             return self.peak * (step + 1) / (rise + 1)
-        if self.kind == "constant":
+        if self.kind in ("constant", "plateau"):
             return self.peak
         if self.kind == "inverse-sqrt":
             # peak sqrt(warmup / step), which is ``peak`` where the rise ends

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from kinformer.runtime.errors import KinformerError, marked, require, require_above, require_seed, require_share
 from kinformer.runtime.fields import Checked, require_types
 from kinformer.runtime.words import plural
+from kinformer.training.stages import checked_stages
 
 DEFAULT_STEPS = 1000
 PARTS_OF_A_RUN = 10
@@ -33,14 +35,18 @@ class Settings(Checked):
     """Rows per step, over all processes and all accumulated parts."""
     accumulate: int = 1
     """Parts into which each process splits its batch, to save memory. They are computed one after the other."""
-    optimizer: Literal["adamw", "muon", "lamb", "adafactor", "adagrad", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "radam", "muon", "lamb", "adafactor", "adagrad", "sgd"] = "adamw"
     """Muon takes the layers' matrices and AdamW the rest; lamb moves each tensor by a share of its length;
     adagrad clips each parameter; sgd has `momentum`."""
     lr: float = 1e-3
     """Highest learning rate."""
-    schedule: Literal["cosine", "linear", "inverse-sqrt", "constant"] = "cosine"
-    """How the learning rate falls after the warm-up: to the end as a cosine or a line, with the root of the step, or
-    not at all (cosine; for translation inverse-sqrt)."""
+    schedule: Literal["cosine", "linear", "inverse-sqrt", "constant", "plateau"] = "cosine"
+    """How the learning rate falls after the warm-up: to the end as a cosine or a line, with the root of the step, not
+    at all, or at a plateau of the validations, by `plateau_factor` (cosine; for translation inverse-sqrt)."""
+    plateau_factor: float = 0.5
+    """With `schedule` plateau: what the learning rate is multiplied by when validations stop to improve."""
+    plateau_patience: int = 1
+    """With `schedule` plateau: validations in a row that may be no better before the learning rate falls."""
     min_lr_ratio: float = 0.1
     """Least learning rate after the warm-up, as a share of the highest; with cosine and linear that of the end
     (0.1)."""
@@ -63,6 +69,10 @@ class Settings(Checked):
     """bf16-mixed computes in bfloat16 where that is safe; weights, loss and optimiser stay in float32."""
     compile: bool = False
     """Compile the model with torch.compile (needs a C++ compiler)."""
+    stages: tuple[Mapping[str, Any], ...] | None = None
+    """Stages of a run, each with its `steps` and what differs from the run in it: `length`, `batch_size`, `accumulate`,
+    `lr` (with which a schedule of its own begins, and its `warmup`), and `set`, changes of the model that no weight
+    depends on, such as windows. The last one has the rest of the steps and trains as the run itself says."""
     objective: str | None = None
     """What is minimised: one of the task's objectives. The default is the member's, or the task's usual one."""
     seed: int = 0
@@ -95,15 +105,33 @@ class Settings(Checked):
         require_types(self, Settings)
         if self.steps is not None and self.minutes is not None:
             raise KinformerError(f"`steps` {self.steps} and `minutes` {self.minutes:g} contradict; give one of them.")
+        object.__setattr__(self, "stages", checked_stages(self.stages))
+        if self.stages and self.minutes is not None:
+            raise KinformerError(
+                f"`minutes` {self.minutes:g}: `stages` count steps, whose number follows the speed then; give `steps` "
+                "instead, or `stages` []."
+            )
         for name in ("steps", "length", "batch_size", "accumulate", "keep", "log_every", "validation_tokens"):
             require(name, getattr(self, name), 1)
         require_seed(self.seed)
-        for name in ("validate_every", "patience", "checkpoint_every", "checkpoint_minutes", "average", "warmup"):
+        for name in (
+            "plateau_patience",
+            "validate_every",
+            "patience",
+            "checkpoint_every",
+            "checkpoint_minutes",
+            "average",
+            "warmup",
+        ):
             require(name, getattr(self, name), 0)
         if self.patience and self.validate_every == 0:
             raise KinformerError(
                 f"`patience` {self.patience}: counts validations, but with `validate_every` 0 there are none; give "
                 "another `validate_every`, or `patience` 0."
+            )
+        if self.schedule == "plateau" and self.validate_every == 0:
+            raise KinformerError(
+                "`schedule` plateau: follows validations, but with `validate_every` 0 there are none; give another."
             )
         if self.average > 1 and self.checkpoint_every == 0:
             raise KinformerError(
@@ -114,8 +142,8 @@ class Settings(Checked):
             require(name, getattr(self, name), 0)
         for name in ("lr", "minutes", "layer_decay"):
             require_above(name, getattr(self, name), 0)
-        for name in ("momentum", "beta2"):
-            require_share(name, getattr(self, name), zero=True)
+        for name in ("momentum", "beta2", "plateau_factor"):
+            require_share(name, getattr(self, name), zero=name != "plateau_factor")
         for name in ("min_lr_ratio", "ema", "layer_decay"):
             if not 0 <= getattr(self, name) <= 1:
                 raise KinformerError(f"{marked(name)} is {getattr(self, name):g} but must lie between 0 and 1.")

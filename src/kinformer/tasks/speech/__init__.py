@@ -18,6 +18,7 @@ from kinformer.tasks.predictions import Embedded, EmbeddingSettings, Predicted, 
 from kinformer.tasks.record import NOTHING_DRAWN, DataNeeds, EvaluationNeeds, Generation, Models, Prediction
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.changes import NOTHING, changes_of
+from kinformer.tasks.speech.options import DecodingOptions
 from kinformer.tasks.task import Source, Task, TrainingPlan
 from kinformer.training.metric import BITS_PER_SYMBOL, ERROR_RATE
 
@@ -80,14 +81,14 @@ class SpeechOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeechPredictionOptions:
+class SpeechPredictionOptions(DecodingOptions):
     """Options of predicting transcripts."""
 
     prefixes: int = 1
     """Search the most probable transcript among so many prefixes; 1 follows the most probable path (greedy)."""
 
     def __post_init__(self) -> None:
-        require("prefixes", self.prefixes, 1)
+        self.check(self.prefixes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,7 @@ class SpeechEvaluationOptions(SpeechPredictionOptions, PredictionTable):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeechGenerationOptions:
+class SpeechGenerationOptions(DecodingOptions):
     """Options of transcribing sound."""
 
     audio: str | None = None
@@ -110,7 +111,7 @@ class SpeechGenerationOptions:
     """Search the most probable transcript among so many prefixes, when all is heard; 1 writes at once (greedy)."""
 
     def __post_init__(self) -> None:
-        require("prefixes", self.prefixes, 1)
+        self.check(self.prefixes)
 
 
 def _ctc(model: Any) -> Any:
@@ -207,14 +208,14 @@ class Speech(Task):
             raise KinformerError(
                 "there must be sound to write down; give `audio` FILE, or `audio` - for WAV as it comes."
             )
-        return transcribe(subject, options.task_options.audio, options.task_options.prefixes, write)
+        return transcribe(subject, options.task_options.audio, options.task_options, write)
 
     def predict(
         self, subject: LoadedRun, source: Any, settings: PredictionSettings, task_options: Any
     ) -> Iterator[Predicted]:
         from kinformer.tasks.speech.predict import predict
 
-        return predict(subject, source, settings, task_options.prefixes)
+        return predict(subject, source, settings, task_options)
 
     def embed(self, subject: LoadedRun, source: Any, settings: EmbeddingSettings) -> Iterator[Embedded]:
         from kinformer.tasks.speech.embed import embed

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import isfinite, log
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kinformer.core.model import device_of
 from kinformer.data.clips import Holdout
 from kinformer.data.sound import CHARACTERS, Sound, join_symbols, open_sound, split_symbols
 from kinformer.evaluation.transcripts import Errors, count_errors
-from kinformer.generation.ctc import greedy, prefix_beam
 from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.runtime.progress import ProgressCallback, progressing
 from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, evaluated
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.text import heading, identity_of_part, note_other_data, spec_of
+from kinformer.tasks.speech.decoding import decoder_of
 from kinformer.tasks.speech.rows import Rows, ctc_nats
 from kinformer.training.metric import BITS_PER_SYMBOL, ERROR_RATE
 
@@ -37,9 +38,10 @@ def evaluate(
     data = _data(subject, evaluation_settings)
     same = note_other_data(run, data, evaluation_settings.data is not None)
     rows = Rows(data, choose(evaluation_settings.split, data.splits, "`split`"), model.config)
+    decode = decoder_of(subject, data.symbols, data.unit, prefixes, task_options)
     begun = time.perf_counter()
     with progressing(quiet) as progress:
-        heard, nats = _heard(model, rows, evaluation_settings.chunk, prefixes, progress)
+        heard, nats = _heard(model, rows, evaluation_settings.chunk, decode, progress)
     references = [split_symbols(rows.utterances.transcript(number), data.unit) for number in range(len(heard))]
     heard_symbols = [[data.symbols[symbol - 1] for symbol in item] for item in heard]
     task_options.write_predictions(_rows(rows, references, heard_symbols))
@@ -49,10 +51,11 @@ def evaluate(
     right = sum(a == b for a, b in zip(references, heard_symbols, strict=True))
     facts: dict[str, Any] = errors._asdict() | {
         "utterances": len(references), "right": right, "prefixes": prefixes, "baselines": baselines, "unit": data.unit,
+        **{name: getattr(task_options, name) for name in ("language_model", "alpha", "beta") if task_options.name},
     }  # fmt: skip
     text: list[str | TextTable] = [
         heading(subject, data, evaluation_settings.split),
-        _metrics(data.unit, errors, metrics[BITS_PER_SYMBOL], prefixes),
+        _metrics(data.unit, errors, metrics[BITS_PER_SYMBOL], task_options),
         f"{right:,} of {plural(len(references), 'utterance')} without an error; writing nothing has an error rate of "
         f"100 %, always the most frequent transcript {baselines['most_frequent']:.1%}\n",
         _worst(rows, references, heard_symbols),
@@ -81,7 +84,7 @@ def _data(subject: LoadedRun, evaluation_settings: EvaluationSettings) -> Sound:
 
 
 def _heard(
-    model: Any, rows: Rows, chunk: int, prefixes: int, progress: ProgressCallback | None
+    model: Any, rows: Rows, chunk: int, decode: Callable[[Tensor], list[int]], progress: ProgressCallback | None
 ) -> tuple[list[list[int]], float]:
     """The classes that are heard in every utterance, and the nats of all transcripts."""
     heard: list[list[int]] = [[] for _ in rows.positions]
@@ -97,8 +100,7 @@ def _heard(
             nats += float(ctc_nats(logits, lengths, batch.targets, batch.counts).double().sum())
             require_finite(isfinite(nats))
             for number, row, length in zip(order[begin:end].tolist(), logits, lengths.tolist(), strict=True):
-                frames = row[:length]
-                heard[number] = greedy(frames) if prefixes == 1 else prefix_beam(frames, prefixes)
+                heard[number] = decode(row[:length])
             begin = end
             if progress is not None:
                 progress(min(begin, len(order)), len(order))
@@ -117,8 +119,8 @@ def _words(references: list[list[str]], heard: list[list[str]]) -> Errors:
     return count_errors(*([join_symbols(item, CHARACTERS).split() for item in some] for some in (references, heard)))
 
 
-def _metrics(unit: str, errors: Errors, bits: float, prefixes: int) -> str:
-    how = "greedy" if prefixes == 1 else plural(prefixes, "prefix")
+def _metrics(unit: str, errors: Errors, bits: float, options: Any) -> str:
+    how = "greedy" if options.prefixes == 1 else plural(options.prefixes, "prefix") + options.name
     kinds = f"{errors.substitutions} substituted, {errors.deletions} missing, {errors.insertions} too many"
     return (
         f"{unit.removesuffix('s')} error rate {errors.rate:.2%} ({how}; {kinds} of {errors.symbols:,}), "

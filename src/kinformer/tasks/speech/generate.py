@@ -19,10 +19,11 @@ from kinformer.data.filterbank import Filterbank, RunningNorm, normalised, windo
 from kinformer.data.resample import Resampler
 from kinformer.data.sound import CHARACTERS
 from kinformer.data.wav import WavStream, read_sound
-from kinformer.generation.ctc import Greedy, prefix_beam
+from kinformer.generation.ctc import Greedy
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 from kinformer.tasks.runs import LoadedRun, TrainedRun
+from kinformer.tasks.speech.decoding import decoder_of
 
 PIECE = 0.08
 """Seconds of sound that are waited for."""
@@ -103,10 +104,11 @@ class Listener:
         return self.norm(features)
 
 
-def transcribe(subject: LoadedRun, audio: str, prefixes: int, write: Callable[[str], None] | None) -> Transcribed:
+def transcribe(subject: LoadedRun, audio: str, options: Any, write: Callable[[str], None] | None) -> Transcribed:
     """Write down the sound in the file ``audio``, or - of standard input; every piece of text is given to ``write``."""
     run, model = subject.run, subject.model
     symbols, unit, rate = writing_of(run)
+    decode = decoder_of(subject, symbols, unit, options.prefixes, options)
     came, pieces = _sound(audio)
     listener, path = Listener(model, came, rate), Greedy()
     result, transcribed = Transcribed(str(run.folder), audio), []
@@ -126,10 +128,10 @@ def transcribe(subject: LoadedRun, audio: str, prefixes: int, write: Callable[[s
                 logits = listener.feed(samples, last)
                 result.heard += len(samples) / came
                 transcribed.append(logits)
-                if prefixes == 1:
+                if options.prefixes == 1:
                     add(path.feed(logits))
                 elif last:
-                    add(prefix_beam(torch.cat([item for item in transcribed if len(item)]), prefixes))
+                    add(decode(torch.cat([item for item in transcribed if len(item)])))
                 result.seconds += time.perf_counter() - begun
     except KeyboardInterrupt:
         result.interrupted = True

@@ -13,22 +13,22 @@ from kinformer.data.files import reading
 from kinformer.data.items import STDIN
 from kinformer.data.sound import join_symbols
 from kinformer.data.wav import ENDINGS, read_sound, sound_info
-from kinformer.generation.ctc import greedy, prefix_beam
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.progress import progressing
 from kinformer.tasks.predictions import Predicted, PredictionSettings
 from kinformer.tasks.runs import LoadedRun
+from kinformer.tasks.speech.decoding import decoder_of
 from kinformer.tasks.speech.generate import Listener, writing_of
 
 
-def predict(subject: LoadedRun, source: object, settings: PredictionSettings, prefixes: int) -> Iterator[Predicted]:
+def predict(subject: LoadedRun, source: object, settings: PredictionSettings, options: Any) -> Iterator[Predicted]:
     """What is said in the files of ``source`` (a WAV or FLAC file, a folder of them, or a list of paths), in order."""
     symbols, unit, rate = writing_of(subject.run)
+    decode = decoder_of(subject, symbols, unit, options.prefixes, options)
     for file, samples, came in sounds(source, settings.max_items, settings.quiet, "predicting"):
         with torch.inference_mode():
             logits = Listener(subject.model, came, rate).feed(samples, last=True)
-        heard = greedy(logits) if prefixes == 1 else prefix_beam(logits, prefixes)
-        transcript = join_symbols([symbols[symbol - 1] for symbol in heard], unit)
+        transcript = join_symbols([symbols[symbol - 1] for symbol in decode(logits)], unit)
         row = {"audio": str(file), "text": transcript, "sound_seconds": len(samples) / came}
         yield Predicted(row, f"{file}\t{transcript}")
 
