@@ -20,7 +20,7 @@ from kinformer.training.settings import Settings
 
 MAY_CHANGE = {
     "steps", "minutes", "validate_every", "patience", "checkpoint_every", "checkpoint_minutes", "keep", "log_every",
-    "accumulate", "average", "compile", "lr",
+    "accumulate", "async_saves", "average", "compile", "lr",
 }  # fmt: skip
 
 

@@ -36,7 +36,10 @@ def marked(name: str) -> str:
     return f"`{name}`"
 
 
-RARE = ("min_lr_ratio", "layer_decay", "momentum", "beta2", "table_lr", "checkpoint_minutes", "keep", "log_every")
+RARE = (
+    "min_lr_ratio", "layer_decay", "momentum", "beta2", "table_lr", "checkpoint_minutes", "keep", "async_saves",
+    "log_every",
+)  # fmt: skip
 """Settings of training that are rarely changed: the command line has no flags for them, but paths."""
 
 
