@@ -2,14 +2,19 @@
 
     gathered   the first process collects all tensors and writes them, one file a group
     sharded    every process writes its part (training/shards.py)
+    beside     every process copies its part, and a thread writes the copy (`training.async_saves`)
 
 Told are, for each process, the bytes of its part of weights and optimiser (AdamW), the most memory that a save takes
-beyond what was there before it, and the seconds of a save, the median over the rounds. The gate: weights and optimiser
-that are read from the shards, by two processes and by one, are those that were written.
+beyond what was there before it, and the seconds of a save and those in which training stands still, the medians over
+the rounds. The gate: weights and optimiser that are read from the shards, by two processes and by one, are those that
+were written.
+
+And a run of one process, saved every few steps in both ways: the seconds of all of it, where every core trains.
 """
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import statistics
 import tempfile
@@ -20,6 +25,7 @@ from typing import Any
 
 import torch
 
+import kinformer
 from common import arguments, memory, prepare, save, show
 from kinformer.family.build import configure
 from kinformer.runtime.sharding import is_sharded
@@ -29,12 +35,14 @@ from kinformer.training.distributed import Group, join, launch
 from kinformer.training.engines import wrapped
 from kinformer.training.objective import ObjectiveModule
 from kinformer.training.optimiser import Optimiser, gather
+from kinformer.training.saves import Saves
 from kinformer.training.settings import Settings
+from kinformer.training.shards import part_of
 
 PROCESSES = 2
 SHAPES = ((6, 768, 32_000), (12, 768, 32_000))
 """Layers, dim, vocabulary."""
-WAYS = ("gathered", "sharded")
+WAYS = ("gathered", "sharded", "beside")
 
 
 def work(place: str, shape: tuple[int, int, int], rounds: int) -> list[dict[str, Any]]:
@@ -45,13 +53,18 @@ def work(place: str, shape: tuple[int, int, int], rounds: int) -> list[dict[str,
         part = sum(local(tensor).nbytes for tensors in groups.values() for tensor in tensors.values())
         found: dict[str, Any] = {"part": part}
         for way in WAYS:
-            peaks, seconds = [], []
+            peaks, stood, seconds = [], [], []
             for number in range(1, rounds + 1):
-                peak, took = measured(lambda way=way, number=number: write(way, Path(place), number, groups, group))
+                stands: list[float] = []
+                peak, took = measured(
+                    lambda way=way, number=number, at=stands: write(way, Path(place), number, groups, group, at)
+                )
                 peaks.append(peak)
                 seconds.append(took)
-            found[way] = {"bytes": max(peaks), "seconds": statistics.median(seconds)}
-        gate(Path(place) / "sharded", groups, group)
+                stood.append(*stands or [took])
+            found[way] = {"bytes": max(peaks), "stood": statistics.median(stood), "seconds": statistics.median(seconds)}
+        for way in ("sharded", "beside"):
+            gate(Path(place) / way, groups, group)
         return group.on_all(lambda: found)
 
 
@@ -73,18 +86,42 @@ def local(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def write(way: str, place: Path, number: int, groups: dict[str, dict[str, torch.Tensor]], group: Group) -> None:
-    checkpoints = Checkpoints(place / way, 1)
-    if way == "sharded":
-        named = {f"{key}/{name}": tensor for key, part in groups.items() for name, tensor in part.items()}
-        checkpoints.save_sharded(Checkpoint(number, {}, {}), named, group)
+def write(
+    way: str, place: Path, number: int, groups: dict[str, dict[str, torch.Tensor]], group: Group, stood: list[float]
+) -> None:
+    """One save, to its end; for how long training stands still, if not for all of it, goes into ``stood``."""
+    checkpoints, begun = Checkpoints(place / way, 1), time.perf_counter()
+    if way == "gathered":
+        files = {key: gather(part.items(), group.first) for key, part in groups.items()}
+        group.on_first(lambda: checkpoints.save(Checkpoint(number, files, {})))
         return
-    files = {key: gather(part.items(), group.first) for key, part in groups.items()}
-    group.on_first(lambda: checkpoints.save(Checkpoint(number, files, {})))
+    named = {f"{key}/{name}": tensor for key, part in groups.items() for name, tensor in part.items()}
+    if way == "sharded":
+        checkpoints.save_sharded(Checkpoint(number, {}, {}), part_of(named, group), group)
+        return
+    with Saves(beside=True) as saves:
+        part, writers = part_of(named, group).staged(), group.beside()
+        saves.add(lambda: checkpoints.save_sharded(Checkpoint(number, {}, {}), part, writers))
+        stood.append(time.perf_counter() - begun)
+
+
+def runs(place: Path, options: Any) -> list[list[Any]]:
+    """The seconds of a run of one process on all cores, by how it saves: none but the last, and every fifth step."""
+    steps, sizes = (5, {}) if options.quick else (16, {"layers": 4, "dim": 512, "layers.*.mixer.num_heads": 8})
+    rows = []
+    for beside in (False, False, True, False, True):  # the first one warms up
+        begun = time.perf_counter()
+        kinformer.train(
+            "gpt", recipe="small", steps=steps, length=64, batch_size=2, out=place / f"{len(rows)}", device="cpu",
+            validate_every=0, checkpoint_every=steps // 8 or 1, async_saves=beside, set=sizes,
+        )  # fmt: skip
+        rows.append(["beside" if beside else "at once", round(time.perf_counter() - begun, 2)])
+    return rows[1:]
 
 
 def measured(step: Callable[[], object]) -> tuple[int, float]:
     """The most memory that ``step`` takes beyond what was resident before it, and its seconds."""
+    ctypes.CDLL(None).malloc_trim(0)  # what an earlier way has freed would be taken for the next one's
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
     before, begun = memory("VmRSS"), time.perf_counter()
     step()
@@ -123,9 +160,13 @@ def main() -> None:
                 row[f"{way}, MB"] = round(each[way]["bytes"] / 1e6, 1)
                 row[f"{way}, of a part"] = round(each[way]["bytes"] / each["part"], 3)
                 row[f"{way}, seconds"] = round(each[way]["seconds"], 2)
+            row["beside, stood still"] = round(each["beside"]["stood"], 3)
             rows.append(row)
     show("a save: the most memory beyond what was there, and its time", list(rows[0]), [list(r.values()) for r in rows])
-    save(options, "sharded_checkpoint", {"processes": PROCESSES, "shapes": rows})
+    with tempfile.TemporaryDirectory() as place:
+        whole = runs(Path(place), options)
+    show("a run of one process that saves 8 times", ["saves", "seconds"], whole)
+    save(options, "sharded_checkpoint", {"processes": PROCESSES, "shapes": rows, "runs": whole})
 
 
 if __name__ == "__main__":

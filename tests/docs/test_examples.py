@@ -110,3 +110,19 @@ def test_lightning_shards_layers_over_two_processes(tmp_path):
     # Two processes may share a line.
     lines = [f"nats per byte{line}" for line in done.stdout.split("nats per byte")[1:]]
     assert len(lines) == 2 and all(learns([*map(float, re.findall(r"\d+\.\d+", line))]) for line in lines), lines
+
+
+def test_torchtitan_trains_a_run_as_kinformer_does(tmp_path):
+    """Two processes with FSDP2 under torchtitan, from a run's weights and on its rows, end with Kinformer's weights."""
+    pytest.importorskip("torchtitan")
+    (tmp_path / "text.txt").write_bytes(TEXT)
+    options = {"data": tmp_path / "text.txt", "length": 16, "batch_size": 8, "device": "cpu", "validate_every": 0}
+    kinformer.train("gpt", recipe="tiny", steps=1, out=tmp_path / "begun", **options)
+    constant = {"steps": 4, "lr": 1e-3, "schedule": "constant", "warmup": 0.0}
+    kinformer.train("gpt", init=tmp_path / "begun", out=tmp_path / "own", **constant, **options)
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    words += [str(ROOT / "examples" / "torchtitan_trainer.py"), "begun", "trained", "--steps", "4", "--length", "16"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    ours, theirs = (kinformer.load(tmp_path / name).state_dict() for name in ("own", "trained"))
+    assert all((theirs[name] - weight).abs().max() < 1e-5 for name, weight in ours.items())

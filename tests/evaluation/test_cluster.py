@@ -51,6 +51,15 @@ def test_parts_together_hold_the_model_once() -> None:
     assert 2 * half.memory(Mesh(2, 1, "ddp"), 1)["weights"] - 4 * twice == whole.memory(Mesh(1, 1, "ddp"), 1)["weights"]
 
 
+def test_logits_of_a_shared_vocabulary_are_held_at_once() -> None:
+    """Of a whole vocabulary so large, a process makes the logits in pieces."""
+    vocabulary, tokens = 1 << 16, 2 * 64
+    config = configure("rope", "tiny", vocabulary)
+    whole, half = (Part(config, Shared(parts), **SIZES).of_rows("activations", 2) for parts in (1, 2))
+    gradient = 4 * vocabulary * config.dim  # of the table, ready with the loss of pieces
+    assert half > 4 * tokens * vocabulary / 2 and gradient < whole < half + gradient
+
+
 def test_rows_come_in_parts_where_memory_is_small() -> None:
     config = configure("gpt", "tiny", 64)
     memory = estimate(config, batch=8, **SIZES).train_bytes

@@ -43,6 +43,8 @@ def live(folder: Path, data: str, pause: str = "") -> int:
         os._exit(main([*arguments, "--resume"]))
     settings = f"--recipe tiny --length 16 --batch-size 4 --steps {STEPS} --checkpoint-every 6 --segments"
     settings += " --set training.log_every=1"
+    if folder.name == "killed":  # "whole" saves at once
+        settings += " --set training.async_saves=true"
     os._exit(main([*arguments, *settings.split(), "--validate-every", "40", "--validation-tokens", "256"]))
 
 

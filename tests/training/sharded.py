@@ -33,10 +33,11 @@ from kinformer.training.best import Best, best_of, best_weights
 from kinformer.training.checkpoint import Checkpoint, Checkpoints
 from kinformer.training.distributed import Group, shutdown
 from kinformer.training.metric import Metric
+from kinformer.training.shards import part_of
 from tests.training.kills import live, watched
 from tests.training.tiny import CPU, rewound, train, trainer
 
-RUNS: dict[str, dict[str, Any]] = {"plain": {}, "tied": {"model": {"member": "t5"}, "ema": 0.5}}
+RUNS: dict[str, dict[str, Any]] = {"plain": {}, "tied": {"model": {"member": "t5"}, "ema": 0.5, "async_saves": True}}
 OPTIONS: dict[str, Any] = {"steps": 4, "checkpoint_every": 2, "validate_every": 2}
 
 
@@ -70,7 +71,8 @@ def begun_by_two(place: Path, text: str) -> Callable[[Group], object]:
         for name, options in RUNS.items():
             train(corpus, place / name, group, **OPTIONS | options)
             group.on_first(lambda name=name: rewound(place / name, place / f"{name} again"))
-            train(corpus, place / f"{name} again", group, **OPTIONS | options)
+            other = {"async_saves": not options.get("async_saves", False)}  # how it saves changes nothing
+            train(corpus, place / f"{name} again", group, **OPTIONS | options | other)
         told = _full(place, corpus, group)
         group.on_first(lambda: (place / "told.json").write_text(json.dumps(told)))
 
@@ -89,7 +91,7 @@ def resumed_by_four(place: Path, text: str) -> Callable[[Group], object]:
 
 def _full(place: Path, corpus: Any, group: Group) -> dict[str, Any]:
     group.on_first(lambda: rewound(place / "plain", place / "full"))
-    resumed = trainer(corpus, place / "full", group, **OPTIONS)
+    resumed = trainer(corpus, place / "full", group, async_saves=True, **OPTIONS)
     flush = os.fsync
 
     def full(handle: int) -> None:
@@ -116,10 +118,10 @@ def kill_the_second(place: Path, number: int) -> dict[str, Any]:
 
     def work(group: Group) -> None:
         checkpoints = Checkpoints(folder, 1)
-        checkpoints.save_sharded(Checkpoint(1, {}, {}), tensors_of(1), group)
+        checkpoints.save_sharded(Checkpoint(1, {}, {}), part_of(tensors_of(1), group), group)
         if group.rank == 1:
             watched(number)
-        checkpoints.save_sharded(Checkpoint(2, {}, {}), tensors_of(2), group)
+        checkpoints.save_sharded(Checkpoint(2, {}, {}), part_of(tensors_of(2), group), group)
 
     codes = together(2, place, work)
     return {"codes": codes, "steps": Checkpoints(folder, 1).steps()}
@@ -130,10 +132,12 @@ def save(folder: Path, step: int) -> Callable[[], object]:
 
     def work() -> None:
         with world_of_one():
-            Checkpoints(folder / "checkpoints", 1).save_sharded(Checkpoint(step, {}, {}), tensors_of(step), CPU)
+            Checkpoints(folder / "checkpoints", 1).save_sharded(
+                Checkpoint(step, {}, {}), part_of(tensors_of(step), CPU), CPU
+            )
             best = Best(folder, (Metric("bits", "bits"),))
             best.note({"bits": 1 / step}, step)
-            best.write_sharded({"weight": tensors_of(step)["model/weight"]}, step, CPU)
+            best.write_sharded(part_of({"model/weight": tensors_of(step)["model/weight"]}, CPU), step, CPU)
 
     return work
 

@@ -30,7 +30,7 @@ HYBRID = {
     "layers.1.feed_forward": {"kind": "channel_mix"},
 }  # fmt: skip
 RUNS: dict[str, dict[str, Any]] = {
-    "t5": {"model": {"member": "t5", "layers": 1, "head": "language"}, "ema": 0.5},
+    "t5": {"model": {"member": "t5", "layers": 1, "head": "language"}, "ema": 0.5, "async_saves": True},
     "hybrid": {"model": HYBRID, "segments": True},
 }
 """One of every kind of what is cut: heads, states, a table that belongs to the stack, the vocabulary and its loss."""

@@ -21,6 +21,7 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.training.best import Best, best_of, best_weights, place_of_best
 from kinformer.training.checkpoint import Checkpoint, Checkpoints, _digest
 from kinformer.training.metric import Metric
+from kinformer.training.shards import part_of
 from tests.training import sharded
 from tests.training.sharded import OPTIONS, tensors_of, world_of_one
 from tests.training.tiny import CPU, curve, gap, rewound, train
@@ -104,7 +105,9 @@ def test_a_run_of_shards_is_used_as_any_other(text_file: Path, tmp_path: Path) -
         logits = kinformer.load(out)(tokens)[0]
     best = Best(out, (Metric("bits_per_byte", "bits per byte"),))
     with world_of_one():
-        best.write_sharded(best_weights(out)[0], 1, CPU)
+        best.write_sharded(
+            part_of({f"model/{name}": tensor for name, tensor in best_weights(out)[0].items()}, CPU), 1, CPU
+        )
     assert not (out / "model.safetensors").exists()
     assert kinformer.open_run(out).metrics == metrics and kinformer.evaluate(out, max_bytes=99).data["same_as_run"]
     exported = kinformer.export(out, out=tmp_path / "exported")
@@ -118,7 +121,7 @@ def saved(folder: Path) -> Checkpoints:
     """A sharded checkpoint of one process, of step 1."""
     checkpoints = Checkpoints(folder, 2)
     with world_of_one():
-        checkpoints.save_sharded(Checkpoint(1, {}, {"total": 1}), tensors_of(1), CPU)
+        checkpoints.save_sharded(Checkpoint(1, {}, {"total": 1}), part_of(tensors_of(1), CPU), CPU)
     return checkpoints
 
 
@@ -214,7 +217,7 @@ def test_the_later_of_two_forms_of_the_best_weights_counts(tmp_path: Path) -> No
         before = shutil.copytree(tmp_path, tmp_path.with_name(f"before-{step}"))
         with world_of_one():
             if form == "shards":
-                best.write_sharded({"weight": tensors_of(step)["model/weight"]}, step, CPU)
+                best.write_sharded(part_of({"model/weight": tensors_of(step)["model/weight"]}, CPU), step, CPU)
             else:
                 best.write({"weight": tensors_of(step)["model/weight"]}, step)
         assert best_of(tmp_path) == ({"bits": 1 / step}, step)

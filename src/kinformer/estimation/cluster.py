@@ -24,18 +24,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from torch import nn
-
 from kinformer.core.stack import units_of
 from kinformer.estimation.estimate import Estimate, Precision, estimate, horizon_of
 from kinformer.estimation.length import at_length
 from kinformer.estimation.machines import Device
-from kinformer.estimation.mesh import Mesh, Payload, meshes, powers
+from kinformer.estimation.mesh import Mesh, Payload, meshes, module_bytes, powers, sharded_bytes
 from kinformer.estimation.parts import Costs
 from kinformer.estimation.stretches import FLOAT, PaperStretches, rings, share_on_paper
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.unallocated import unallocated
-from kinformer.training.division import Division, divide
+from kinformer.training.division import Division, divide, output_product
+from kinformer.training.vocabulary import VocabularyPart
 
 PREFETCHED = 2
 """Units whose weights FSDP has whole at a time: the one that computes, and the next."""
@@ -79,6 +78,8 @@ class PartConfig:
         """Return the model, and how it is divided."""
         model = self.config.build()
         division = divide(model, 0, self.parts) if self.parts > 1 else None
+        if division is not None and division.vocabulary and (product := output_product(model)) is not None:
+            product[1].vocabulary_part = VocabularyPart(0, model.vocab_size // self.parts, None)
         if self.stretches is not None:
             share_on_paper(model, self.stretches)
         return model, division
@@ -127,13 +128,13 @@ class Part:
     @cached_property
     def units(self) -> list[int]:
         """Return the bytes of the weights of every unit."""
-        return [_bytes(unit) for unit in units_of(self.model)]
+        return [module_bytes(unit) for unit in units_of(self.model)]
 
     def memory(self, mesh: Mesh, rows: int) -> dict[str, int]:
         """Return the bytes of a device's memory, by what it is for."""
         train = self._one.memory["train"]
         shares = mesh.copies if mesh.strategy == "fsdp" else 1
-        sharded = _sharded(self.model, shares)
+        sharded = sharded_bytes(self.model, shares)
         memory = {
             "weights": sharded,
             "gradients": sharded,
@@ -141,22 +142,22 @@ class Part:
             "activations": self.of_rows("activations", rows),
         }
         if shares > 1:
-            rest = _bytes(self.model) - sum(self.units)
+            rest = module_bytes(self.model) - sum(self.units)
             largest = max(self.units, default=0)
             memory["gathered"] = rest + PREFETCHED * largest + largest  # and the gradients of one unit
         return memory
 
     def payload(self, mesh: Mesh, rows: int, accumulate: int = 1) -> Payload:
         """Return the bytes of the collectives of a step of ``accumulate`` parts of ``rows`` rows a replica."""
-        whole = _bytes(self.model)
+        whole = module_bytes(self.model)
         tensor = accumulate * self._exchanged(rows) if self.division is not None else 0
         within = Payload(tensor=tensor, context=accumulate * rows * self._sent)
         if mesh.copies == 1:
             return within
         if mesh.strategy == "ddp":
             return within._replace(all_reduce=whole)
-        padded = mesh.copies * _sharded(self.model, mesh.copies)
-        units = mesh.copies * sum(_sharded(unit, mesh.copies) for unit in units_of(self.model))
+        padded = mesh.copies * sharded_bytes(self.model, mesh.copies)
+        units = mesh.copies * sum(sharded_bytes(unit, mesh.copies) for unit in units_of(self.model))
         return within._replace(all_gather=accumulate * (padded + units), reduce_scatter=padded)
 
     @cached_property
@@ -288,13 +289,3 @@ class Cluster:
 
 def _amount(costs: Estimate, name: str) -> int:
     return costs.memory["train"]["activations"] if name == "activations" else costs.flops_step
-
-
-def _bytes(module: nn.Module) -> int:
-    return FLOAT * sum(parameter.numel() for parameter in module.parameters())
-
-
-def _sharded(module: nn.Module, shares: int) -> int:
-    """Return the bytes of the first of ``shares`` shares of the weights of ``module``, cut by rows."""
-    rows = [(-(-len(item) // shares), item[0].numel()) if item.dim() else (1, 1) for item in module.parameters()]
-    return FLOAT * sum(count * width for count, width in rows)

@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from torch import nn
+
+from kinformer.estimation.stretches import FLOAT
+
 
 class Mesh(NamedTuple):
     """``tensor`` devices share the heads and features of every row, ``context`` groups of them its time (with ``ring``
@@ -69,3 +73,14 @@ def powers(most: int) -> Iterator[int]:
     while power <= most:
         yield power
         power *= 2
+
+
+def module_bytes(module: nn.Module) -> int:
+    """Return the bytes of a module's weights in float32."""
+    return FLOAT * sum(parameter.numel() for parameter in module.parameters())
+
+
+def sharded_bytes(module: nn.Module, shares: int) -> int:
+    """Return the bytes of the first of ``shares`` shares of the weights of ``module``, cut by rows."""
+    rows = [(-(-len(item) // shares), item[0].numel()) if item.dim() else (1, 1) for item in module.parameters()]
+    return FLOAT * sum(count * width for count, width in rows)

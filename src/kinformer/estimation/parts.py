@@ -208,8 +208,10 @@ def loss_of(model: Any, logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def in_pieces(model: nn.Module, rows: int) -> bool:
-    """Return whether training on the next of so many tokens makes the logits in pieces, on a CPU."""
-    return hasattr(model, "head_inputs") and not hasattr(model, "begin") and cross_entropy.large(model, rows)
+    """Return whether training on the next of so many tokens makes the logits in pieces, on a CPU; processes that share
+    the vocabulary make their part of them all at once."""
+    causal = hasattr(model, "head_inputs") and not hasattr(model, "begin")
+    return causal and not cross_entropy.divided(model) and cross_entropy.large(model, rows)
 
 
 def making(pieces: bool) -> tuple[Callable[[Any, Tensor], tuple[Tensor, Any]], Callable[[Any, Tensor, Tensor], Tensor]]:

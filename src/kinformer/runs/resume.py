@@ -22,7 +22,7 @@ from kinformer.training.stages import checked_stages, stages_of
 
 MAY_CHANGE = {
     "steps", "minutes", "validate_every", "patience", "checkpoint_every", "checkpoint_minutes", "keep", "log_every",
-    "accumulate", "average", "compile", "lr",
+    "accumulate", "async_saves", "average", "compile", "lr",
 }  # fmt: skip
 
 

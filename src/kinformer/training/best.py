@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from kinformer.training.distributed import Group
     from kinformer.training.metric import Metric
+    from kinformer.training.shards import Part
 
 WEIGHTS, SHARDED = "model.safetensors", "best"
 _METRICS, _STEP = "figures", "step"
@@ -111,11 +112,11 @@ class Best:
         save_tensors(self.folder / WEIGHTS, weights, {_STEP: str(step), **noted})
         shutil.rmtree(self.folder / SHARDED, ignore_errors=True)
 
-    def write_sharded(self, weights: Mapping[str, Tensor], step: int, group: Group) -> None:
-        """Write the weights of ``step``, of which each process of ``group`` has a part; all must call together."""
+    def write_sharded(self, part: Part, step: int, group: Group) -> None:
+        """Write the weights of ``step``, called ``"model/name"``, of which each process of ``group`` has a ``part``;
+        all must call together."""
         noted = {} if self.metrics is None else {_METRICS: list(self.metrics.items())}
-        tensors = {f"model/{name}": tensor for name, tensor in weights.items()}
-        Checkpoints(self.folder / SHARDED, 1).save_sharded(Checkpoint(step, {}, noted), tensors, group)
+        Checkpoints(self.folder / SHARDED, 1).save_sharded(Checkpoint(step, {}, noted), part, group)
         group.on_first(self._remove_file)
 
     def _remove_file(self) -> None:

@@ -1,8 +1,8 @@
 """Checkpoints: folders of safetensors and a JSON plan that are there whole or not at all, whatever happens meanwhile.
 
 ``checkpoints/step-00000100/`` is filled under another name, flushed to the disk and renamed. The plan holds each file's
-sha256 and the numbers of the run. One process writes whole tensors; where weights are sharded over processes, each
-writes its part (``training/shards.py``). Any number of processes can read both, and nothing is a pickle.
+sha256 and the numbers of the run. One process writes whole tensors; processes that share the weights write a part each
+(``training/shards.py``). Any number of processes reads both. Nothing is a pickle.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from kinformer.training.distributed import Group
-    from kinformer.training.shards import Shards
+    from kinformer.training.shards import Part, Shards
 
 SCHEMA, SHARDED_SCHEMA = 1, 2
 CHECKPOINTS, PLAN = "checkpoints", "plan.json"
@@ -125,27 +126,29 @@ class Checkpoints:
             raise
         self.tidy()
 
-    def save_sharded(self, checkpoint: Checkpoint, tensors: Mapping[str, Tensor], group: Group) -> None:
-        """Write ``checkpoint`` and ``tensors``, called ``"group/name"``, of which each process of ``group`` has a part;
-        all must call together, and the first one's ``checkpoint`` counts."""
-        from kinformer.training.shards import write_shards
+    def save_sharded(self, checkpoint: Checkpoint, part: Part, group: Group) -> None:
+        """Write the first one's ``checkpoint``, and of each process of ``group`` its ``part``; all call together."""
+        from kinformer.training.shards import opened_part
 
-        partial = self._partial(checkpoint.step)
+        place, partial = self.path(checkpoint.step), self._partial(checkpoint.step)
 
         def begin() -> None:
-            with self.surviving(self.path(checkpoint.step)):
+            with self.surviving(place):
                 self.clean()
                 partial.mkdir(parents=True)
 
-        def commit(shards: Shards) -> None:
-            with self.surviving(self.path(checkpoint.step)):
-                self._commit(partial, checkpoint, shards)
+        def fill() -> dict[str, str]:
+            with self.surviving(place):
+                return part.write(partial, group.rank)
+
+        def commit(digests: list[dict[str, str]]) -> None:
+            with self.surviving(place):
+                self._commit(partial, checkpoint, opened_part(part, digests, partial))
 
         try:
             group.on_first(begin)
-            with self.surviving(self.path(checkpoint.step)):
-                shards = write_shards(partial, tensors, group)
-            group.on_first(lambda: commit(shards))
+            digests = group.on_all(fill)
+            group.on_first(lambda: commit(digests))
         except KinformerError:
             group.on_first(lambda: shutil.rmtree(partial, ignore_errors=True))
             raise
@@ -292,6 +295,6 @@ def _load(path: Path, digest: str) -> dict[str, Tensor]:
 
 
 def _pause(point: str) -> None:
-    """Stop this process (SIGSTOP) where the environment's KINFORMER_PAUSE says so: lets a test kill it just there."""
+    """Stop this process where KINFORMER_PAUSE says so: lets a test kill it just there."""
     if os.environ.get(PAUSE) == point:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)

@@ -12,7 +12,7 @@ import signal
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -43,6 +43,13 @@ class Group:
     tensor: int = 1
     context: int = 1
     ring: bool = False
+    channel: Any = None
+    """The process group by which they exchange what no engine does; PyTorch's default one if None."""
+
+    def beside(self) -> Group:
+        """Return the same processes with a channel of their own, for a thread beside training; all must call
+        together."""
+        return self if self.world == 1 else replace(self, channel=distributed.new_group(backend="gloo"))
 
     @property
     def replicas(self) -> int:
@@ -94,7 +101,7 @@ class Group:
         """Return the sum of ``values`` over processes."""
         if self.world > 1:
             values = values.clone()
-            distributed.all_reduce(values)
+            distributed.all_reduce(values, group=self.channel)
         return values
 
     def most(self, *numbers: float) -> list[float]:
@@ -102,7 +109,7 @@ class Group:
         if self.world == 1:
             return list(numbers)
         values = torch.tensor(numbers, dtype=torch.float64)
-        distributed.all_reduce(values, distributed.ReduceOp.MAX)
+        distributed.all_reduce(values, distributed.ReduceOp.MAX, group=self.channel)
         return values.tolist()
 
     def on_first(self, function: Callable[[], T]) -> T:
@@ -116,7 +123,7 @@ class Group:
                 outcome = [function(), None]
             except KinformerError as error:
                 outcome = [None, error.message]
-        distributed.broadcast_object_list(outcome)
+        distributed.broadcast_object_list(outcome, group=self.channel)
         if outcome[1] is not None:
             raise KinformerError(outcome[1])
         return outcome[0]
@@ -133,7 +140,7 @@ class Group:
             outcome = [None, error.message]
         outcomes: list[Any] = [outcome] * self.world
         if self.world > 1:
-            distributed.all_gather_object(outcomes, outcome)
+            distributed.all_gather_object(outcomes, outcome, group=self.channel)
         for _, sentence in outcomes:
             if sentence is not None:
                 raise KinformerError(sentence)

@@ -133,6 +133,7 @@ class Trainer:
         with (
             Interrupt(self.group.world > 1, self.silent) as interrupt,
             Silence() if self.silent else TrainingProgress(self.total, self.step) as progress,
+            self.storage.saves,
         ):
             self.progress = progress
             try:
@@ -181,6 +182,8 @@ class Trainer:
                 self.window.restart()
                 if pace:
                     pace.spent(validating, saving)
+                    if self.settings.async_saves:  # the last one is waited for
+                        pace.checkpoint = max(pace.checkpoint, self.storage.saves.seconds)
             if stopped or last or self.step == border:
                 interrupt.signal = stopped
                 break
@@ -214,9 +217,14 @@ class Trainer:
             return 0, False, False
         limit = 60 * (self.settings.minutes or math.inf) - end
         age = 60 * (self.settings.checkpoint_minutes or math.inf)
-        signal, over, old = self.group.most(
-            interrupt.signal, self.seconds >= limit, time.monotonic() - self.saved_at >= age
+        signal, over, old, failed = self.group.most(
+            interrupt.signal,
+            self.seconds >= limit,
+            time.monotonic() - self.saved_at >= age,
+            self.storage.saves.failed,
         )
+        if failed:
+            self.storage.saves.wait()
         return int(signal), bool(over), bool(old)
 
     def _report(self, rate: float) -> None:
@@ -244,6 +252,7 @@ class Trainer:
         that is killed here repeats its last steps and its end."""
         if self.step < self.total:  # the time or the patience is over
             self.course.turn(self.step, self.step)
+        self.storage.saves.wait()
         earlier = self.checkpoints.regular_steps()[-(self.settings.average - 1) :] if self.settings.average > 1 else []
         if measures and earlier:
             with replaced(self.model, mean_weights(self.model, self.checkpoints, earlier, self.layouts)):

@@ -98,6 +98,8 @@ class Settings(Checked):
     the steps so far; 0 turns it off."""
     keep: int = 2
     """Checkpoints that are kept; older ones are removed."""
+    async_saves: bool = False
+    """Write checkpoints and the best weights beside training, which stands still only while they are copied."""
     log_every: int = 10
     """Steps between two looks at the loss (each waits for the device)."""
 

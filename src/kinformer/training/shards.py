@@ -1,17 +1,21 @@
-"""Tensors that several processes write together, each its own part: PyTorch's distributed checkpoint as safetensors.
+"""Tensors that several processes write together, each its own part: safetensors as PyTorch's distributed checkpoint
+has them.
 
-Every process fills files of its own, ``shards/shard-00001-model-00001-of-00002.safetensors`` and so on; the metadata of
-a file says where the rows of its tensors begin. Any number of processes can read them again, each what it needs.
-A plan beside the folder holds the sha256 of every file. Files are trusted only after their heads agree: the parts of a
-tensor must follow each other from its first row to its last. Nothing is a pickle.
+Every process fills a file of its own, ``shards/shard-00001-model-00001-of-00001.safetensors`` and so on; the metadata
+of a file says where the rows of its tensors begin. Any number of processes can read them again, each what it needs, by
+PyTorch's reader. A plan beside the folder holds the sha256 of every file. Files are trusted only after their heads
+agree: the parts of a tensor must follow each other from its first row to its last. Nothing is a pickle.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +29,36 @@ from kinformer.runtime.sharding import is_sharded
 from kinformer.training.distributed import Group
 
 SHARDS = "shards"
-_PIECE, _PIECES = 32 << 20, 16
-"""A process's part is written in files of a sixteenth, or of 32 MiB if that is more: PyTorch's writer holds one file
-in memory, once or twice (``benchmarks/sharded_checkpoint.py``)."""
 _NAME = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _OFFSETS, _BEGIN = "DCP_SHARDING_INFO", "saved_offsets"
+_VERSION = {"DCP_VERSION": "1.0", "format": "pt"}
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this process writes of tensors that a group of processes shares: ``rows`` of a tensor, by its name, and the
+    number of the first; ``aliases``, the same in all processes, are names of tensors that are another one."""
+
+    rows: Mapping[str, tuple[Tensor, int]]
+    aliases: Mapping[str, str]
+
+    def staged(self, made: Collection[str] = ()) -> Part:
+        """Return a copy in this process's memory, which further training leaves as it is; the rows of the names
+        ``made`` are copies already."""
+        copies = {name: (staged(rows), begin) for name, (rows, begin) in self.rows.items() if name not in made}
+        return replace(self, rows={**self.rows, **copies})
+
+    def write(self, folder: Path, rank: int) -> dict[str, str]:
+        """Write the file of process ``rank`` into ``folder``/shards; return its name and its sha256."""
+        place = folder / SHARDS
+        place.mkdir(exist_ok=True)
+        name = f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+        return {name: _written(place / name, self.rows)}
 
 
 @dataclass(frozen=True)
@@ -91,27 +116,71 @@ class Shards:
                 )
 
 
-def write_shards(folder: Path, tensors: Mapping[str, Tensor], group: Group) -> Shards:
-    """Write ``tensors``, sharded or the same in all processes, into the new folder ``folder``/shards. All processes
-    must call together; an ``OSError`` of one is raised by all."""
-    import torch.distributed.checkpoint as dcp
-
+def part_of(tensors: Mapping[str, Tensor], group: Group) -> Part:
+    """Return this process's part of ``tensors``, sharded or the same in all processes of ``group``, which must call
+    together. Tensors that all have are dealt out, each to the process that has the least of them so far."""
     aliases = group.on_first(lambda: _aliases(tensors))
-    unique = {name: _plain(tensor) for name, tensor in tensors.items() if name not in aliases}
-    place = folder / SHARDS
-    writer = dcp.HuggingFaceStorageWriter(
-        str(place), fqn_to_index_mapping=_pieces(unique, group.world), save_distributed=True
-    )
-    try:
-        dcp.save(dict(unique), storage_writer=writer)
-    except dcp.api.CheckpointException as error:  # no Exception
-        raise _cause(error) from None
-    ours = sorted(place.glob(f"shard-{group.rank + 1:05d}-*.safetensors"))
-    files: dict[str, str] = {}
-    for part in group.on_all(lambda: {path.name: sha256_of(path) for path in ours}):
-        files |= part
-    group.on_first(lambda: sync_folder(place))
-    return Shards(place, files, aliases)
+    rows: dict[str, tuple[Tensor, int]] = {}
+    dealt = [0] * group.world
+    for name, tensor in tensors.items():
+        if name in aliases:
+            continue
+        if is_sharded(tensor):
+            begin, local = _begin(tensor), _local(tensor)
+            if begin is not None and (local.numel() or begin == 0):
+                rows[name] = local.detach(), begin
+        else:
+            owner = dealt.index(min(dealt))
+            dealt[owner] += tensor.nbytes
+            if owner == group.rank:
+                rows[name] = tensor.detach(), 0
+    return Part(rows, aliases)
+
+
+def staged(tensor: Tensor) -> Tensor:
+    """Return a copy of ``tensor`` in this process's memory."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def opened_part(part: Part, digests: list[dict[str, str]], folder: Path) -> Shards:
+    """Return the shards that processes have written into ``folder``/shards, flushed to the disk."""
+    sync_folder(folder / SHARDS)
+    return Shards(folder / SHARDS, {name: digest for files in digests for name, digest in files.items()}, part.aliases)
+
+
+def _written(path: Path, rows: Mapping[str, tuple[Tensor, int]]) -> str:
+    """Write ``rows`` as safetensors, straight from their memory (one on a device is copied at a time); return the
+    file's sha256."""
+    order = sorted(rows, key=lambda name: (-rows[name][0].element_size(), name))  # the widest first: all are aligned
+    begins = {
+        name: {_BEGIN: [begin, *[0] * (tensor.dim() - 1)][: tensor.dim()]} for name, (tensor, begin) in rows.items()
+    }
+    head: dict[str, Any] = {"__metadata__": {_OFFSETS: json.dumps(begins), **_VERSION}}
+    at = 0
+    for name in order:
+        tensor = rows[name][0]
+        head[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
+        at += tensor.nbytes
+    text = json.dumps(head).encode()
+    text += b" " * (-len(text) % 8)
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        yield len(text).to_bytes(8, "little") + text
+        for name in order:
+            yield rows[name][0].cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+    total = sha256()
+    with path.open("xb") as file:
+        for piece in pieces():
+            total.update(piece)
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return total.hexdigest()
 
 
 def open_shards(folder: Path, plan: Any) -> Shards:
@@ -150,22 +219,17 @@ def _local(tensor: Any) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor if is_sharded(tensor) else tensor.contiguous()
-
-
-def _pieces(tensors: Mapping[str, Tensor], world: int) -> dict[str, int]:
-    """Return the number of the file, from 1, of every tensor: the same in all processes."""
-    sizes = {name: tensor.numel() * tensor.element_size() / world for name, tensor in tensors.items()}
-    piece = max(_PIECE, sum(sizes.values()) / _PIECES)
-    numbers, index, filled = {}, 1, 0.0
-    for name, size in sizes.items():
-        if filled and filled + size > piece:
-            index, filled = index + 1, 0.0
-        numbers[name] = index
-        filled += size
-    return numbers
+def _begin(tensor: Any) -> int | None:
+    """Return the number of the first row of this process's part; None where another process has the same."""
+    at, mesh = tensor.device_mesh.get_coordinate(), tensor.device_mesh
+    axes = [axis for axis, placement in enumerate(tensor.placements) if placement.is_shard()]
+    if any(number for axis, number in enumerate(at) if axis not in axes):
+        return None
+    if not axes:
+        return 0
+    (axis,) = axes
+    assert tensor.placements[axis].dim == 0, "parts are rows"
+    return min(at[axis] * -(-len(tensor) // mesh.size(axis)), len(tensor))
 
 
 def _forms(place: Path, files: Mapping[str, str]) -> dict[str, Tensor]:

@@ -1,11 +1,14 @@
 """What a trainer writes into its run's folder and reads from it: checkpoints, and the best weights.
 
-The first process writes them whole; where the weights are sharded over processes, all write their parts.
+The first process writes them whole; where the weights are sharded over processes, all write their parts. What
+``async_saves`` writes beside training are copies, made between two steps: the run's disk is the same, only later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +16,16 @@ from torch import Tensor
 
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.lock import is_here
+from kinformer.runtime.sharding import is_sharded
 from kinformer.training.best import SHARDED, WEIGHTS, Best
 from kinformer.training.checkpoint import CHECKPOINTS, Checkpoint, Checkpoints
 from kinformer.training.distributed import Group
 from kinformer.training.layouts import AS_THEY_LIE
 from kinformer.training.metric import Metric
 from kinformer.training.optimiser import finite, gather
+from kinformer.training.saves import Saves
 from kinformer.training.settings import Settings
+from kinformer.training.shards import Part, part_of
 
 Tensors = Mapping[str, Tensor]
 
@@ -36,36 +42,45 @@ class Storage:
         self.checkpoints = Checkpoints(folder / CHECKPOINTS, settings.keep, settings.average)
         self.best = Best(folder, metrics)
         self.home = folder.stat() if folder.exists() else None
+        self.saves = Saves(settings.async_saves)
+        self.writers = group.beside() if settings.async_saves else group
 
     def save(self, step: int, groups: Mapping[str, Tensors], files: Mapping[str, Tensors], numbers: Any) -> None:
         """Write a checkpoint of ``groups``, sharded as the weights are, and of ``files``, whole on the first process.
 
         A weight that is not finite is an error, and nothing is written. Where there are no best weights yet, these are.
         """
-        if self.group.sharded:
-            groups = {name: self.layouts.in_rows(tensors) for name, tensors in groups.items() if tensors}
-            files = {name: tensors for name, tensors in files.items() if tensors}
-            self.group.on_all(lambda: self._require_good(step, groups["model"]))
+        self.saves.begin(step)
+        if not self.group.sharded:
+            gathered = {name: gather(tensors.items(), self.group.first) for name, tensors in groups.items()}
+            whole = {name: tensors for name, tensors in {**gathered, **files}.items() if tensors or name == "optimizer"}
+            self.group.on_first(lambda: self._require_good(step, whole["model"]))
             if self.best.step is None:
-                self._write_best(step, {**groups["model"], **groups.get("average", {})})
-            named = {f"{group}/{name}": item for group, tensors in groups.items() for name, item in tensors.items()}
-            self.checkpoints.save_sharded(Checkpoint(step, files, numbers), named, self.group)
+                self._add_best(step, {**gathered["model"], **gathered.get("average", {})})
+            checkpoint = Checkpoint(step, whole, numbers)
+            self.saves.add(lambda: self.writers.on_first(lambda: self.checkpoints.save(checkpoint)))
             return
-        gathered = {name: gather(tensors.items(), self.group.first) for name, tensors in groups.items()}
-        whole = {name: tensors for name, tensors in {**gathered, **files}.items() if tensors or name == "optimizer"}
-        self.group.on_first(lambda: self._write(Checkpoint(step, whole, numbers)))
+        rows = {name: self.layouts.in_rows(tensors) for name, tensors in groups.items() if tensors}
+        self.group.on_all(lambda: self._require_good(step, rows["model"]))
+        if self.best.step is None:
+            self._add_best_part(step, {**rows["model"], **rows.get("average", {})})
+        named = {f"{group}/{name}": item for group, tensors in rows.items() for name, item in tensors.items()}
+        parts, head = self._part(named), Checkpoint(step, {name: item for name, item in files.items() if item}, numbers)
+        self.saves.add(lambda: self.checkpoints.save_sharded(head, parts, self.writers))
 
     def save_best(self, step: int, weights: Tensors) -> None:
         """Write ``weights``, sharded as the model's are, as the best."""
+        self.saves.begin(step)
         if self.group.sharded:
             self.group.on_all(self._require_home)
-            self._write_best(step, self.layouts.in_rows(weights))
+            self._add_best_part(step, self.layouts.in_rows(weights))
         else:
-            whole = gather(weights.items(), self.group.first)
-            self.group.on_first(lambda: self._write_best(step, whole))
+            self._add_best(step, gather(weights.items(), self.group.first))
 
     def diverged(self, what: str) -> KinformerError:
         """Return the error that ends a run whose numbers are no longer finite: ``what`` says where."""
+        with suppress(KinformerError):
+            self.saves.wait()
         steps = self.checkpoints.steps()
         remedy = f"the checkpoint of step {steps[-1]} is kept" if steps else "there is no checkpoint yet"
         return KinformerError(
@@ -73,18 +88,30 @@ class Storage:
             "a longer `warmup` or a smaller `clip`."
         )
 
-    def _write(self, checkpoint: Checkpoint) -> None:
-        self._require_good(checkpoint.step, checkpoint.files["model"])
-        if self.best.step is None:
-            self._write_best(checkpoint.step, {**checkpoint.files["model"], **checkpoint.files.get("average", {})})
-        self.checkpoints.save(checkpoint)
+    def _add_best(self, step: int, whole: Tensors) -> None:
+        best = copy(self.best)  # the metrics of now
 
-    def _write_best(self, step: int, weights: Tensors) -> None:
-        with self.checkpoints.surviving(self.folder / (SHARDED if self.group.sharded else WEIGHTS)):
-            if self.group.sharded:
-                self.best.write_sharded(weights, step, self.group)
-            else:
-                self.best.write(weights, step)
+        def write() -> None:
+            with self.checkpoints.surviving(self.folder / WEIGHTS):
+                best.write(whole, step)
+
+        self.saves.add(lambda: self.writers.on_first(write))
+
+    def _add_best_part(self, step: int, rows: Tensors) -> None:
+        best, part = copy(self.best), self._part({f"model/{name}": tensor for name, tensor in rows.items()})
+
+        def write() -> None:
+            with self.checkpoints.surviving(self.folder / SHARDED):
+                best.write_sharded(part, step, self.writers)
+
+        self.saves.add(write)
+
+    def _part(self, tensors: Tensors) -> Part:
+        part = part_of(tensors, self.group)
+        if not self.saves.beside:
+            return part
+        # What does not lie in rows was put into rows, into memory of its own.
+        return part.staged([name for name, item in tensors.items() if is_sharded(item)] if self.layouts.mesh else ())
 
     def _require_good(self, step: int, weights: Tensors) -> None:
         self._require_home()

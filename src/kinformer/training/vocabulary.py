@@ -32,7 +32,9 @@ class VocabularyPart(NamedTuple):
         distributed.all_reduce(top, distributed.ReduceOp.MAX, group=self.mesh.get_group())
         local = targets - self.begin
         here = (local >= 0) & (local < self.size)
-        wanted = logits.gather(-1, local.clamp(0, self.size - 1)[:, None])[:, 0]
+        # By two indices, of which alone the backward keeps a copy: gather would keep all logits.
+        rows = torch.arange(len(logits), device=logits.device)
+        wanted = logits[rows, local.clamp(0, self.size - 1)]
         wanted = torch.where(here, wanted - top, wanted.new_zeros(()))
         both = torch.stack([(logits - top[:, None]).exp().sum(-1), wanted])
         total, wanted = summed(both, self.mesh)
