@@ -17,6 +17,14 @@ from kinformer.training.objective import ObjectiveModule
 from kinformer.training.settings import Settings
 
 
+def compile_units(model: nn.Module, objective: object, group: Group) -> None:
+    """Compile ``model``: as a whole, or its layers where engines or the ``objective`` look between them."""
+    sharded = group.world > 1 and group.strategy == "fsdp"
+    by_layer = sharded or getattr(objective, "reads_hidden", False)
+    for module in units_of(model) if by_layer else (model,):
+        module.compile()
+
+
 def wrapped(step: nn.Module, group: Group, keeps: bool = False) -> nn.Module:
     """Return ``step``, an ``ObjectiveModule``, behind the engine of ``group``; ``keeps``: states are carried."""
     check_shared(step, group)

@@ -15,7 +15,6 @@ from typing import Any
 from torch import nn
 
 from kinformer.core.learning import regularization_metrics
-from kinformer.core.stack import units_of
 from kinformer.runtime.files import reading
 from kinformer.runtime.words import plural
 from kinformer.training.averaging import MovingAverage, mean_weights, replaced
@@ -23,7 +22,7 @@ from kinformer.training.carried import Carried
 from kinformer.training.checkpoint import REGULAR, Checkpoint
 from kinformer.training.data_module import DataModule
 from kinformer.training.distributed import Group
-from kinformer.training.engines import check_divided, wrapped
+from kinformer.training.engines import check_divided, compile_units, wrapped
 from kinformer.training.interrupt import Interrupt
 from kinformer.training.logging import Log, Silence, TrainingProgress
 from kinformer.training.objective import Objective, ObjectiveModule
@@ -78,10 +77,7 @@ class Trainer:
                     carried.load(states, model.initial_state(1), group)  # type: ignore[operator]
         data.begin(self.model, saved.files.get("rows", {}) if saved else {})
         if settings.compile:
-            sharded = group.world > 1 and group.strategy == "fsdp"
-            by_layer = sharded or getattr(objective, "reads_hidden", False)
-            for module in units_of(self.model) if by_layer else (self.model,):
-                module.compile()
+            compile_units(self.model, objective, group)
         undivided = self.model.initial_state(1) if group.tensor > 1 and data.carries else None  # type: ignore[operator]
         self.regularized, self.engine = whole.regularized, wrapped(whole, group, data.carries)
         self.layouts = self.storage.layouts = whole.layouts
@@ -181,9 +177,7 @@ class Trainer:
             if validates or saves:
                 self.window.restart()
                 if pace:
-                    pace.spent(validating, saving)
-                    if self.settings.async_saves:  # the last one is waited for
-                        pace.checkpoint = max(pace.checkpoint, self.storage.saves.seconds)
+                    pace.spent(validating, saving, self.storage.saves.seconds)
             if stopped or last or self.step == border:
                 interrupt.signal = stopped
                 break

@@ -104,10 +104,12 @@ class Pace:
         of a run, where they take little of it."""
         return min(PARTS_OF_A_RUN, max(1, int(VALIDATION_SHARE * seconds / max(self.validation, 1e-9))))
 
-    def spent(self, validation: float, checkpoint: float) -> None:
-        """Record the time of a validation and a checkpoint between two steps; 0 for one that was not made."""
+    def spent(self, validation: float, checkpoint: float, written: float = 0.0) -> None:
+        """Record the time of a validation and a checkpoint between two steps; 0 for one that was not made. A checkpoint
+        ``written`` beside training took longer, which the last one is waited for."""
         self.aside += validation + checkpoint
-        self.validation, self.checkpoint = validation or self.validation, checkpoint or self.checkpoint
+        self.validation = validation or self.validation
+        self.checkpoint = max(checkpoint, written) or self.checkpoint
 
     def look(self, step: int, now: float) -> None:
         """Update the time of a step from the steps since the last look."""
