@@ -3,7 +3,8 @@
     python -m tests.training.elastic FOLDER DATA OPTION...
 
 This process is the launcher: it forks those that train, with the variables that torchrun sets, and when one dies it
-ends the other and starts both again. Prints the exit codes of both lives as JSON.
+ends the other and starts both again. Its store is there for both lives, as torchrun's is, and in the second one the
+process that died comes late, when the other one has looked for it. Prints the exit codes of both lives as JSON.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
+import time
 
 import torch._dynamo  # noqa: F401
 import torch.distributed.checkpoint  # noqa: F401
 import torch.distributed.fsdp  # noqa: F401
 import torch.utils.tensorboard  # noqa: F401
+from torch.distributed import TCPStore
 
 import kinformer.runs.train  # noqa: F401
 import kinformer.training.loop  # noqa: F401
@@ -25,14 +27,11 @@ from kinformer.cli.main import main
 from kinformer.family.kinds import kinds
 from kinformer.training.update import Done, Updater
 
-KILLED_BEFORE, PROCESSES = 5, 2
+KILLED_BEFORE, PROCESSES, LATE = 5, 2, 2
 
 
-def life(restarts: int, arguments: list[str]) -> list[int]:
+def life(restarts: int, arguments: list[str], port: int) -> list[int]:
     """Train until all are done or one is dead; returns the exit codes."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     children = []
     for rank in range(PROCESSES):
         child = os.fork()
@@ -41,7 +40,8 @@ def life(restarts: int, arguments: list[str]) -> list[int]:
             try:
                 os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(PROCESSES))
                 os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
-                os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
+                os.environ |= {"TORCHELASTIC_RESTART_COUNT": str(restarts), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+                time.sleep(LATE * rank * restarts)
                 if rank == 1 and not restarts:
                     die_before(KILLED_BEFORE)
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -60,6 +60,17 @@ def life(restarts: int, arguments: list[str]) -> list[int]:
     return [codes[child] for child in children]
 
 
+def keep_store() -> tuple[int, int]:
+    """Fork a process that has a store; returns its id and the store's port."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        os.write(writing, str(store.port).encode())
+        signal.pause()
+    return child, int(os.read(reading, 9))
+
+
 def die_before(number: int) -> None:
     """Kill this process before update ``number``."""
     update = Updater.__call__
@@ -76,4 +87,7 @@ if __name__ == "__main__":
     signal.alarm(200)
     kinds()
     words = ["--out", sys.argv[1], "--data", sys.argv[2], *sys.argv[3:]]
-    print(json.dumps([life(restarts, words) for restarts in (0, 1)]))
+    keeper, place = keep_store()
+    lives = [life(restarts, words, place) for restarts in (0, 1)]
+    os.kill(keeper, signal.SIGKILL)
+    print(json.dumps(lives))

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from torch.distributed import Store, TCPStore
 
 from kinformer.cli.main import main
+from kinformer.training.rendezvous import of_this_start
 from tests.training.tiny import curve
 
 OPTIONS = "--recipe tiny --length 16 --batch-size 4 --steps 8 --checkpoint-every 2 --validate-every 0 --seed 3"
@@ -26,3 +29,20 @@ def test_the_curve_goes_on_after_a_process_was_killed(text: Path, tmp_path: Path
     assert -9 in killed and 0 not in killed and again == [0, 0], done.stderr
     assert main(["train", "gpt", "--data", str(text), "--out", str(alone), *OPTIONS.split()]) == 0
     assert curve(out) == pytest.approx(curve(alone), rel=1e-6) and len(curve(out)) == 8
+
+
+def test_a_start_finds_nothing_of_the_one_before() -> None:
+    """Three processes, again and again on one store; also where one of an earlier start asked and died unanswered."""
+    kept = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+    def join(rank: int) -> Store:
+        store = of_this_start(TCPStore("localhost", kept.port, is_master=False), rank, 3)
+        assert not store.check(["address"])
+        return store
+
+    kept.set("ask/2", "the word of the dead")
+    with ThreadPoolExecutor(3) as processes:
+        for start in range(3):
+            stores = list(processes.map(join, range(3)))
+            stores[0].set("address", str(start))
+            assert [store.get("address") for store in stores] == [str(start).encode()] * 3

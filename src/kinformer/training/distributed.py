@@ -21,6 +21,7 @@ from torch import Tensor, distributed, nn
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.process import begin_process
 from kinformer.training.interrupt import SIGNALS
+from kinformer.training.rendezvous import of_this_start, torchruns_store
 
 Strategy = Literal["ddp", "fsdp"]
 T = TypeVar("T")
@@ -182,7 +183,11 @@ def join(device: str, strategy: Strategy, tensor: int = 1, context: int = 1, rin
     local_device = torch.device(device, local) if device == "cuda" else torch.device(device)
     if device == "cuda":
         torch.cuda.set_device(local_device)
-    distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", rank=rank, world_size=world)
+    store = torchruns_store()
+    if store is not None:
+        store = of_this_start(store, rank, world)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    distributed.init_process_group(backend, rank=rank, world_size=world, store=store)
     try:
         yield Group(local_device, rank, world, strategy, tensor, context, ring)
     except BaseException as error:
