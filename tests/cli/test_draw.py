@@ -257,7 +257,7 @@ def test_without_matplotlib_it_is_one_sentence(cli, tmp_path, monkeypatch):
 
 
 def test_a_text_by_depth(drawn, make_run, text_file):
-    """Every token is coloured by the exit that foretold it, each read with half a window or more before it."""
+    """Every token is coloured by the exit that predicted it, each read with half a window or more before it."""
     run = make_run("calm")
     told, data = drawn(run, "--exits", "--length", 90, "--data", text_file, "--set", "stack.rule.thresholds=[0.02]")
     assert data.startswith(b"\x89PNG") and told["out"] == "calm.png" and told["layers"] == 3

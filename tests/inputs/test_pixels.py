@@ -125,7 +125,7 @@ def test_shift_of_every_block_is_tensor2tensors():
         torch.testing.assert_close(found, expected.flatten(0, 1)[order])
 
 
-def test_places_are_those_of_the_cell_that_is_foretold():
+def test_places_are_those_of_the_cell_that_is_predicted():
     input = Pixels.Config(height=2, width=2, channels=3).build(8)
     x = input(torch.zeros(1, 12, dtype=torch.int64), torch.arange(12)[None])[0] - input.values.weight[0]
     rows, columns, channels = input.rows.weight, input.columns.weight, input.channels.weight

@@ -160,7 +160,7 @@ def test_narrow_weights_look_up_with_wide_keys():
 
 @pytest.mark.parametrize("told", [True, False])
 def test_it_learns_to_trust_what_neighbours_say(told):
-    """Of tokens that nothing else foretells, two in three neighbours tell the next one."""
+    """Of tokens that nothing else predicts, two in three neighbours tell the next one."""
     model = build().train()
     optimiser = torch.optim.Adam(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(0)

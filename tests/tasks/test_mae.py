@@ -9,7 +9,7 @@ from kinformer.family.build import configure
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.mae.fit import fitted_to_masks
 from kinformer.tasks.mae.generate import _pixels
-from kinformer.tasks.mae.loss import MaskedPatches, foretold, masked_of, targets_of
+from kinformer.tasks.mae.loss import MaskedPatches, masked_of, predict_patches, targets_of
 from kinformer.tasks.mae.options import MaeOptions
 from kinformer.tasks.mae.rows import MaeBatch, seen_patches
 
@@ -85,12 +85,12 @@ def test_the_loss_is_that_of_transformers():
 
 def test_the_model_sees_the_seen_patches_alone():
     model, batch = build(), batch_of(1)
-    want = foretold(model, batch)
+    want = predict_patches(model, batch)
     for patch in range(64):
         row, column = 4 * (patch // 8), 4 * (patch % 8)
         images = batch.images.clone()
         images[:, :, row : row + 4, column : column + 4] += 1
-        got = foretold(model, batch._replace(images=images))
+        got = predict_patches(model, batch._replace(images=images))
         assert torch.equal(got, want) == (patch not in batch.seen)
 
 
@@ -98,7 +98,7 @@ def test_with_all_patches_seen_it_is_the_whole_model():
     model, batch = build(), batch_of()
     everything = torch.arange(64).expand(3, -1)
     torch.testing.assert_close(
-        foretold(model, batch._replace(seen=everything)), model(batch.images), rtol=0, atol=1e-12
+        predict_patches(model, batch._replace(seen=everything)), model(batch.images), rtol=0, atol=1e-12
     )
     chosen = torch.arange(65).expand(3, -1)
     torch.testing.assert_close(
@@ -140,7 +140,7 @@ def test_a_classifier_begins_with_a_run(tmp_path):
         ("swin", {}, "'windows' here goes by neighbours"),
         ("vit", {"masked": 0.01}, "leaves none of 16 patches"),
         ("vit", {"augment": "mixup"}, "mixup"),
-        ("vit", {"set": {"head": "pooled"}}, "foretells no pixels"),
+        ("vit", {"set": {"head": "pooled"}}, "predicts no pixels"),
     ],
 )
 def test_what_cannot_be_is_refused(member, options, words, tmp_path):

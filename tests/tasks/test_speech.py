@@ -86,7 +86,7 @@ def test_a_language_model_beside_the_beam(tmp_path):
     assert predicted["text"] == heard.transcript
     with pytest.raises(KinformerError, match="`?prefixes`? 1 searches nothing"):
         kinformer.evaluate(run, language_model=str(reader))
-    with pytest.raises(KinformerError, match="foretells no text"):
+    with pytest.raises(KinformerError, match="predicts no text"):
         kinformer.evaluate(run, prefixes=3, language_model=str(run))
 
 

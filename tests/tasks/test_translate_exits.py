@@ -147,6 +147,6 @@ def test_what_one_exit_for_a_sequence_saves_is_measured():
     assert found.flops_saved > 0.1 and found.speedup > 0
 
 
-def test_a_decoder_alone_has_no_source_to_foretell_an_exit_from():
+def test_a_decoder_alone_has_no_source_to_predict_an_exit_from():
     with pytest.raises(KinformerError, match="reads the source of a translation, but this model has none"):
         kinformer.build("depth-adaptive", recipe="tiny", set={"stack.rule": "sequence_multinomial"})

@@ -48,7 +48,7 @@ def _recipe(
 
 
 def _translating(shape: ModelShape, dropout: float = 0.0) -> Recipe:
-    """The recipe of a decoder over a source, from which one exit for the whole translation is foretold (3.2.1)."""
+    """The recipe of a decoder over a source, from which one exit for the whole translation is predicted (3.2.1)."""
 
     def recipe(vocab: int | None) -> EncoderDecoder.Config:
         from kinformer.heads.language import LanguageModelHead
@@ -77,7 +77,7 @@ MEMBER = Member(
     growth="linear",
     departures=(
         "the decoder alone, as a language model, but for the recipes translate, whose encoder is as wide as the "
-        "decoder (512 and 256 in the paper) and where one exit for the whole translation is foretold from its "
+        "decoder (512 and 256 in the paper) and where one exit for the whole translation is predicted from its "
         "source; other rules fit there, too (stack.rule=geometric)",
         "one run of training, which the loss of the exit rule joins half-way (stack.rule.since); two in the paper",
         "no dropout outside of the recipes paper",

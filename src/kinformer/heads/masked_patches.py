@@ -1,4 +1,4 @@
-"""The head that foretells the pixels of patches which the encoder did not see (He et al. 2022, MAE, section 3).
+"""The head that predicts the pixels of patches which the encoder did not see (He et al. 2022, MAE, section 3).
 
     x = [W h_i, i seen; m, i masked] + P;    x = norm(layers(x));    pixels of patch i = V x_i + b
 
@@ -48,7 +48,7 @@ class MaskedPatchesHead(nn.Module):
         def check(self, dim: int, input: Input) -> None:
             if not isinstance(input, Patches):
                 raise KinformerError(
-                    "the head 'masked_patches' foretells the pixels of patches, which this model does not read; use "
+                    "the head 'masked_patches' predicts the pixels of patches, which this model does not read; use "
                     "the input patches, or another head."
                 )
 

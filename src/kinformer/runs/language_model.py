@@ -22,7 +22,7 @@ def language_model_of(task_options: Any, device: torch.device) -> LoadedRun | No
     run = open_run(name)
     if run.task.name != "next-token":
         raise KinformerError(
-            f"`language_model` {name}: is a run of the task {run.task.name}, which foretells no text; give a run of "
+            f"`language_model` {name}: is a run of the task {run.task.name}, which predicts no text; give a run of "
             "next-token that was trained on transcripts, one a line."
         )
     return LoadedRun(run, run.model().to(device))

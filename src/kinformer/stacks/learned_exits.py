@@ -14,7 +14,7 @@ log-likelihoods LL_t^n of the right token, or from C_t^n, 1 where the most proba
 
 The loss is alpha times the mean of -ln q_t(q*_t), which moves the network too. Of equal values the lowest exit counts.
 
-One exit for a whole translation is foretold from its source x (section 3.2.1), by the sums of its tokens' LL or C:
+One exit for a whole translation is predicted from its source x (section 3.2.1), by the sums of its tokens' LL or C:
 
     sequence          q(n | x) = softmax(W s + b), s the mean of the encoder's outputs; all tokens leave by the arg max
     likelihood        q* = argmax_n (sum over t of LL_t^n - lambda n)
@@ -69,8 +69,8 @@ class TokenOracleConfig(OracleConfig):
         self._require_positive("smoothing")
 
 
-class Foretelling(ExitRule):
-    """The base of rules that foretell the exit at the first one, by softmax(W x + b) of a vector x."""
+class PredictedExit(ExitRule):
+    """The base of rules that predict the exit at the first one, by softmax(W x + b) of a vector x."""
 
     def __init__(self, config: OracleConfig, dim: int, exits: int) -> None:
         super().__init__(exits)
@@ -86,7 +86,7 @@ class Foretelling(ExitRule):
         return functional.log_softmax(logits.to(state_dtype(logits.dtype)), dim=-1)
 
 
-class Multinomial(Foretelling):
+class Multinomial(PredictedExit):
     """The multinomial rule; W and b begin as the model's initialisation has them."""
 
     @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class Multinomial(Foretelling):
         return self._log_q(hidden[0])
 
 
-class SequenceMultinomial(Foretelling):
+class SequenceMultinomial(PredictedExit):
     """The rule, for decoders over a source; W and b begin as the model's initialisation has them."""
 
     reads_source = True

@@ -1,4 +1,4 @@
-"""The text of a run's data, or another, with the exits by which its tokens were foretold."""
+"""The text of a run's data, or another, with the exits by which its tokens were predicted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Windows:
 
 
 def text_by_exits(options: DrawOptions) -> tuple[ColouredText, Exited]:
-    """The first ``options.length`` tokens of the text, coloured by the exits by which they were foretold, and how many
+    """The first ``options.length`` tokens of the text, coloured by the exits by which they were predicted, and how many
     left where."""
     run = text_run(options, "exits", "layer", "head")
     model = run.model(options.set)

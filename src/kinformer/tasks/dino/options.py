@@ -22,7 +22,7 @@ class DinoOptions:
     """Small views of every image, beside the two large ones."""
     area: float = 0.4
     """Large views of pixels show this share of an image's area or more, small ones from 5 % up to it. Of images of few
-    pixels much has to be seen for a view to foretell another: 0.8, without small views."""
+    pixels much has to be seen for a view to predict another: 0.8, without small views."""
     flip: bool = False
     """Half of the views are mirrored. Digits and letters must not be."""
     teacher_momentum: float = 0.996

@@ -1,4 +1,4 @@
-"""Image: a causal model draws images value by value, each foretold from those before it in the order of a raster."""
+"""Image: a causal model draws images value by value, each predicted from those before it in the order of a raster."""
 
 from __future__ import annotations
 

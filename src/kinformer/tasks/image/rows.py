@@ -110,7 +110,7 @@ class PixelLoss:
 
 
 def shifted(values: Tensor) -> Tensor:
-    """What a model reads to foretell ``values`` [images, time, ...]: START, and all of them but the last."""
+    """What a model reads to predict ``values`` [images, time, ...]: START, and all of them but the last."""
     return torch.cat([torch.full_like(values[:, :1], START), values[:, :-1]], dim=1)
 
 

@@ -1,4 +1,4 @@
-"""Masked autoencoder: an encoder of images learns without labels to foretell patches from the few that it sees."""
+"""Masked autoencoder: an encoder of images learns without labels to predict patches from the few that it sees."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Mae(Task):
     title = "masked patches of images"
     description = (
         "An encoder of images learns without labels (MAE): it reads a quarter of an image's patches, and a small "
-        "decoder, its head, foretells the pixels of the others. The task vision begins with the run by `init`. "
+        "decoder, its head, predicts the pixels of the others. The task vision begins with the run by `init`. "
         "Measured by the squared error of masked patches; generate completes images and writes a PNG."
     )
     models = Models(protocols=(WholeModel,), inputs=("patches",))
@@ -50,7 +50,7 @@ class Mae(Task):
     )
     evaluation = OF_IMAGES
     generation = Generation(
-        prompt=None, temperature=1.0, reads=("samples",), unread="nothing is drawn where patches are foretold"
+        prompt=None, temperature=1.0, reads=("samples",), unread="nothing is drawn where patches are predicted"
     )
     prediction = Prediction(refusal="it tells no classes yet; train it on for the task vision, with `init`.")
     metrics = (Metric("masked_error", "mean squared error of masked patches"),)

@@ -1,4 +1,4 @@
-"""How well a run foretells the masked patches of held-out images, beside the mean of every patch."""
+"""How well a run predicts the masked patches of held-out images, beside the mean of every patch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.runtime.progress import ProgressCallback, progressing
 from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
-from kinformer.tasks.mae.loss import foretold, masked_of, targets_of
+from kinformer.tasks.mae.loss import masked_of, predict_patches, targets_of
 from kinformer.tasks.mae.options import MaeEvaluationOptions, MaeOptions
 from kinformer.tasks.mae.rows import MASKED_ERROR, held_out
 from kinformer.tasks.runs import LoadedRun
@@ -28,7 +28,7 @@ def measure_patches(
     model: Any, images: Images, count: int, options: MaeOptions, progress: ProgressCallback | None = None
 ) -> tuple[float, float]:
     """Return the mean squared error of the masked patches of the first ``count`` of ``images``: the model's, and that
-    of foretelling each patch's own mean (of raw pixels: the mean of all images)."""
+    of predicting each patch's own mean (of raw pixels: the mean of all images)."""
     patches = prod(model.config.input.replace(size=images.shape[:2]).grid)
     total, plain, masked = 0.0, 0.0, 0
     with torch.inference_mode():
@@ -38,7 +38,7 @@ def measure_patches(
             batch = batch._replace(images=batch.images.to(device_of(model)), seen=batch.seen.to(device_of(model)))
             targets = targets_of(model, batch.images, options.raw_pixels).values
             chosen = masked_of(batch, patches)
-            errors = (foretold(model, batch).to(targets.dtype) - targets).square().mean(-1)
+            errors = (predict_patches(model, batch).to(targets.dtype) - targets).square().mean(-1)
             total, plain = total + float(errors[chosen].sum()), plain + float(targets.square().mean(-1)[chosen].sum())
             masked += int(chosen.sum())
             require_finite(isfinite(total))

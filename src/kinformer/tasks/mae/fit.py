@@ -19,7 +19,7 @@ NARROWER, SHALLOWER, HEAD_DIM = 2, 3, 32
 
 
 def fitted_to_masks(config: Any, data: ImageData | None) -> dict[str, Any]:
-    """Overrides: the input as for classes, and a head that foretells pixels, unless there is one already."""
+    """Overrides: the input as for classes, and a head that predicts pixels, unless there is one already."""
     changes = {name: value for name, value in fitted(config, data, 2).items() if not name.startswith("head")}
     if config.head.kind == HEAD:
         return changes
@@ -37,7 +37,7 @@ def check_masks(plan: TrainingPlan) -> None:
     check_channels(plan)
     config = plan.config
     if config.head.kind != HEAD:
-        raise KinformerError(f"`set` head={config.head.kind}: foretells no pixels; leave it out.")
+        raise KinformerError(f"`set` head={config.head.kind}: predicts no pixels; leave it out.")
     seen_count(prod(config.input.replace(size=plan.data.shape[:2]).grid), plan.options.masked)
     for layer in config.layers:
         mixer = layer.mixer

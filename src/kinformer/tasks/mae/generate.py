@@ -15,7 +15,7 @@ from kinformer.data.image_files import write_png
 from kinformer.runtime.errors import KinformerError, require_finite
 from kinformer.runtime.words import plural
 from kinformer.tasks.image.generate import OCCLUDED, grid
-from kinformer.tasks.mae.loss import foretold, masked_of, targets_of
+from kinformer.tasks.mae.loss import masked_of, predict_patches, targets_of
 from kinformer.tasks.mae.options import MaeGenerationOptions
 from kinformer.tasks.mae.rows import MaeBatch, seen_patches
 from kinformer.tasks.runs import LoadedRun
@@ -26,7 +26,7 @@ from kinformer.tasks.shared.pictures import laid, pictures
 def complete(subject: LoadedRun, options: Any, task_options: MaeGenerationOptions) -> Made:
     """Complete pictures: a line of three for each. The patches that were seen stand in it as they are.
 
-    Where a run foretells deviations, the mean and the deviation of a masked patch are the image's own.
+    Where a run predicts deviations, the mean and the deviation of a masked patch are the image's own.
     """
     run, model = subject.run, subject.model
     out = Path(task_options.out) if task_options.out is not None else run.folder / "completed.png"
@@ -39,7 +39,7 @@ def complete(subject: LoadedRun, options: Any, task_options: MaeGenerationOption
     batch = MaeBatch(images, seen.to(device_of(model)))
     with torch.inference_mode():
         targets = targets_of(model, images, run.options.raw_pixels)
-        made = foretold(model, batch).to(targets.mean.dtype) * targets.scale + targets.mean
+        made = predict_patches(model, batch).to(targets.mean.dtype) * targets.scale + targets.mean
         require_finite(bool(made.isfinite().all()))
         masked = masked_of(batch, patches)[..., None]
         whole = model.input.cut(images)

@@ -22,7 +22,7 @@ EPS = 1e-6
 
 
 class Targets(NamedTuple):
-    """What is to be foretold, ``values`` [rows, patches, pixels]: the pixels less ``mean``, divided by ``scale``."""
+    """What is to be predicted, ``values`` [rows, patches, pixels]: the pixels less ``mean``, divided by ``scale``."""
 
     values: Tensor
     mean: Tensor
@@ -43,7 +43,7 @@ def targets_of(model: Any, images: Tensor, raw_pixels: bool) -> Targets:
     return Targets((pixels - mean) / scale, mean, scale)
 
 
-def foretold(model: Any, batch: MaeBatch) -> Tensor:
+def predict_patches(model: Any, batch: MaeBatch) -> Tensor:
     """Return what the model makes of the seen patches: the targets of all, [rows, patches, pixels]."""
     before = model.input.config.before
     tokens = torch.arange(before, device=batch.seen.device).expand(len(batch.seen), -1)
@@ -66,7 +66,7 @@ class MaskedPatches:
 
     def __call__(self, model: nn.Module, batch: MaeBatch, state: State, progress: float) -> ObjectiveOutput:
         targets = targets_of(model, batch.images, self.options.raw_pixels).values
-        errors = (foretold(model, batch).to(targets.dtype) - targets).square().mean(-1)
+        errors = (predict_patches(model, batch).to(targets.dtype) - targets).square().mean(-1)
         masked = masked_of(batch, errors.shape[1])
         error, count = torch.where(masked, errors, errors.new_zeros(())).sum(), masked.sum()
         return error / count, {"error": error.detach(), "predicted": count}, None

@@ -19,7 +19,7 @@ class MaeOptions:
     masked: float = 0.75
     """The share of an image's patches that the encoder does not see."""
     raw_pixels: bool = False
-    """Foretell pixels as they are, instead of each patch's deviations from its mean, in units of their standard
+    """Predict pixels as they are, instead of each patch's deviations from its mean, in units of their standard
     deviation."""
     augment: str = NOTHING
     """How training images are changed at each step: some of crop,resized-crop,flip, or none. Digits and letters must

@@ -45,7 +45,7 @@ def seen_count(patches: int, masked: float) -> int:
     count = max(1, round(patches * (1 - masked)))
     if count >= patches:
         raise KinformerError(
-            f"`masked` {masked:g}: leaves none of {plural(patches, 'patch')} to foretell; give more, or a "
+            f"`masked` {masked:g}: leaves none of {plural(patches, 'patch')} to predict; give more, or a "
             "smaller `set` input.patch."
         )
     return count

@@ -1,4 +1,4 @@
-"""Next token: a causal model foretells every token of a text from those before it."""
+"""Next token: a causal model predicts every token of a text from those before it."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def evaluate(
     task_options: TranslateEvaluationOptions,
     quiet: bool,
 ) -> Evaluation:
-    """A run on held-out pairs: how well it foretells the references, and how like them its translations are."""
+    """A run on held-out pairs: how well it predicts the references, and how like them its translations are."""
     data, pairs, same = held_out_pairs(task, subject.run, evaluation_settings)
     pairs = Pairs(pairs.source[: task_options.first], pairs.target[: task_options.first])
     scores([""], [""])  # before an hour's work
