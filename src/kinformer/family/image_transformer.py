@@ -100,11 +100,11 @@ MEMBER = Member(
         "no dropout unless asked for (the paper: 0.3 on CIFAR-10)",
         "recipes of super-resolution have norms behind sublayers, as the other recipes; the published code's "
         "(img2img_transformer_base) before them. The decoder attends to all of the source",
-        "runs are told classes by `conditional`, with any recipe of pixels",
     ),
     exact_limit="1D: 2 * block >= length; 2D: a block as large as the image",
     parity=(
-        "tensor2tensor, the authors' code: blocks of one and two dimensions (tests/patterns/test_published.py), "
+        "tensor2tensor, the authors' code: blocks of one and two dimensions, in 2D without a mask, too "
+        "(tests/patterns/test_published.py), "
         "the shift of pixels (tests/inputs/test_pixels.py)",
     ),
     use_when="images are drawn value by value, and neighbours decide",
