@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 import kinformer
 from kinformer.inputs.steps import ACTION, RETURN, STATE, Steps, pack
@@ -56,6 +57,10 @@ def test_states_are_normalised_by_the_config_alone():
         ({"state_mean": (1.0,)}, "state_mean has 1 number, but a state has 3 features"),
         ({"state_std": (1.0, 0.0, 1.0)}, "state_std must be above 0, but holds 0"),
         ({"timesteps": 1 << 25}, "timesteps must be at most"),
+        ({"image": (1, 2)}, "image must be channels, height and width"),
+        ({"image": (1, 9, 9), "convolutions": ((2, 3, 2),)}, "give state_dim = 81"),
+        ({"image": (1, 3, 1), "convolutions": ((2, 3, 2),)}, "a filter of side 3 is larger than what it reads, 3 x 1"),
+        ({"convolutions": ((2, 3, 2),)}, "convolutions = .* does nothing"),
     ],
 )
 def test_configs_that_make_no_input(settings, told):
@@ -78,6 +83,38 @@ def test_what_is_no_trajectory_is_refused():
             model(bad)
 
 
+GAME = {
+    "kind": "steps", "state_dim": 2 * 9 * 8, "action_dim": 3, "timesteps": 40, "entrance": "tanh", "timestep": "first",
+    "image": [2, 9, 8], "convolutions": [[4, 3, 2], [5, 2, 1]],
+}  # fmt: skip
+
+
+def test_the_authors_model_of_games():
+    """Their form: all rows of one timestep's vector, local positions, convolutions (mingpt/model_atari.py)."""
+    torch.manual_seed(2)
+    head = {"kind": "discrete_actions", "actions": 3, "bias": False}
+    changes = {"input": GAME, "position": {"kind": "learned", "max_length": 64}, "head": head}
+    model = kinformer.build("decision", recipe="tiny", set=changes).double().eval()
+    images = torch.randint(256, (2, 4, 144)).double()
+    returns, actions = torch.randn(2, 4, 1).double(), torch.eye(3).double()[torch.randint(3, (2, 4))]
+    timesteps = torch.tensor([[7], [38]]) + torch.arange(4)
+    width, given = model.input.width, (returns, images, actions)
+    values = [pack(torch.full((2, 4), kind), timesteps, each, width) for kind, each in enumerate(given)]
+    values = torch.stack(values, dim=2).flatten(1, 2)
+    first, second = (layer for layer in model.input.states.layers if isinstance(layer, nn.Conv2d))
+    seen = second(first((images / 255).reshape(-1, 2, 9, 8)).relu()).relu()
+    states = model.input.states.output(seen.reshape(2, 4, -1)).tanh()
+    tokens = [model.input.returns(returns).tanh(), states, model.input.actions(actions).tanh()]
+    want = torch.stack(tokens, dim=2).flatten(1, 2) + model.input.timesteps(timesteps[:, :1])
+    got = model.input(values, torch.arange(12).expand(2, -1))
+    assert (got - want).abs().max() < 1e-12
+    state, outputs = None, []
+    for position in range(12):
+        output, state = model(values[:, position : position + 1], state)
+        outputs.append(output)
+    assert (torch.cat(outputs, 1) - model(values)[0]).abs().max() < 1e-12
+
+
 MIXERS = {
     "linear attention": {"layers.*.mixer": "linear"},
     "window": {"layers.*.mixer.pattern": {"kind": "local", "window": 7}},
@@ -86,6 +123,7 @@ MIXERS = {
         "head": {"kind": "continuous_actions", "action_dim": 2, "low": [-2, -1], "high": [2, 3], "gaussian": True},
     },
     "games": {"input.entrance": "tanh", "position": {"kind": "learned", "max_length": 64}},
+    "images": {"input": GAME, "position": {"kind": "learned", "max_length": 64}},
 }
 
 

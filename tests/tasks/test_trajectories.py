@@ -199,6 +199,25 @@ def test_the_rank_correlation_is_spearmans():
     assert of([1, 2, 3, 4], [1, 2, 2, 3]) == pytest.approx(0.9486833) and of([1, 2, 3], [4, 4, 4]) == 0
 
 
+def test_images_of_games_are_learnt(tmp_path):
+    draw = np.random.default_rng(0)
+    arrays = {
+        "observations": draw.integers(0, 256, (60, 2, 9, 8), np.uint8), "actions": draw.integers(0, 3, 60),
+        "rewards": draw.random(60), "terminals": np.arange(60) % 6 == 5,
+    }  # fmt: skip
+    np.savez(tmp_path / "game.npz", **arrays)
+    small = {"dim": 16, "layers": 2, "layers.*.mixer.num_heads": 2}
+    sizes = {"steps": 2, "length": 18, "batch_size": 2, "validation_tokens": 36, "lr": 1e-2, "recipe": "paper-atari"}
+    options = sizes | {"data": tmp_path / "game.npz", "out": tmp_path / "run"}
+    with pytest.raises(KinformerError, match="a filter of side 4 is larger than what it reads, 1 x 1"):
+        kinformer.train("decision", set=small, **options)
+    convolutions = {"input.convolutions": [[4, 3, 2], [5, 2, 1]]}
+    run = kinformer.train("decision", set=small | convolutions, **options)
+    assert (run.config.input.image, run.config.input.timestep) == ((2, 9, 8), "first")
+    assert run.metrics["bits_per_action"] > 0 and open_data(str(options["data"]), None, run.options).trajectories.observations.dtype == np.uint8  # fmt: skip # noqa: E501
+    assert 0 <= kinformer.evaluate(options["out"]).metrics["accuracy"] <= 1
+
+
 def test_from_the_command_line(run_cli, tmp_path):
     out, picture = tmp_path / "run", tmp_path / "returns.png"
     flags = ["--recipe", "tiny", "--length", 72, "--batch-size", 4, "--steps", 2, "--threads", 1, "--trajectories", 30]

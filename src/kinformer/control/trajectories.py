@@ -32,8 +32,9 @@ MOST_ACTIONS = 1 << 16
 
 @dataclass(frozen=True, eq=False)
 class Trajectories:
-    """``observations`` [steps, features] float32; ``actions`` [steps] int64, numbered from 0, or [steps, dim] float32;
-    ``rewards`` [steps] float64; ``starts`` [episodes + 1] int64: where each begins, and the end of the last."""
+    """``observations`` [steps, features] float32, or uint8 where they are images of ``shape``; ``actions`` [steps]
+    int64, numbered from 0, or [steps, dim] float32; ``rewards`` [steps] float64; ``starts`` [episodes + 1] int64: where
+    each begins, and the end of the last."""
 
     observations: np.ndarray
     actions: np.ndarray
@@ -42,6 +43,7 @@ class Trajectories:
     name: str
     holdout: float | None = None
     version: str = VERSION
+    shape: tuple[int, ...] = ()
 
     @property
     def episodes(self) -> int:
@@ -153,17 +155,24 @@ def trajectories(arrays: Mapping[str, np.ndarray], name: str, place: str, holdou
         raise KinformerError(
             f"{place}: rewards are {list(rewards.shape)}, but must be [steps], a number for each step."
         )
+    shape = observations.shape[1:]
     observations = observations.reshape(len(observations), -1)
     for what, item in (("rewards", rewards), ("observations", observations), ("actions", actions)):
         _require_numbers(item, what, place)
     return Trajectories(
-        np.ascontiguousarray(observations, np.float32),
+        np.ascontiguousarray(observations, np.uint8 if _images(observations, shape) else np.float32),
         _actions(actions, place),
         rewards.astype(np.float64),
         starts.astype(np.int64),
         name,
         holdout,
+        shape=shape,
     )
+
+
+def _images(observations: np.ndarray, shape: tuple[int, ...]) -> bool:
+    """Whether observations of ``shape`` are intensities, which take a byte each."""
+    return len(shape) == 3 and observations.dtype == np.uint8
 
 
 def _require_numbers(values: np.ndarray, what: str, place: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING
 
 from kinformer.family.assemble import ModelShape, decoder
@@ -9,6 +10,10 @@ from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
+
+
+IMAGE = (4, 84, 84)
+"""Four frames of a game, as Mnih et al. 2015 prepare them."""
 
 
 def _recipe(
@@ -35,7 +40,12 @@ def _recipe(
         )
         return config.replace(
             input=Steps.Config(
-                state_dim=state_dim, action_dim=actions, timesteps=timesteps, entrance="tanh" if atari else "norm"
+                state_dim=prod(IMAGE) if atari else state_dim,
+                action_dim=actions,
+                timesteps=timesteps,
+                entrance="tanh" if atari else "norm",
+                timestep="first" if atari else "each",
+                image=IMAGE if atari else (),
             ),
             layers=tuple(layer.replace(dropout=dropout) for layer in config.layers),
             dropout=dropout,
@@ -60,7 +70,7 @@ MEMBER = Member(
     departures=(
         "predicts actions alone; the authors' code also has outputs of states and returns, which are not trained",
         "no padding: rows are as long as their trajectories",
-        "states of games are vectors: there is no convolution in front",
+        "paper-atari: tables of positions and timesteps begin as all tables do (the authors': at 0)",
         "an agent carries its state and absorbs one step at a time; the authors read the last K steps again at each "
         "(evaluate `context_steps` K)",
         "no dropout unless asked for, but for the recipes of the paper",
@@ -70,7 +80,7 @@ MEMBER = Member(
     results=("key_to_door",),
     use_when="an agent learns from recorded episodes, without an environment",
     avoid_when="you can act while learning: the task `control` does that",
-    training={  # appendix A: the hyperparameters of OpenAI Gym
+    training={  # appendix A: the hyperparameters of OpenAI Gym and of Atari
         "paper": {
             "steps": 100_000,
             "batch_size": 64,
@@ -81,14 +91,19 @@ MEMBER = Member(
             "weight_decay": 1e-4,
             "clip": 0.25,
         },
+        "paper-atari": {  # five epochs over 500,000 steps of a game, in rows of 30 steps
+            "steps": 19_531,
+            "batch_size": 128,
+            "length": 90,
+            "lr": 6e-4,
+            "warmup": 3,
+        },
     },
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), timesteps=64),
         "small": _recipe(_shape(256, 4, 4)),
         "benchmark": _recipe(_shape(256, 4, 4)),
         "paper": _recipe(_shape(128, 3, 1), state_dim=11, actions=3, discrete=False, timesteps=4096, dropout=0.1),
-        "paper-atari": _recipe(
-            ModelShape(128, 6, 8), state_dim=128, actions=4, timesteps=10000, dropout=0.1, atari=True
-        ),
+        "paper-atari": _recipe(ModelShape(128, 6, 8), actions=4, timesteps=10000, dropout=0.1, atari=True),
     },
 )

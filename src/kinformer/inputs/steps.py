@@ -4,23 +4,30 @@
     h(state s_t)  = W_s (s_t - mean) / std + b_s + e_t
     h(action a_t) = W_a a_t + b_a + e_t
 
-then a layer norm over all (the authors' control models) or tanh over the products (their Atari models).
+then a layer norm over all (the authors' control models) or tanh over the products (their Atari models). The Atari
+models have e of the row's first timestep at all its positions instead, beside a position that counts from there, and
+their states are images, which convolutions read (``inputs.state_images``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from math import prod
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from kinformer.core.config import check_unused
 from kinformer.core.input import Input, InputConfig
+from kinformer.inputs.state_images import ImageStates
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 
 RETURN, STATE, ACTION = range(3)
 """The kinds of values."""
+PER_STEP = 3
+"""Positions of a step."""
 KIND, TIMESTEP, FIRST = range(3)
 """What stands where in a position: its kind, its timestep, and from ``FIRST`` on the values."""
 LARGEST_TIMESTEP = 1 << 24
@@ -46,7 +53,9 @@ class Steps(Input):
     A position is its kind (``RETURN``, ``STATE`` or ``ACTION``), its timestep in the environment, and its values,
     filled up with zeros (see :func:`pack`). Discrete actions are one-hot. Timesteps from ``timesteps`` on are the last
     one, as in the authors' code. Returns are divided by ``return_scale``; states are shifted by ``state_mean`` and
-    divided by ``state_std``, a number for each feature, or taken as they are.
+    divided by ``state_std``, a number for each feature, or taken as they are. With ``image`` (channels, height, width)
+    they are intensities from 0 to 255, read by ``convolutions``: filters, side and stride of each. ``timestep``: whose
+    vector a position has, that of each step, or of the first in the row, from which rows hold every position.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -59,6 +68,9 @@ class Steps(Input):
         state_mean: tuple[float, ...] = ()
         state_std: tuple[float, ...] = ()
         entrance: Literal["norm", "tanh"] = "norm"
+        timestep: Literal["each", "first"] = "each"
+        image: tuple[int, ...] = ()
+        convolutions: tuple[tuple[int, ...], ...] = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
 
         def __post_init__(self) -> None:
             for name in ("state_dim", "action_dim", "timesteps"):
@@ -74,8 +86,24 @@ class Steps(Input):
                         f"{name} has {plural(len(getattr(self, name)), 'number')}, but a state has "
                         f"{plural(self.state_dim, 'feature')}; give one for each, or none."
                     )
+            self._check_image()
             if not all(deviation > 0 for deviation in self.state_std):
                 raise KinformerError(f"state_std must be above 0, but holds {min(self.state_std):g}.")
+
+        def _check_image(self) -> None:
+            if not self.image:
+                check_unused(self, "for states that are no images (`set` input.image)", "convolutions")
+                return
+            if len(self.image) != 3 or min(self.image) < 1:
+                raise KinformerError(
+                    f"image must be channels, height and width of 1 or more, but is {list(self.image)}."
+                )
+            if prod(self.image) != self.state_dim:
+                raise KinformerError(
+                    f"image is {' x '.join(map(str, self.image))}, but a state has {plural(self.state_dim, 'number')}; "
+                    f"give state_dim = {prod(self.image)}, or another image."
+                )
+            check_unused(self, "for images, which are divided by 255", "state_mean", "state_std")
 
         def build(self, dim: int) -> Steps:
             return Steps(self, dim)
@@ -85,7 +113,9 @@ class Steps(Input):
         self.config = config
         self.width = width_of(config.state_dim, config.action_dim)
         self.returns = nn.Linear(1, dim)
-        self.states = nn.Linear(config.state_dim, dim)
+        self.states: Any = nn.Linear(config.state_dim, dim)
+        if config.image:
+            self.states = ImageStates(config.image, config.convolutions, dim)
         self.actions = nn.Linear(config.action_dim, dim)
         self.timesteps = nn.Embedding(config.timesteps, dim)
         self.norm = nn.LayerNorm(dim) if config.entrance == "norm" else None
@@ -102,15 +132,31 @@ class Steps(Input):
         _check_ranges(kind, timestep)
         numbers = values[..., FIRST:]
         returns = self._product(self.returns, numbers[..., :1] / self.config.return_scale)
-        states = self._product(self.states, self._normalised(numbers[..., : self.config.state_dim]))
+        states = self._states(kind, numbers[..., : self.config.state_dim])
         actions = self._product(self.actions, numbers[..., : self.config.action_dim])
         kind = kind[..., None]
-        # All three products are computed everywhere: picking rows by kind would give shapes that depend on the data.
+        # Products of numbers are computed everywhere: picking rows by kind would give shapes that depend on the data.
         x = torch.where(kind == RETURN, returns, torch.where(kind == STATE, states, actions))
-        x = x + self.timesteps(timestep.long().clamp(0, self.config.timesteps - 1))
+        timestep = timestep.long()
+        if self.config.timestep == "first":
+            timestep = timestep - positions // PER_STEP
+        x = x + self.timesteps(timestep.clamp(0, self.config.timesteps - 1))
         return x if self.norm is None else self.norm(x)
 
-    def _product(self, linear: nn.Linear, values: Tensor) -> Tensor:
+    def _states(self, kind: Tensor, values: Tensor) -> Tensor:
+        """Return the products of states: of numbers at all positions, of images where one stands."""
+        if not self.config.image:
+            return self._product(self.states, self._normalised(values))
+        if type(values) is not Tensor or values.is_meta or torch.compiler.is_compiling():
+            return self._product(self.states, values.flatten(0, 1)).unflatten(0, kind.shape)
+        # Convolutions cost more than the layers above, so the host looks where states stand, at a third of the cost.
+        chosen = kind == STATE
+        product = self._product(self.states, values[chosen])
+        states = product.new_zeros(*kind.shape, product.shape[-1])
+        states[chosen] = product
+        return states
+
+    def _product(self, linear: Any, values: Tensor) -> Tensor:
         y = linear(values.to(linear.weight.dtype))
         return y if self.norm is not None else y.tanh()
 

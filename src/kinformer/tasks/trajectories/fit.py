@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from kinformer.control.decision.data import TrajectoryData, open_data
 from kinformer.control.decision.options import INPUT, PER_STEP
 from kinformer.control.environments.environment import Discrete
+from kinformer.control.trajectories import Trajectories
 from kinformer.runtime.errors import KinformerError, marked
 from kinformer.runtime.words import plural
 from kinformer.tasks.runs import TrainedRun
@@ -39,24 +41,34 @@ def fitted(config: Any, data: TrajectoryData | None) -> dict[str, Any]:
             | {"head": {"kind": "discrete_actions", "actions": 2}}
         )
     trajectories, space = data.trajectories, data.actions
-    mean, std = trajectories.normalisation
     train = trajectories.splits["train"]
     largest = float(np.abs(trajectories.returns_to_go[trajectories.steps_of(train)]).max())
-    changes = {
+    changes: dict[str, Any] = {
         "kind": INPUT,
         "state_dim": trajectories.state_dim,
         "action_dim": space.dim,
         "timesteps": max(int(trajectories.lengths.max()), 2),
         "return_scale": largest or 1.0,
-        "state_mean": mean.tolist(),
-        "state_std": std.tolist(),
     }
     if config.input.kind == INPUT:
-        changes["entrance"] = config.input.entrance
+        changes |= {name: getattr(config.input, name) for name in ("entrance", "timestep")}
+    if image := _image(config.input, trajectories):
+        changes |= {"image": list(image), "convolutions": [list(item) for item in config.input.convolutions]}
+    else:
+        mean, std = trajectories.normalisation
+        changes |= {"state_mean": mean.tolist(), "state_std": std.tolist()}
     if isinstance(space, Discrete):
         return {"input": changes, "head": {"kind": "discrete_actions", "actions": space.n}}
     head = {"kind": "continuous_actions", "action_dim": space.dim, "low": list(space.low), "high": list(space.high)}
     return {"input": changes, "head": head | {"gaussian": data.options.gaussian}}
+
+
+def _image(read: Any, trajectories: Trajectories) -> tuple[int, ...]:
+    """Return channels, height and width of the states that the input ``read`` takes for images; () for numbers."""
+    image: tuple[int, ...] = getattr(read, "image", ())
+    if image and len(trajectories.shape) == len(image):
+        return trajectories.shape
+    return image if image and prod(image) == trajectories.state_dim else ()
 
 
 def check_plan(plan: TrainingPlan) -> None:
