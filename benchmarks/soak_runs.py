@@ -47,6 +47,7 @@ TRAINING: dict[str, list[str]] = {
     "vision": [],
     "dino": ["--prototypes", "16", "--local-views", "2"],
     "mae": [],
+    "mpp": [],
     "translate": ["--length", "40", "--tokenizer", "bytes"],
     "super-resolution": ["--factor", "2"],
 }

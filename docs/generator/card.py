@@ -44,6 +44,7 @@ NAMES = {
     "language": "next token",
     "masked_language": "masked tokens",
     "masked_patches": "masked patches",
+    "patch_colours": "patch colours",
     "linear_classification": "classes",
     "classification": "classes",
     "distilled": "classes, and a teacher's",

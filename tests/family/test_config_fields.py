@@ -358,7 +358,7 @@ def predicted(config: Config) -> tuple:
     embedding = AdaptiveEmbedding.Config(**same) if same else Lookup.Config()
     input = Tokens.Config(vocab_size=VOCAB, embedding=embedding).build(DIM).double()
     input = Patches.Config(distillation_token=True).build(DIM) if config.kind == "distilled" else input
-    if config.kind == "masked_patches":  # a token, and five rows of five patches
+    if config.kind in ("masked_patches", "patch_colours"):  # a token, and five rows of five patches
         input = Patches.Config(size=(10, 10), patch=2).build(DIM)
     config.check(DIM, input)
     more = {"neighbours": torch.tensor([[3, 5, -1]]).expand(2, TIME, -1)} if config.kind == "spalm" else {}

@@ -104,6 +104,11 @@ CASES = {
         "evaluate": {"max_items": 8},
         "generate": {"image": "digits"},
     },
+    "mpp": {
+        "member": "vit",
+        "train": {"length": None, "batch_size": 2},
+        "evaluate": {"max_items": 8},
+    },
     "translate": {
         "member": "vanilla",
         "train": QUICK | {"tokenizer": "bytes", "length": 32},

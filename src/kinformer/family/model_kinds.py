@@ -52,7 +52,6 @@ def models() -> list[type[Config]]:
 
 def encoders() -> list[type[Config]]:
     from kinformer.blocks import bare, encoder_layer, global_input, macaron, parallel, sha_rnn
-    from kinformer.heads import classification, distilled, masked_language, masked_patches, pooling
     from kinformer.mixers import (
         bidirectional,
         bidirectional_linear,
@@ -92,8 +91,17 @@ def encoders() -> list[type[Config]]:
         separable_convolution.SeparableConvolution.Config,
         windows.WindowAttention.Config,
         multi_head_global.MultiHeadGlobal.Config,
+        *_encoder_heads(),
+    ]
+
+
+def _encoder_heads() -> list[type[Config]]:
+    from kinformer.heads import classification, distilled, masked_language, masked_patches, patch_colours, pooling
+
+    return [
         masked_language.MaskedLanguageHead.Config,
         masked_patches.MaskedPatchesHead.Config,
+        patch_colours.PatchColoursHead.Config,
         classification.ClassificationHead.Config,
         classification.LinearClassificationHead.Config,
         distilled.DistilledHead.Config,

@@ -42,8 +42,6 @@ MEMBER = Member(
         "the head's weights begin as the others' (theirs at zero), biases at zero (theirs N(0, 1e-6) in feed-forwards)",
         "an image whose sides are no multiples of the patch is continued with zeros",
         "no dropout unless asked for",
-        "the task mae predicts pixels of three quarters of the patches; theirs the mean colour of half of them "
-        "(appendix B.1.2)",
     ),
     exact_limit="is exact attention",
     parity=(

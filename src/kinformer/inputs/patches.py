@@ -115,8 +115,20 @@ class Patches(Input):
     def grid(self, values: Tensor) -> tuple[int, int]:
         return grid_of(values.shape[2:], self.config.patch)
 
-    def forward(self, values: Tensor, positions: Tensor, **others: Tensor) -> Tensor:
-        """Encode images; ``positions`` are ignored, as the image says where a patch is."""
+    def forward(
+        self,
+        values: Tensor,
+        positions: Tensor,
+        *,
+        sources: Tensor | None = None,
+        mask: Tensor | None = None,
+        **others: Tensor,
+    ) -> Tensor:
+        """Encode images; ``positions`` are ignored, as the image says where a patch is.
+
+        sources: int64 [batch, patches], the number of the patch whose vector stands in each place, or -1 for ``mask``
+        [dim]; None where each stands in its own.
+        """
         if others:
             raise KinformerError(f"an image has no {' and no '.join(others)}; leave it out.")
         grid = self.grid(values)
@@ -124,6 +136,9 @@ class Patches(Input):
         x = self.projection(self.cut(values))
         if self.config.activation != "none":
             x = functional.gelu(x) if self.config.activation == "gelu" else functional.relu(x)
+        if sources is not None and mask is not None:
+            moved = x.gather(1, sources.clamp_min(0)[..., None].expand_as(x))
+            x = torch.where(sources[..., None] < 0, mask.to(x.dtype), moved)
         if self.tokens is not None:
             x = torch.cat([self.tokens.to(x.dtype).expand(len(x), -1, -1), x], dim=1)
         return x if self.positions is None else x + self._positions(grid).to(x.dtype)

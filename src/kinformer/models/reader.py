@@ -108,19 +108,23 @@ class Reader(Trunk):
         standing = text.valid[:, :count] if count and text.valid is not None else None
         return Encoded(outputs[0], global_input, standing, tuple(outputs[1:]))
 
-    def hidden_of(self, values: Tensor, chosen: Tensor) -> Tensor:
-        """Return the last hidden states [batch, n, dim] of the positions ``chosen`` [batch, n] int64 of ``values``, as
-        if there were no others. Mixers must know where a token stands by its vector alone."""
+    def hidden_of(self, values: Tensor, chosen: Tensor | None = None, **others: Tensor) -> Tensor:
+        """Return the last hidden states [batch, n, dim] of ``values`` without padding or global tokens.
+
+        chosen: int64 [batch, n], the positions that there are, as if there were no others; None for all. Where some are
+        chosen, mixers must know where a token stands by its vector alone. others: what else the input reads.
+        """
         self._check(values, {}, {})
         positions = torch.arange(self.input.length(values), device=values.device).expand(len(values), -1)
-        x = self._embedded(values, positions, None)
-        x = x.gather(1, chosen[..., None].expand(-1, -1, x.shape[-1]))
+        x, text = self._embedded(values, positions, None, **others), SequenceContext(grid=self.input.grid(values))
+        if chosen is not None:
+            x, positions, text = x.gather(1, chosen[..., None].expand(-1, -1, x.shape[-1])), chosen, SequenceContext()
 
         def before(x: Tensor, use: int) -> Tensor:
-            added = self.position.layer_input(chosen, use)
+            added = self.position.layer_input(positions, use)
             return x if added is None else x + added.to(x.dtype)
 
-        x, _ = self.stack.read(self._entered(self.embedding_norm(x), None), SequenceContext(), before)
+        x, _ = self.stack.read(self._entered(self.embedding_norm(x), None), text, before)
         return self.norm(x)
 
     def _global_positions(self, values: Tensor, kinds: Tensor | None, valid: Tensor | None) -> Tensor | None:

@@ -18,6 +18,7 @@ from kinformer.tasks import (
     listops,
     mae,
     mlm,
+    mpp,
     next_token,
     recall,
     speech,
@@ -45,6 +46,7 @@ PAGES = (
     vision,
     dino,
     mae,
+    mpp,
     translate,
     super_resolution,
 )

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SPECIAL_TOKENS = 3
 """Ids that a new encoder has for itself: a mask, BOS and EOS."""
-EMBEDDING = "next-token, mlm, classify, listops, vision, dino, mae or speech"
+EMBEDDING = "next-token, mlm, classify, listops, vision, dino, mae, mpp or speech"
 """The tasks whose runs make vectors."""
 READS_WHOLE_TEXTS = "its encoder reads whole texts and continues none; give a run of a causal member."
 

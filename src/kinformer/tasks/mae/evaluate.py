@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kinformer.core.model import device_of
-from kinformer.data import Images, read_images
+from kinformer.data import ImageData, Images, read_images
 from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.runtime.progress import ProgressCallback, progressing
 from kinformer.runtime.words import plural
@@ -18,7 +18,7 @@ from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
 from kinformer.tasks.mae.loss import masked_of, predict_patches, targets_of
 from kinformer.tasks.mae.options import MaeEvaluationOptions, MaeOptions
 from kinformer.tasks.mae.rows import MASKED_ERROR, held_out
-from kinformer.tasks.runs import LoadedRun
+from kinformer.tasks.runs import LoadedRun, TrainedRun
 from kinformer.tasks.shared.text import heading, identity_of_part, note_other_data, spec_of
 
 AT_ONCE = 64
@@ -47,21 +47,26 @@ def measure_patches(
     return total / masked, plain / masked
 
 
+def read_like_run(run: TrainedRun, settings: EvaluationSettings) -> tuple[ImageData, bool]:
+    """Return the images that ``settings`` name, or those of ``run``, and whether they are the same."""
+    result = read_images(spec_of(run, settings.data), holdout=run.data.get("holdout"), size=run.options.resize)
+    input: Any = run.config.input
+    same, reads = note_other_data(run, result, settings.data is not None), input.channels
+    if result.shape[2] != reads:
+        raise KinformerError(
+            f"{result.name}: its images have {plural(result.shape[2], 'channel')}, but {run.folder} reads {reads}; "
+            "give others."
+        )
+    return result, same
+
+
 def evaluate(
     subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: MaeEvaluationOptions, quiet: bool
 ) -> Evaluation:
     """A run on held-out images, each always with the same mask."""
     run, model = subject.run, subject.model
-    result = read_images(
-        spec_of(run, evaluation_settings.data), holdout=run.data.get("holdout"), size=run.options.resize
-    )
-    same = note_other_data(run, result, evaluation_settings.data is not None)
+    result, same = read_like_run(run, evaluation_settings)
     part = result.splits[choose(evaluation_settings.split, result.splits, "`split`")]
-    if part.shape[2] != model.config.input.channels:
-        raise KinformerError(
-            f"{result.name}: its images have {plural(part.shape[2], 'channel')}, but {run.folder} reads "
-            f"{model.config.input.channels}; give others."
-        )
     count = len(part) if task_options.max_items is None else min(task_options.max_items, len(part))
     begun = time.perf_counter()
     with progressing(quiet) as progress:

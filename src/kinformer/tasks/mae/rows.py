@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from math import ceil, prod
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +25,17 @@ from kinformer.training.settings import Settings
 
 MASKED_ERROR = Metric("masked_error", "mean squared error of masked patches")
 LEAST_IMAGES = 256
-_ORDER, _CHANGES, _MASKS = 16, 17, 18
+_ORDER, _CHANGES, MASKS = 16, 17, 18
+
+
+class PatchOptions(Protocol):
+    """The options that every task of patches has."""
+
+    @property
+    def augmentations(self) -> tuple[str, ...]: ...
+
+
+O = TypeVar("O", bound=PatchOptions)
 
 
 class MaeBatch(NamedTuple):
@@ -58,14 +69,11 @@ def seen_patches(patches: int, masked: float, rows: np.ndarray, *key: int) -> Te
     return torch.from_numpy(np.sort(order[:, : seen_count(patches, masked)], axis=1))
 
 
-class MaeRows(DataModule):
+class PatchRows(DataModule, Generic[O]):
     """Training images in an order of their own in every epoch; the first of the validation images, always with the same
     masks."""
 
-    sums = ("error",)
-    metrics = (MASKED_ERROR,)
-
-    def __init__(self, data: ImageData, settings: Settings, options: MaeOptions, input: Any) -> None:
+    def __init__(self, data: ImageData, settings: Settings, options: O, input: Any) -> None:
         self.data, self.settings, self.options = data, settings, options
         self.patches = prod(input.replace(size=data.shape[:2]).grid)
         enough = ceil(settings.validation_tokens / settings.length)
@@ -75,7 +83,11 @@ class MaeRows(DataModule):
     def validations(self) -> int:
         return -(-self.held_out // self.settings.batch_size)
 
-    def batch(self, step: int, rank: int, world: int) -> MaeBatch:
+    @abstractmethod
+    def laid(self, images: Tensor, rows: np.ndarray, *key: int) -> Any:
+        """Return a batch of ``images``, masked as the numbers of its rows and ``key`` decide."""
+
+    def batch(self, step: int, rank: int, world: int) -> Any:
         """The whole step's rows are made by every process, so that images change alike whatever their number."""
         rows, seed = self.settings.batch_size, self.settings.seed
         place = np.arange(step * rows, (step + 1) * rows)
@@ -84,16 +96,26 @@ class MaeRows(DataModule):
             generator = torch.Generator().manual_seed(int(mix(seed, _CHANGES, step)[0] >> np.uint64(1)))
             labels = torch.zeros(rows, dtype=torch.int64)
             images = augment(Augmented(images.float() / 255, labels), names, generator).images
-        batch = MaeBatch(images, seen_patches(self.patches, self.options.masked, place, seed, _MASKS))
+        batch = self.laid(images, place, seed, MASKS)
         return take_rows(batch, slice(rank * (rows // world), (rank + 1) * (rows // world)))
 
-    def validation(self, rank: int, world: int) -> Iterator[MaeBatch]:
+    def validation(self, rank: int, world: int) -> Iterator[Any]:
         """Where the last images cannot be shared evenly, some are measured twice."""
         rows = self.settings.batch_size
         for first in range(0, self.held_out, rows):
             share = -(-min(rows, self.held_out - first) // world)
             index = np.minimum(first + np.arange(rank * share, (rank + 1) * share), self.held_out - 1)
-            yield held_out(self.data.validation, index, self.patches, self.options.masked)
+            yield self.laid(pixels_of(self.data.validation, index), index, 0, MASKS)
+
+
+class MaeRows(PatchRows[MaeOptions]):
+    """Rows of images and of the patches that are seen of each."""
+
+    sums = ("error",)
+    metrics = (MASKED_ERROR,)
+
+    def laid(self, images: Tensor, rows: np.ndarray, *key: int) -> MaeBatch:
+        return MaeBatch(images, seen_patches(self.patches, self.options.masked, rows, *key))
 
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
         return {MASKED_ERROR.name: means["error"]}
@@ -101,4 +123,4 @@ class MaeRows(DataModule):
 
 def held_out(images: Images, index: np.ndarray, patches: int, masked: float) -> MaeBatch:
     """Return the images of these numbers, with the masks that they always have where the model is measured."""
-    return MaeBatch(pixels_of(images, index), seen_patches(patches, masked, index, 0, _MASKS))
+    return MaeBatch(pixels_of(images, index), seen_patches(patches, masked, index, 0, MASKS))

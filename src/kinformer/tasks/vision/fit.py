@@ -106,18 +106,23 @@ def length_of(config: Any, shape: tuple[int, int, int]) -> int:
 
 def check_images(plan: TrainingPlan, model: nn.Module) -> None:
     """Refuse a model that does not go with the images, or that tells something else."""
-    check_channels(plan)
+    check_images_read(plan, model)
     config, data = plan.config, plan.data
-    if config.input.kind == INPUT:
-        input = config.input.replace(size=data.shape[:2])
-        for module in model.modules():
-            check_grid(getattr(module, "pattern", None), input.grid, input.length)
     classes = getattr(config.head, "classes", None)
     if config.head.per_position or classes != len(data.classes):
         raise KinformerError(
             f"`set` head={config.head.kind}: does not tell the {plural(len(data.classes), 'class')} of {data.name}; "
             "leave it out."
         )
+
+
+def check_images_read(plan: TrainingPlan, model: nn.Module) -> None:
+    """Refuse a model of images of other channels, or whose patterns are for another grid of patches."""
+    check_channels(plan)
+    if plan.config.input.kind == INPUT:
+        input = plan.config.input.replace(size=plan.data.shape[:2])
+        for module in model.modules():
+            check_grid(getattr(module, "pattern", None), input.grid, input.length)
 
 
 def check_channels(plan: TrainingPlan) -> None:

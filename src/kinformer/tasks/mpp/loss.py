@@ -1,0 +1,54 @@
+"""The objective of masked patch prediction (Dosovitskiy et al. 2020, ViT, appendix B.1.2).
+
+    loss = mean over corrupted patches i of -log p(colour of i),    colour = floor(2^bits mean of i), by channel
+
+The mean is that of the patch's pixels, from 0 to 1, before it was corrupted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kinformer.core.state import State
+from kinformer.tasks.mpp.rows import MppBatch
+from kinformer.training.objective import ObjectiveOutput
+
+
+def colours_of(images: Tensor, patch: int, bits: int) -> Tensor:
+    """Return the colours int64 [rows, patches] of the patches of ``images`` [rows, channels, height, width], in base
+    2^bits, the first channel first. A patch over the border has the mean of its pixels inside."""
+    scale = 255 if images.dtype == torch.uint8 else 1
+    pixels = images.to(torch.promote_types(images.dtype, torch.float32)) / scale
+    means = functional.avg_pool2d(pixels, patch, ceil_mode=True).flatten(2)
+    levels = (means * 2**bits).floor().clamp(0, 2**bits - 1).long()
+    places = 2 ** (bits * torch.arange(levels.shape[1], device=images.device))
+    return (levels * places[:, None]).sum(1)
+
+
+def predict_colours(model: Any, batch: MppBatch) -> Tensor:
+    """Return what the model makes of the corrupted images: logits [rows, patches, colours]."""
+    states = model.hidden_of(batch.images, sources=batch.sources, mask=model.head.mask)
+    return model.head(states, model.input)
+
+
+class PatchColours:
+    """The objective; metrics are summed over corrupted patches."""
+
+    def __call__(self, model: nn.Module, batch: MppBatch, state: State, progress: float) -> ObjectiveOutput:
+        nats, right = nats_of(model, batch)
+        chosen, zero = batch.corrupted, nats.new_zeros(())
+        total, count = torch.where(chosen, nats, zero).sum(), chosen.sum()
+        return total / count, {"nats": total.detach(), "right": (right & chosen).sum(), "predicted": count}, None
+
+
+def nats_of(model: Any, batch: MppBatch) -> tuple[Tensor, Tensor]:
+    """Return for every patch -log p of its colour, and whether that is the most probable one, [rows, patches]."""
+    logits = predict_colours(model, batch)
+    colours = colours_of(batch.images, model.input.config.patch, model.config.head.bits)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    nats = functional.cross_entropy(logits.flatten(0, 1), colours.flatten(), reduction="none")
+    return nats.view_as(colours), logits.argmax(-1) == colours
