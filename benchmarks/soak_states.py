@@ -230,7 +230,8 @@ def trial(random_: random.Random, found: dict[str, Any]) -> str:
         Sessions(random_, _subject(kind, config).build(), found["operations"]).run()
     elif random_.random() < 0.15:
         found["operations"].append("gradients")
-        agree_with_rows_alone(subject, {"a random plan": _plan(random_, subject)})
+        plans = {"a random plan": _plan(random_, subject)}
+        agree_with_rows_alone(subject, plans, plans)
     else:
         walk = Walk(random_, subject)
         found["operations"] = walk.done

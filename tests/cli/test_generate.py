@@ -1,5 +1,6 @@
 """``kinformer generate``: the library's tokens, streamed as text."""
 
+import inspect
 import io
 import json
 import subprocess
@@ -16,6 +17,7 @@ from kinformer.generation.session import Session
 from kinformer.runs.generate import check_drawing
 from kinformer.runs.options import GenerateOptions
 from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.image.generate import _Picker
 from kinformer.tasks.record import DRAWING
 from kinformer.tasks.table import TASKS
 
@@ -244,6 +246,7 @@ def test_every_option_of_drawing_is_read_or_refused(name):
     """What a task reads stands in its folder's code; what it does not is one sentence."""
     task, folder = TASKS[name], Path(sys.modules[type(TASKS[name]).__module__].__file__).parent
     code = "".join(path.read_text() for path in folder.glob("*.py"))
+    code += inspect.getsource(_Picker) if name == "super-resolution" else ""  # it draws as image does
     assert OTHERWISE.keys() == set(DRAWING)
     for option, value in OTHERWISE.items():
         options = GenerateOptions(**{option: value})

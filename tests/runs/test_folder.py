@@ -87,7 +87,7 @@ def test_a_creation_that_fails_removes_only_what_it_made(tmp_path, text_file, mo
         (out / "mine.txt").write_text("dear")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kinformer.runs.create.rows_of", fail)
+    monkeypatch.setattr("kinformer.runs.create.staged_rows", fail)
     with pytest.raises(KeyboardInterrupt):
         kinformer.train("gpt", data=text_file, out=out, **SMALL)
     assert [path.name for path in out.iterdir()] == ["mine.txt"]

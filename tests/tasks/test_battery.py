@@ -82,6 +82,7 @@ CASES = {
     "speech": {
         "member": "speech-softmax",
         "train": QUICK | {"length": 64},
+        "unread": dict.fromkeys(("alpha", "beta"), "is for a run beside a language model"),
     },
     "vision": {
         "member": "vit",
