@@ -39,8 +39,8 @@ def task_page(task: Task) -> str:
         f"`--task {task.name}`",
         escaped(task.description),
         table(("", ""), list(_record(task))),
-        "## Figures",
-        table(("figure", "unit", "better"), map(_figure, task.figures)),
+        "## Metrics",
+        table(("metric", "unit", "better"), map(_metric, task.metrics)),
         "The first decides which weights are the best.",
         "## Try it",
         literal("\n".join(_commands(task, example, usual)), "sh"),
@@ -68,9 +68,9 @@ def _record(task: Task) -> Iterator[tuple[str, str]]:
         yield "**Training, unless told otherwise**", changed
 
 
-def _figure(figure: Metric) -> tuple[str, str, str]:
-    unit = "share, from 0 to 1" if figure.unit == SHARE else figure.unit
-    return f"`{figure.name}`", unit, "less" if figure.lower_is_better else "more"
+def _metric(metric: Metric) -> tuple[str, str, str]:
+    unit = "share, from 0 to 1" if metric.unit == SHARE else metric.unit
+    return f"`{metric.name}`", unit, "less" if metric.lower_is_better else "more"
 
 
 def _commands(task: Task, example: Member, usual: list[Member]) -> list[str]:
@@ -121,15 +121,15 @@ def overview() -> str:
             f"[{task.title}]({task.name}.md)",
             f"`{task.name}`",
             PROTOCOLS.get(task.models.protocols[0], ""),
-            _figure(task.figures[0])[0],
+            _metric(task.metrics[0])[0],
             escaped(task.description.split(". ")[0]),
         )
         for task in TASKS.values()
     ]
     return page(
         "# Tasks",
-        "What a model is trained for, on which data, and by which figures it is measured. The task is chosen by "
+        "What a model is trained for, on which data, and by which metrics it is measured. The task is chosen by "
         "`--task`; without it a member is trained for its usual one.",
-        table(("task", "name", "models", "figure", ""), rows),
+        table(("task", "name", "models", "metric", ""), rows),
         contents(*TASKS),
     )

@@ -11,14 +11,15 @@ from kinformer.runtime.errors import as_flags, spelled
 
 def escaped(text: str) -> str:
     """Plain text, whose stars, bars, underscores, brackets and dollars mean nothing; ``code`` stays code, and marked
-    options are flags."""
+    options are flags, which are code."""
     with as_flags():
         parts = re.split(r"(``[^`]+``|`[^`]+`)", spelled(text))
     for index, part in enumerate(parts):
         if index % 2:
             parts[index] = f"`{part.strip('`')}`"
         else:
-            parts[index] = re.sub(r"([\\*_|\[\]<>#$~])", r"\\\1", part)
+            plain = re.sub(r"([\\*_|\[\]<>#$~])", r"\\\1", part)
+            parts[index] = re.sub(r"(?<![\w-])--[a-z][\w-]*", lambda flag: f"`{flag[0]}`", plain)
     return "".join(parts)
 
 
