@@ -6,7 +6,7 @@
     logits, state = model(tokens)                            # tokens [batch, time] int64
     logits, state = model(tokens[:, -1:], state)             # continue with any chunk length
     run = kinformer.train("linear-transformer", data="stdlib", out="runs/linear", steps=500)
-    kinformer.evaluate("runs/linear").figures                # {"bits_per_byte": ...}
+    kinformer.evaluate("runs/linear").metrics                # {"bits_per_byte": ...}
     kinformer.predict("runs/reviews", ["A fine film."])      # [{"text": ..., "classes": [...]}]
     vectors = kinformer.embed("runs/linear", ["A text."])    # [texts, dim]
     kinformer.trace("runs/gpt", "A text.").attention[0].weights      # [heads, queries, keys] of the first layer
@@ -212,7 +212,7 @@ def train(
 
 @preserving
 def evaluate(run: str | Path, **options: Any) -> Evaluation:
-    """Measure a run folder on held-out data as its task says: ``.figures``, ``.units``, ``.baselines``, ``.facts``.
+    """Measure a run folder on held-out data as its task says: ``.metrics``, ``.units``, ``.baselines``, ``.facts``.
 
     options: by the names of the flags of ``kinformer evaluate``: ``data``, ``split``, ``max_bytes``, ``set``, ...
         (see ``runs.options.EvaluateOptions``), and the task's own: ``context``, ``lengths``, ``baseline``, ...
