@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kinformer.core.model import WholeModel
 from kinformer.tasks.dino.options import DinoEvaluationOptions, DinoOptions
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.predictions import Embedded, EmbeddingSettings
-from kinformer.tasks.record import DataNeeds, Generation, Models, Prediction
+from kinformer.tasks.record import Generation, Models, Prediction
 from kinformer.tasks.runs import LoadedRun
-from kinformer.tasks.task import Source, Task, TrainingPlan
-from kinformer.tasks.vision import INPUTS, OF_IMAGES
+from kinformer.tasks.shared.of_images import NO_CLASSES, PATCH_INPUTS, PatchTask
+from kinformer.tasks.task import TrainingPlan
 from kinformer.training.metric import ACCURACY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from torch import nn
 
     from kinformer.data import ImageData
@@ -31,7 +28,7 @@ def _objective(model: Any) -> Any:
     return SelfDistillation(model, DinoOptions())
 
 
-class Dino(Task):
+class Dino(PatchTask):
     """Measured by whether the nearest training images, by the encoder's vectors, are of the same class."""
 
     name = "dino"
@@ -42,27 +39,21 @@ class Dino(Task):
         "encoders learns; the next, and the task vision, begin with the run by `init`. evaluate looks, where images "
         "have labels, for the class of the nearest training images."
     )
-    models = Models(protocols=(WholeModel,), inputs=INPUTS)
-    data = DataNeeds(
-        default="digits",
-        refused=dict.fromkeys(
-            ("tokenizer", "train_tokenizer", "text_field"), "is for text, not for images; leave it out."
-        )
-        | {"validation_tokens": "self-distillation is validated by a fixed number of images; leave it out."},
+    models = Models(protocols=(WholeModel,), inputs=PATCH_INPUTS)
+    data = replace(
+        PatchTask.data,
+        refused={
+            **PatchTask.data.refused,
+            "validation_tokens": "self-distillation is validated by a fixed number of images; leave it out.",
+        },
     )
-    evaluation = OF_IMAGES
-    generation = Generation(refusal="it tells no classes yet; train it on for the task vision, with `init`.")
-    prediction = Prediction(refusal="it tells no classes yet; train it on for the task vision, with `init`.")
+    generation = Generation(refusal=NO_CLASSES)
+    prediction = Prediction(refusal=NO_CLASSES)
     metrics = (ACCURACY,)
     objectives = {"self-distillation": _objective}
     Options = DinoOptions
     EvaluationOptions = DinoEvaluationOptions
     settings = {"validate_every": 0}
-
-    def open(self, source: Source, options: DinoOptions, cache: Path | None = None) -> ImageData:
-        from kinformer.data.images import read_images
-
-        return read_images(source.spec, cache=cache, holdout=source.holdout, size=options.resize)
 
     def fit(self, config: Any, data: ImageData | None) -> dict[str, Any]:
         """The classes of images without labels are those of the recipe, until there are some to tell."""
@@ -73,11 +64,6 @@ class Dino(Task):
         if not hasattr(config.head, "classes"):
             fitted_config.pop("head", None)
         return fitted_config
-
-    def length(self, data: ImageData, config: Any) -> int:
-        from kinformer.tasks.vision.fit import length_of
-
-        return length_of(config, data.shape)
 
     def check(self, plan: TrainingPlan, model: nn.Module) -> None:
         from kinformer.tasks.dino.loss import check_level, level_of
@@ -113,11 +99,6 @@ class Dino(Task):
         from kinformer.tasks.dino.evaluate import evaluate
 
         return evaluate(subject, evaluation_settings, task_options, quiet)
-
-    def embed(self, subject: LoadedRun, source: Any, settings: EmbeddingSettings) -> Iterator[Embedded]:
-        from kinformer.tasks.shared.pictures import embed_pictures
-
-        return embed_pictures(subject, source, settings)
 
 
 TASK = Dino()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kinformer.runtime.errors import KinformerError, require, require_above
+from kinformer.tasks.shared.image_options import FirstImages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +43,12 @@ class DinoOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DinoEvaluationOptions:
+class DinoEvaluationOptions(FirstImages):
     """Options of evaluating self-distillation."""
 
     nearest: int = 20
     """How many of the nearest training images say of which class an image is."""
-    max_items: int | None = None
-    """Measure on the first N images only."""
 
     def __post_init__(self) -> None:
         require("nearest", self.nearest, 1)
-        require("max_items", self.max_items, 1)
+        super().__post_init__()

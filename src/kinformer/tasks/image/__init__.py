@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import KinformerError, require
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.record import NOTHING_DRAWN, DataNeeds, EvaluationNeeds, Generation, Models, Prediction
-from kinformer.tasks.runs import LoadedRun, TrainedRun
-from kinformer.tasks.task import Source, Task, TrainingPlan
+from kinformer.tasks.record import Generation, Models, Prediction
+from kinformer.tasks.runs import LoadedRun
+from kinformer.tasks.shared.image_options import FirstImages
+from kinformer.tasks.shared.of_images import ImageTask, WritesPng
+from kinformer.tasks.task import TrainingPlan
 from kinformer.training.metric import BITS_PER_DIM
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import nn
 
     from kinformer.data.images import ImageData
@@ -39,16 +39,11 @@ class ImageOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageEvaluationOptions:
+class ImageEvaluationOptions(FirstImages):
     """Options of evaluating models of images."""
 
-    max_items: int | None = None
-    """Measure on the first N images only."""
     without_first: bool = False
     """Leave the first value of every image unscored, as the Linear Transformer's code does."""
-
-    def __post_init__(self) -> None:
-        require("max_items", self.max_items, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +77,7 @@ def _pixels(model: Any) -> Any:
     return PixelLoss(model)
 
 
-class Image(Task):
+class Image(WritesPng, ImageTask):
     """Bits per dimension, every value of every image scored, beside what counting finds."""
 
     name = "image"
@@ -93,15 +88,6 @@ class Image(Task):
         "are known; generate writes a PNG, `complete` the rest of occluded images."
     )
     models = Models(protocols=(CausalModel,), inputs=(INPUT,), from_tokens=True)
-    data = DataNeeds(
-        default="digits",
-        refused=dict.fromkeys(
-            ("tokenizer", "train_tokenizer", "text_field"), "is for text, not for images; leave it out."
-        ),
-    )
-    evaluation = EvaluationNeeds(
-        refused={"max_bytes": "is for text; give `max_items` N instead.", "seed": NOTHING_DRAWN}
-    )
     generation = Generation(
         prompt=None,
         temperature=1.0,
@@ -114,11 +100,6 @@ class Image(Task):
     Options = ImageOptions
     EvaluationOptions = ImageEvaluationOptions
     GenerationOptions = ImageGenerationOptions
-
-    def open(self, source: Source, options: ImageOptions, cache: Path | None = None) -> ImageData:
-        from kinformer.data.images import read_images
-
-        return read_images(source.spec, cache=cache, holdout=source.holdout, size=options.resize)
 
     def vocab_size(self, data: ImageData) -> int:
         return LEVELS
@@ -163,11 +144,6 @@ class Image(Task):
         from kinformer.tasks.image.evaluate import evaluate
 
         return evaluate(subject, evaluation_settings, task_options, quiet)
-
-    def check_generation(self, run: TrainedRun) -> None:
-        from kinformer.data.image_files import require_pillow
-
-        require_pillow(f"generate {run.folder}")
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
         from kinformer.tasks.image.generate import draw

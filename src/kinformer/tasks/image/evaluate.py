@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from math import isfinite, log
 from typing import Any
 
@@ -48,7 +49,13 @@ def evaluate(subject: LoadedRun, evaluation_settings: EvaluationSettings, task_o
     same = note_other_data(run, data, evaluation_settings.data is not None)
     pixels = split.pixels[: task_options.max_items]
     sequences, labels = Sequences(run.config.input), labels_of(run, data, split.labels)
-    nats, first = _nats(model, sequences, pixels, labels, evaluation_settings.chunk, quiet)
+
+    def score(part: slice) -> tuple[Tensor, Tensor]:
+        values = sequences.of(pixels[part]).to(device_of(model))
+        return model(labelled(shifted(values), None if labels is None else labels[part]))[0], values
+
+    rows = max(1, evaluation_settings.chunk // len(sequences.order))
+    nats, first = nats_of_images(len(pixels), rows, score, model, quiet)
     require_finite(isfinite(nats))
     per_image = pixels[0].size
     unscored = sequences.input.channels if sequences.input.joint else 1
@@ -89,19 +96,17 @@ def labels_of(run: TrainedRun, data: ImageData, labels: np.ndarray | None) -> Te
     return torch.from_numpy(numbers_of(run, data.name, data.classes)[labels])
 
 
-def _nats(
-    model: Any, sequences: Sequences, pixels: np.ndarray, labels: Tensor | None, chunk: int, quiet: bool
+def nats_of_images(
+    count: int, rows: int, score: Callable[[slice], tuple[Tensor, Tensor]], model: Any, quiet: bool
 ) -> tuple[float, float]:
-    """Nats of all values of ``pixels``, whose classes are ``labels``, and of those at the first position."""
-    rows = max(1, chunk // len(sequences.order))
+    """Return the nats of all values of ``count`` images and of those at the first position, ``rows`` images at a time:
+    ``score`` returns the logits of a part of them by ``model``, and its values."""
     scored, total, first = nats_of(model), 0.0, 0.0
     with torch.inference_mode(), progressing(quiet) as progress:
-        for start in range(0, len(pixels), rows):
-            part = slice(start, min(start + rows, len(pixels)))
-            values = sequences.of(pixels[part]).to(device_of(model))
-            logits, _ = model(labelled(shifted(values), None if labels is None else labels[part]))
-            nats = scored(logits, values).double()
+        for start in range(0, count, rows):
+            end = min(start + rows, count)
+            nats = scored(*score(slice(start, end))).double()
             total, first = total + float(nats.sum()), first + float(nats[:, 0].sum())
             if progress is not None:
-                progress(min(start + rows, len(pixels)), len(pixels))
+                progress(end, count)
     return total, first

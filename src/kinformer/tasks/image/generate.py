@@ -26,6 +26,7 @@ from kinformer.tasks.image.evaluate import data_of, labels_of
 from kinformer.tasks.image.rows import LEVELS, START, Sequences, labelled
 from kinformer.tasks.runs import LoadedRun, TrainedRun
 from kinformer.tasks.shared.classes import classes_of
+from kinformer.tasks.shared.pictures import png_of
 
 PAUSE, OCCLUDED, SMALL = 1, 128, 84
 """Pixels between two images of a grid, the grey of what is occluded, and what height small images are enlarged to."""
@@ -45,9 +46,7 @@ def draw(subject: LoadedRun, options: Any, task_options: Any) -> Drawn:
     """Images of a run, in a grid of ``options.samples`` or, with ``own.complete``, a line for each that is completed:
     what is kept of it, its completions, and the image itself."""
     run, model = subject.run, subject.model
-    out = Path(task_options.out) if task_options.out is not None else run.folder / "samples.png"
-    if out.suffix.lower() != ".png":
-        raise KinformerError(f"`out` {out}: is no name of a PNG; end it with .png.")
+    out = png_of(run, task_options.out, "samples.png")
     check_sampling(model, options)
     sequences = Sequences(run.config.input)
     prefix, whole, classes = _occluded(subject, sequences, task_options)

@@ -103,10 +103,14 @@ class PixelLoss:
     def __init__(self, model: nn.Module) -> None:
         self.nats = nats_of(model)
 
-    def __call__(self, model: Any, batch: ImageBatch, state: State, progress: float) -> ObjectiveOutput:
-        logits, state = model(labelled(shifted(batch.values), batch.labels))
+    def __call__(self, model: Any, batch: Any, state: State, progress: float) -> ObjectiveOutput:
+        logits, state = self._read(model, batch)
         nats, count = self.nats(logits, batch.values).sum(), batch.values.numel()
         return nats / count, {"nats": nats.detach(), "predicted": torch.full_like(nats.detach(), count)}, state
+
+    def _read(self, model: Any, batch: Any) -> tuple[Tensor, State]:
+        """Return the logits of the values of ``batch``, and the state after them."""
+        return model(labelled(shifted(batch.values), batch.labels))
 
 
 def shifted(values: Tensor) -> Tensor:

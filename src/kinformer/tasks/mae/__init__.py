@@ -6,17 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 from kinformer.core.model import WholeModel
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.mae.options import MaeEvaluationOptions, MaeGenerationOptions, MaeOptions
-from kinformer.tasks.predictions import Embedded, EmbeddingSettings
-from kinformer.tasks.record import DataNeeds, Generation, Models, Prediction
-from kinformer.tasks.runs import LoadedRun, TrainedRun
-from kinformer.tasks.task import Source, Task, TrainingPlan
-from kinformer.tasks.vision import OF_IMAGES
+from kinformer.tasks.mae.options import MaeGenerationOptions, MaeOptions
+from kinformer.tasks.record import Generation, Models, Prediction
+from kinformer.tasks.runs import LoadedRun
+from kinformer.tasks.shared.image_options import FirstImages
+from kinformer.tasks.shared.of_images import NO_CLASSES, PatchTask, WritesPng
+from kinformer.tasks.task import TrainingPlan
 from kinformer.training.metric import Metric
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from collections.abc import Callable
 
     from torch import nn
 
@@ -31,7 +30,7 @@ def _objective(model: Any) -> Any:
     return MaskedPatches(MaeOptions())
 
 
-class Mae(Task):
+class Mae(WritesPng, PatchTask):
     """Measured by the squared error of masked patches, beside the mean of each."""
 
     name = "mae"
@@ -42,37 +41,20 @@ class Mae(Task):
         "Measured by the squared error of masked patches; generate completes images and writes a PNG."
     )
     models = Models(protocols=(WholeModel,), inputs=("patches",))
-    data = DataNeeds(
-        default="digits",
-        refused=dict.fromkeys(
-            ("tokenizer", "train_tokenizer", "text_field"), "is for text, not for images; leave it out."
-        ),
-    )
-    evaluation = OF_IMAGES
     generation = Generation(
         prompt=None, temperature=1.0, reads=("samples",), unread="nothing is drawn where patches are predicted"
     )
-    prediction = Prediction(refusal="it tells no classes yet; train it on for the task vision, with `init`.")
+    prediction = Prediction(refusal=NO_CLASSES)
     metrics = (Metric("masked_error", "mean squared error of masked patches"),)
     objectives = {"masked-patches": _objective}
     Options = MaeOptions
-    EvaluationOptions = MaeEvaluationOptions
+    EvaluationOptions = FirstImages
     GenerationOptions = MaeGenerationOptions
-
-    def open(self, source: Source, options: MaeOptions, cache: Path | None = None) -> ImageData:
-        from kinformer.data.images import read_images
-
-        return read_images(source.spec, cache=cache, holdout=source.holdout, size=options.resize)
 
     def fit(self, config: Any, data: ImageData | None) -> dict[str, Any]:
         from kinformer.tasks.mae.fit import fitted_to_masks
 
         return fitted_to_masks(config, data)
-
-    def length(self, data: ImageData, config: Any) -> int:
-        from kinformer.tasks.vision.fit import length_of
-
-        return length_of(config, data.shape)
 
     def check(self, plan: TrainingPlan, model: nn.Module) -> None:
         from kinformer.tasks.mae.fit import check_masks
@@ -94,27 +76,17 @@ class Mae(Task):
         self,
         subject: LoadedRun,
         evaluation_settings: EvaluationSettings,
-        task_options: MaeEvaluationOptions,
+        task_options: FirstImages,
         quiet: bool,
     ) -> Evaluation:
         from kinformer.tasks.mae.evaluate import evaluate
 
         return evaluate(subject, evaluation_settings, task_options, quiet)
 
-    def check_generation(self, run: TrainedRun) -> None:
-        from kinformer.data.image_files import require_pillow
-
-        require_pillow(f"generate {run.folder}")
-
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
         from kinformer.tasks.mae.generate import complete
 
         return complete(subject, options, options.task_options)
-
-    def embed(self, subject: LoadedRun, source: Any, settings: EmbeddingSettings) -> Iterator[Embedded]:
-        from kinformer.tasks.shared.pictures import embed_pictures
-
-        return embed_pictures(subject, source, settings)
 
 
 TASK = Mae()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from math import isfinite, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,9 +16,10 @@ from kinformer.runtime.progress import ProgressCallback, progressing
 from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
 from kinformer.tasks.mae.loss import masked_of, predict_patches, targets_of
-from kinformer.tasks.mae.options import MaeEvaluationOptions, MaeOptions
+from kinformer.tasks.mae.options import MaeOptions
 from kinformer.tasks.mae.rows import MASKED_ERROR, held_out
 from kinformer.tasks.runs import LoadedRun, TrainedRun
+from kinformer.tasks.shared.image_options import FirstImages
 from kinformer.tasks.shared.text import heading, identity_of_part, note_other_data, spec_of
 
 AT_ONCE = 64
@@ -47,27 +48,36 @@ def measure_patches(
     return total / masked, plain / masked
 
 
-def read_like_run(run: TrainedRun, settings: EvaluationSettings) -> tuple[ImageData, bool]:
-    """Return the images that ``settings`` name, or those of ``run``, and whether they are the same."""
-    result = read_images(spec_of(run, settings.data), holdout=run.data.get("holdout"), size=run.options.resize)
+class HeldOut(NamedTuple):
+    """The images that a run is measured on: the first ``images`` of the split ``part`` of ``data``, which are its own
+    data where they are the ``same``."""
+
+    data: ImageData
+    part: Images
+    images: int
+    same: bool
+
+
+def held_out_images(run: TrainedRun, settings: EvaluationSettings, options: FirstImages) -> HeldOut:
+    """Return the images that ``settings`` name, or those of ``run``."""
+    data = read_images(spec_of(run, settings.data), holdout=run.data.get("holdout"), size=run.options.resize)
     input: Any = run.config.input
-    same, reads = note_other_data(run, result, settings.data is not None), input.channels
-    if result.shape[2] != reads:
+    same, reads = note_other_data(run, data, settings.data is not None), input.channels
+    if data.shape[2] != reads:
         raise KinformerError(
-            f"{result.name}: its images have {plural(result.shape[2], 'channel')}, but {run.folder} reads {reads}; "
+            f"{data.name}: its images have {plural(data.shape[2], 'channel')}, but {run.folder} reads {reads}; "
             "give others."
         )
-    return result, same
+    part = data.splits[choose(settings.split, data.splits, "`split`")]
+    return HeldOut(data, part, len(part) if options.max_items is None else min(options.max_items, len(part)), same)
 
 
 def evaluate(
-    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: MaeEvaluationOptions, quiet: bool
+    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: FirstImages, quiet: bool
 ) -> Evaluation:
     """A run on held-out images, each always with the same mask."""
     run, model = subject.run, subject.model
-    result, same = read_like_run(run, evaluation_settings)
-    part = result.splits[choose(evaluation_settings.split, result.splits, "`split`")]
-    count = len(part) if task_options.max_items is None else min(task_options.max_items, len(part))
+    result, part, count, same = held_out_images(run, evaluation_settings, task_options)
     begun = time.perf_counter()
     with progressing(quiet) as progress:
         error, mean = measure_patches(model, part, count, run.options, progress)

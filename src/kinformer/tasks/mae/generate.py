@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from kinformer.core.model import device_of
 from kinformer.data.image_files import write_png
-from kinformer.runtime.errors import KinformerError, require_finite
+from kinformer.runtime.errors import require_finite
 from kinformer.runtime.words import plural
 from kinformer.tasks.image.generate import OCCLUDED, grid
 from kinformer.tasks.mae.loss import masked_of, predict_patches, targets_of
@@ -20,7 +19,7 @@ from kinformer.tasks.mae.options import MaeGenerationOptions
 from kinformer.tasks.mae.rows import MaeBatch, seen_patches
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.made import Made
-from kinformer.tasks.shared.pictures import laid, pictures
+from kinformer.tasks.shared.pictures import laid, pictures, png_of
 
 
 def complete(subject: LoadedRun, options: Any, task_options: MaeGenerationOptions) -> Made:
@@ -29,9 +28,7 @@ def complete(subject: LoadedRun, options: Any, task_options: MaeGenerationOption
     Where a run predicts deviations, the mean and the deviation of a masked patch are the image's own.
     """
     run, model = subject.run, subject.model
-    out = Path(task_options.out) if task_options.out is not None else run.folder / "completed.png"
-    if out.suffix.lower() != ".png":
-        raise KinformerError(f"`out` {out}: is no name of a PNG; end it with .png.")
+    out = png_of(run, task_options.out, "completed.png")
     shown = list(pictures(run, task_options.image or run.data["spec"], options.samples))
     images, begun = laid(shown, model), time.perf_counter()
     patches = int(np.prod(model.input.grid(images)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from math import ceil, prod
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 from kinformer.tasks.mae.options import MaeOptions
 from kinformer.tasks.shared.augmentation import Augmented, augment
+from kinformer.tasks.shared.image_options import PatchOptions
 from kinformer.tasks.vision.rows import pixels_of
 from kinformer.training.batch import take_rows
 from kinformer.training.data_module import DataModule
@@ -26,13 +27,6 @@ from kinformer.training.settings import Settings
 MASKED_ERROR = Metric("masked_error", "mean squared error of masked patches")
 LEAST_IMAGES = 256
 _ORDER, _CHANGES, MASKS = 16, 17, 18
-
-
-class PatchOptions(Protocol):
-    """The options that every task of patches has."""
-
-    @property
-    def augmentations(self) -> tuple[str, ...]: ...
 
 
 O = TypeVar("O", bound=PatchOptions)

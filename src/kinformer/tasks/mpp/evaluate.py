@@ -11,16 +11,16 @@ import torch
 
 from kinformer.core.model import device_of
 from kinformer.data import ImageData, Images
-from kinformer.runtime.errors import choose, require_finite
+from kinformer.runtime.errors import require_finite
 from kinformer.runtime.progress import ProgressCallback, progressing
 from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
-from kinformer.tasks.mae.evaluate import AT_ONCE, read_like_run
+from kinformer.tasks.mae.evaluate import AT_ONCE, held_out_images
 from kinformer.tasks.mae.rows import MASKS
 from kinformer.tasks.mpp.loss import colours_of, nats_of
-from kinformer.tasks.mpp.options import MppEvaluationOptions
 from kinformer.tasks.mpp.rows import BITS_PER_COLOUR, MppBatch, corrupted_patches
 from kinformer.tasks.runs import LoadedRun
+from kinformer.tasks.shared.image_options import FirstImages
 from kinformer.tasks.shared.text import heading, identity_of_part
 from kinformer.tasks.vision.fit import LOOKED_AT
 from kinformer.tasks.vision.rows import pixels_of
@@ -42,8 +42,8 @@ def measure_colours(
             patches = model.input.length(pixels) - model.input.config.before
             batch = MppBatch(pixels, *corrupted_patches(patches, share, index, 0, MASKS))
             batch = map_fields(batch, lambda field: field.to(device))
-            nats, right = nats_of(model, batch)
             colours = colours_of(batch.images, model.input.config.patch, model.config.head.bits)
+            nats, right = nats_of(model, batch, colours)
             chosen = batch.corrupted
             sums += [float(item[chosen].double().sum()) for item in (nats, right, table[colours])]
             corrupted += int(chosen.sum())
@@ -66,13 +66,11 @@ def counted_colours(data: ImageData, model: Any) -> np.ndarray:
 
 
 def evaluate(
-    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: MppEvaluationOptions, quiet: bool
+    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: FirstImages, quiet: bool
 ) -> Evaluation:
     """A run on held-out images, each always corrupted alike."""
     run, model = subject.run, subject.model
-    result, same = read_like_run(run, evaluation_settings)
-    part = result.splits[choose(evaluation_settings.split, result.splits, "`split`")]
-    count = len(part) if task_options.max_items is None else min(task_options.max_items, len(part))
+    result, part, count, same = held_out_images(run, evaluation_settings, task_options)
     begun = time.perf_counter()
     with progressing(quiet) as progress:
         costs = counted_colours(result, model)

@@ -39,16 +39,18 @@ class PatchColours:
     """The objective; metrics are summed over corrupted patches."""
 
     def __call__(self, model: nn.Module, batch: MppBatch, state: State, progress: float) -> ObjectiveOutput:
-        nats, right = nats_of(model, batch)
+        subject: Any = model
+        colours = colours_of(batch.images, subject.input.config.patch, subject.config.head.bits)
+        nats, right = nats_of(model, batch, colours)
         chosen, zero = batch.corrupted, nats.new_zeros(())
         total, count = torch.where(chosen, nats, zero).sum(), chosen.sum()
         return total / count, {"nats": total.detach(), "right": (right & chosen).sum(), "predicted": count}, None
 
 
-def nats_of(model: Any, batch: MppBatch) -> tuple[Tensor, Tensor]:
-    """Return for every patch -log p of its colour, and whether that is the most probable one, [rows, patches]."""
+def nats_of(model: Any, batch: MppBatch, colours: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for every patch -log p of its colour, and whether that is the most probable one, [rows, patches];
+    ``colours`` are those of ``batch``."""
     logits = predict_colours(model, batch)
-    colours = colours_of(batch.images, model.input.config.patch, model.config.head.bits)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     nats = functional.cross_entropy(logits.flatten(0, 1), colours.flatten(), reduction="none")
     return nats.view_as(colours), logits.argmax(-1) == colours

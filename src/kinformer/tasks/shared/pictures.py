@@ -101,6 +101,14 @@ def pictures(run: TrainedRun, spec: str, count: int) -> Iterator[Picture]:
         yield Picture(f"test image {index + 1} of {images.name}", np.asarray(test.pixels[index]), label)
 
 
+def png_of(run: TrainedRun, out: str | None, usual: str) -> Path:
+    """Return the PNG to write: ``out``, or ``usual`` in the folder of ``run``."""
+    path = Path(out) if out is not None else run.folder / usual
+    if path.suffix.lower() != ".png":
+        raise KinformerError(f"`out` {path}: is no name of a PNG; end it with .png.")
+    return path
+
+
 def files_in(path: Path) -> list[Path]:
     """The picture ``path``, or those that stand in this folder beside no folder of more; none of other data."""
     if path.suffix.lower() in SUFFIXES and not path.is_dir():

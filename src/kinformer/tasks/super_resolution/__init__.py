@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core.model import SourceModel
 from kinformer.runtime.errors import KinformerError, require
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.record import NOTHING_DRAWN, DataNeeds, EvaluationNeeds, Generation, Models, Prediction
-from kinformer.tasks.runs import LoadedRun, TrainedRun
-from kinformer.tasks.task import Source, Task, TrainingPlan
+from kinformer.tasks.record import Generation, Models, Prediction
+from kinformer.tasks.runs import LoadedRun
+from kinformer.tasks.shared.image_options import FirstImages
+from kinformer.tasks.shared.of_images import ImageTask, WritesPng
+from kinformer.tasks.task import Source, TrainingPlan
 from kinformer.training.metric import BITS_PER_DIM
 
 if TYPE_CHECKING:
@@ -40,17 +42,6 @@ class SuperResolutionOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuperResolutionEvaluationOptions:
-    """Options of evaluating models that enlarge images."""
-
-    max_items: int | None = None
-    """Measure on the first N images only."""
-
-    def __post_init__(self) -> None:
-        require("max_items", self.max_items, 1)
-
-
-@dataclass(frozen=True, kw_only=True)
 class SuperResolutionGenerationOptions:
     """Options of enlarging images."""
 
@@ -73,7 +64,7 @@ def _pixels(model: Any) -> Any:
     return EnlargingLoss(model)
 
 
-class SuperResolution(Task):
+class SuperResolution(WritesPng, ImageTask):
     """Bits per dimension of the large image, the small one being known, beside what counting finds."""
 
     name = "super-resolution"
@@ -85,15 +76,6 @@ class SuperResolution(Task):
         "known; generate writes a PNG."
     )
     models = Models(protocols=(SourceModel,), inputs=(INPUT,), from_tokens=True)
-    data = DataNeeds(
-        default="digits",
-        refused=dict.fromkeys(
-            ("tokenizer", "train_tokenizer", "text_field"), "is for text, not for images; leave it out."
-        ),
-    )
-    evaluation = EvaluationNeeds(
-        refused={"max_bytes": "is for text; give `max_items` N instead.", "seed": NOTHING_DRAWN}
-    )
     generation = Generation(
         prompt=None,
         temperature=1.0,
@@ -104,13 +86,11 @@ class SuperResolution(Task):
     metrics = (BITS_PER_DIM,)
     objectives = {"pixels": _pixels}
     Options = SuperResolutionOptions
-    EvaluationOptions = SuperResolutionEvaluationOptions
+    EvaluationOptions = FirstImages
     GenerationOptions = SuperResolutionGenerationOptions
 
     def open(self, source: Source, options: SuperResolutionOptions, cache: Path | None = None) -> ImageData:
-        from kinformer.data.images import read_images
-
-        images = read_images(source.spec, cache=cache, holdout=source.holdout, size=options.resize)
+        images = super().open(source, options, cache)
         height, width, _ = images.shape
         if height % options.factor or width % options.factor:
             raise KinformerError(
@@ -152,17 +132,12 @@ class SuperResolution(Task):
         self,
         subject: LoadedRun,
         evaluation_settings: EvaluationSettings,
-        task_options: SuperResolutionEvaluationOptions,
+        task_options: FirstImages,
         quiet: bool,
     ) -> Evaluation:
         from kinformer.tasks.super_resolution.evaluate import evaluate
 
         return evaluate(subject, evaluation_settings, task_options, quiet)
-
-    def check_generation(self, run: TrainedRun) -> None:
-        from kinformer.data.image_files import require_pillow
-
-        require_pillow(f"generate {run.folder}")
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
         from kinformer.tasks.super_resolution.generate import enlarge

@@ -7,16 +7,15 @@ from math import isfinite, log
 from typing import Any
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from kinformer.core.model import device_of
 from kinformer.data.image_floors import floor_over_source, floors
 from kinformer.runtime.errors import choose, require_finite
-from kinformer.runtime.progress import progressing
 from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, evaluated
-from kinformer.tasks.image.evaluate import data_of
-from kinformer.tasks.image.rows import nats_of, shifted
+from kinformer.tasks.image.evaluate import data_of, nats_of_images
+from kinformer.tasks.image.rows import shifted
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.text import heading, identity_of_part, note_other_data
 from kinformer.tasks.super_resolution.rows import EnlargingSequences
@@ -30,7 +29,14 @@ def evaluate(subject: LoadedRun, evaluation_settings: EvaluationSettings, task_o
     split = data.splits[choose(evaluation_settings.split, data.splits, "`split`")]
     same = note_other_data(run, data, evaluation_settings.data is not None)
     pixels, sequences = np.asarray(split.pixels[: task_options.max_items]), EnlargingSequences(run.config)
-    nats = _nats(subject.model, sequences, pixels, evaluation_settings.chunk, quiet)
+    model: Any = subject.model
+
+    def score(part: slice) -> tuple[Tensor, Tensor]:
+        values, source = (item.to(device_of(model)) for item in sequences.of(pixels[part]))
+        return model(shifted(values), model.begin(source))[0], values
+
+    rows = max(1, evaluation_settings.chunk // len(sequences.large.order))
+    nats, _ = nats_of_images(len(pixels), rows, score, model, quiet)
     require_finite(isfinite(nats))
     value = nats / log(2) / pixels.size
     baselines = {"source": floor_over_source(data.train.pixels, pixels, sequences.factor)}
@@ -55,17 +61,3 @@ def evaluate(subject: LoadedRun, evaluation_settings: EvaluationSettings, task_o
     return evaluated(
         subject, {BITS_PER_DIM: value}, identity, text, facts=facts, baselines=baselines, task=task, since=begun
     )
-
-
-def _nats(model: Any, sequences: EnlargingSequences, pixels: np.ndarray, chunk: int, quiet: bool) -> float:
-    """Nats of all values of ``pixels``."""
-    rows = max(1, chunk // len(sequences.large.order))
-    scored, total = nats_of(model), 0.0
-    with torch.inference_mode(), progressing(quiet) as progress:
-        for start in range(0, len(pixels), rows):
-            values, source = (item.to(device_of(model)) for item in sequences.of(pixels[start : start + rows]))
-            logits, _ = model(shifted(values), model.begin(source))
-            total += float(scored(logits, values).double().sum())
-            if progress is not None:
-                progress(min(start + rows, len(pixels)), len(pixels))
-    return total

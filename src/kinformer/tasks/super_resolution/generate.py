@@ -12,12 +12,11 @@ import torch
 from kinformer.core.model import device_of
 from kinformer.data.image_files import decode, read_head, write_png
 from kinformer.data.image_floors import reduced
-from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 from kinformer.tasks.image.evaluate import data_of
 from kinformer.tasks.image.generate import Drawn, check_sampling, grid, sample
 from kinformer.tasks.runs import LoadedRun
-from kinformer.tasks.shared.pictures import files_in
+from kinformer.tasks.shared.pictures import files_in, png_of
 from kinformer.tasks.super_resolution.rows import EnlargingSequences
 
 
@@ -25,9 +24,7 @@ def enlarge(subject: LoadedRun, options: Any, task_options: Any) -> Drawn:
     """Enlarge pictures: a line for each, of the small one, ``options.samples`` drawn ones and, where it is known, the
     image itself."""
     run, model = subject.run, subject.model
-    out = Path(task_options.out) if task_options.out is not None else run.folder / "enlarged.png"
-    if out.suffix.lower() != ".png":
-        raise KinformerError(f"`out` {out}: is no name of a PNG; end it with .png.")
+    out = png_of(run, task_options.out, "enlarged.png")
     check_sampling(model, options)
     sequences = EnlargingSequences(run.config)
     small, large = _pictures(subject, sequences, task_options)

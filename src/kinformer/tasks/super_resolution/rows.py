@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from kinformer.core.state import State
 from kinformer.data.image_floors import reduced
 from kinformer.data.images import ImageData, Images
-from kinformer.tasks.image.rows import ImageRows, Sequences, nats_of, shifted
-from kinformer.training.objective import ObjectiveOutput
+from kinformer.tasks.image.rows import ImageRows, PixelLoss, Sequences, shifted
 from kinformer.training.settings import Settings
 
 
@@ -52,13 +50,8 @@ class EnlargingRows(ImageRows):
         return self.both.of(images.pixels[chosen])
 
 
-class EnlargingLoss:
+class EnlargingLoss(PixelLoss):
     """-ln p of every value of a large image, after those before it and over the small one."""
 
-    def __init__(self, model: Any) -> None:
-        self.nats = nats_of(model)
-
-    def __call__(self, model: Any, batch: EnlargingBatch, state: State, progress: float) -> ObjectiveOutput:
-        logits, state = model(shifted(batch.values), model.begin(batch.source))
-        nats, count = self.nats(logits, batch.values).sum(), batch.values.numel()
-        return nats / count, {"nats": nats.detach(), "predicted": torch.full_like(nats.detach(), count)}, state
+    def _read(self, model: Any, batch: EnlargingBatch) -> tuple[Tensor, State]:
+        return model(shifted(batch.values), model.begin(batch.source))

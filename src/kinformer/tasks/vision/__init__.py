@@ -8,10 +8,11 @@ from kinformer.core.model import WholeModel
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.predictions import Embedded, EmbeddingSettings, Predicted, PredictionSettings
-from kinformer.tasks.record import NOTHING_DRAWN, DataNeeds, EvaluationNeeds, Generation, Models, Prediction
+from kinformer.tasks.predictions import Predicted, PredictionSettings
+from kinformer.tasks.record import Generation, Models, Prediction
 from kinformer.tasks.runs import LoadedRun
-from kinformer.tasks.task import Source, Task, TrainingPlan
+from kinformer.tasks.shared.of_images import PATCH_INPUTS, PatchTask
+from kinformer.tasks.task import Source, TrainingPlan
 from kinformer.tasks.vision.options import VisionEvaluationOptions, VisionGenerationOptions, VisionOptions
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
 
@@ -25,16 +26,6 @@ if TYPE_CHECKING:
     from kinformer.training.data_module import DataModule
     from kinformer.training.objective import Objective
 
-INPUTS = ("patches", "tiles")
-OF_IMAGES = EvaluationNeeds(
-    refused={
-        "max_bytes": "is for text; give `max_items` N instead.",
-        "chunk": "is for tokens, and images are computed some at a time; leave it out.",
-        "seed": NOTHING_DRAWN,
-    }
-)
-"""What evaluating an encoder of images reads."""
-
 
 def _classification(model: Any) -> Any:
     from kinformer.tasks.vision.rows import ImageClassification
@@ -42,7 +33,7 @@ def _classification(model: Any) -> Any:
     return ImageClassification()
 
 
-class Vision(Task):
+class Vision(PatchTask):
     """Accuracy beside the most frequent class, class by class, and how well probabilities are calibrated."""
 
     name = "vision"
@@ -52,14 +43,7 @@ class Vision(Task):
         "class. Measured by accuracy, with that of always predicting the most frequent class as the baseline; "
         "generate tells the most probable classes of pictures."
     )
-    models = Models(protocols=(WholeModel,), inputs=INPUTS, from_tokens=True)
-    data = DataNeeds(
-        default="digits",
-        refused=dict.fromkeys(
-            ("tokenizer", "train_tokenizer", "text_field"), "is for text, not for images; leave it out."
-        ),
-    )
-    evaluation = OF_IMAGES
+    models = Models(protocols=(WholeModel,), inputs=PATCH_INPUTS, from_tokens=True)
     generation = Generation(
         prompt=None, temperature=1.0, reads=("samples",), unread="nothing is drawn where images are classified"
     )
@@ -71,9 +55,7 @@ class Vision(Task):
     GenerationOptions = VisionGenerationOptions
 
     def open(self, source: Source, options: VisionOptions, cache: Path | None = None) -> ImageData:
-        from kinformer.data.images import read_images
-
-        images = read_images(source.spec, cache=cache, holdout=source.holdout, size=options.resize)
+        images = super().open(source, options, cache)
         if len(images.classes) < 2:
             classes = plural(1, "class") if images.classes else "no classes"
             raise KinformerError(
@@ -86,13 +68,6 @@ class Vision(Task):
         from kinformer.tasks.vision.fit import fitted
 
         return fitted(config, data)
-
-    def length(self, data: ImageData, config: Any) -> int:
-        """The number of positions of an image of the data, whose size may differ from that for which positions were
-        learned."""
-        from kinformer.tasks.vision.fit import length_of
-
-        return length_of(config, data.shape)
 
     def check(self, plan: TrainingPlan, model: nn.Module) -> None:
         from kinformer.tasks.vision.fit import check_images
@@ -137,11 +112,6 @@ class Vision(Task):
         from kinformer.tasks.vision.predict import predict
 
         return predict(subject, source, settings)
-
-    def embed(self, subject: LoadedRun, source: Any, settings: EmbeddingSettings) -> Iterator[Embedded]:
-        from kinformer.tasks.shared.pictures import embed_pictures
-
-        return embed_pictures(subject, source, settings)
 
 
 TASK = Vision()
