@@ -7,6 +7,7 @@ from kinformer.kernels import delta, linear
 from kinformer.kernels.delta import delta_rule
 from kinformer.kernels.linear import LinearState, linear_attention
 from kinformer.kernels.linear import blocks as blocks_module
+from kinformer.kernels.linear import channels as channels_module
 from kinformer.runtime.errors import KinformerError
 
 BATCH, HEADS, FEATURES, WIDTH = 2, 2, 5, 4
@@ -107,6 +108,22 @@ def test_no_exponent_overflows_however_strong_the_decay(rule, decay):
         values, slopes = run(rule, mine, **options)
         for got, known in zip((*values, *slopes), (*want[0], *want[1]), strict=True):
             torch.testing.assert_close(got.double(), known, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("strength", "tile"), [(1.5, 64), (3, 32), (6, 16), (12, 8), (24, 4), (48, 2), (200, 1)])
+def test_a_tile_holds_the_tokens_whose_decays_fit_one_product(rule, strength, tile, monkeypatch):
+    """And its size does not show, in float64 and, where the exponents reach the end of their range, in float32."""
+    sizes, choose = set(), channels_module._tile
+    monkeypatch.setattr(channels_module, "_tile", lambda sums: sizes.add(choose(sums)) or choose(sums))
+    inputs, reset = example(rule, "channel", 128, strength=strength), resets(128)
+    want = run(rule, inputs, reset=reset, impl="reference")
+    agree(run(rule, inputs, reset=reset), want)
+    assert sizes == {tile}
+    narrow = {name: tensor.detach().float().requires_grad_() for name, tensor in inputs.items()}
+    values, slopes = run(rule, narrow, reset=reset)
+    for got, known in zip((*values, *slopes), (*want[0], *want[1]), strict=True):
+        torch.testing.assert_close(got.double(), known, rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("decay", DECAYS)
