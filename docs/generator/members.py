@@ -36,7 +36,16 @@ def generate(docs: Path) -> None:
     """Write the pages and their pictures into ``docs/members``."""
     for member in MEMBERS.values():
         write_member(docs / "members", member)
+    write(docs / "members" / "parity.txt", parity_table())
     gallery.generate(docs)
+
+
+def parity_table() -> str:
+    """Return a row for every thing that a member was held to."""
+    rows = [
+        [f"[`{name}`](members/{name}.md)", escaped(text)] for name, member in MEMBERS.items() for text in member.parity
+    ]
+    return table(("member", "held to (test)"), rows)
 
 
 def write_member(folder: Path, member: Member) -> None:

@@ -230,6 +230,15 @@ def test_evidence_of_a_record_exists(name):
         assert (ROOT / "benchmarks" / "results" / f"{result}.json").is_file(), result
 
 
+def test_the_page_of_parity_names_tests_that_exist_and_every_member_with_an_oracle():
+    from generator.members import parity_table
+
+    text = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8") + parity_table().replace("\\_", "_")
+    paths = set(re.findall(r"tests/[\w/]+\.py", text))
+    assert len(paths) > 40 and all((ROOT / path).is_file() for path in paths)
+    assert all(bool(member.parity) == (f"[`{name}`]" in text) for name, member in MEMBERS.items())
+
+
 def test_docstrings_become_formulas_and_prose():
     from generator.docstrings import rst
 
