@@ -24,15 +24,15 @@ import numpy as np
 import torch
 
 from common import Contestant, arguments, interleave, kinformer, prepare, save, sets, show
-from kinformer.calibration.calibrate import Samples, at_threshold
-from kinformer.calibration.options import CalibrateOptions
 from kinformer.data import Split
 from kinformer.evaluation.calibration import upper_bound
 from kinformer.evaluation.early_exit import noting_exits, with_rule
+from kinformer.evaluation.exit_samples import Sampling, at_threshold
 from kinformer.generation.generate import generate
 from kinformer.generation.packed import pack
 from kinformer.runs.run import Run, open_run
 from kinformer.tasks.evaluation import EvaluationSettings
+from kinformer.tasks.next_token.calibrate import TextSamples
 from kinformer.tasks.shared.text import held_out
 
 SIZES = {"layers": 8, "dim": 128, "layers.*.mixer.num_heads": 4, "layers.*.feed_forward.hidden_dim": 512}
@@ -73,14 +73,11 @@ def calibrated(options: argparse.Namespace, folder: Path, consistency: str) -> d
     return {name: value for name, value in told.items() if name not in ("run", "seconds")}
 
 
-def on_unseen(options: argparse.Namespace, model: Any, split: Split, consistency: str, threshold: float) -> Any:
-    """The losses of prompts of ``split``, their mean and its bound, and layers per token."""
-    request = CalibrateOptions(
-        risk=options.risk, confidence=options.confidence, consistency=consistency, prompts=options.prompts,
-        prompt_tokens=PROMPT, new_tokens=NEW, seed=1,
-    )  # fmt: skip
-    samples = Samples(model, split, request)
-    losses = samples.losses(threshold)
+def on_unseen(options: argparse.Namespace, run: Run, model: Any, consistency: Any, threshold: float) -> Any:
+    """The losses of prompts of the test split, their mean and its bound, and layers per token."""
+    sampling = Sampling(options.prompts, None, "test", 1, 64, prompt_tokens=PROMPT, new_tokens=NEW)
+    samples = TextSamples(run, model, sampling)
+    losses = samples.losses(threshold, consistency)
     bound = upper_bound(losses, options.confidence)
     layers = samples.exits[threshold].layers_per_token
     kept = {"samples": len(losses), "loss": float(losses.mean()), "bound": bound, "within": bound <= options.risk}
@@ -139,7 +136,7 @@ def measure(options: argparse.Namespace) -> None:
     thresholds = {name: each["threshold"] for name, each in found.items() if each["threshold"] is not None}
     model = pack(run.model({"stack.rule.thresholds": [1.0]}))
     test = held_out(run, EvaluationSettings(split="test")).split
-    unseen = {name: on_unseen(options, model, test, name, each) for name, each in thresholds.items()}
+    unseen = {name: on_unseen(options, run, model, name, each) for name, each in thresholds.items()}
     speed = timed(options, model, test, thresholds)
     bits = {}
     for name, each in thresholds.items():

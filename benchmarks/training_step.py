@@ -37,7 +37,7 @@ from common import (
     text_bytes,
 )
 from common import kinformer as kinformer_command
-from peers import Shape, copy_gpt2, hugging_face, idiap, x_transformers
+from peers import PeerShape, copy_gpt2, hugging_face, idiap, x_transformers
 
 MEMBERS = ("gpt", "linear-transformer", "fast-weights")
 SHAPES = ((8, 512), (1, 4096))
@@ -80,7 +80,7 @@ def ours(member: str, bf16: bool) -> Training:
     return Training(model, lambda tokens: model(tokens)[0], fused=True, bf16=bf16)
 
 
-def field(shape: Shape) -> dict[str, tuple[Training, bool]]:
+def field(shape: PeerShape) -> dict[str, tuple[Training, bool]]:
     """Name -> (training, whether its fp32 products take oneDNN's path)."""
     torch.manual_seed(0)
     found = {
@@ -101,7 +101,7 @@ def field(shape: Shape) -> dict[str, tuple[Training, bool]]:
     return found
 
 
-def same_gpt2(shape: Shape, window: Tensor) -> float | None:
+def same_gpt2(shape: PeerShape, window: Tensor) -> float | None:
     """The gap between our gpt and GPT-2 with the same weights; stops the benchmark where it is not rounding."""
     theirs = hugging_face(shape)
     if theirs is None:
@@ -113,7 +113,7 @@ def same_gpt2(shape: Shape, window: Tensor) -> float | None:
 
 
 def measure(batch: int, length: int, rounds: int) -> dict[str, Any]:
-    shape = Shape(layers=4, dim=256, heads=4, head_dim=64, hidden=1024, length=max(length, 4096))
+    shape = PeerShape(layers=4, dim=256, heads=4, head_dim=64, hidden=1024, length=max(length, 4096))
     window = text_bytes(None, batch * (length + 1)).view(batch, length + 1)
     gap = same_gpt2(shape, window[:, :length])
     contestants, rows = [], {}

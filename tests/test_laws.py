@@ -243,6 +243,41 @@ def test_an_accelerator_names_the_result_that_keeps_it(name):
     assert all((ROOT / "benchmarks" / "results" / result).is_file() for result in results), results
 
 
+def test_benchmarks_import_names_that_exist():
+    scripts = {path.stem: path for path in (ROOT / "benchmarks").glob("*.py")}
+    for path in scripts.values():
+        nodes = list(ast.walk(tree_of(path)))
+        tried = {id(inner) for node in nodes if isinstance(node, ast.Try) for inner in ast.walk(node)}
+        for node in (node for node in nodes if id(node) not in tried):  # what is tried may be that of an older version
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            if module in scripts:
+                names = names_of(scripts[module])
+            elif module.partition(".")[0] == "kinformer":
+                folder = PACKAGE.parent / module.replace(".", "/")
+                source = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+                assert source.is_file(), f"{path.name}: there is no module {module}"
+                names = names_of(source)
+                names |= {file.stem for file in folder.glob("*.py")}
+            else:
+                continue
+            missing = {alias.name for alias in node.names} - names
+            assert not missing, f"{path.name}: {module} has no {missing}"
+
+
+def names_of(path):
+    """The names that a module binds at its top; of a package also those that it imports when they are asked for."""
+    bound = set()
+    for node in tree_of(path).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            bound |= {alias.asname or alias.name for alias in node.names}
+        else:
+            bound |= {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+            bound |= {text.value for text in ast.walk(node) if isinstance(text, ast.Constant)}
+    return bound
+
+
 FLAG = re.compile(r"(?<![\w-])--[a-z]")
 COMMAND = re.compile(r"kinformer (?:[a-z]+)\b[^.;,)]*")
 STYLE = {"comparison/charts.py", "comparison/page.py"}
