@@ -228,6 +228,7 @@ ACCELERATORS = (
     "generation/packed.py",
     "generation/recorded.py",
     "kernels/attention/few.py",
+    "kernels/attention/int8.py",
     "kernels/block_sparse/falloff.py",
     "runtime/matmul.py",
 )

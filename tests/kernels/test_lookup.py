@@ -7,13 +7,13 @@ from torch.nn.functional import normalize
 from torch.utils.flop_counter import FlopCounterMode
 
 from kinformer.kernels.lookup import CoarseQuantizer, InvertedFile, MemorySlice, Search, look_up
-from kinformer.kernels.lookup import numbered as rounding
 from kinformer.kernels.lookup.lists import assignments_of, centroids, insert
 from kinformer.kernels.lookup.numbered import Floats, Integers, numbered
+from kinformer.runtime.processor import multiplies_int8
 
 HEADS, MEMORIES, WIDTH = 2, 8192, 64
 KINDS = ("even", "one dimension", "keys of one dimension", "nearly the same")
-rounds = pytest.mark.skipif(not rounding._multiplies_int8("cpu"), reason="int8 products are not exact here")
+rounds = pytest.mark.skipif(not multiplies_int8("cpu"), reason="int8 products are not exact here")
 
 
 def points(kind, count, keys):

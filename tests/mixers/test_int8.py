@@ -6,13 +6,18 @@ import torch
 import kinformer
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk
-from kinformer.core.int8 import packed, unpacked
+from kinformer.core.int8 import Quantized, packed, unpacked
+from kinformer.core.pattern import Band
 from kinformer.decays.sigmoid import Sigmoid
 from kinformer.estimation.state_size import state_bytes
 from kinformer.generation.session import Session
+from kinformer.kernels import attention
+from kinformer.kernels.attention import int8
+from kinformer.kernels.softmax.request import Scoring, Visibility
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.patterns.local import Local
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.processor import multiplies_int8
 from kinformer.testing import CHECKS, MixerSubject
 
 from .made import DIM, built, inputs
@@ -47,6 +52,46 @@ def test_a_chunk_reads_itself_exactly_and_its_past_nearly(settings):
                 parts.append(y)
             gap = (torch.cat(parts, 1) - want).abs().max() / want.abs().max()
             assert 1e-6 < gap < 0.02
+
+
+@pytest.mark.skipif(not multiplies_int8("cpu"), reason="int8 products are not exact here")
+@pytest.mark.parametrize(("heads", "kv_heads", "width", "past", "behind"), [(4, 4, 64, 700, None), (8, 2, 16, 900, 99)])
+def test_one_query_multiplies_by_8_bits_as_it_would_by_their_numbers(heads, kv_heads, width, past, behind, monkeypatch):
+    monkeypatch.setattr(int8, "LEAST", 50)
+    random = torch.Generator().manual_seed(0)
+    shape = (2, kv_heads, past, width)
+    loud = 10 ** torch.randn(2, kv_heads, past, 1, generator=random)
+    q, own = torch.randn(2, heads, 1, width, generator=random), torch.randn(2, 2, kv_heads, 1, width, generator=random)
+    k = Quantized(packed(torch.randn(shape, generator=random)), own[0])
+    v = Quantized(packed(loud * torch.randn(shape, generator=random)), own[1])
+    scoring = Scoring(width**-0.5, sink=torch.randn(heads, generator=random))
+    for positions in (None, torch.tensor([[past], [40]])):  # the second row sees 40 slots before its own
+        visibility = Visibility(Band(behind=behind), positions, positions is None)
+        assert int8.fits(q, k, visibility, scoring, False)
+        got = attention.attention(q, k, v, visibility, scoring).out
+        want = attention.attention(q, k.made(), v.made(), visibility, scoring).out
+        assert (got - want).abs().max() < 1e-3 * want.abs().max()
+        hidden = torch.cat([k.slots[:, :, :-41] * 0 + 7, k.slots[:, :, -41:]], 2)
+        again = attention.attention(q, Quantized(hidden, own[0]), v, visibility, scoring).out
+        assert (positions is None) == (not torch.equal(again[1], got[1]))
+
+
+@pytest.mark.skipif(not multiplies_int8("cpu"), reason="int8 products are not exact here")
+@pytest.mark.parametrize("settings", [{}, {"exclusive": True}, {"pattern": Local.Config(window=9)}])
+def test_a_session_steps_by_8_bits_as_it_does_by_their_numbers(settings, monkeypatch):
+    mixer, x, read = built(CONFIG.replace(**settings)).float(), inputs(30).float(), []
+    outs, plain = [], int8.attend
+    monkeypatch.setattr(int8, "attend", lambda *call: read.append(call) or plain(*call))
+    for least in (4, 1 << 30):
+        monkeypatch.setattr(int8, "LEAST", least)
+        state, parts = states.reserve(mixer.initial_state(2), 40), []
+        with torch.no_grad():
+            for part in x.split([9] + [1] * 21, dim=1):
+                y, state = mixer(Chunk(part), state)
+                parts.append(y)
+        outs.append(torch.cat(parts, 1))
+    assert (outs[0] - outs[1]).abs().max() < 1e-3 * outs[1].abs().max()
+    assert len(read) == (0 if "exclusive" in settings else 21)
 
 
 @pytest.mark.parametrize("check", ["structure", "causality", "rows", "purity", "state_size", "reserved"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kinformer.core.contract import Chunk, state_dtype
-from kinformer.core.int8 import SCALE, packed, unpacked
+from kinformer.core.int8 import SCALE, Quantized, packed, unpacked
 from kinformer.core.reserved import DecayedKeysValues, KeysValues, ReservedSlots
 from kinformer.runtime.errors import choose
 
@@ -150,11 +150,15 @@ class NewTokens(NamedTuple):
         read = [unpacked(old, x.dtype) if old.dtype == torch.int8 else old for old, x in pairs]
         return joined(read, self.seeing)
 
-    def read(self, slots: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return what queries attend to of the slots of a state that end with these tokens."""
+    def read(self, slots: Sequence[Tensor], quantized: bool) -> Sequence[Tensor] | tuple[Quantized, Quantized]:
+        """Return what queries attend to of the slots of a state that end with these tokens; of slots in 8 bits as they
+        are if they may be ``quantized``."""
         if slots[0].dtype != torch.int8:
             return slots
-        return self.behind([leaf[:, :, : -self.k.shape[2]] for leaf in slots])
+        past = [leaf[:, :, : -self.k.shape[2]] for leaf in slots]
+        if quantized and self.sums is None:
+            return Quantized(past[0], self.k), Quantized(past[1], self.v)
+        return self.behind(past)
 
     def after(self, past: Sequence[Tensor], seeing: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the slots ``past`` and these tokens as a state holds them, which of ``seeing`` are what they are."""

@@ -8,11 +8,31 @@ by a share of 2^-12 at most. Zeros stand for themselves.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 SCALE = 3
 _MOST, _BITS, _LEAST = 127, 13, 1e-36
+
+
+class Quantized(NamedTuple):
+    """Keys or values whose past is in 8 bits: ``slots`` [batch, heads, past, width + 3], :func:`packed`, and those of
+    the call's own tokens as they are, ``new`` [batch, heads, time, width]; the past takes no gradient."""
+
+    slots: Tensor
+    new: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return the shape of the keys or values that they stand for."""
+        batch, heads, past, _ = self.slots.shape
+        return torch.Size((batch, heads, past + self.new.shape[2], self.new.shape[3]))
+
+    def made(self) -> Tensor:
+        """Return the keys or values, in the dtype of the new ones."""
+        return torch.cat([unpacked(self.slots, self.new.dtype), self.new], 2)
 
 
 def packed(x: Tensor) -> Tensor:
@@ -32,6 +52,11 @@ def unpacked(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the vectors that x [..., width + 3] stands for, [..., width]."""
     wide = x.float()  # at once: rows side by side are converted several times as fast as parts of rows
     return (wide[..., :-SCALE] * _scale(wide[..., -SCALE:])).to(dtype)
+
+
+def scales(packed: Tensor) -> Tensor:
+    """Return the scales [..., 1] of vectors packed [..., width + 3], in float32."""
+    return _scale(packed[..., -SCALE:].float())
 
 
 def _scale(digits: Tensor) -> Tensor:

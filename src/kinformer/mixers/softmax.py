@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -216,7 +216,8 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
         new = self._decayed(self._project(call, positions, seen, recent), call.chunk, positions, state)
         first, pinned = self._pinned(call, new, positions, seen)
         slots, state, full = state.extend(new.stored(state.buffers), self.pattern.horizon)
-        return self._attend(call, new.q, new.read(slots), positions, full, pinned), state, new.recent, first
+        seeing = new.read(slots, self.span is None and self.exclusive is None and self.differential is None)
+        return self._attend(call, new.q, seeing, positions, full, pinned), state, new.recent, first
 
     def _decayed(self, new: NewTokens, chunk: Chunk, positions: Tensor, state: Cache) -> NewTokens:
         if self.decay is None or isinstance(state, KeysValues):
@@ -270,7 +271,7 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
         self,
         call: AttentionCall,
         q: Tensor | None,
-        seeing: Sequence[Tensor],
+        seeing: Sequence[Any],
         positions: Tensor,
         whole: bool,
         pinned: Attended | None,

@@ -32,3 +32,17 @@ def emulates_bfloat16() -> bool:
     slower than those of float32; False where that cannot be determined."""
     flags = processor() or ""
     return "sse2" in flags and processor_class() == "other" and "avx_ne_convert" not in flags
+
+
+def multiplies_int8(device: str) -> bool:
+    """Return whether PyTorch's products of int8 numbers are exact on the device, a kind such as ``cpu``, and faster
+    than those of float32."""
+    return device == "cpu" and _has_vnni()
+
+
+@cache
+def _has_vnni() -> bool:
+    import torch
+
+    flags = processor() or ""
+    return torch.backends.mkldnn.is_available() and ("avx512_vnni" in flags or "avx_vnni" in flags)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kinformer.core.int8 import Quantized
 from kinformer.core.pattern import Band
 from kinformer.kernels import band, block_sparse
-from kinformer.kernels.attention import decayed, few, gathered, one_query, reference, sdpa
+from kinformer.kernels.attention import decayed, few, gathered, int8, one_query, reference, sdpa
 from kinformer.kernels.attention.route import IMPLS, Needs, check_impl, choose_impl
 from kinformer.kernels.impls import AttentionImpl
 from kinformer.kernels.softmax.dropout import AttentionDropout
@@ -47,8 +48,8 @@ _EVERY = Band(ahead=None)
 
 def attention(
     q: Tensor,
-    k: Tensor | Projected | Gathered,
-    v: Tensor | Projected | Gathered,
+    k: Tensor | Projected | Gathered | Quantized,
+    v: Tensor | Projected | Gathered | Quantized,
     visibility: Visibility,
     scoring: Scoring,
     *,
@@ -59,7 +60,8 @@ def attention(
 
     q: [batch, q_heads, time, head_dim]; with a pattern, query i stands at slot past + i, past = k.shape[2] - time.
     k, v: [batch, kv_heads, slots, head_dim or head_dim_v]; query head h reads kv head h // (q_heads // kv_heads).
-        Slots that nobody sees must hold finite numbers. Both may be ``Projected``, or ``Gathered`` by each query.
+        Slots that nobody sees must hold finite numbers. Both may be ``Projected``, ``Gathered`` by each query, or
+        ``Quantized``.
     impl: one of ``IMPLS``; "auto" is the choice of :func:`choose_impl`, any other name is used as it is. lse: whether
     to return the log-sum-exp, by which results over disjoint keys are merged.
 
@@ -77,6 +79,10 @@ def attention(
             output = with_sink(few.attend_projected(*_cast(q, k, v), visibility, scoring), scoring.sink)
             return output if lse else Attended(output.out)
         k, v = k.made(q.shape[1]), v.made(q.shape[1])
+    if isinstance(k, Quantized) and isinstance(v, Quantized):
+        if impl in ("auto", "chunked") and int8.fits(q, k, visibility, scoring, lse):
+            return int8.attend(q, k, v, visibility, scoring)
+        k, v = k.made(), v.made()
     assert isinstance(k, Tensor) and isinstance(v, Tensor), "keys and values are of one kind"
     q, k, v = autocast_together(q, k, v)
     _check(q, k, v, visibility, scoring)

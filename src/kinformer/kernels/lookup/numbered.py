@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 import kinformer.runtime.flops  # noqa: F401 (int8 products are counted)
-from kinformer.runtime.processor import processor
+from kinformer.runtime.processor import multiplies_int8
 
 _POSITIVE = 1.0625
 """Added to scores, which are -1 at least but for rounding."""
@@ -110,7 +109,7 @@ def numbered(q: Tensor, keys: Sequence[Tensor], rows: int) -> Floats | Integers:
     many = q.dtype == torch.float32 and sum(map(len, keys)) >= _MANY
     fine = _longest(q.shape[1], bits) >= _INT8
     real = not isinstance(q, FakeTensor)  # whose products are counted
-    if many and fine and real and len(q) >= _QUERIES and _multiplies_int8(q.device.type):
+    if many and fine and real and len(q) >= _QUERIES and multiplies_int8(q.device.type):
         return Integers(q, keys, bits)
     return Floats(q, bits, narrow=many and q.device.type != "cpu")
 
@@ -118,12 +117,3 @@ def numbered(q: Tensor, keys: Sequence[Tensor], rows: int) -> Floats | Integers:
 def _longest(head_dim: int, bits: int) -> float:
     """Return the largest scale with which no number overflows, of vectors up to ``_POSITIVE`` long."""
     return (2 ** ((30 - bits) / 2) - math.sqrt(head_dim) / 2) / _POSITIVE
-
-
-@cache
-def _multiplies_int8(device: str) -> bool:
-    """Return whether int8 products are exact and faster than others on the device."""
-    if device != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    flags = processor() or ""
-    return "avx512_vnni" in flags or "avx_vnni" in flags
