@@ -34,6 +34,8 @@ from kinformer.mixers import (
     cross,
     cross_linear,
     cross_linformer,
+    cross_local,
+    cross_predictive,
     etc,
     latent,
     linear,
@@ -96,6 +98,7 @@ __all__ = [
     "ParallelLayer",
     "PostNorm",
     "PreNorm",
+    "PredictiveCrossAttention",
     "ProductKeys",
     "RMSNorm",
     "RWKV7TimeMix",
@@ -125,7 +128,8 @@ SoftmaxAttention = softmax.SoftmaxAttention.Config
 CrossAttention = cross.CrossAttention.Config
 LinearCrossAttention = cross_linear.LinearCrossAttention.Config
 LinformerCrossAttention = cross_linformer.LinformerCrossAttention.Config
-LocalCrossAttention = cross.LocalCrossAttention.Config
+LocalCrossAttention = cross_local.LocalCrossAttention.Config
+PredictiveCrossAttention = cross_predictive.PredictiveCrossAttention.Config
 LatentAttention = latent.LatentAttention.Config
 LinearAttention = linear.LinearAttention.Config
 ChosenBlocks = chosen_blocks.ChosenBlocks.Config

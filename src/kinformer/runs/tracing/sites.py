@@ -21,9 +21,11 @@ from kinformer.mixers.causal_sinkhorn import CausalSinkhornAttention
 from kinformer.mixers.channel_mix import CausalChannelMix
 from kinformer.mixers.chosen_blocks import ChosenBlocks
 from kinformer.mixers.compressive import Compressive
-from kinformer.mixers.cross import CrossAttention, LocalCrossAttention
+from kinformer.mixers.cross import CrossAttention
 from kinformer.mixers.cross_linear import LinearCrossAttention
 from kinformer.mixers.cross_linformer import LinformerCrossAttention
+from kinformer.mixers.cross_local import LocalCrossAttention
+from kinformer.mixers.cross_predictive import PredictiveCrossAttention
 from kinformer.mixers.etc import EtcAttention
 from kinformer.mixers.latent import LatentAttention
 from kinformer.mixers.linear import LinearAttention
@@ -48,8 +50,6 @@ from kinformer.runs.tracing.probe import Probe
 from kinformer.runtime.errors import KinformerError
 
 Keys = Literal["text", "source", "summaries"]
-
-
 Install = Callable[[Any, Probe], Iterator[None]]
 
 
@@ -219,10 +219,6 @@ def _summaries(mixer: Linformer, probe: Probe) -> Any:
     return patch.object(mixer, "_summaries", replaced)
 
 
-def _shape_of(mixer: Any) -> tuple[int, int, int]:
-    return mixer.shape
-
-
 _SORTED = "implied by attention to sorted blocks: its probabilities times what each token adds to each sorted block"
 _KERNEL = "implied by kernel attention, which computes no probabilities: what each value adds to the output"
 SITES: dict[type, Site] = {
@@ -240,16 +236,17 @@ SITES: dict[type, Site] = {
     LSHAttention: Site(_rows("qv", lambda mixer: (2, mixer.num_heads, mixer.head_dim))),
     BidirectionalLSH: Site(_rows("qv", lambda mixer: (2, mixer.num_heads, mixer.head_dim))),
     RoutingAttention: Site(_routing),
-    BidirectionalRouting: Site(_rows("qkv", _shape_of)),
+    BidirectionalRouting: Site(_rows("qkv", lambda mixer: mixer.shape)),
     SingleHead: Site(_single_head),
     LatentAttention: Site(_latent),
     ChosenBlocks: Site(_chosen, lacking="Where there are several branches, each counts by the gate of its head."),
     CrossAttention: Site(_cross, keys="source"),
     LocalCrossAttention: Site(_cross, keys="source"),
+    PredictiveCrossAttention: Site(_cross, lacking="What a row lacks of 1, the Gaussian takes away.", keys="source"),
     LinformerCrossAttention: Site(_cross, keys="summaries"),
     LinearAttention: Site(_kernel, _KERNEL),
     RWKV7: Site(_kernel, _KERNEL),
-    BidirectionalLinear: Site(_rows("qkv", _shape_of), _KERNEL),
+    BidirectionalLinear: Site(_rows("qkv", lambda mixer: mixer.shape), _KERNEL),
     Linformer: Site(_summaries, keys="summaries"),
     SinkhornAttention: Site(_by_projection, _SORTED),
     CausalSinkhornAttention: Site(_by_projection, _SORTED),
