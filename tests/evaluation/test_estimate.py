@@ -60,6 +60,7 @@ CONFIGS["vanilla, distances and predicted places across"] = configure(
         "layers.1.further_mixers": [{"kind": "cross_predictive", "num_heads": 2}],
     },
 )
+CONFIGS["tensorized, memory"] = configure("tensorized", "tiny-memory")
 CONFIGS |= {f"universal, {name}": configure("universal", f"tiny-{name}") for name in ("encoder", "convolution")}
 CONFIGS["blockbert, classes of texts"] = configure("blockbert", "tiny").replace(
     head=ClassificationHead.Config(classes=3)

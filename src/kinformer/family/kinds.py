@@ -62,6 +62,7 @@ def _mixers() -> list[type[Config]]:
         single_head,
         softmax,
         tensorized,
+        tensorized_memory,
     )
     from kinformer.mixers.compressive import compression
 
@@ -81,6 +82,7 @@ def _mixers() -> list[type[Config]]:
         outer_product.OuterProduct.Config,
         routing.RoutingAttention.Config,
         tensorized.TensorizedAttention.Config,
+        tensorized_memory.TensorizedMemory.Config,
         compression.Pool.Config,
         compression.Convolution.Config,
         compression.DilatedConvolution.Config,

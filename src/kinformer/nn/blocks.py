@@ -54,6 +54,7 @@ from kinformer.mixers import (
     softmax,
     star,
     tensorized,
+    tensorized_memory,
     windows,
 )
 from kinformer.stacks import act, reversible, sequential, universal
@@ -119,6 +120,7 @@ __all__ = [
     "StarAttention",
     "SwiGLU",
     "TensorizedAttention",
+    "TensorizedMemoryAttention",
     "UniversalStack",
     "WindowAttention",
 ]
@@ -142,6 +144,7 @@ MemorizingAttention = memorizing.Memorizing.Config
 SegmentMemoryAttention = segment_memory.SegmentMemory.Config
 CompressiveAttention = compressive.Compressive.Config
 TensorizedAttention = tensorized.TensorizedAttention.Config
+TensorizedMemoryAttention = tensorized_memory.TensorizedMemory.Config
 SingleHeadAttention = single_head.SingleHead.Config
 LSTM = lstm.LSTM.Config
 

@@ -44,6 +44,7 @@ from kinformer.mixers.sinkhorn import SinkhornAttention
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.mixers.star import StarAttention
 from kinformer.mixers.tensorized import BidirectionalTensorized, TensorizedAttention
+from kinformer.mixers.tensorized_memory import TensorizedMemory
 from kinformer.mixers.windows import WindowAttention
 from kinformer.projections.by_piece import Pieces
 from kinformer.runs.tracing.probe import Probe
@@ -258,7 +259,7 @@ NO_WEIGHTS: dict[type, str] = {
     StarAttention: "A star attends twice in one layer, to neighbours and through its relay, so no weights between two "
     "tokens say what reaches an output.",
     **dict.fromkeys(
-        (TensorizedAttention, BidirectionalTensorized),
+        (TensorizedAttention, TensorizedMemory, BidirectionalTensorized),
         "Tensorized attention multiplies queries, keys and values in a core tensor; it weighs no tokens by "
         "probabilities.",
     ),
