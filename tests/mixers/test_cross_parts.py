@@ -103,13 +103,13 @@ def test_a_position_that_knows_one_side_is_one_sentence(position):
 
 def test_places_are_predicted_and_windows_around_them_are_their_loop():
     mixer = PredictiveCrossAttention.Config(window=3, hidden_dim=5, **SIZES).build(DIM).double().eval()
-    torch.nn.init.normal_(mixer.predicted[2].weight, std=2, generator=torch.Generator().manual_seed(1))
+    torch.nn.init.normal_(mixer.place_out.weight, std=2, generator=torch.Generator().manual_seed(1))
     x, source = random(2, 6, DIM), random(2, 25, WIDTH, seed=1)
     valid = torch.arange(25) < torch.tensor([[25], [12]])
     state = mixer.initial_state(2, source=source, source_valid=valid)
     y, _ = mixer(Chunk(x), state)
     places = mixer.places(x, state)
-    w, v = mixer.predicted[0].weight, mixer.predicted[2].weight[0]
+    w, v = mixer.place_in.weight, mixer.place_out.weight[0]
     q = mixer.query(x).view(2, 6, 2, 8)
     for row, count in enumerate((25, 12)):
         for t in range(6):
@@ -136,7 +136,7 @@ def test_a_place_with_a_wide_window_is_plain_and_learns_with_a_narrow_one(score)
         y, _ = mixer(Chunk(x), mixer.initial_state(3, source=source, source_valid=valid))
         assert ((y - want).abs().max() < 1e-9) == same
     y.square().sum().backward()
-    w, v = (mixer.predicted[index].weight for index in (0, 2))
+    w, v = mixer.place_in.weight, mixer.place_out.weight
     for weight in (w, v):
         assert weight.grad.isfinite().all() and weight.grad.norm() > 1e-6
     with torch.no_grad():  # the gradient of v by differences

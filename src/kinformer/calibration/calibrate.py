@@ -59,7 +59,7 @@ class Calibrated:
             "consistency": options.consistency,
             "measured": None if best is None else best.risk,
             "samples": options.prompts,
-            "decay_tokens": getattr(self.run.config.stack.rule, "decay_tokens", None),
+            "decay_tokens": getattr(getattr(self.run.config.stack, "rule", None), "decay_tokens", None),
             "data": dict(self.data),
             **self.how,
             "tested": [step._asdict() for step in self.tested],
@@ -93,8 +93,10 @@ def calibrate(folder: str | Path, options: CalibrateOptions, quiet: bool = True)
     run = open_run(folder)
     check_exits(run)
     device = options.prepare(options.seed)
-    decay = {} if options.decay_tokens is None else {"stack.rule.decay_tokens": options.decay_tokens}
-    model = run.model({"stack.rule.thresholds": []} | decay).to(device)
+    decay: dict[str, Any] = {}
+    if options.decay_tokens is not None:
+        decay = {"stack.rule.decay_tokens": options.decay_tokens}
+    model = run.model({"stack.rule.thresholds": [], **decay}).to(device)
     model = model if run.task.generation.prompt == "lines" else pack(model, options.batch_size)
     begun = time.perf_counter()
     with spooled(options.data) as data, locked(run.folder):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
@@ -31,7 +31,7 @@ def _upper(shape: ModelShape, num_clusters: int, window: int) -> Recipe:
         from kinformer.mixers.softmax import SoftmaxAttention
         from kinformer.patterns.local import Local
 
-        config = _recipe(shape, num_clusters, window)(vocab)
+        config: Any = _recipe(shape, num_clusters, window)(vocab)
         local = SoftmaxAttention.Config(num_heads=shape.num_heads, pattern=Local.Config(window=window))
         below = tuple(layer.replace(mixer=local) for layer in config.layers[:-2])
         return config.replace(layers=below + config.layers[-2:])

@@ -1,7 +1,7 @@
 """Predictive local cross-attention (Luong et al. 2015, section 3.2, local-p, equations 9 and 10): every token predicts
 where in the source it looks.
 
-    p_t = S sigmoid(v^T tanh(W x_t))                         (``predicted.0``: W, ``predicted.2``: v)
+    p_t = S sigmoid(v^T tanh(W x_t))                         (``place_in``: W, ``place_out``: v)
     y_t = sum_j a_tj exp(-(j - p_t)^2 / (2 sigma^2)) v_j,   a_t = softmax_j(score(q_t, k_j)),   |j - p_t| <= D
 
 S is the length of the source, D = ``window`` and sigma = D / 2. The Gaussian falls on the probabilities, which no
@@ -64,9 +64,8 @@ class PredictiveCrossAttention(OverSource):
         super().__init__(config, dim, NoPosition.Config())
         self.window, self.impl, self.dropout = config.window, config.impl, config.dropout
         hidden_dim = config.hidden_dim or dim
-        self.predicted = nn.Sequential(
-            nn.Linear(dim, hidden_dim, bias=False), nn.Tanh(), nn.Linear(hidden_dim, 1, bias=False)
-        )
+        self.place_in = nn.Linear(dim, hidden_dim, bias=False)
+        self.place_out = nn.Linear(hidden_dim, 1, bias=False)
         needs = Needs(sets=True, form=self.score.form, dropout=config.dropout > 0, lse=True, pairs=True)
         check_impl(config.impl, needs, "cross_predictive")
 
@@ -109,8 +108,8 @@ class PredictiveCrossAttention(OverSource):
         """Return p_t [batch, time] of tokens x [batch, time, dim], in float32 or better: 0 .. the source's length."""
         with no_autocast(x.device):  # places of a long source are not told apart in 16 bits
             wide = state_dtype(x.dtype)
-            hidden = nn.functional.linear(x.to(wide), self.predicted[0].weight.to(wide)).tanh()
-            score = nn.functional.linear(hidden, self.predicted[2].weight.to(wide))[..., 0]
+            hidden = nn.functional.linear(x.to(wide), self.place_in.weight.to(wide)).tanh()
+            score = nn.functional.linear(hidden, self.place_out.weight.to(wide))[..., 0]
         length = torch.where(state.valid[:, 0].any(-1), state.last(len(state.k)) + 1, 0)
         return score.sigmoid() * length.repeat_interleave(len(x) // len(length))[:, None]
 
