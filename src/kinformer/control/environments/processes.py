@@ -43,7 +43,7 @@ class Processes(Environment):
         self.parts = np.array_split(np.arange(count), processes)
         self._others = [_Other(name, len(part)) for part in self.parts]
         self._end = weakref.finalize(self, _end, self._others)
-        self.observation_dim, self.actions, self.most_steps = self._heard()[0]
+        self.observation_dim, self.actions, self.most_steps = self._answers()[0]
         self.seen = np.zeros((count, self.observation_dim), np.float32)
         self._best: np.ndarray | None = None
         self._begun: dict[int, int] = {}
@@ -62,17 +62,17 @@ class Processes(Environment):
         if self._begun:
             for part, other in zip(self.parts, self._others, strict=True):
                 seeds = {int(row - part[0]): seed for row, seed in self._begun.items() if row in part}
-                other.tell((seeds, ~self.ended[part], self.steps[part]))
+                other.request((seeds, ~self.ended[part], self.steps[part]))
             self._begun = {}
-            self._see(self._heard())
+            self._see(self._answers())
         return self.seen.copy()
 
     def _act(self, actions: np.ndarray, running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         for part, other in zip(self.parts, self._others, strict=True):
-            other.tell((actions[part], running[part], self.steps[part]))
-        heard = self._heard()
-        self._see([(item[0], item[1]) for item in heard])
-        rewards, terminated, self.steps = (np.concatenate(items) for items in list(zip(*heard, strict=True))[2:])
+            other.request((actions[part], running[part], self.steps[part]))
+        answers = self._answers()
+        self._see([(item[0], item[1]) for item in answers])
+        rewards, terminated, self.steps = (np.concatenate(items) for items in list(zip(*answers, strict=True))[2:])
         return rewards, terminated
 
     def _see(self, items: Sequence[tuple[np.ndarray, np.ndarray | None]]) -> None:
@@ -80,9 +80,9 @@ class Processes(Environment):
         best = [item for _, item in items if item is not None]
         self._best = np.concatenate(best) if best else None
 
-    def _heard(self) -> list[Any]:
+    def _answers(self) -> list[Any]:
         """Return what all processes answer; the first mistake of one is raised when all have."""
-        answers = [other.heard() for other in self._others]
+        answers = [other.answer() for other in self._others]
         for answer in answers:
             if isinstance(answer, KinformerError):
                 raise answer
@@ -94,7 +94,7 @@ class _Other:
 
     def __init__(self, name: str, count: int) -> None:
         self.name = name
-        (read, told), (heard, write) = os.pipe(), os.pipe()
+        (read, to), (answers, write) = os.pipe(), os.pipe()
         # Started by name, so that a script of which this is a part is not run a second time.
         code = _WORK.format(read=read, write=write, name=name, count=count)
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
@@ -106,15 +106,15 @@ class _Other:
         )
         os.close(read)
         os.close(write)
-        self.told, self.answers = Connection(told, readable=False), Connection(heard, writable=False)
+        self.requests, self.answers = Connection(to, readable=False), Connection(answers, writable=False)
 
-    def tell(self, message: tuple[Any, ...]) -> None:
+    def request(self, message: tuple[Any, ...]) -> None:
         try:
-            self.told.send(message)
+            self.requests.send(message)
         except OSError:
             raise self._lost() from None
 
-    def heard(self) -> Any:
+    def answer(self) -> Any:
         try:
             return self.answers.recv()
         except (EOFError, OSError):
@@ -128,9 +128,9 @@ class _Other:
 
 
 def _end(others: Sequence[_Other]) -> None:
-    """End the processes, which their closed pipes tell them."""
+    """End the processes, which see that their pipes are closed."""
     for other in others:
-        other.told.close()
+        other.requests.close()
         other.answers.close()
     for other in others:
         other.process.wait()
@@ -139,13 +139,13 @@ def _end(others: Sequence[_Other]) -> None:
 def work(read: int, write: int, name: str, count: int) -> None:
     """Step ``count`` rows of the environment ``name`` as the pipe ``read`` says, and answer to the pipe ``write``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that trains
-    told, answers = Connection(read, writable=False), Connection(write, readable=False)
+    requests, answers = Connection(read, writable=False), Connection(write, readable=False)
     try:
         environment = make(name, count)
         answers.send((environment.observation_dim, environment.actions, environment.most_steps))
         step = _stepping(environment)
         while True:
-            answers.send(step(*told.recv()))
+            answers.send(step(*requests.recv()))
     except KinformerError as error:
         answers.send(error)
     except (EOFError, OSError):
