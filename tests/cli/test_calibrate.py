@@ -100,6 +100,8 @@ def test_thresholds_of_every_exit_by_search(cli, calm_run):
         (("--data", "nowhere.txt"), "nowhere.txt"),
         (("--split", "tset"), "--split"),
         (("--beam", 2), "--beam 2: is of translations"),
+        (("--decay-tokens", 0), "--decay-tokens 0: must be above 0"),
+        (("--search", 9, "--decay-tokens", 4), "--decay-tokens: is of a calibration that bounds a risk"),
     ],
 )
 def test_mistakes(cli, calm_run, flags, told):
@@ -110,3 +112,17 @@ def test_mistakes(cli, calm_run, flags, told):
 def test_runs_without_such_exits_are_refused(cli, gpt_run):
     code, _, err = cli("calibrate", gpt_run)
     assert code == 2 and "no token leaves early; give one of calm" in err
+
+
+def test_thresholds_that_fall_with_the_position_are_kept(cli, calm_run, monkeypatch):
+    from kinformer.tasks.next_token import calibrate
+
+    monkeypatch.setattr(calibrate, "saved", lambda model, exits, tokens: replace(exits, flops_saved=0.1))
+    for flags in (("--decay-tokens", 6), ()):  # the second time, the run's own
+        code, out, err = cli("calibrate", calm_run, *FEW, *flags, "--json")
+        assert code == 0, err
+        run = open_run(calm_run)
+        assert json.loads(out)["decay_tokens"] == run.config.stack.rule.decay_tokens == 6
+        assert run.config.stack.rule.thresholds == (json.loads(out)["threshold"],)
+        assert run.data["calibration"]["decay_tokens"] == (6 if flags else None)
+        assert run.model().stack.rule.decay_tokens == 6

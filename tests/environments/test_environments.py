@@ -7,6 +7,7 @@ import pytest
 
 from kinformer.control.environments.environment import Box, Discrete
 from kinformer.control.environments.key_to_door import MOVES, PLACES, ROOM_STEPS, SIZE, KeyToDoor
+from kinformer.control.environments.processes import Processes
 from kinformer.control.environments.shortest_path import GOAL, ShortestPath, distances
 from kinformer.control.environments.table import BUILTIN, make
 from kinformer.runtime.errors import KinformerError
@@ -176,3 +177,40 @@ def test_mistakes():
         KeyToDoor(0)
     with pytest.raises(KinformerError, match="has no picture of itself"):
         ShortestPath().render()
+
+
+@pytest.mark.parametrize(("name", "processes"), [("key-to-door", 2), ("t-maze:3", 3)])
+def test_rows_in_processes_of_their_own_are_those_of_one(name, processes):
+    one, several = make(name, 5), Processes(name, 5, processes)
+    draw = np.random.default_rng(0)
+    for environment in (one, several):
+        environment.reset(seed=[3, 1, 4, 1, 5])
+    assert (several.observation_dim, several.actions, several.most_steps) == (
+        one.observation_dim, one.actions, one.most_steps,
+    )  # fmt: skip
+    for number in range(40):
+        actions = draw.integers(0, one.actions.n, 5)
+        for left, right in zip(one.step(actions)[:4], several.step(actions)[:4], strict=True):
+            np.testing.assert_array_equal(left, right)
+        np.testing.assert_array_equal(one.steps, several.steps)
+        if one.optimal is not None:
+            np.testing.assert_array_equal(one.optimal, several.optimal)
+        if one.ended.any():
+            options, seeds = {"reset_mask": one.ended.copy()}, list(range(number, number + 5))
+            left, right = (item.reset(seed=seeds, options=options)[0] for item in (one, several))
+            np.testing.assert_array_equal(left, right)
+    several.close()
+    assert all(other.process.poll() == 0 for other in several._others)
+
+
+def test_a_process_that_ends_and_an_environment_that_nobody_knows_are_one_sentence():
+    with pytest.raises(KinformerError, match="env_processes 3: must be 1 to 2"):
+        Processes("t-maze", 2, 3)
+    with pytest.raises(KinformerError, match="only the T-maze has a length"):
+        Processes("key-to-door:3", 2, 2)
+    several = Processes("t-maze", 2, 2)
+    several.reset(seed=0)
+    several._others[1].process.kill()
+    several._others[1].process.wait()
+    with pytest.raises(KinformerError, match=r"env t-maze: a process .* ended \(exit code -9\)"):
+        several.step(np.zeros(2, np.int64))

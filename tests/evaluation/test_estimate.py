@@ -52,6 +52,15 @@ CONFIGS |= {
     f"{name}, translating": configure(name, "tiny-translate")
     for name in ("rfa", "universal", "macaron", "depth-adaptive")
 }
+CONFIGS["vanilla, distances and predicted places across"] = configure(
+    "vanilla",
+    "tiny",
+    set={
+        "layers.0.further_mixers": [{"kind": "cross", "position": "shaw", "num_heads": 2}],
+        "layers.1.further_mixers": [{"kind": "cross_predictive", "num_heads": 2}],
+    },
+)
+CONFIGS["tensorized, memory"] = configure("tensorized", "tiny-memory")
 CONFIGS |= {f"universal, {name}": configure("universal", f"tiny-{name}") for name in ("encoder", "convolution")}
 CONFIGS["blockbert, classes of texts"] = configure("blockbert", "tiny").replace(
     head=ClassificationHead.Config(classes=3)

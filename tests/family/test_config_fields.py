@@ -79,6 +79,7 @@ OWN = {
     ("mixer", "softmax"): {"pattern": Causal.Config()},
     ("mixer", "memorizing"): {"topk": 2},
     ("mixer", "cross_local"): {"window": 1},
+    ("mixer", "cross_predictive"): {"window": 2},
     ("mixer", "cross_linformer"): {"rank": 4, "max_length": 8},
     ("mixer", "chosen_blocks"): {"block": 3},
     ("mixer", "causal_sinkhorn"): {"max_length": 32},

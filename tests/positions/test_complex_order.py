@@ -73,6 +73,18 @@ def test_weight_decay_leaves_the_first_frequencies_alone():
     assert (embedding(tokens, positions) - before / 2).abs().max() < 1e-12
 
 
+def test_frequencies_may_begin_at_random():
+    torch.manual_seed(0)
+    table = ComplexOrder.Config(frequencies="random").build(500, 8)
+    assert table.offset.abs().max() <= torch.pi and abs(float(table.offset.detach().std()) - torch.pi / 3**0.5) < 0.05
+    tokens, positions = torch.tensor([[3, 8]]), torch.tensor([[0, 5]])
+    angle = table.offset[[3, 8]].double() * positions[0, :, None]
+    want = torch.cat([table.weight[[3, 8]] * turn for turn in (angle.cos().float(), angle.sin().float())], -1)
+    assert (table(tokens, positions)[0] - want).abs().max() < 1e-5
+    with pytest.raises(KinformerError, match="frequencies = 'random'"):
+        ComplexOrder.Config(frequencies="random", base=100.0)
+
+
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(KinformerError, match="even width, but the width is 7"):
         ComplexOrder.Config().build(3, 7)

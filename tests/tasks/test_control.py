@@ -111,6 +111,21 @@ def test_an_episode_that_is_cut_off_is_worth_what_was_expected():
     assert steps[-1].ended[0] and actor.recent[-1] == pytest.approx(-0.6) and actor.environment.steps[0] == 0
 
 
+def test_rollouts_are_the_same_with_environments_in_processes_of_their_own():
+    one, several = (rows_of(env_processes=processes) for processes in (0, 2))
+    for _ in range(2):
+        left, right = (item.actor.rollout(item.model) for item in (one, several))
+        for name in ("observations", "begun", "actions", "returns"):
+            assert torch.equal(getattr(left, name), getattr(right, name))
+    again = rows_of(env_processes=2)
+    again.actor.load(again.model, several.actor.state_tensors())
+    assert np.array_equal(again.actor.observations, several.actor.observations)
+    for rows in (several, again):
+        rows.actor.environment.close()
+    with pytest.raises(KinformerError, match="env_processes"):
+        rows_of(env_processes=5)
+
+
 def test_rollouts_are_learnt_from_in_parts():
     rows = rows_of(kl_stop=0.0, ppo_epochs=2)
     found = [rows.batch(step, 0, 1) for step in range(5)]

@@ -47,9 +47,10 @@ def trainer(
     model: Overrides = None,
     segments: bool = False,
     begun: float | None = None,
+    double: bool = False,
     **changes: Any,
 ) -> Trainer:
-    """``model`` overrides fields of the tiny recipe; its key ``member`` names the member.
+    """``model`` overrides fields of the tiny recipe; its key ``member`` names the member; ``double``: in float64.
 
     An encoder is trained to find masked tokens of the corpus, or with the objective ``classification`` to tell the
     classes of :func:`labelled`.
@@ -61,6 +62,7 @@ def trainer(
     encodes = settings.objective in ("classification", "masked-language", "mlm-cpc")
     torch.manual_seed(3)
     built = build(overrides.pop("member", "gpt"), "tiny", 259 if encodes else 256, overrides)
+    built = built.double() if double else built
     data = rows(corpus, settings) if encodes else NextTokens(corpus, settings, segments)
     task = next(task for task in TASKS.values() if (settings.objective or "next-token") in task.objectives)
     return Trainer(built, data, task.objective(settings.objective, built), settings, folder, group, begun=begun)

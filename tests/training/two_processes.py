@@ -17,6 +17,8 @@ LINEAR = {"member": "linear-transformer"}
 MASKED = {"model": {"member": "bert"}, "objective": "masked-language", "validation_tokens": 700}
 LABELS = {"model": {"member": "bert"}, "objective": "classification", "length": 32}
 SPANS = {"member": "adaptive-span", "layers.*.mixer.span.penalty": 0.05}
+HIGH_RATE = {"optimizer": "radam", "lr": 0.3, "warmup": 0, "steps": 10, "validate_every": 5, "double": True}
+"""Rectified from the sixth step on; the rate amplifies what float32 rounds to some 1e-3 in the weights."""
 FRESH: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("ddp", {}),
     "fsdp": ("fsdp", {}),
@@ -38,6 +40,7 @@ FRESH: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp labels": ("fsdp", LABELS),
     "ddp deep": ("ddp", {"objective": "deep-supervision", "accumulate": 2}),
     "fsdp deep": ("fsdp", {"model": {"member": "deep-char", "layers": 3}, "objective": "deep-supervision"}),
+    "ddp radam": ("ddp", HIGH_RATE),
     "fsdp bf16": ("fsdp", {"precision": "bf16-mixed", "segments": True, "model": LINEAR}),
 }
 AGAIN = (

@@ -59,6 +59,7 @@ class Calibrated:
             "consistency": options.consistency,
             "measured": None if best is None else best.risk,
             "samples": options.prompts,
+            "decay_tokens": getattr(getattr(self.run.config.stack, "rule", None), "decay_tokens", None),
             "data": dict(self.data),
             **self.how,
             "tested": [step._asdict() for step in self.tested],
@@ -92,7 +93,10 @@ def calibrate(folder: str | Path, options: CalibrateOptions, quiet: bool = True)
     run = open_run(folder)
     check_exits(run)
     device = options.prepare(options.seed)
-    model = run.model({"stack.rule.thresholds": []}).to(device)
+    decay: dict[str, Any] = {}
+    if options.decay_tokens is not None:
+        decay = {"stack.rule.decay_tokens": options.decay_tokens}
+    model = run.model({"stack.rule.thresholds": [], **decay}).to(device)
     model = model if run.task.generation.prompt == "lines" else pack(model, options.batch_size)
     begun = time.perf_counter()
     with spooled(options.data) as data, locked(run.folder):
@@ -106,6 +110,7 @@ def calibrate(folder: str | Path, options: CalibrateOptions, quiet: bool = True)
         exits = None if best is None else samples.saved(best.threshold)
         useful = best if exits is not None and exits.saves else None
         record = _choice_record(useful, options) | dict(samples.how)
+        run = replace(run, config=override(run.config, decay, kinds())) if decay else run
         calibrated = keep(run, () if useful is None else (useful.threshold,), record, samples.identity)
     return Calibrated(
         run=calibrated,
@@ -148,7 +153,7 @@ def check_exits(run: Run) -> None:
 
 
 def _choice_record(best: Tested | None, options: CalibrateOptions) -> dict[str, Any]:
-    names = ("risk", "confidence", "consistency", "bound", "prompts", "seed")
+    names = ("risk", "confidence", "consistency", "bound", "prompts", "decay_tokens", "seed")
     measured = {"threshold": None, "measured": None} if best is None else {"threshold": best[0], "measured": best.risk}
     return {name: getattr(options, name) for name in names} | measured
 

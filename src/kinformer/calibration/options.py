@@ -47,6 +47,9 @@ class CalibrateOptions(Machine):
     """How many translations of a source are followed (4 if not given, as in `generate`; 1 is greedy, as in CALM)."""
     thresholds: int = 24
     """How many thresholds may be tested, from 0.999 down to 0, closer to each other near 1."""
+    decay_tokens: float | None = None
+    """Thresholds fall to nine tenths by exp(-position / so many tokens), stricter at the beginning (CALM, equation 5; a
+    quarter of the longest text there). The run's own if not given, which is none by default."""
     batch_size: int = 64
     """How many continuations grow side by side."""
     search: int | None = None
@@ -67,6 +70,8 @@ class CalibrateOptions(Machine):
         for name in ("prompts", "prompt_tokens", "new_tokens", "beam", "batch_size"):
             require(name, getattr(self, name), 1)
         require("thresholds", self.thresholds, 2, MOST_THRESHOLDS)
+        if self.decay_tokens is not None and not self.decay_tokens > 0:
+            raise KinformerError(f"`decay_tokens` {self.decay_tokens:g}: must be above 0 tokens.")
         require_seed(self.seed)
         super().__post_init__()
         if self.search is not None:

@@ -48,18 +48,19 @@ class Position(nn.Module):
 
     ``max_length`` is the first position that has no encoding, or None where every position has one. ``shared``: the
     paper has one such encoding for all layers, so layers of equal ``config`` use one module, which the model owns.
+    ``one_sided``: it does not tell keys ahead of the query apart.
     """
 
     max_length: int | None = None
     shared: bool = False
+    one_sided: bool = False
 
     def overrides(self, *hooks: str) -> bool:
         """Return whether the class overrides one of the ``hooks``."""
         return any(getattr(type(self), hook) is not getattr(Position, hook) for hook in hooks)
 
     def embed(self, positions: Tensor) -> Tensor | None:
-        """Return the term added to the token embeddings: [batch, time, dim] for
-        ``positions`` [batch, time], or None."""
+        """Return the term added to token embeddings: [batch, time, dim] for ``positions`` [batch, time], or None."""
         return None
 
     def layer_input(self, positions: Tensor, layer: int) -> Tensor | None:
@@ -79,8 +80,7 @@ class Position(nn.Module):
         return k
 
     def values(self, v: Tensor) -> Tensor:
-        """Return values [batch, kv_heads, time, head_dim] as the state holds them,
-        with the term added at every distance."""
+        """Return values [batch, kv_heads, time, head_dim] as the state holds them, with the term of every distance."""
         return v
 
     def relative(self, lowest: int, highest: int) -> Relative | None:

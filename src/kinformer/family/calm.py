@@ -14,7 +14,11 @@ Measure = Literal["softmax_response", "saturation", "classifier"]
 
 
 def _recipe(
-    shape: ModelShape, measure: Measure = "softmax_response", head_dim: int | None = None, vocab_size: int = 256
+    shape: ModelShape,
+    measure: Measure = "softmax_response",
+    head_dim: int | None = None,
+    vocab_size: int = 256,
+    decay_tokens: float | None = None,
 ) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.mixers.softmax import SoftmaxAttention
@@ -28,9 +32,14 @@ def _recipe(
             vocab or vocab_size,
             mixer=SoftmaxAttention.Config(num_heads=shape.num_heads, head_dim=head_dim, position=T5.Config()),
         )
-        return config.replace(stack=Exits.Config(rule=rules[measure]()))
+        return config.replace(stack=Exits.Config(rule=rules[measure](decay_tokens=decay_tokens)))
 
     return recipe
+
+
+def _paper(measure: Measure = "softmax_response") -> Recipe:
+    """The decoder of T5-small (1.1), whose thresholds decay with tau = 4 over texts of 512 tokens (section 3.4)."""
+    return _recipe(_shape(512, 8, 6, 1024), measure, head_dim=64, vocab_size=32128, decay_tokens=512 / 4)
 
 
 def _shape(dim: int, depth: int, num_heads: int, hidden_dim: int | None = None) -> ModelShape:
@@ -60,9 +69,9 @@ MEMBER = Member(
         "tiny": _recipe(_shape(32, 3, 2)),
         "small": _recipe(_shape(256, 4, 4)),
         "benchmark": _recipe(_shape(256, 4, 4)),
-        "paper": _recipe(_shape(512, 8, 6, 1024), head_dim=64, vocab_size=32128),
-        "paper-saturation": _recipe(_shape(512, 8, 6, 1024), "saturation", head_dim=64, vocab_size=32128),
-        "paper-classifier": _recipe(_shape(512, 8, 6, 1024), "classifier", head_dim=64, vocab_size=32128),
+        "paper": _paper(),
+        "paper-saturation": _paper("saturation"),
+        "paper-classifier": _paper("classifier"),
     },
     objective="exits",
 )

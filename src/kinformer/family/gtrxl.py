@@ -52,7 +52,8 @@ MEMBER = Member(
         "memory begins empty, where other implementations let tokens attend zeros",
         "u and v are each layer's own, and feed-forwards have no biases, as in RLlib; there is no official code",
         "recipe small is narrower than that of other members, since gates double a layer's weights",
-        "of the recipe paper the depth, the heads and the memory are published, segments are ours",
+        "of the recipe paper the width (256), the depth, the heads and the memory are published; segments, and "
+        "feed-forwards four times as wide, are ours",
     ),
     exact_limit="segment >= length: exact attention with relative positions, behind gates",
     needs={"segments": True},
@@ -63,6 +64,6 @@ MEMBER = Member(
         "tiny": _recipe(ModelShape(32, 2, 2), segment=8, memory=12),
         "small": _recipe(ModelShape(192, 4, 4, hidden_dim=576), segment=256, memory=256),
         "benchmark": _recipe(ModelShape(256, 4, 4), segment=256, memory=256),
-        "paper": _recipe(ModelShape(512, 12, 8), segment=128, memory=512, head_dim=64),
+        "paper": _recipe(ModelShape(256, 12, 8), segment=128, memory=512, head_dim=64),
     },
 )

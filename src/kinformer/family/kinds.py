@@ -30,7 +30,14 @@ def _kinds_of(slot: str, builtin: dict[str, type[Config]]) -> Registry[type[Conf
 def _builtin_kinds() -> dict[str, dict[str, type[Config]]]:
     """Return Kinformer's own slots, kinds and config classes."""
     table: dict[str, dict[str, type[Config]]] = {}
-    parts = (_mixers(), _positions(), _patterns(), _scores_and_projections(), _features_and_decays())
+    parts = (
+        _mixers(),
+        _mixers_over_a_source(),
+        _positions(),
+        _patterns(),
+        _scores_and_projections(),
+        _features_and_decays(),
+    )
     for some in (models(), encoders(), blocks(), *parts):
         for config in some:
             table.setdefault(config.slot, {})[config.kind] = config
@@ -43,9 +50,6 @@ def _mixers() -> list[type[Config]]:
         causal_sinkhorn,
         chosen_blocks,
         compressive,
-        cross,
-        cross_linear,
-        cross_linformer,
         latent,
         linear,
         lsh,
@@ -58,6 +62,7 @@ def _mixers() -> list[type[Config]]:
         single_head,
         softmax,
         tensorized,
+        tensorized_memory,
     )
     from kinformer.mixers.compressive import compression
 
@@ -76,15 +81,24 @@ def _mixers() -> list[type[Config]]:
         memorizing.Memorizing.Config,
         outer_product.OuterProduct.Config,
         routing.RoutingAttention.Config,
-        cross.CrossAttention.Config,
-        cross_linear.LinearCrossAttention.Config,
-        cross_linformer.LinformerCrossAttention.Config,
-        cross.LocalCrossAttention.Config,
         tensorized.TensorizedAttention.Config,
+        tensorized_memory.TensorizedMemory.Config,
         compression.Pool.Config,
         compression.Convolution.Config,
         compression.DilatedConvolution.Config,
         compression.MostUsed.Config,
+    ]
+
+
+def _mixers_over_a_source() -> list[type[Config]]:
+    from kinformer.mixers import cross, cross_linear, cross_linformer, cross_local, cross_predictive
+
+    return [
+        cross.CrossAttention.Config,
+        cross_linear.LinearCrossAttention.Config,
+        cross_linformer.LinformerCrossAttention.Config,
+        cross_local.LocalCrossAttention.Config,
+        cross_predictive.PredictiveCrossAttention.Config,
     ]
 
 

@@ -138,7 +138,8 @@ MEMBER = Member(
         "in all recipes but those of papers, layer norm, GELU and a key head per head, so that only window and "
         "positions differ from the plain decoder",
         "paper-longformer: windows grow from layer to layer by powers of two (the paper names the lowest and the "
-        "highest), and count the keys that a token sees, itself included",
+        "highest), and count the keys that a token sees, itself included; its authors never released this model's "
+        "code, and the sizes, the phases and their rates are recalled from the paper's table, not held to it again",
     ),
     exact_limit="window >= length",
     parity=("openai/sparse_attention: the mask of its window (tests/patterns/test_published.py)",),

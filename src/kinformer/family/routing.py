@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
@@ -24,6 +24,21 @@ def _recipe(shape: ModelShape, num_clusters: int, window: int) -> Recipe:
     return recipe
 
 
+def _upper(shape: ModelShape, num_clusters: int, window: int) -> Recipe:
+    """The recipe of routing in the last two layers above windows, as in the authors' model of PG-19."""
+
+    def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.mixers.softmax import SoftmaxAttention
+        from kinformer.patterns.local import Local
+
+        config: Any = _recipe(shape, num_clusters, window)(vocab)
+        local = SoftmaxAttention.Config(num_heads=shape.num_heads, pattern=Local.Config(window=window))
+        below = tuple(layer.replace(mixer=local) for layer in config.layers[:-2])
+        return config.replace(layers=below + config.layers[-2:])
+
+    return recipe
+
+
 MEMBER = Member(
     name="routing",
     title="Routing Transformer (online k-means)",
@@ -41,8 +56,8 @@ MEMBER = Member(
         "keys are queries of length 1, scores are divided by sqrt(head_dim), and a token sees itself only where it "
         "sees nothing else, as in routing-transformer (the authors: layer norms of q and k, and no such rule)",
         "centroids begin as random directions and move once after each training step, by the tokens of all processes",
-        "sinusoidal positions (the authors': relative ones in the local heads), pre-norm, GELU in the recipes tiny and "
-        "small",
+        "sinusoidal positions (the authors': relative ones in the local heads), pre-norm, GELU in all recipes but "
+        "benchmark and paper",
     ),
     exact_limit="attention over the past with shared queries and keys: no local heads, one cluster, window >= length",
     parity=(
@@ -53,6 +68,8 @@ MEMBER = Member(
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2), num_clusters=3, window=8),
         "small": _recipe(ModelShape(256, 4, 4), num_clusters=16, window=128),
+        "tiny-upper": _upper(ModelShape(32, 3, 2), num_clusters=3, window=8),
+        "upper": _upper(ModelShape(256, 6, 4), num_clusters=16, window=128),
         "benchmark": _recipe(ModelShape(256, 4, 4, activation="relu"), num_clusters=32, window=128),
         "paper": _recipe(ModelShape(1024, 10, 16, activation="relu"), num_clusters=16, window=256),
     },

@@ -107,8 +107,8 @@ MEMBER = Member(
         "tiny-v2": _recipe(16, (2, 2), 1, size=32, patch=2, window=4, second=True, classes=10),
         "small": _recipe(160, (2, 2), 5, size=32, patch=4, window=4, classes=10),
         "benchmark": _recipe(256, (4,), 4),
-        # appendix A2.1: stochastic depth 0.2, 0.3 and 0.5 for Swin-T, S and B; in the authors' code 0.2 for Swin-L, and
-        # 0.2 and 0.5 for Swin V2
+        # appendix A2.1: stochastic depth 0.2, 0.3 and 0.5 for Swin-T, S and B; in the authors' configs 0.2 for Swin-L
+        # (swin_large_patch4_window7_224_22k.yaml), and 0.2 and 0.5 for Swin V2 (swinv2_*_patch4_window8_256.yaml)
         "paper": _dropping(0.2, _recipe(96, (2, 2, 6, 2), 3)),
         "paper-small": _dropping(0.3, _recipe(96, (2, 2, 18, 2), 3)),
         "paper-base": _dropping(0.5, _recipe(128, (2, 2, 18, 2), 4)),

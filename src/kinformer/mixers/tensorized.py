@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
-from kinformer.core.config import Config
 from kinformer.core.contract import (
     CausalMixer,
     Chunk,
@@ -39,6 +38,7 @@ from kinformer.core.contract import (
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global, within
 from kinformer.kernels.tensorized import Block
 from kinformer.positions.xl import sinusoids
+from kinformer.projections.tensor_factors import Factors, FactorsConfig
 from kinformer.runtime.errors import KinformerError
 
 BLOCK = 32
@@ -57,51 +57,6 @@ class TensorizedState(NamedTuple):
     slots = ("k", "v")  # type: ignore[misc]
 
 
-@dataclass(frozen=True, kw_only=True)
-class FactorsConfig(Config):
-    """What the configs of both mixers share: the sizes of the decomposition."""
-
-    rank: int = 40
-    blocks: int = 1
-    max_length: int = 32
-    positions: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("rank", "blocks", "max_length"):
-            if getattr(self, name) < 1:
-                raise KinformerError(f"{name} must be 1 or more, but is {getattr(self, name)}.")
-
-    def check_even(self, dim: int) -> None:
-        """Refuse a width that sinusoids of positions do not divide into sines and cosines."""
-        if self.positions and dim % 2:
-            raise KinformerError(
-                f"sinusoids need an even width, but dim = {dim}; give an even one, or `set` "
-                "layers.*.mixer.positions=false."
-            )
-
-
-class Factors(nn.Module):
-    """The weights of the decomposition, of which ``pairs`` is W; ``query_bias`` has u, and w with positions."""
-
-    max_length: int | None
-
-    def __init__(self, config: FactorsConfig, dim: int) -> None:
-        super().__init__()
-        self.dim, self.max_length = dim, config.max_length
-        self.terms = 2 if config.positions else 1
-        self.qkv = nn.Linear(dim, 3 * config.rank, bias=False)
-        self.position = nn.Linear(dim, config.rank, bias=False) if config.positions else None
-        self.query_bias = nn.Parameter(torch.zeros(self.terms, config.rank))
-        self.core = nn.Parameter(torch.randn(config.blocks, config.rank).softmax(-1))
-        self.pairs = nn.Parameter(torch.empty(dim, config.max_length, config.max_length))
-        nn.init.uniform_(self.pairs, -1 / config.max_length, 1 / config.max_length)  # as a product of all pairs
-
-    def _queries(self, q: Tensor) -> Tensor:
-        """Return (q + u) * g, and with positions (q + w) * g beside it, to meet k and p."""
-        core = self.core.mean(0).to(q.dtype)
-        return torch.cat([(q + bias.to(q.dtype)) * core for bias in self.query_bias], -1)
-
-
 class TensorizedAttention(Factors, CausalMixer):
     """The mixer x [batch, time, dim] -> y [batch, time, dim], for sequences of at most ``max_length`` tokens."""
 
@@ -111,14 +66,15 @@ class TensorizedAttention(Factors, CausalMixer):
     class Config(FactorsConfig, MixerConfig):
         kind = "tensorized"
         indivisible = "its factors are those of one product, without heads"
+        max_length: int = 32
 
         def build(self, dim: int) -> TensorizedAttention:
             self.check_even(dim)
             return TensorizedAttention(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
-        super().__init__(config, dim)
-        self.config = config
+        super().__init__(config, dim, config.max_length)
+        self.config, self.max_length = config, config.max_length
 
     def initial_state(
         self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
@@ -201,14 +157,15 @@ class BidirectionalTensorized(Factors, EncoderMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(FactorsConfig, EncoderMixerConfig):
         kind = "tensorized"
+        max_length: int = 32
 
         def build(self, dim: int) -> BidirectionalTensorized:
             self.check_even(dim)
             return BidirectionalTensorized(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
-        super().__init__(config, dim)
-        self.config = config
+        super().__init__(config, dim, config.max_length)
+        self.config, self.max_length = config, config.max_length
 
     def check(self, global_tokens: bool, global_input: bool) -> None:
         refuse_global("this mixer (tensorized) weighs pairs of positions", global_tokens, global_input)

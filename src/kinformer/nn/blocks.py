@@ -34,6 +34,8 @@ from kinformer.mixers import (
     cross,
     cross_linear,
     cross_linformer,
+    cross_local,
+    cross_predictive,
     etc,
     latent,
     linear,
@@ -52,6 +54,7 @@ from kinformer.mixers import (
     softmax,
     star,
     tensorized,
+    tensorized_memory,
     windows,
 )
 from kinformer.stacks import act, reversible, sequential, universal
@@ -96,6 +99,7 @@ __all__ = [
     "ParallelLayer",
     "PostNorm",
     "PreNorm",
+    "PredictiveCrossAttention",
     "ProductKeys",
     "RMSNorm",
     "RWKV7TimeMix",
@@ -116,6 +120,7 @@ __all__ = [
     "StarAttention",
     "SwiGLU",
     "TensorizedAttention",
+    "TensorizedMemoryAttention",
     "UniversalStack",
     "WindowAttention",
 ]
@@ -125,7 +130,8 @@ SoftmaxAttention = softmax.SoftmaxAttention.Config
 CrossAttention = cross.CrossAttention.Config
 LinearCrossAttention = cross_linear.LinearCrossAttention.Config
 LinformerCrossAttention = cross_linformer.LinformerCrossAttention.Config
-LocalCrossAttention = cross.LocalCrossAttention.Config
+LocalCrossAttention = cross_local.LocalCrossAttention.Config
+PredictiveCrossAttention = cross_predictive.PredictiveCrossAttention.Config
 LatentAttention = latent.LatentAttention.Config
 LinearAttention = linear.LinearAttention.Config
 ChosenBlocks = chosen_blocks.ChosenBlocks.Config
@@ -138,6 +144,7 @@ MemorizingAttention = memorizing.Memorizing.Config
 SegmentMemoryAttention = segment_memory.SegmentMemory.Config
 CompressiveAttention = compressive.Compressive.Config
 TensorizedAttention = tensorized.TensorizedAttention.Config
+TensorizedMemoryAttention = tensorized_memory.TensorizedMemory.Config
 SingleHeadAttention = single_head.SingleHead.Config
 LSTM = lstm.LSTM.Config
 

@@ -27,7 +27,8 @@ class ComplexOrder(nn.Embedding):
     features.
 
     ``weight`` [vocab, dim / 2] are the amplitudes. Frequencies begin as base^(-2 floor(k / 2) / (dim / 2)), for all
-    tokens alike, and are learned as ``offset`` from there, so that weight decay does not draw them to zero.
+    tokens alike, and are learned as ``offset`` from there, so that weight decay does not draw them to zero; or, where
+    they are ``random``, evenly between -pi and pi, from 0.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -36,9 +37,12 @@ class ComplexOrder(nn.Embedding):
         bounded_by_training = True
         sharing: Literal["none", "features", "tokens"] = "none"
         phase: bool = False  # learn a first phase too, shared as the frequencies are; it begins at 0
+        frequencies: Literal["geometric", "random"] = "geometric"  # as they begin
         base: float = 10000.0
 
         def __post_init__(self) -> None:
+            if self.frequencies == "random":
+                check_unused(self, "with frequencies = 'random'", "base")
             if self.sharing == "features":
                 check_unused(self, "with sharing = 'features', whose only frequency is the first, 1", "base")
 
@@ -49,10 +53,11 @@ class ComplexOrder(nn.Embedding):
 
     def __init__(self, config: Config, vocab_size: int, dim: int) -> None:
         super().__init__(vocab_size, dim // 2)
-        self.base = config.base
+        self.base = None if config.frequencies == "random" else config.base
         rows = 1 if config.sharing == "tokens" else vocab_size
         columns = 1 if config.sharing == "features" else dim // 2
-        self.offset = nn.Parameter(torch.zeros(rows, columns))
+        offset = torch.zeros(rows, columns)
+        self.offset = nn.Parameter(offset if self.base else offset.uniform_(-math.pi, math.pi))
         self.phase = nn.Parameter(torch.zeros(rows, columns)) if config.phase else None
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
@@ -67,7 +72,10 @@ class ComplexOrder(nn.Embedding):
         return torch.cat([*turned], dim=-1)
 
     def _first(self, device: torch.device) -> Tensor:
-        """Return the initial frequencies, [dim / 2 or 1] float64: one for all features is the first of them."""
+        """Return the frequencies that ``offset`` is added to, [dim / 2 or 1] float64: one for all features is the first
+        of them."""
+        if self.base is None:
+            return torch.zeros(self.offset.shape[1], device=device, dtype=torch.float64)
         index = torch.arange(self.offset.shape[1], device=device, dtype=torch.float64)
         return self.base ** (-2 * (index / 2).floor() / self.embedding_dim)
 

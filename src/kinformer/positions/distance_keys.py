@@ -30,6 +30,8 @@ class DistanceTable(nn.Module):
 class DistanceKeys(Position):
     """One table for all heads, and for all layers unless ``share_layers`` says otherwise."""
 
+    one_sided = True
+
     @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "distance_keys"

@@ -46,7 +46,7 @@ class T5(Position):
 
     def __init__(self, config: Config, dim: int, num_heads: int) -> None:
         super().__init__()
-        self.config, self.shared = config, config.shared
+        self.config, self.shared, self.one_sided = config, config.shared, not config.bidirectional
         self.table = nn.Parameter(torch.randn(config.num_buckets, num_heads) * dim**-0.5)
 
     def relative(self, lowest: int, highest: int) -> Relative | None:

@@ -18,6 +18,9 @@ class ControlOptions:
     """The environment to act in."""
     environments: int = 64
     """Copies of the environment that are acted in side by side, `length` steps of each in every rollout."""
+    env_processes: int = 0
+    """Processes that step the environments, each its share of the copies; 0: the one that trains. For environments that
+    take longer than the model."""
     ppo_epochs: int = 4
     """How often each rollout is learnt from, `batch_size` rows at a time."""
     discount: float = 0.99
@@ -38,7 +41,7 @@ class ControlOptions:
     def __post_init__(self) -> None:
         for name in ("environments", "ppo_epochs"):
             require(name, getattr(self, name), 1)
-        for name in ("kl_stop", "entropy_weight", "value_weight"):
+        for name in ("kl_stop", "entropy_weight", "value_weight", "env_processes"):
             require(name, getattr(self, name), 0)
         for name in ("discount", "gae_lambda", "clip_ratio"):
             if not 0 <= getattr(self, name) <= 1:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.control.acting import ActionSampler, within
+from kinformer.control.environments.processes import Processes
 from kinformer.control.environments.table import make
 from kinformer.control.online.data import ControlData
 from kinformer.control.policies import log_density
@@ -72,7 +73,8 @@ class Actor:
     def __init__(self, data: ControlData, time: int, seed: int) -> None:
         self.data, self.options, self.time, self.seed = data, data.options, time, seed
         count = self.options.environments
-        self.environment = make(data.env, count)
+        processes = self.options.env_processes
+        self.environment = Processes(data.env, count, processes) if processes else make(data.env, count)
         self.drawing = ActionSampler(data.actions, 1.0, seed)
         self.rows = np.arange(count)
         self.acted = 0

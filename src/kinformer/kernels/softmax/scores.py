@@ -22,6 +22,10 @@ EPS = 1e-12
 """Added under the root of a modulus, whose gradient at 0 would be infinite."""
 
 
+MANY = 4
+"""Up to so many distances a key, a query meets every distance once; it meets few keys of many distances one by one."""
+
+
 def relative_at(table: Tensor, distance: Tensor, lowest: int) -> Tensor:
     """Return the entries of ``table`` [heads, n, ...] (distances from ``lowest`` on) at ``distance``
     [...], as [heads, ..., ...], 0 outside."""
@@ -49,7 +53,12 @@ def moved(scores: Tensor, q: Tensor, distance: Tensor, scoring: Scoring) -> Tens
 
 
 def _met(q: Tensor, table: Tensor, distance: Tensor, lowest: int) -> Tensor:
-    """Return q_i . table[d_ij] [batch, heads, m, n], one query or one key at a time, whichever are fewer."""
+    """Return q_i . table[d_ij] [batch, heads, m, n]: of all distances at once where these are not many more than keys,
+    else one query or one key at a time, whichever are fewer."""
+    if 0 < table.shape[1] <= MANY * distance.shape[2]:
+        index, inside = _entries(table, distance, lowest)
+        met = (q @ table.mT).gather(3, index.expand(-1, q.shape[1], -1, -1))
+        return torch.where(inside, met, 0)
     if distance.shape[1] <= distance.shape[2]:
         rows = (relative_at(table, part, lowest).transpose(0, 1) for part in distance.unbind(1))
         return torch.stack([(row @ part[..., None])[..., 0] for row, part in zip(rows, q.unbind(2), strict=True)], 2)
@@ -57,8 +66,20 @@ def _met(q: Tensor, table: Tensor, distance: Tensor, lowest: int) -> Tensor:
     return torch.stack([(q * column).sum(-1) for column in columns], 3)
 
 
+def _entries(table: Tensor, distance: Tensor, lowest: int) -> tuple[Tensor, Tensor]:
+    """Return the entries of ``table`` [heads, n, ...] at ``distance`` [batch, m, n], and whether there is one, each
+    [batch, 1, m, n]."""
+    index = (distance - lowest)[:, None]
+    last = table.shape[1] - 1
+    return index.clamp(0, last), (index >= 0) & (index <= last)
+
+
 def mixed(weights: Tensor, table: Tensor, distance: Tensor, lowest: int) -> Tensor:
     """Return sum_j weights_ij table[d_ij] [batch, heads, m, head_dim] of ``weights`` [batch, heads, m, n]."""
+    if 0 < table.shape[1] <= MANY * distance.shape[2]:
+        index, inside = _entries(table, distance, lowest)
+        sums = weights.new_zeros(*weights.shape[:3], table.shape[1])
+        return sums.scatter_add(3, index.expand_as(weights), torch.where(inside, weights, 0)) @ table
     if distance.shape[1] <= distance.shape[2]:
         rows = (relative_at(table, item, lowest).transpose(0, 1) for item in distance.unbind(1))
         return torch.stack(

@@ -21,9 +21,11 @@ from kinformer.mixers.causal_sinkhorn import CausalSinkhornAttention
 from kinformer.mixers.channel_mix import CausalChannelMix
 from kinformer.mixers.chosen_blocks import ChosenBlocks
 from kinformer.mixers.compressive import Compressive
-from kinformer.mixers.cross import CrossAttention, LocalCrossAttention
+from kinformer.mixers.cross import CrossAttention
 from kinformer.mixers.cross_linear import LinearCrossAttention
 from kinformer.mixers.cross_linformer import LinformerCrossAttention
+from kinformer.mixers.cross_local import LocalCrossAttention
+from kinformer.mixers.cross_predictive import PredictiveCrossAttention
 from kinformer.mixers.etc import EtcAttention
 from kinformer.mixers.latent import LatentAttention
 from kinformer.mixers.linear import LinearAttention
@@ -42,14 +44,13 @@ from kinformer.mixers.sinkhorn import SinkhornAttention
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.mixers.star import StarAttention
 from kinformer.mixers.tensorized import BidirectionalTensorized, TensorizedAttention
+from kinformer.mixers.tensorized_memory import TensorizedMemory
 from kinformer.mixers.windows import WindowAttention
 from kinformer.projections.by_piece import Pieces
 from kinformer.runs.tracing.probe import Probe
 from kinformer.runtime.errors import KinformerError
 
 Keys = Literal["text", "source", "summaries"]
-
-
 Install = Callable[[Any, Probe], Iterator[None]]
 
 
@@ -219,10 +220,6 @@ def _summaries(mixer: Linformer, probe: Probe) -> Any:
     return patch.object(mixer, "_summaries", replaced)
 
 
-def _shape_of(mixer: Any) -> tuple[int, int, int]:
-    return mixer.shape
-
-
 _SORTED = "implied by attention to sorted blocks: its probabilities times what each token adds to each sorted block"
 _KERNEL = "implied by kernel attention, which computes no probabilities: what each value adds to the output"
 SITES: dict[type, Site] = {
@@ -240,16 +237,17 @@ SITES: dict[type, Site] = {
     LSHAttention: Site(_rows("qv", lambda mixer: (2, mixer.num_heads, mixer.head_dim))),
     BidirectionalLSH: Site(_rows("qv", lambda mixer: (2, mixer.num_heads, mixer.head_dim))),
     RoutingAttention: Site(_routing),
-    BidirectionalRouting: Site(_rows("qkv", _shape_of)),
+    BidirectionalRouting: Site(_rows("qkv", lambda mixer: mixer.shape)),
     SingleHead: Site(_single_head),
     LatentAttention: Site(_latent),
     ChosenBlocks: Site(_chosen, lacking="Where there are several branches, each counts by the gate of its head."),
     CrossAttention: Site(_cross, keys="source"),
     LocalCrossAttention: Site(_cross, keys="source"),
+    PredictiveCrossAttention: Site(_cross, lacking="What a row lacks of 1, the Gaussian takes away.", keys="source"),
     LinformerCrossAttention: Site(_cross, keys="summaries"),
     LinearAttention: Site(_kernel, _KERNEL),
     RWKV7: Site(_kernel, _KERNEL),
-    BidirectionalLinear: Site(_rows("qkv", _shape_of), _KERNEL),
+    BidirectionalLinear: Site(_rows("qkv", lambda mixer: mixer.shape), _KERNEL),
     Linformer: Site(_summaries, keys="summaries"),
     SinkhornAttention: Site(_by_projection, _SORTED),
     CausalSinkhornAttention: Site(_by_projection, _SORTED),
@@ -261,7 +259,7 @@ NO_WEIGHTS: dict[type, str] = {
     StarAttention: "A star attends twice in one layer, to neighbours and through its relay, so no weights between two "
     "tokens say what reaches an output.",
     **dict.fromkeys(
-        (TensorizedAttention, BidirectionalTensorized),
+        (TensorizedAttention, TensorizedMemory, BidirectionalTensorized),
         "Tensorized attention multiplies queries, keys and values in a core tensor; it weighs no tokens by "
         "probabilities.",
     ),
