@@ -12,6 +12,7 @@ from torch import distributed, nn
 from kinformer.core.stack import Stack, sparse_tables, units_of
 from kinformer.runtime.errors import KinformerError
 from kinformer.training.data_module import DataModule
+from kinformer.training.diloco import check_rows
 from kinformer.training.distributed import Group
 from kinformer.training.objective import ObjectiveModule
 from kinformer.training.settings import Settings
@@ -28,7 +29,7 @@ def compile_units(model: nn.Module, objective: object, group: Group) -> None:
 def wrapped(step: nn.Module, group: Group, keeps: bool = False) -> nn.Module:
     """Return ``step``, an ``ObjectiveModule``, behind the engine of ``group``; ``keeps``: states are carried."""
     check_shared(step, group)
-    if group.world == 1:
+    if group.world == 1 or group.strategy == "diloco":
         return step
     if group.tensor == 1:
         _share_time(step, group, keeps)
@@ -89,6 +90,7 @@ def average_gradients(engine: nn.Module) -> None:
 
 def check_divided(data: DataModule, objective: object, settings: Settings, group: Group) -> None:
     """Refuse runs of processes that share rows which do more with the model than compute losses of these."""
+    check_rows(data, group)
     if group.context > 1:
         _check_stretches(data, objective, settings, group)
     if group.tensor == 1:

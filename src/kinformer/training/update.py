@@ -148,7 +148,8 @@ class Window:
             return [], [], []
         ours = torch.stack([torch.cat([done.loss[None], done.metrics]) for done in self.updates])
         losses, *metrics = self.group.mean(ours).T.tolist()
-        norms = torch.stack([done.norm for done in self.updates]).tolist()
+        norms = torch.stack([done.norm for done in self.updates])
+        norms = (self.group.mean(norms) if self.group.strategy == "diloco" else norms).tolist()
         seconds, tokens = time.monotonic() - self._mark, sum(done.size for done in self.updates)
         self.seconds, self.tokens = self.seconds + seconds, self.tokens + tokens
         self.speed, self.overall = tokens / seconds, self.tokens / self.seconds
