@@ -126,3 +126,16 @@ def test_torchtitan_trains_a_run_as_kinformer_does(tmp_path):
     assert done.returncode == 0, done.stderr
     ours, theirs = (kinformer.load(tmp_path / name).state_dict() for name in ("own", "trained"))
     assert all((theirs[name] - weight).abs().max() < 1e-5 for name, weight in ours.items())
+
+
+def test_ray_trains_a_run_as_kinformer_does(tmp_path):
+    """Two workers of a Ray cluster on this machine, which the script starts."""
+    pytest.importorskip("ray")
+    (tmp_path / "text.txt").write_bytes(TEXT)
+    kinformer.train("gpt", recipe="tiny", data=tmp_path / "text.txt", out=tmp_path / "own", steps=3, length=32)
+    words = [sys.executable, str(ROOT / "examples" / "ray_train.py"), "gpt", "by-ray"]
+    words += ["--data", str(tmp_path / "text.txt"), "--steps", "3", "--length", "32"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    ours, theirs = (kinformer.load(tmp_path / name).state_dict() for name in ("own", "by-ray"))
+    assert all((theirs[name] - weight).abs().max() < 1e-5 for name, weight in ours.items())

@@ -1,4 +1,4 @@
-"""DiLoCo: two processes that train apart and meet once in a round, against DDP, a simulation and their own resume."""
+"""DiLoCo: two processes that train apart but for an outer step a round, against DDP, a simulation and their resume."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_resumed_in_the_midst_of_a_round(runs: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["diloco", "ddp"])
-def test_another_number_of_processes_goes_on_after_a_meeting(runs: Path, strategy: str) -> None:
+def test_another_number_of_processes_goes_on_after_an_outer_step(runs: Path, strategy: str) -> None:
     saved = Checkpoints(runs / "again" / "checkpoints", 2).read(4).files
     begun = load_file(runs / f"rounds by {strategy}" / "begun.safetensors")
     for name, weight in begun.items():

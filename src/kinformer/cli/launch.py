@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 import tyro
 
 from kinformer.cli import train
+from kinformer.cli.launching import FORMS, Start
 from kinformer.cli.options import CommonOptions, require
 from kinformer.cli.output import print_json
 from kinformer.cli.parsing import parse
-from kinformer.runs.launching import FORMS, Start
 from kinformer.runtime.errors import KinformerError
 
 

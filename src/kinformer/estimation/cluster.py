@@ -143,7 +143,7 @@ class Part:
             "activations": self.of_rows("activations", rows),
         }
         if mesh.strategy == "diloco":
-            memory["outer"] = 2 * sharded  # the weights of the last meeting, and momentum
+            memory["outer"] = 2 * sharded  # the shared weights, and their momentum
         if shares > 1:
             rest = module_bytes(self.model) - sum(self.units)
             largest = max(self.units, default=0)

@@ -1,13 +1,14 @@
-"""DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1): processes train apart and meet once in a round of H
-steps, so that a slow network joins them.
+"""DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1): processes train apart for rounds of H steps, so that
+a slow network is enough between them.
 
-Process i of n makes H updates of its own weights w_i, on its own rows, by the optimiser of the run, the inner one. Then
-they meet, with w the weights of the last meeting, m the outer momentum, and Nesterov's momentum as PyTorch's SGD:
+Process i of n makes H inner steps of its own weights w_i, on its own rows, by the run's optimiser. Then all make an
+outer step of the weights w that they share, with the outer gradient d, the outer momentum m, and Nesterov's momentum as
+PyTorch's SGD has it:
 
     d = w - mean_i w_i,    m <- momentum m + d,    w <- w - rate (d + momentum m),    w_i <- w
 
-The states of inner optimisers stay where they are. A meeting is one all-reduce of the trained weights. Rounds end at
-multiples of H, and with the run or a stage of it. What is validated and kept as the best are the weights w.
+The states of inner optimisers stay where they are. An outer step is one all-reduce of the trained weights. Rounds end
+at multiples of H, and with the run or a stage of it. What is validated and kept as the best are the weights w.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, distributed, nn
@@ -25,11 +27,12 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import reading
 from kinformer.runtime.words import plural
 from kinformer.training.averaging import put, swapped
-from kinformer.training.checkpoint import Checkpoint
-from kinformer.training.data_module import DataModule
 from kinformer.training.distributed import Group
-from kinformer.training.optimiser import Optimiser
 from kinformer.training.settings import Settings
+
+if TYPE_CHECKING:
+    from kinformer.training.checkpoint import Checkpoint
+    from kinformer.training.optimiser import Optimiser
 
 WORKERS, MOMENTUM = "workers", "outer"
 """Groups of a checkpoint: the weights of every process and, but for the first one's, which stands in the group
@@ -49,14 +52,15 @@ class Rounds:
         self.inner: dict[str, Tensor] = self._trained if group.strategy == "diloco" else {}
         self.outer: dict[str, Tensor] = {}
         self.momentum: dict[str, Tensor] = {}
-        self.met: int | None = None
+        self.stepped: int | None = None
 
     def begin(self, saved: Checkpoint | None, place: str) -> Checkpoint | None:
         """Begin with the weights that the model has, or go on from those of ``saved`` in the folder ``place``, which
         the model has loaded; return it with the optimiser's state that this process goes on with.
 
         As many processes as have written ``saved`` go on in the midst of a round. Others, and another strategy, begin
-        after a meeting of those: process i with the optimiser's state of process i mod n, with another strategy 0.
+        after an outer step of those: process i with the inner optimiser's state of process i mod n, with another
+        strategy of the first.
         """
         if saved is None or WORKERS not in saved.files:
             self._reset(self.inner, {})
@@ -68,34 +72,33 @@ class Rounds:
             if self.inner and len(workers) == self.group.world:
                 put(self._trained, weights[self.group.rank])
             else:
-                self._meet({name: sum(item[name] for item in weights) / len(weights) for name in self._trained})
+                self._outer_step({name: sum(item[name] for item in weights) / len(weights) for name in self._trained})
             number = self.group.rank % len(workers) if self.inner else 0
             if not self.inner:
                 self._reset({}, {})
             return replace(saved, files={**saved.files, "optimizer": workers[number]["optimizer"]})
 
     def after(self, step: int, ends: bool) -> None:
-        """Meet if a round ends after ``step`` steps in all; it ``ends`` in any case where the run or its stage does."""
-        if self.inner and step != self.met and (ends or step % self.settings.diloco_steps == 0):
-            self._meet(self._means())
-            self.met = step
+        """Make an outer step if a round ends after ``step`` steps in all; it ``ends`` where the run or a stage does."""
+        if self.inner and step != self.stepped and (ends or step % self.settings.diloco_steps == 0):
+            self._outer_step(self._means())
+            self.stepped = step
 
     def applied(self) -> AbstractContextManager[None]:
-        """Give the model the weights of the last meeting within the context."""
+        """Give the model the shared weights, those of the last outer step, within the context."""
         return swapped(self.inner, self.outer)
 
     def tensors(self, optimiser: Optimiser) -> dict[str, dict[str, Tensor]]:
-        """Return what a checkpoint holds beside the weights of the last meeting, on the first process; all must call
-        together."""
+        """Return what a checkpoint holds beside the shared weights, on the first process; all must call together."""
         if not self.inner:
             return {}
-        own = {f"model/{name}": weight for name, weight in self.inner.items()}
-        own |= {f"optimizer/{name}": item for name, item in optimiser.tensors()}
-        everyone = self.group.collect(list(own.values()))
+        local = {f"model/{name}": weight for name, weight in self.inner.items()}
+        local |= {f"optimizer/{name}": item for name, item in optimiser.tensors()}
+        everyone = self.group.collect(list(local.values()))
         workers = {
             f"{rank:04d}/{name}": tensor.clone()
             for rank, tensors in enumerate(everyone)
-            for name, tensor in zip(own, tensors, strict=True)
+            for name, tensor in zip(local, tensors, strict=True)
             if rank or name.startswith("model/")
         }
         return {WORKERS: workers, MOMENTUM: {name: item.cpu().clone() for name, item in self.momentum.items()}}
@@ -117,8 +120,8 @@ class Rounds:
         return means
 
     @torch.no_grad()
-    def _meet(self, means: Mapping[str, Tensor]) -> None:
-        """Move the weights of the last meeting to those of the next; all processes go on from them."""
+    def _outer_step(self, means: Mapping[str, Tensor]) -> None:
+        """Move the shared weights by the ``means`` of the processes' weights; all processes go on from them."""
         rate, share = self.settings.outer_lr, self.settings.outer_momentum
         outer, momentum = list(self.outer.values()), list(self.momentum.values())
         # d = w - mean_i w_i,  m <- share m + d,  w <- w - rate (d + share m)
@@ -162,13 +165,4 @@ def check_rounds(settings: Settings, model: nn.Module, group: Group) -> None:
         raise KinformerError(
             f"`strategy` diloco: {type(learners[0]).__name__} learns from the tokens of all processes in every step; "
             "train with `strategy` ddp."
-        )
-
-
-def check_rows(data: DataModule, group: Group) -> None:
-    """Refuse rows that a model makes, since those of processes that train apart would be of different models."""
-    if group.strategy == "diloco" and type(data).begin is not DataModule.begin:
-        raise KinformerError(
-            "`strategy` diloco: rows of this task are made by the model itself, which processes train apart; train "
-            "with `strategy` ddp."
         )

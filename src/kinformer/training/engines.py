@@ -12,7 +12,6 @@ from torch import distributed, nn
 from kinformer.core.stack import Stack, sparse_tables, units_of
 from kinformer.runtime.errors import KinformerError
 from kinformer.training.data_module import DataModule
-from kinformer.training.diloco import check_rows
 from kinformer.training.distributed import Group
 from kinformer.training.objective import ObjectiveModule
 from kinformer.training.settings import Settings
@@ -90,7 +89,11 @@ def average_gradients(engine: nn.Module) -> None:
 
 def check_divided(data: DataModule, objective: object, settings: Settings, group: Group) -> None:
     """Refuse runs of processes that share rows which do more with the model than compute losses of these."""
-    check_rows(data, group)
+    if group.strategy == "diloco" and type(data).begin is not DataModule.begin:
+        raise KinformerError(
+            "`strategy` diloco: rows of this task are made by the model itself, which processes train apart; train "
+            "with `strategy` ddp."
+        )
     if group.context > 1:
         _check_stretches(data, objective, settings, group)
     if group.tensor == 1:
