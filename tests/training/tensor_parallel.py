@@ -32,6 +32,7 @@ HYBRID = {
 RUNS: dict[str, dict[str, Any]] = {
     "t5": {"model": {"member": "t5", "layers": 1, "head": "language"}, "ema": 0.5, "async_saves": True},
     "hybrid": {"model": HYBRID, "segments": True},
+    "recurrence": {"model": {"member": "transformer-xl", "layers": 1}, "segments": True},
 }
 """One of every kind of what is cut: heads, states, a table that belongs to the stack, the vocabulary and its loss."""
 OPTIONS: dict[str, Any] = {"steps": 10, "checkpoint_every": 5, "validate_every": 10}
@@ -62,6 +63,7 @@ def meshed(place: Path, text: str) -> Callable[[Group], object]:
         corpus, four = open_corpus(text), replace(group, strategy="fsdp", tensor=2)
         run(corpus, place / "four hybrid", four, "hybrid")
         run(corpus, place / "four t5", replace(four, strategy="ddp"), "t5")
+        run(corpus, place / "four recurrence", four, "recurrence")
 
     return work
 

@@ -17,6 +17,10 @@ LINEAR = {"member": "linear-transformer"}
 MASKED = {"model": {"member": "bert"}, "objective": "masked-language", "validation_tokens": 700}
 LABELS = {"model": {"member": "bert"}, "objective": "classification", "length": 32}
 SPANS = {"member": "adaptive-span", "layers.*.mixer.span.penalty": 0.05}
+HYBRID = {
+    "member": "gated-deltanet", "layers": 2, "layers.1.mixer": {"kind": "softmax", "position": "rope"},
+}  # fmt: skip
+PAIRS = {"model": {"member": "vanilla"}, "objective": "translation", "batch_size": 8, "validation_tokens": 300}
 FRESH: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("ddp", {}),
     "fsdp": ("fsdp", {}),
@@ -38,6 +42,9 @@ FRESH: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp labels": ("fsdp", LABELS),
     "ddp deep": ("ddp", {"objective": "deep-supervision", "accumulate": 2}),
     "fsdp deep": ("fsdp", {"model": {"member": "deep-char", "layers": 3}, "objective": "deep-supervision"}),
+    "fsdp hybrid": ("fsdp", {"segments": True, "model": HYBRID}),
+    "ddp recurrence": ("ddp", {"segments": True, "model": {"member": "transformer-xl"}}),
+    "fsdp recurrence": ("fsdp", {"segments": True, "model": {"member": "transformer-xl"}}),
     "fsdp bf16": ("fsdp", {"precision": "bf16-mixed", "segments": True, "model": LINEAR}),
 }
 AGAIN = (
@@ -50,6 +57,7 @@ AGAIN = (
     "fsdp average",
     "fsdp shared",
     "fsdp deep",
+    "fsdp hybrid",
 )
 """One of every kind of state that a checkpoint holds."""
 OPTIONS = {"steps": 4, "checkpoint_every": 2, "validate_every": 2}
@@ -72,6 +80,10 @@ def _work(place: Path, text: str, group: Group) -> dict[str, Any]:
         group.on_first(lambda name=name: rewound(place / name, place / f"{name} again"))
         train(corpus, place / f"{name} again", replace(group, strategy=strategy), **OPTIONS | options)
         train(corpus, place / f"one to {name}", replace(group, strategy=strategy), **OPTIONS | options)
+    for strategy in ("ddp", "fsdp"):
+        train(corpus, place / f"{strategy} pairs", replace(group, strategy=strategy), **OPTIONS | PAIRS)
+    group.on_first(lambda: rewound(place / "fsdp pairs", place / "fsdp pairs again"))
+    train(corpus, place / "fsdp pairs again", replace(group, strategy="fsdp"), **OPTIONS | PAIRS)
     return told | {"rows": _rows(corpus, place, group), "fault": _fault(group)}
 
 

@@ -47,7 +47,7 @@ def run(options: Options) -> int:
         raise KinformerError("launch: needs the training behind two dashes, as in: kinformer launch -- train gpt ...")
     if any("\n" in word for word in words):
         raise KinformerError("launch: a word of the training holds a line break, which scripts would cut; write it so.")
-    training = parse(train.Options, train.TASK_OPTIONS, words[1:], prog="kinformer train", description="")
+    training = parse(train.Options, "Options", words[1:], prog="kinformer train", description="")
     if training is None:
         return 0
     total = options.nodes * options.processes

@@ -72,7 +72,9 @@ class Rounds:
             if self.inner and len(workers) == self.group.world:
                 put(self._trained, weights[self.group.rank])
             else:
-                self._outer_step({name: sum(item[name] for item in weights) / len(weights) for name in self._trained})
+                self._outer_step(
+                    {name: torch.stack([item[name] for item in weights]).mean(0) for name in self._trained}
+                )
             number = self.group.rank % len(workers) if self.inner else 0
             if not self.inner:
                 self._reset({}, {})
