@@ -102,15 +102,13 @@ def test_tensorboard_is_told(tmp_path):
     assert any((tmp_path / "tracked").iterdir())
 
 
-@pytest.mark.parametrize("tracker", ["wandb", "mlflow", "trackio"])
-def test_other_trackers_are_told(tracker, tmp_path, monkeypatch):
-    pytest.importorskip(tracker)
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+def test_weights_and_biases_is_told_offline(tmp_path):
+    pytest.importorskip("wandb")
     (tmp_path / "config.json").write_text('{"training": {"lr": 0.01, "stages": null}}')
-    log, close = getattr(example("track"), tracker)(tmp_path)
+    log, close = example("track").wandb(tmp_path)
     log(1, {"loss": 2.5})
     close()
-    assert {path.name for path in tmp_path.iterdir()} > {"config.json"}
+    assert [*(tmp_path / "wandb").glob("offline-run-*/*.wandb")]
 
 
 def test_lightning_shards_layers_over_two_processes(tmp_path):

@@ -83,7 +83,7 @@ def test_begun_by_two_resumed_by_one(runs: tuple[Path, dict[str, Any]], corpus: 
 
 
 def test_shards_translate_as_copies_do(runs: tuple[Path, dict[str, Any]]) -> None:
-    """Pairs come in batches of so many tokens, which differ with the number of processes. Adam makes much of rounding."""
+    """Pairs come in batches of so many tokens, which differ with the number of processes. Adam amplifies rounding."""
     shards, copies, again = (runs[0] / name for name in ("fsdp pairs", "ddp pairs", "fsdp pairs again"))
     assert curve(shards) == pytest.approx(curve(copies), rel=1e-6) and gap(shards, copies) < 1e-4
     assert gap(shards, again) == 0.0
