@@ -95,5 +95,5 @@ if __name__ == "__main__":
     signal.alarm(300)
     kinds()
     folder, data = Path(sys.argv[1]), sys.argv[2]
-    jobs = [(1, alone), (2, divided), (4, meshed), (1, continued), (2, measured)]
+    jobs = [(1, alone), (2, divided), (4, meshed), (1, continued), (2, measured), (4, measured)]
     print(json.dumps([together(world, folder, job(folder, data)) for world, job in jobs]))
