@@ -32,7 +32,7 @@ HYBRID = {
 RUNS: dict[str, dict[str, Any]] = {
     "t5": {"model": {"member": "t5", "layers": 1, "head": "language"}, "ema": 0.5, "async_saves": True},
     "hybrid": {"model": HYBRID, "segments": True},
-    "recurrence": {"model": {"member": "transformer-xl", "layers": 1}, "segments": True},
+    "recurrence": {"model": {"member": "transformer-xl", "layers": 1}, "segments": True, "steps": 4},
 }
 """One of every kind of what is cut: heads, states, a table that belongs to the stack, the vocabulary and its loss."""
 OPTIONS: dict[str, Any] = {"steps": 10, "checkpoint_every": 5, "validate_every": 10}

@@ -43,7 +43,6 @@ FRESH: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp deep": ("ddp", {"objective": "deep-supervision", "accumulate": 2}),
     "fsdp deep": ("fsdp", {"model": {"member": "deep-char", "layers": 3}, "objective": "deep-supervision"}),
     "fsdp hybrid": ("fsdp", {"segments": True, "model": HYBRID}),
-    "ddp recurrence": ("ddp", {"segments": True, "model": {"member": "transformer-xl"}}),
     "fsdp recurrence": ("fsdp", {"segments": True, "model": {"member": "transformer-xl"}}),
     "fsdp bf16": ("fsdp", {"precision": "bf16-mixed", "segments": True, "model": LINEAR}),
 }
