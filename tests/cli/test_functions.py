@@ -12,7 +12,7 @@ from kinformer.comparison.machine import Floor
 from kinformer.runtime.errors import KinformerError, as_flags
 
 OTHER_NAMES = {"chat": "stream", "list": "members", "import": "import_checkpoint"}
-ABOUT_THE_SHELL = {"completion"}
+ABOUT_THE_SHELL = {"completion", "launch"}
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS.keys() - ABOUT_THE_SHELL))

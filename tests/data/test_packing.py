@@ -126,6 +126,30 @@ def test_a_parquet_table_is_its_rows(table: Path, tmp_path: Path) -> None:
         kinformer.pack(tmp_path / "columns", tmp_path / "none2", workers=1)
 
 
+def test_a_dataset_of_hugging_face_is_its_rows(table: Path, tmp_path: Path) -> None:
+    """As ``Dataset.save_to_disk`` writes it: Arrow streams beside files about them."""
+    pyarrow = pytest.importorskip("pyarrow")
+    texts = [json.loads(line)["body"] for line in table.read_text(encoding="utf-8").splitlines()]
+    saved, half = tmp_path / "saved", len(texts) // 2
+    saved.mkdir()
+    for name in ("dataset_info.json", "state.json"):
+        (saved / name).write_text("{}")
+    for number, part in enumerate((texts[:half], texts[half:])):
+        rows = pyarrow.table({"other": list(range(len(part))), "body": part})
+        with pyarrow.ipc.new_stream(str(saved / f"data-{number:05d}-of-00002.arrow"), rows.schema) as stream:
+            stream.write_table(rows, max_chunksize=20)
+    for data, name in ((table, "lines"), (saved, "rows")):
+        pack(Packing(data=str(data), text_field="body", shard_bytes=4000), tmp_path / name, 1, silent)
+    for name in PACKED_SPLITS:
+        left, right = (open_corpus(str(tmp_path / place)).splits[name] for place in ("lines", "rows"))
+        assert ids(left) == ids(right) and left.documents.tolist() == right.documents.tolist()
+    with pytest.raises(KinformerError, match="has no column 'text'"):
+        kinformer.pack(saved, tmp_path / "none", workers=1)
+    (saved / "data-00000-of-00002.arrow").write_bytes(b"no stream at all")
+    with pytest.raises(KinformerError, match="no readable Arrow stream"):
+        kinformer.pack(saved, tmp_path / "none2", workers=1)
+
+
 def test_what_was_interrupted_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = Packing(data=str(folder), shard_bytes=700)
     pack(wanted, tmp_path / "whole", 1, silent)

@@ -102,6 +102,15 @@ def test_tensorboard_is_told(tmp_path):
     assert any((tmp_path / "tracked").iterdir())
 
 
+def test_weights_and_biases_is_told_offline(tmp_path):
+    pytest.importorskip("wandb")
+    (tmp_path / "config.json").write_text('{"training": {"lr": 0.01, "stages": null}}')
+    log, close = example("track").wandb(tmp_path)
+    log(1, {"loss": 2.5})
+    close()
+    assert [*(tmp_path / "wandb").glob("offline-run-*/*.wandb")]
+
+
 def test_lightning_shards_layers_over_two_processes(tmp_path):
     pytest.importorskip("lightning")
     words = [sys.executable, str(ROOT / "examples" / "lightning_module.py"), "--processes", "2", "--steps", "18"]
@@ -125,4 +134,17 @@ def test_torchtitan_trains_a_run_as_kinformer_does(tmp_path):
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     ours, theirs = (kinformer.load(tmp_path / name).state_dict() for name in ("own", "trained"))
+    assert all((theirs[name] - weight).abs().max() < 1e-5 for name, weight in ours.items())
+
+
+def test_ray_trains_a_run_as_kinformer_does(tmp_path):
+    """Two workers of a Ray cluster on this machine, which the script starts."""
+    pytest.importorskip("ray")
+    (tmp_path / "text.txt").write_bytes(TEXT)
+    kinformer.train("gpt", recipe="tiny", data=tmp_path / "text.txt", out=tmp_path / "own", steps=3, length=32)
+    words = [sys.executable, str(ROOT / "examples" / "ray_train.py"), "gpt", "by-ray"]
+    words += ["--data", str(tmp_path / "text.txt"), "--steps", "3", "--length", "32"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    ours, theirs = (kinformer.load(tmp_path / name).state_dict() for name in ("own", "by-ray"))
     assert all((theirs[name] - weight).abs().max() < 1e-5 for name, weight in ours.items())

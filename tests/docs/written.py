@@ -23,4 +23,8 @@ def commands_of(text: str) -> Iterator[list[str]]:
             if part.strip().startswith("kinformer "):
                 words = shlex.split(part.strip(), comments=True)
                 ends = [index for index, word in enumerate(words) if word in ("<", ">", "|")]
-                yield words[1 : ends[0]] if ends else words[1:]
+                words = words[1 : ends[0]] if ends else words[1:]
+                if "--" in words:  # what is launched
+                    yield words[words.index("--") + 1 :]
+                    words = words[: words.index("--")]
+                yield words

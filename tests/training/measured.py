@@ -18,6 +18,8 @@ from kinformer.training.distributed import Group
 from tests.training.tiny import trainer
 
 MESHES = {"tp=2": ("ddp", 2), "fsdp=2": ("fsdp", 1), "dp=2": ("ddp", 1)}
+FOUR = {"tp=2,fsdp=2": ("fsdp", 2)}
+"""Meshes of two and of four processes."""
 MEMBERS = ("rope", "gated-deltanet")
 LENGTH, ROWS = 32, 4
 _TENSOR = {"c10d::allreduce_": "all_reduce", "c10d::_allgather_base_": "all_gather"}
@@ -60,12 +62,12 @@ class Saved:
 
 
 def measured(place: Path, text: str) -> Callable[[Group], object]:
-    """One step by every mesh of two processes, of members with and without a growing state."""
+    """One step by every mesh of so many processes, of members with and without a growing state."""
 
     def work(group: Group) -> None:
         corpus, results = open_corpus(text), {}
-        for member in MEMBERS:
-            for mesh, (strategy, tensor) in MESHES.items():
+        for member in MEMBERS if group.world == 2 else MEMBERS[:1]:
+            for mesh, (strategy, tensor) in (MESHES if group.world == 2 else FOUR).items():
                 torch.set_default_dtype(torch.float32)
                 many = replace(group, strategy=strategy, tensor=tensor)
                 folder = place / f"{member} {mesh}"
@@ -80,7 +82,7 @@ def measured(place: Path, text: str) -> Callable[[Group], object]:
                 weights, optimizer = (sum(_local(item).nbytes for item in items) for items in held)
                 results[f"{member} {mesh}"] = {"weights": weights, "optimizer": optimizer, **counted.bytes}
                 results[f"{member} {mesh}"]["activations"] = saved.bytes
-        group.on_first(lambda: (place / "measured.json").write_text(json.dumps(results)))
+        group.on_first(lambda: (place / f"measured by {group.world}.json").write_text(json.dumps(results)))
 
     return work
 

@@ -32,6 +32,7 @@ HYBRID = {
 RUNS: dict[str, dict[str, Any]] = {
     "t5": {"model": {"member": "t5", "layers": 1, "head": "language"}, "ema": 0.5, "async_saves": True},
     "hybrid": {"model": HYBRID, "segments": True},
+    "recurrence": {"model": {"member": "transformer-xl", "layers": 1}, "segments": True, "steps": 4},
 }
 """One of every kind of what is cut: heads, states, a table that belongs to the stack, the vocabulary and its loss."""
 OPTIONS: dict[str, Any] = {"steps": 10, "checkpoint_every": 5, "validate_every": 10}
@@ -62,6 +63,7 @@ def meshed(place: Path, text: str) -> Callable[[Group], object]:
         corpus, four = open_corpus(text), replace(group, strategy="fsdp", tensor=2)
         run(corpus, place / "four hybrid", four, "hybrid")
         run(corpus, place / "four t5", replace(four, strategy="ddp"), "t5")
+        run(corpus, place / "four recurrence", four, "recurrence")
 
     return work
 
@@ -93,5 +95,5 @@ if __name__ == "__main__":
     signal.alarm(300)
     kinds()
     folder, data = Path(sys.argv[1]), sys.argv[2]
-    jobs = [(1, alone), (2, divided), (4, meshed), (1, continued), (2, measured)]
+    jobs = [(1, alone), (2, divided), (4, meshed), (1, continued), (2, measured), (4, measured)]
     print(json.dumps([together(world, folder, job(folder, data)) for world, job in jobs]))

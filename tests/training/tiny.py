@@ -13,12 +13,15 @@ import torch
 
 from kinformer.data import BosEos, Corpus, Examples, Labelled
 from kinformer.data.masking import Masking, ordinary
+from kinformer.data.pairs import Languages, Pairs, Parallel
+from kinformer.data.tokenizer import ByteTokenizer
 from kinformer.family.build import build
 from kinformer.heads.classification import ClassificationHead
 from kinformer.tasks.classify.rows import Labels
 from kinformer.tasks.mlm.rows import MaskedTokens
 from kinformer.tasks.next_token.rows import NextTokens
 from kinformer.tasks.table import TASKS
+from kinformer.tasks.translate.rows import TranslationPairs
 from kinformer.training.checkpoint import Checkpoints
 from kinformer.training.data_module import DataModule
 from kinformer.training.distributed import Group
@@ -59,7 +62,7 @@ def trainer(
     settings = replace(SETTINGS, **changes)
     if settings.objective == "classification":
         overrides["head"] = ClassificationHead.Config(classes=3)
-    encodes = settings.objective in ("classification", "masked-language", "mlm-cpc")
+    encodes = settings.objective in ("classification", "masked-language", "mlm-cpc", "translation")
     torch.manual_seed(3)
     built = build(overrides.pop("member", "gpt"), "tiny", 259 if encodes else 256, overrides)
     built = built.double() if double else built
@@ -73,7 +76,19 @@ def rows(corpus: Corpus, settings: Settings) -> DataModule:
     ends = BosEos(257, 258)
     if settings.objective == "classification":
         return Labels(labelled(), settings, ends)
+    if settings.objective == "translation":
+        return TranslationPairs(reversals(), settings, ends, smoothing=0.0)
     return MaskedTokens(corpus, settings, Masking(256, ordinary(256, set())), ends)
+
+
+def reversals(number: int = 200) -> Parallel:
+    """Words of 3 to 9 letters, and their letters in reverse."""
+    draw = np.random.default_rng(0)
+    words = [draw.integers(97, 105, draw.integers(3, 10)).astype(np.uint8).tobytes() for _ in range(number)]
+    pairs = Pairs(words, [word[::-1] for word in words])
+    return Parallel(
+        "tiny", "1", "none", Languages(), ByteTokenizer(), {"train": pairs, "validation": pairs.taken(range(40))}
+    )
 
 
 def labelled(number: int = 120) -> Labelled:

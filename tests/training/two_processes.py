@@ -19,6 +19,10 @@ LABELS = {"model": {"member": "bert"}, "objective": "classification", "length": 
 SPANS = {"member": "adaptive-span", "layers.*.mixer.span.penalty": 0.05}
 HIGH_RATE = {"optimizer": "radam", "lr": 0.3, "warmup": 0, "steps": 10, "validate_every": 5, "double": True}
 """Rectified from the sixth step on; the rate amplifies what float32 rounds to some 1e-3 in the weights."""
+HYBRID = {
+    "member": "gated-deltanet", "layers": 2, "layers.1.mixer": {"kind": "softmax", "position": "rope"},
+}  # fmt: skip
+PAIRS = {"model": {"member": "vanilla"}, "objective": "translation", "batch_size": 8, "validation_tokens": 300}
 FRESH: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("ddp", {}),
     "fsdp": ("fsdp", {}),
@@ -41,6 +45,8 @@ FRESH: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp deep": ("ddp", {"objective": "deep-supervision", "accumulate": 2}),
     "fsdp deep": ("fsdp", {"model": {"member": "deep-char", "layers": 3}, "objective": "deep-supervision"}),
     "ddp radam": ("ddp", HIGH_RATE),
+    "fsdp hybrid": ("fsdp", {"segments": True, "model": HYBRID}),
+    "fsdp recurrence": ("fsdp", {"segments": True, "model": {"member": "transformer-xl"}}),
     "fsdp bf16": ("fsdp", {"precision": "bf16-mixed", "segments": True, "model": LINEAR}),
 }
 AGAIN = (
@@ -53,6 +59,7 @@ AGAIN = (
     "fsdp average",
     "fsdp shared",
     "fsdp deep",
+    "fsdp hybrid",
 )
 """One of every kind of state that a checkpoint holds."""
 OPTIONS = {"steps": 4, "checkpoint_every": 2, "validate_every": 2}
@@ -75,6 +82,10 @@ def _work(place: Path, text: str, group: Group) -> dict[str, Any]:
         group.on_first(lambda name=name: rewound(place / name, place / f"{name} again"))
         train(corpus, place / f"{name} again", replace(group, strategy=strategy), **OPTIONS | options)
         train(corpus, place / f"one to {name}", replace(group, strategy=strategy), **OPTIONS | options)
+    for strategy in ("ddp", "fsdp"):
+        train(corpus, place / f"{strategy} pairs", replace(group, strategy=strategy), **OPTIONS | PAIRS)
+    group.on_first(lambda: rewound(place / "fsdp pairs", place / "fsdp pairs again"))
+    train(corpus, place / "fsdp pairs again", replace(group, strategy="fsdp"), **OPTIONS | PAIRS)
     return told | {"rows": _rows(corpus, place, group), "fault": _fault(group)}
 
 

@@ -32,7 +32,7 @@ GROUPS = {
     ),
     "retrieval": ("datastore", "retriever", "weight", "neighbours", "knn_temperature", "probes", "tune", "sizes"),
     "machine": ("device", "threads", "precision", "weights", "chunk", "compile", "devices", "strategy", "parallel",
-        "hardware", "efficiency",
+        "hardware", "efficiency", "rounds",
     ),
     "general": ("seed", "json", "quiet", "verbose", "no_echo", "config"),
 }  # fmt: skip

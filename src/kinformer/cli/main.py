@@ -47,6 +47,11 @@ COMMANDS = {
         "Train a member and write a run folder.",
         "kinformer train gpt --data book.txt --out runs/book --minutes 5",
     ),
+    "launch": Command(
+        "kinformer.cli.launch",
+        "Print what starts a training on many machines: torchrun's line, or a scheduler's script.",
+        "kinformer launch --to slurm --nodes 2 --processes 8 -- train gpt --config many.toml",
+    ),
     "evaluate": Command(
         "kinformer.cli.evaluate",
         "Measure a run on held-out data, as its task says.",

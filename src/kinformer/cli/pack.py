@@ -21,13 +21,13 @@ class Options(Printing):
     """
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-    """A file, a folder, or stdlib; of .jsonl and .parquet each row is a document. With --check: a folder of shards."""
+    """A file, a folder, or stdlib; each row of .jsonl, .parquet and .arrow is a document. With --check: the shards."""
     out: str | None = None
     """The folder of the shards, which must be new."""
     tokenizer: str | None = None
     """Path of a tokenizer.json; without it the tokens are bytes."""
     text_field: str | None = None
-    """The field or column of JSON lines and Parquet tables that holds the text ("text" if not given)."""
+    """The field of JSON lines, or the column of tables, that holds the text ("text" if not given)."""
     holdout: float | None = None
     """Hold out the last share of the data for validation and test at once, instead of 5 % for each."""
     shard_mb: int = 256

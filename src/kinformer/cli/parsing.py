@@ -29,10 +29,11 @@ def parse(
     name = prog.removeprefix("kinformer ")
     shape = form.form_of(options, kind)
     written_options = list(arguments)
-    if (path := _config(written_options)) is not None:
+    before_dashes = written_options[: written_options.index("--")] if "--" in written_options else written_options
+    if (path := _config(before_dashes)) is not None:
         defaults, written = read(path, form.flags(shape))
         shape, written_options = form.form_of(options, kind, defaults), written + written_options
-    if {"-h", "--help"} & set(written_options):
+    if {"-h", "--help"} & set(before_dashes):
         shape, written_options = form.form_of(options, kind, only=tasks_meant(written_options)), ["--help"]
     output = io.StringIO()
     try:

@@ -4,6 +4,7 @@ A device of tensor parallelism has a part of the model, so it costs what that pa
 (``training.division``). What is exchanged in a step, in bytes of a collective's tensor (float32 parameters):
 
     dp      all-reduce of the gradients
+    diloco  all-reduce of the weights, once in a round
     fsdp    all-gather of the weights of every unit twice, of the others once; reduce-scatter of the gradients
     tp      all-reduce of every divided module's outputs, and of the gradients of its inputs; of a look-up's outputs;
             of the gradients of the hidden states that logits are made of; of three numbers a token of the loss
@@ -13,8 +14,8 @@ Devices that share rows wait for their exchanges, while those of gradients and w
 
     step = max(FLOPs / (efficiency * FLOP/s) + bytes of tp and cp / link, bytes of data / link or network)
 
-Of stretches of time, the last computes most, and the others wait for it. Kernels that wait for memory, latencies and
-stragglers are what ``efficiency`` stands for.
+Devices that train apart (diloco) wait for all exchanges. Of stretches of time, the last computes most, and the others
+wait for it. Kernels that wait for memory, latencies and stragglers are what ``efficiency`` stands for.
 """
 
 from __future__ import annotations
@@ -141,6 +142,8 @@ class Part:
             "optimizer": round(train["optimizer"] * sharded / max(1, train["weights"])),
             "activations": self.of_rows("activations", rows),
         }
+        if mesh.strategy == "diloco":
+            memory["outer"] = 2 * sharded  # the shared weights, and their momentum
         if shares > 1:
             rest = module_bytes(self.model) - sum(self.units)
             largest = max(self.units, default=0)
@@ -154,8 +157,8 @@ class Part:
         within = Payload(tensor=tensor, context=accumulate * rows * self._sent)
         if mesh.copies == 1:
             return within
-        if mesh.strategy == "ddp":
-            return within._replace(all_reduce=whole)
+        if mesh.strategy != "fsdp":
+            return within._replace(all_reduce=whole // mesh.rounds)
         padded = mesh.copies * sharded_bytes(self.model, mesh.copies)
         units = mesh.copies * sum(sharded_bytes(unit, mesh.copies) for unit in units_of(self.model))
         return within._replace(all_gather=accumulate * (padded + units), reduce_scatter=padded)
@@ -209,11 +212,13 @@ class Part:
 class Cluster:
     """The costs of training ``config`` by ``batch`` rows of ``length`` tokens a step on devices like ``device``, whose
     products reach the share ``efficiency`` of their peak. ``refused``: why no row can be shared, where that is so.
-    ``tensor``: how many devices may share a row, if not all powers of two up to a node."""
+    ``tensor``: how many devices may share a row, if not all powers of two up to a node. ``rounds``: the steps of a
+    round of DiLoCo, which is then a mesh, too."""
 
     def __init__(self, config: Any, device: Device, efficiency: float, **sizes: Any) -> None:
         self.config, self.device, self.efficiency = config, device, efficiency
         self.batch: int = sizes.pop("batch")
+        self.rounds: int | None = sizes.pop("rounds", None)
         self.sizes, self.refused = sizes, ""
         self.tensor: Sequence[int] = ()
         self._parts: dict[Shared, Part] = {}
@@ -228,6 +233,8 @@ class Cluster:
             for ring in (False, True) if both else (False,):
                 if not any(cost.fits for cost in costs):
                     costs += self._costs(meshes(devices, self.batch, self.device.node, context, ring))
+        if self.rounds and devices > 1 and self.batch % devices == 0:
+            costs += self._costs([Mesh(1, devices, "diloco", rounds=self.rounds)])
         return sorted(costs, key=lambda cost: (not cost.fits, cost.step, cost.train_bytes))
 
     def _costs(self, candidates: Iterable[Mesh]) -> list[MeshCost]:
@@ -270,7 +277,8 @@ class Cluster:
             "context": context / (device.link if mesh.tensor * mesh.context <= device.node else device.network),
             "data": data / (device.link if within else device.network),
         }
-        step = max(seconds["compute"] + seconds["tensor"] + seconds["context"], seconds["data"])
+        rows_done = seconds["compute"] + seconds["tensor"] + seconds["context"]
+        step = rows_done + seconds["data"] if mesh.strategy == "diloco" else max(rows_done, seconds["data"])
         return MeshCost(
             mesh=mesh.text,
             accumulate=accumulate,

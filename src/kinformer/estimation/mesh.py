@@ -17,18 +17,19 @@ from kinformer.estimation.stretches import FLOAT
 class Mesh(NamedTuple):
     """``tensor`` devices share the heads and features of every row, ``context`` groups of them its time (with ``ring``
     by keys and values that go round); ``replicas`` of all that have other rows. With the ``strategy`` fsdp those that
-    have other tokens share the weights."""
+    have other tokens share the weights; with diloco they exchange them once in ``rounds`` steps."""
 
     tensor: int
     replicas: int
     strategy: str
     context: int = 1
     ring: bool = False
+    rounds: int = 1
 
     @property
     def text(self) -> str:
         """Return the mesh as the option ``parallel`` takes it."""
-        data = "fsdp" if self.strategy == "fsdp" else "dp"
+        data = "dp" if self.strategy == "ddp" else self.strategy
         axes = {"tp": self.tensor, "ring" if self.ring else "cp": self.context, data: self.replicas}
         named = [f"{axis}={size}" for axis, size in axes.items() if size > 1 or (axis == "fsdp" and self.context > 1)]
         return ",".join(named) or "dp=1"

@@ -41,6 +41,7 @@ def cluster_of(config: object, options: EstimateOptions, length: int) -> Cluster
         length=length,
         optimizer=options.optimizer,
         precision=options.precision,
+        rounds=options.rounds,
     )
     meshes = {number: cluster.costs(number) for number in numbers}
     if not any(meshes.values()):

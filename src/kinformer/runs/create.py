@@ -32,6 +32,7 @@ from kinformer.runtime.progress import tolerant
 from kinformer.runtime.unallocated import unallocated
 from kinformer.tasks.table import task_for, training_options
 from kinformer.tasks.task import Task, TrainingPlan
+from kinformer.training.diloco import check_rounds
 from kinformer.training.distributed import Group, started_by_torchrun
 from kinformer.training.division import divide
 from kinformer.training.engines import check_length, check_shared
@@ -143,6 +144,7 @@ def _check_sizes(plan: TrainingPlan, task: Task, group: Group) -> TrainingPlan:
         objective = task.objective(plan.settings.objective, model)
     _require_trained(plan, task, model, objective)
     check_shared(model, group)
+    check_rounds(plan.settings, model, group)
     if group.context > 1:
         from kinformer.training.context_parallel import check_time
 

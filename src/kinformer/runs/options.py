@@ -146,8 +146,9 @@ class TrainOptions(Processes, Settings, Machine):
     """Continue the run in `out` from its newest checkpoint."""
     devices: int = 1
     """Processes on this machine, one per GPU or, on a CPU, sharing its cores."""
-    strategy: Literal["ddp", "fsdp"] = "ddp"
-    """With several processes: each has the whole model (ddp), or a share of it (fsdp)."""
+    strategy: Literal["ddp", "fsdp", "diloco"] = "ddp"
+    """With several processes: each has the whole model (ddp), or a share of it (fsdp), or trains apart from the others
+    but for a mean of the weights every so many steps (diloco)."""
     parallel: str | None = None
     """Instead of `devices` and `strategy`: processes by what they share, as in tp=2,fsdp=4. tp: the heads, hidden
     features and vocabulary of every row; cp: its time (ring: with keys and values that go round); beside them dp
@@ -158,7 +159,7 @@ class TrainOptions(Processes, Settings, Machine):
     def __post_init__(self) -> None:
         self.settings()
         require("devices", self.devices, 1)
-        for name, value in spread(self.parallel, self.devices).items():
+        for name, value in spread(self.parallel, self.devices, self.strategy).items():
             object.__setattr__(self, name, value)
         require("train_tokenizer", self.train_tokenizer, 1)
         require("neighbours", self.neighbours, 1)

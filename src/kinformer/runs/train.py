@@ -46,7 +46,7 @@ class Job:
     run: Run
     settings: Settings
     device: str
-    strategy: Literal["ddp", "fsdp"]
+    strategy: Literal["ddp", "fsdp", "diloco"]
     shared: Parallel
     threads: int | None
     quiet: bool

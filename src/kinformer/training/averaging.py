@@ -36,7 +36,7 @@ class MovingAverage:
 
     def applied(self) -> AbstractContextManager[None]:
         """Give the model the mean for its weights within the context."""
-        return _swapped(self.named, self.means)
+        return swapped(self.named, self.means)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the means by the names of their parameters, sharded over processes as these are."""
@@ -71,21 +71,22 @@ def mean_weights(
 def replaced(model: nn.Module, weights: Mapping[str, Tensor]) -> AbstractContextManager[None]:
     """Give ``model`` other weights within the context, by name, sharded over processes as the model's are."""
     weights_now = model.state_dict()
-    return _swapped({name: weights_now[name] for name in weights}, weights)
+    return swapped({name: weights_now[name] for name in weights}, weights)
 
 
 @contextmanager
-def _swapped(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Iterator[None]:
+def swapped(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Iterator[None]:
     """Give the tensors ``weights`` the values of ``others`` within the context."""
     before = {name: value.detach().clone() for name, value in weights.items()}
-    _put(weights, others)
+    put(weights, others)
     try:
         yield
     finally:
-        _put(weights, before)
+        put(weights, before)
 
 
 @torch.no_grad()
-def _put(weights: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+def put(weights: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Give the tensors ``weights`` the values of their names."""
     for name, value in weights.items():
         value.copy_(values[name])

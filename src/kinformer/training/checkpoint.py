@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 SCHEMA, SHARDED_SCHEMA = 1, 2
 CHECKPOINTS, PLAN = "checkpoints", "plan.json"
 _NEEDED = frozenset({"model", "optimizer"})
-_GROUPS = {"model", "average", "optimizer", "objective", "carried", "rows"}
+_GROUPS = {"model", "average", "optimizer", "objective", "carried", "rows", "workers", "outer"}
 _PREFIX, _PARTIAL = "step-", ".partial"
 PAUSE = "KINFORMER_PAUSE"
 

@@ -23,7 +23,7 @@ from kinformer.runtime.process import begin_process
 from kinformer.training.interrupt import SIGNALS
 from kinformer.training.rendezvous import of_this_start, torchruns_store
 
-Strategy = Literal["ddp", "fsdp"]
+Strategy = Literal["ddp", "fsdp", "diloco"]
 T = TypeVar("T")
 SIGNALLED = tuple(128 + number for number in SIGNALS)
 
@@ -86,7 +86,7 @@ class Group:
         """Decide whether the backward pass inside exchanges gradients: only the last of accumulated parts needs to."""
         if self.copies > 1 and self.strategy == "fsdp":
             cast(Any, engine).set_requires_gradient_sync(wanted)
-        elif self.copies > 1 and self.tensor == 1 and not wanted:
+        elif self.copies > 1 and self.strategy == "ddp" and self.tensor == 1 and not wanted:
             return cast(Any, engine).no_sync()
         return nullcontext()
 

@@ -9,6 +9,8 @@ from typing import Any, cast
 import torch
 from torch import distributed, nn
 
+from kinformer.core.contract import ReadsSource
+from kinformer.core.model import modules_of
 from kinformer.core.stack import Stack, sparse_tables, units_of
 from kinformer.runtime.errors import KinformerError
 from kinformer.training.data_module import DataModule
@@ -28,7 +30,7 @@ def compile_units(model: nn.Module, objective: object, group: Group) -> None:
 def wrapped(step: nn.Module, group: Group, keeps: bool = False) -> nn.Module:
     """Return ``step``, an ``ObjectiveModule``, behind the engine of ``group``; ``keeps``: states are carried."""
     check_shared(step, group)
-    if group.world == 1:
+    if group.world == 1 or group.strategy == "diloco":
         return step
     if group.tensor == 1:
         _share_time(step, group, keeps)
@@ -65,12 +67,14 @@ def _share_time(step: nn.Module, group: Group, keeps: bool) -> None:
 
 def _sharded(step: nn.Module, mesh: Any) -> nn.Module:
     """Cut the weights of ``step`` along ``mesh``, unit by unit, in place."""
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     # Layers return slices of their state and never write into them, which is what this warns of.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for unit in units_of(cast(nn.Module, step.model)):
         fully_shard(unit, mesh=mesh)
+        if modules_of(unit, ReadsSource):  # whose weights project the source before the unit's forward
+            register_fsdp_forward_method(unit, "initial_state")
     return cast(nn.Module, fully_shard(step, mesh=mesh))
 
 
@@ -89,6 +93,11 @@ def average_gradients(engine: nn.Module) -> None:
 
 def check_divided(data: DataModule, objective: object, settings: Settings, group: Group) -> None:
     """Refuse runs of processes that share rows which do more with the model than compute losses of these."""
+    if group.strategy == "diloco" and type(data).begin is not DataModule.begin:
+        raise KinformerError(
+            "`strategy` diloco: rows of this task are made by the model itself, which processes train apart; train "
+            "with `strategy` ddp."
+        )
     if group.context > 1:
         _check_stretches(data, objective, settings, group)
     if group.tensor == 1:

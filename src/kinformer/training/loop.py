@@ -21,6 +21,7 @@ from kinformer.training.averaging import MovingAverage, mean_weights, replaced
 from kinformer.training.carried import Carried
 from kinformer.training.checkpoint import REGULAR, Checkpoint
 from kinformer.training.data_module import DataModule
+from kinformer.training.diloco import Rounds
 from kinformer.training.distributed import Group
 from kinformer.training.engines import check_divided, compile_units, wrapped
 from kinformer.training.interrupt import Interrupt
@@ -63,6 +64,7 @@ class Trainer:
         self.storage = Storage(folder, settings, data.metrics, group)
         self.checkpoints, self.best = self.storage.checkpoints, self.storage.best
         saved = self.checkpoints.load(group)
+        place = str(self.checkpoints.path(saved.step)) if saved else ""
         self.stage = stage_at(settings, saved.step if saved else 0)
         self.settings = settings = self.stage.settings
         carried = Carried(settings.accumulate)
@@ -70,11 +72,13 @@ class Trainer:
         whole = ObjectiveModule(self.model, objective, settings.precision)
         self.extras = whole.extras.to(group.device)
         if saved:
-            saved.into("model", self.model, self._place(saved))
-            saved.into("objective", self.extras, self._place(saved))
+            saved.into("model", self.model, place)
+            saved.into("objective", self.extras, place)
             if saved.step > self.stage.begin and (states := saved.files.get("carried")):
-                with reading(self._place(saved), "holds states of another model", "use its own run folder"):
+                with reading(place, "holds states of another model", "use its own run folder"):
                     carried.load(states, model.initial_state(1), group)  # type: ignore[operator]
+        self.rounds = Rounds(self.model, self.extras, settings, group)
+        saved = self.rounds.begin(saved, place)
         data.begin(self.model, saved.files.get("rows", {}) if saved else {})
         if settings.compile:
             compile_units(self.model, objective, group)
@@ -86,16 +90,12 @@ class Trainer:
         optimiser = Optimiser(self.model, settings, self.extras, self.layouts)
         self.moving = MovingAverage(self.model, settings.ema, self.layouts)
         if saved:
-            with reading(self._place(saved), "holds an optimiser of another model", "use its own run folder"):
-                rooms = optimiser.rooms(saved.forms("optimizer"))
-                optimiser.load(saved.read("optimizer", rooms), self._place(saved))
+            with reading(place, "holds an optimiser of another model", "use its own run folder"):
+                optimiser.load(saved.read("optimizer", optimiser.rooms(saved.forms("optimizer"))), place)
                 self.moving.load_state_dict(saved.read("average", self.moving.rooms()))
         self.update = Updater(self.engine, optimiser, carried, data, settings, group)
         self.validation = Validation(data, group)
         self._restore(saved, begun)
-
-    def _place(self, saved: Checkpoint) -> str:
-        return str(self.checkpoints.path(saved.step))
 
     def _restore(self, saved: Checkpoint | None, begun: float | None) -> None:
         numbers = saved.numbers if saved else {}
@@ -106,9 +106,8 @@ class Trainer:
         self.saved_at = time.monotonic()
         self.begun = self.saved_at if begun is None else begun
         self.rate = LearningRate(self.settings, self.stage, self.data.metrics[0], numbers, self.step)
-        self.course = Course(numbers.get("total", 0), numbers.get("since", 0), numbers.get("share", 0.0))
-        if self.settings.steps:
-            self.course = Course(self.settings.steps)
+        course = (numbers.get("total", 0), numbers.get("since", 0), numbers.get("share", 0.0))
+        self.course = Course(self.settings.steps) if self.settings.steps else Course(*course)
 
     @property
     def total(self) -> int:
@@ -166,6 +165,7 @@ class Trainer:
             validates = validate_every and (last or self.step % validate_every == 0)
             due = bool(checkpoint_every) and self.step % checkpoint_every == 0
             saves = last or stopped or old or due or self.step == border
+            self.rounds.after(self.step, last or self.step == border)
             if validates or saves or self.step % self.settings.log_every == 0:
                 self._report(rate)
             validating = seconds_of(self._validate) if validates else 0.0
@@ -199,11 +199,10 @@ class Trainer:
 
     def _tired(self, validate_every: int) -> bool:
         """Return whether as many validations as the patience were no better than the best one."""
-        patience = self.settings.patience
-        if not patience or self.best.step is None or self.step - self.best.step < patience * validate_every:
-            return False
-        self.progress.say(f"the run ends: {plural(patience, 'validation')} since step {self.best.step}, none better")
-        return True
+        if tired := self.best.tired(self.step, self.settings.patience, validate_every):
+            validations = plural(self.settings.patience, "validation")
+            self.progress.say(f"the run ends: {validations} since step {self.best.step}, none better")
+        return tired
 
     def _agree(self, interrupt: Interrupt, end: float) -> tuple[int, bool, bool]:
         """Return the signal that came, whether the time is over, and whether to save: the same everywhere."""
@@ -224,10 +223,7 @@ class Trainer:
     def _report(self, rate: float) -> None:
         """Report the losses since the last time; a loss that is not finite ends the run."""
         losses, norms, sums = self.window.read()
-        first = self.step - len(losses) + 1
-        for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=first):
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise self.storage.diverged(f"the loss is {loss:g} and the gradient's norm {norm:g} at step {step}")
+        self.storage.require_finite(self.step - len(losses) + 1, losses, norms)
         if not losses:
             return
         mean = sum(losses) / len(losses)
@@ -246,6 +242,7 @@ class Trainer:
         that is killed here repeats its last steps and its end."""
         if self.step < self.total:  # the time or the patience is over
             self.course.turn(self.step, self.step)
+        self.rounds.after(self.step, ends=True)
         self.storage.saves.wait()
         earlier = self.checkpoints.regular_steps()[-(self.settings.average - 1) :] if self.settings.average > 1 else []
         if measures and earlier:
@@ -253,7 +250,7 @@ class Trainer:
                 self._measure(f"mean of {plural(len(earlier) + 1, 'checkpoint')}", "averaged")
 
     def _validate(self) -> None:
-        with self.moving.applied():
+        with self.rounds.applied(), self.moving.applied():
             metrics = self._measure("validation", "validation")
         if self.rate.falls(metrics):
             self.progress.say(f"the learning rate falls by the factor {self.settings.plateau_factor:g}")
@@ -275,12 +272,14 @@ class Trainer:
         holders: dict[str, Any] = {"model": self.model, "average": self.moving, "objective": self.extras}
         groups = {name: holder.state_dict() for name, holder in holders.items()}
         files = {"carried": self.update.carried.tensors(self.group), "rows": self.data.state_tensors()}
+        files |= self.rounds.tensors(self.update.optimiser)
         groups["optimizer"] = dict(self.update.optimiser.tensors())
         if self.window.seconds:
             self.step_seconds = self.window.seconds / (self.step - self.first_step)
         times = {"seconds": self.seconds, "each_step": self.step_seconds, REGULAR: due}
         numbers = vars(self.course) | self.rate.state | times
-        self.storage.save(self.step, groups, files, numbers)
+        with self.rounds.applied():
+            self.storage.save(self.step, groups, files, numbers)
         self.saved_at = time.monotonic()
 
     def _pace(self) -> Pace:

@@ -19,6 +19,13 @@ LEAST_VALIDATED, MOST_VALIDATED, TRAINED_PER_VALIDATED = 16384, 65536, 16
 WARM_UP_STEPS = 20
 """Fewer steps than these are no run: at the usual share, the learning rate rises for one of them."""
 
+_COUNTS = (
+    "steps", "length", "batch_size", "accumulate", "keep", "log_every", "validation_tokens", "diloco_steps",
+)  # fmt: skip
+_FROM_ZERO = (
+    "plateau_patience", "validate_every", "patience", "checkpoint_every", "checkpoint_minutes", "average", "warmup",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Checked):
@@ -73,6 +80,12 @@ class Settings(Checked):
     """Stages of a run, each with its `steps` and what differs from the run in it: `length`, `batch_size`, `accumulate`,
     `lr` (with which a schedule of its own begins, and its `warmup`), and `set`, changes of the model that no weight
     depends on, such as windows. The last one has the rest of the steps and trains as the run itself says."""
+    diloco_steps: int = 100
+    """With `strategy` diloco: inner steps of a round, in which processes train apart (Douillard et al. 2023: 500)."""
+    outer_lr: float = 0.7
+    """With `strategy` diloco: the learning rate of the outer step, once a round."""
+    outer_momentum: float = 0.9
+    """With `strategy` diloco: Nesterov's momentum of outer steps."""
     objective: str | None = None
     """What is minimised: one of the task's objectives. The default is the member's, or the task's usual one."""
     seed: int = 0
@@ -113,18 +126,10 @@ class Settings(Checked):
                 f"`minutes` {self.minutes:g}: `stages` count steps, whose number follows the speed then; give `steps` "
                 "instead, or `stages` []."
             )
-        for name in ("steps", "length", "batch_size", "accumulate", "keep", "log_every", "validation_tokens"):
+        for name in _COUNTS:
             require(name, getattr(self, name), 1)
         require_seed(self.seed)
-        for name in (
-            "plateau_patience",
-            "validate_every",
-            "patience",
-            "checkpoint_every",
-            "checkpoint_minutes",
-            "average",
-            "warmup",
-        ):
+        for name in _FROM_ZERO:
             require(name, getattr(self, name), 0)
         if self.patience and self.validate_every == 0:
             raise KinformerError(
@@ -142,9 +147,9 @@ class Settings(Checked):
             )
         for name in ("table_lr", "weight_decay", "clip"):
             require(name, getattr(self, name), 0)
-        for name in ("lr", "minutes", "layer_decay"):
+        for name in ("lr", "minutes", "layer_decay", "outer_lr"):
             require_above(name, getattr(self, name), 0)
-        for name in ("momentum", "beta2", "plateau_factor"):
+        for name in ("momentum", "beta2", "plateau_factor", "outer_momentum"):
             require_share(name, getattr(self, name), zero=name != "plateau_factor")
         for name in ("min_lr_ratio", "ema", "layer_decay"):
             if not 0 <= getattr(self, name) <= 1:

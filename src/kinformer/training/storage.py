@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,12 @@ class Storage:
             self._add_best_part(step, self.layouts.in_rows(weights))
         else:
             self._add_best(step, gather(weights.items(), self.group.first))
+
+    def require_finite(self, step: int, losses: Sequence[float], norms: Sequence[float]) -> None:
+        """Raise where a loss, or a norm of a gradient, is not finite; the first ones are of ``step``."""
+        for number, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=step):
+            if not (isfinite(loss) and isfinite(norm)):
+                raise self.diverged(f"the loss is {loss:g} and the gradient's norm {norm:g} at step {number}")
 
     def diverged(self, what: str) -> KinformerError:
         """Return the error that ends a run whose numbers are no longer finite: ``what`` says where."""

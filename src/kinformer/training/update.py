@@ -148,13 +148,15 @@ class Window:
             return [], [], []
         ours = torch.stack([torch.cat([done.loss[None], done.metrics]) for done in self.updates])
         losses, *metrics = self.group.mean(ours).T.tolist()
-        norms = torch.stack([done.norm for done in self.updates]).tolist()
+        norms = torch.stack([done.norm for done in self.updates])
+        if self.group.strategy == "diloco":  # each process has gradients of its own
+            norms = self.group.mean(norms)
         seconds, tokens = time.monotonic() - self._mark, sum(done.size for done in self.updates)
         self.seconds, self.tokens = self.seconds + seconds, self.tokens + tokens
         self.speed, self.overall = tokens / seconds, self.tokens / self.seconds
         self.updates = []
         self.restart()
-        return losses, norms, metrics
+        return losses, norms.tolist(), metrics
 
     def restart(self) -> None:
         """Measure time from now on (after something that was no step)."""
