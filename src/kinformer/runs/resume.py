@@ -18,7 +18,8 @@ from kinformer.runtime.progress import note
 from kinformer.tasks.table import task as task_called
 from kinformer.tasks.table import training_options
 from kinformer.training.settings import Settings
-from kinformer.training.stages import checked_stages, stages_of
+from kinformer.training.stage_tables import checked_stages
+from kinformer.training.stages import stages_of
 
 MAY_CHANGE = {
     "steps", "minutes", "validate_every", "patience", "checkpoint_every", "checkpoint_minutes", "keep", "log_every",

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from kinformer.runtime.errors import KinformerError, marked, require, require_above, require_seed, require_share
 from kinformer.runtime.fields import Checked, require_types
 from kinformer.runtime.words import plural
-from kinformer.training.stages import checked_stages
+from kinformer.training.stage_tables import checked_stages
 
 DEFAULT_STEPS = 1000
 PARTS_OF_A_RUN = 10
