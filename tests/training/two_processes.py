@@ -47,6 +47,8 @@ FRESH: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp radam": ("ddp", HIGH_RATE),
     "fsdp hybrid": ("fsdp", {"segments": True, "model": HYBRID}),
     "fsdp recurrence": ("fsdp", {"segments": True, "model": {"member": "transformer-xl"}}),
+    "ddp pairs": ("ddp", PAIRS),
+    "fsdp pairs": ("fsdp", PAIRS),
     "fsdp bf16": ("fsdp", {"precision": "bf16-mixed", "segments": True, "model": LINEAR}),
 }
 AGAIN = (
@@ -60,6 +62,7 @@ AGAIN = (
     "fsdp shared",
     "fsdp deep",
     "fsdp hybrid",
+    "fsdp pairs",
 )
 """One of every kind of state that a checkpoint holds."""
 OPTIONS = {"steps": 4, "checkpoint_every": 2, "validate_every": 2}
@@ -82,10 +85,6 @@ def _work(place: Path, text: str, group: Group) -> dict[str, Any]:
         group.on_first(lambda name=name: rewound(place / name, place / f"{name} again"))
         train(corpus, place / f"{name} again", replace(group, strategy=strategy), **OPTIONS | options)
         train(corpus, place / f"one to {name}", replace(group, strategy=strategy), **OPTIONS | options)
-    for strategy in ("ddp", "fsdp"):
-        train(corpus, place / f"{strategy} pairs", replace(group, strategy=strategy), **OPTIONS | PAIRS)
-    group.on_first(lambda: rewound(place / "fsdp pairs", place / "fsdp pairs again"))
-    train(corpus, place / "fsdp pairs again", replace(group, strategy="fsdp"), **OPTIONS | PAIRS)
     return told | {"rows": _rows(corpus, place, group), "fault": _fault(group)}
 
 

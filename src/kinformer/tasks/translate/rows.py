@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import log
+from math import lcm, log
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -128,8 +128,9 @@ class TranslationPairs(DataModule):
 
     def batch(self, step: int, rank: int, world: int) -> PairBatch:
         if world not in self._batches:
-            sizes = self.tokens, self.settings.seed, world * self.settings.accumulate
-            self._batches[world] = TokenBatches(self.train.widths[self.fitting], *sizes)
+            # The same batches for 1, 2, 4 and 8 processes, which share their rows evenly.
+            rows = lcm(1 << min(3, self.settings.batch_size.bit_length() - 1), world * self.settings.accumulate)
+            self._batches[world] = TokenBatches(self.train.widths[self.fitting], self.tokens, self.settings.seed, rows)
         return self.train.batch(self.fitting[self._batches[world].indices(step)[rank::world]], self.ends)
 
     def validation(self, rank: int, world: int) -> Iterator[PairBatch]:
