@@ -22,7 +22,8 @@ from kinformer.heads.language import LanguageModelHead
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_MODEL_CHECKS, EncoderModelSubject, MixerSubject, ModelSubject, SourceModelSubject
 from kinformer.testing.errors import BITS, VALUES, agree, agree_states, require
-from kinformer.testing.scenario import Plan, agree_with_rows_alone
+from kinformer.testing.scenario import agree_with_rows_alone
+from kinformer.testing.sequences import Plan
 from kinformer.training.carried import rebuilt
 from soak_parts import decoder, described, encoder, encoder_decoder, mixer
 from soak_sessions import Sessions

@@ -8,6 +8,9 @@ from io import BytesIO
 from types import SimpleNamespace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if sys.dont_write_bytecode:  # PYTHONDONTWRITEBYTECODE: every process would compile the package and the tests anew
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

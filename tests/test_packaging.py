@@ -69,11 +69,12 @@ def test_the_wheel_has_all_that_it_needs(installed):
 
 @pytest.fixture(scope="module")
 def strict(installed):
-    """Check a file's types strictly; what PyTorch's are is found once."""
+    """Check a file's types strictly; what PyTorch's are is found once, and kept for the next time in ``build``."""
     pytest.importorskip("mypy")
     python, folder = installed
     alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(python)]
+    command += ["--cache-dir", str(ROOT / "build" / "types")]
 
     def check(*words):
         done = subprocess.run(

@@ -141,13 +141,18 @@ def zeros(size: int) -> bytes:
 
 IDX = gzip.compress(bytes([0, 0, 8, 3]) + np.array([1 << 11, 1 << 10, 1 << 10], ">u4").tobytes() + bytes(1 << 20))
 ARCHIVES = {
-    "pairs": ("a.tsv.gz", zeros(1 << 28), open_pairs, "times its size"),
-    "trajectories": ("a.npz", member("observations", 1 << 28, 1 << 28), open_trajectories, "times its size"),
-    "trajectories that lie": ("a.npz", member("observations", 0, 1 << 60), open_trajectories, "shorter than its head"),
-    "images": ("a.npz", member("images", 1 << 28, 1 << 28), read_images, "times its size"),
-    "images that lie": ("a.npz", member("images", 0, 1 << 60), read_images, "shorter than its head"),
-    "IDX": ("images-idx3-ubyte.gz", IDX, read_images, "times its size"),
-    "text": ("a", zeros(1 << 20), lambda path: check_plain(Path(path)), "is gzip-compressed"),
+    "pairs": ("a.tsv.gz", lambda: zeros(1 << 28), open_pairs, "times its size"),
+    "trajectories": ("a.npz", lambda: member("observations", 1 << 28, 1 << 28), open_trajectories, "times its size"),
+    "trajectories that lie": (
+        "a.npz",
+        lambda: member("observations", 0, 1 << 60),
+        open_trajectories,
+        "shorter than its head",
+    ),
+    "images": ("a.npz", lambda: member("images", 1 << 28, 1 << 28), read_images, "times its size"),
+    "images that lie": ("a.npz", lambda: member("images", 0, 1 << 60), read_images, "shorter than its head"),
+    "IDX": ("images-idx3-ubyte.gz", lambda: IDX, read_images, "times its size"),
+    "text": ("a", lambda: zeros(1 << 20), lambda path: check_plain(Path(path)), "is gzip-compressed"),
 }
 
 
@@ -155,7 +160,7 @@ ARCHIVES = {
 def test_archives(tmp_path, monkeypatch, name):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file, content, read, what = ARCHIVES[name]
-    (tmp_path / file).write_bytes(content)
+    (tmp_path / file).write_bytes(content())
     tracemalloc.start()
     try:
         with pytest.raises(KinformerError, match=f"{file}.*{what}"):

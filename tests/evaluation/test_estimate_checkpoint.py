@@ -10,6 +10,7 @@ from kinformer.estimation.checkpoint import Live
 from kinformer.estimation.estimate import estimate
 from kinformer.estimation.parts import outputs
 from kinformer.family.build import configure
+from kinformer.runtime.unallocated import unallocated
 
 WINDOW = '{"kind": "local", "window": 40}'
 CONFIGS = {
@@ -78,7 +79,7 @@ def test_live_counts_views_once_and_forgets_what_is_gone():
 @each_config
 def test_flops_are_those_of_the_counter(config):
     result = estimate(config, length=100, batch=2)
-    with torch.device("meta"):
+    with unallocated():
         model, tokens = config.build(), torch.zeros(2, 100, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         outputs(model, tokens)[0].sum().backward()

@@ -16,7 +16,7 @@ from kinformer.blocks.feed_forward import MLP
 from kinformer.blocks.global_input import ExtraTokens
 from kinformer.blocks.layer import DecoderLayer
 from kinformer.core import state as states
-from kinformer.core.config import Config
+from kinformer.core.config import Config, field_types
 from kinformer.core.contract import Chunk, ReadsSource
 from kinformer.core.encoder import GridOnly, SequenceContext
 from kinformer.core.head import Likelihood
@@ -241,7 +241,7 @@ def smallest(config: type[Config]) -> Config:
 
 def others(config: Config, name: str) -> list:
     """Other values of a field."""
-    value, hint = getattr(config, name), typing.get_type_hints(type(config)).get(name)
+    value, hint = getattr(config, name), field_types(type(config)).get(name)
     if name in ("initialisation", "encoder"):
         return [value.replace(**{field.name: each}) for field in fields(value) for each in others(value, field.name)]
     if name == "layers":

@@ -58,6 +58,7 @@ from kinformer.projections.convolved import Convolved
 from kinformer.projections.grouped import Grouped
 from kinformer.projections.normalised import Normalised
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.unallocated import unallocated
 from kinformer.scores.additive import Additive
 from kinformer.scores.bilinear import Bilinear
 from kinformer.scores.dot import Dot
@@ -304,7 +305,7 @@ def test_every_recipe_builds_and_survives_a_file(member):
         whole = not decodes and (recipe.endswith("encoder") or not MEMBERS[member].causal)
         assert isinstance(config, Encoder.Config if whole else Decoder.Config)
         assert from_dict(ModelConfig, to_dict(config), kinds()) == config
-        with torch.device("meta"):
+        with unallocated():
             model = config.build()
         growths = {mixer.growth for mixer in model.modules() if isinstance(mixer, CausalMixer)}
         if whole:
@@ -336,7 +337,7 @@ def test_small_recipes_have_one_budget():
     to a source is added to that; of a mixture of experts counts what a token uses; shared keys save 12.4 %."""
     sizes = {}
     for name in CAUSAL + ENCODERS:
-        with torch.device("meta"):
+        with unallocated():
             layers = configure(name, "small").build().stack.layers
         used = active_parameters if name == "mixtral" else lambda module: sum(p.numel() for p in module.parameters())
         sizes[name] = used(layers)

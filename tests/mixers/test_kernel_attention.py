@@ -29,6 +29,7 @@ from kinformer.mixers.linear import LinearAttention
 from kinformer.positions.alibi import Alibi
 from kinformer.positions.rope import Rope
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.unallocated import unallocated
 from kinformer.testing import CHECKS, MixerSubject
 
 DIM = 8
@@ -124,7 +125,8 @@ def product():
     for values in every:
         try:
             config = LinearAttention.Config(num_heads=2, **dict(zip(PARTS, values, strict=True)))
-            config.build(DIM)
+            with unallocated():
+                config.build(DIM)
             built.append(config)
         except KinformerError as error:
             refused.add(str(error))

@@ -19,6 +19,7 @@ from kinformer.family.table import FAMILY, member
 from kinformer.runs.minutes import REREAD, SIZES, resized, rotated
 from kinformer.runs.run import open_run
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.unallocated import unallocated
 from kinformer.training.settings import Settings
 from kinformer.training.update import Updater
 
@@ -192,7 +193,7 @@ def test_learned_positions_become_rotary(book: Path, steps_of: Any, tmp_path: Pa
 def test_a_members_own_positions_stay(name: str) -> None:
     recipe = configure(name)
     config = override(recipe, rotated(recipe), kinds())
-    with torch.device("meta"):
+    with unallocated():
         config.build()
     plain = name in ROTATED
     assert positions(config) == (["none", *["rope"] * len(recipe.layers)] if plain else positions(recipe))

@@ -18,6 +18,7 @@ from kinformer.family.kinds import kinds
 from kinformer.inputs.pixels import Pixels
 from kinformer.runs.run import open_run
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.unallocated import unallocated
 from kinformer.tasks.image import TASK
 from kinformer.tasks.image.fit import check_image
 from kinformer.tasks.image.generate import grid
@@ -274,8 +275,9 @@ def test_every_causal_member_can_be_fitted(member, shape):
     pixels = np.zeros((4, *shape), np.uint8)
     data = ImageData("none", "", "", {name: Images(pixels, None, (), name) for name in ("train", "validation")}, ())
     config = override(configure(member, "tiny", 256), TASK.fit(configure(member, "tiny", 256), data), kinds())
-    with torch.device("meta"):
+    with unallocated():
         model = config.build()
+    with torch.device("meta"):
         check_image(config, data, model)
         logits, _ = model(torch.zeros(2, 8, dtype=torch.int64))
     assert TASK.length(data, config) == pixels[0].size and logits.shape == (2, 8, 256)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
@@ -25,6 +25,7 @@ from kinformer.runtime.plugins import KINFORMER, PARTS, package_of, require_pack
 
 Kinds = Mapping[str, Mapping[str, type["Config"]]]
 LONGEST = 10_000  # items that a list may be repeated to; more layers than any model has
+_hints: Callable[[Any], dict[str, Any]] = cache(typing.get_type_hints)  # Python evaluates every type at each call
 
 
 class _Typed(type):
@@ -83,7 +84,7 @@ def field_types(config: type[Config]) -> dict[str, Any]:
             f"{config.__qualname__}: is no dataclass; put @dataclass(frozen=True, kw_only=True) above the class."
         )
     try:
-        hints = typing.get_type_hints(config)
+        hints = _hints(config)
     except NameError as error:
         raise KinformerError(
             f"{config.__qualname__}: the type of a field cannot be found ({error}); import it where the module is run."

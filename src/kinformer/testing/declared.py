@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -74,11 +75,15 @@ def _skeleton(state: State) -> Any:
 
 def state_size(subject: MixerSubject) -> None:
     """Check that measured bytes are the declared ones, at every length and dtype, and grow as ``growth`` says."""
-    for dtype in (torch.float32, torch.float64):
+    lengths = sorted({1, 2, 5, subject.time // 2, subject.time})
+    for dtype, cuts in {
+        torch.float64: [[length] for length in lengths],
+        torch.float32: [*([length] for length in lengths), [1] * subject.time],
+    }.items():
         module = subject.build(dtype)
-        for length in sorted({1, 2, 5, subject.time // 2, subject.time}):
-            for sizes in ([length], [1] * length):
-                got, want = _measure(subject, module, sizes, dtype), module.state_bytes(length, dtype=dtype)
+        for sizes in cuts:
+            for length, got in _measured(subject, module, sizes, dtype):
+                want = module.state_bytes(length, dtype=dtype)
                 cut = "one chunk" if len(sizes) == 1 else "chunks of one token"
                 require(
                     got == want, f"state_bytes says {want} bytes after {length} tokens, {cut} of {dtype} keep {got}."
@@ -86,12 +91,16 @@ def state_size(subject: MixerSubject) -> None:
     _check_growth(subject, subject.build())
 
 
-def _measure(subject: MixerSubject, module: CausalMixer, sizes: list[int], dtype: torch.dtype) -> int:
-    state = module.initial_state(2, dtype=dtype)
-    with torch.no_grad():
-        for size in sizes:
+def _measured(
+    subject: MixerSubject, module: CausalMixer, sizes: list[int], dtype: torch.dtype
+) -> Iterator[tuple[int, int]]:
+    """Yield the number of tokens, and the bytes that a row's state holds, after every chunk of ``sizes``."""
+    state, length = module.initial_state(2, dtype=dtype), 0
+    for size in sizes:
+        with torch.no_grad():
             _, state = subject.run(module, subject.inputs(2, size, seed=62).to(dtype), state)
-    return states.nbytes(states.value(state)) // 2
+        length += size
+        yield length, states.nbytes(states.value(state)) // 2
 
 
 def _check_growth(subject: MixerSubject, module: CausalMixer) -> None:

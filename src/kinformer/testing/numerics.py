@@ -14,7 +14,8 @@ from kinformer.core.state import State
 from kinformer.testing.declared import alike
 from kinformer.testing.derivatives import agree_derivatives, agree_gradients
 from kinformer.testing.errors import require
-from kinformer.testing.scenario import Plan, absorb, agree_outcomes, outcome, starts
+from kinformer.testing.scenario import agree_outcomes, outcome, starts
+from kinformer.testing.sequences import Plan, absorb
 from kinformer.testing.subject import MixerSubject, named_leaves
 
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 0.1}

@@ -65,9 +65,9 @@ class Subject(ABC):
     def start(self, module: nn.Module, batch: int) -> Any:
         """Return the state of ``batch`` new sequences."""
 
-    def anew(self, module: nn.Module, state: State) -> Any:
-        """Return the state of one row's new sequence where a reset ends the one of ``state``."""
-        return _keeping(self.start(module, 1), state)
+    def anew(self, module: nn.Module, state: State, batch: int = 1) -> Any:
+        """Return the state of ``batch`` rows' new sequences where a reset ends those of ``state``."""
+        return _keeping(self.start(module, batch), state)
 
     @abstractmethod
     def call(
