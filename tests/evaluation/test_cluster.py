@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from kinformer.cli.estimate import Options, run
-from kinformer.estimation.cluster import Cluster, Part, Shared
+from kinformer.estimation.cluster import Cluster
+from kinformer.estimation.device_part import Part, Shared
 from kinformer.estimation.estimate import estimate
 from kinformer.estimation.machines import DEVICES, device_of, numbers_of
 from kinformer.estimation.mesh import Mesh, Payload, meshes

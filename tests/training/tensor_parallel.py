@@ -32,6 +32,8 @@ HYBRID = {
 RUNS: dict[str, dict[str, Any]] = {
     "t5": {"model": {"member": "t5", "layers": 1, "head": "language"}, "ema": 0.5, "async_saves": True},
     "hybrid": {"model": HYBRID, "segments": True},
+    "encoder": {"model": {"member": "bert", "layers": 1}, "objective": "masked-language", "steps": 4},
+    "pairs": {"model": {"member": "vanilla"}, "objective": "translation", "batch_size": 8, "steps": 4},
     "recurrence": {"model": {"member": "transformer-xl", "layers": 1}, "segments": True, "steps": 4},
 }
 """One of every kind of what is cut: heads, states, a table that belongs to the stack, the vocabulary and its loss."""
@@ -64,6 +66,8 @@ def meshed(place: Path, text: str) -> Callable[[Group], object]:
         run(corpus, place / "four hybrid", four, "hybrid")
         run(corpus, place / "four t5", replace(four, strategy="ddp"), "t5")
         run(corpus, place / "four recurrence", four, "recurrence")
+        run(corpus, place / "four encoder", four, "encoder")
+        run(corpus, place / "four pairs", four, "pairs")
 
     return work
 

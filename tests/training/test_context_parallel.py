@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kinformer.data import Corpus
-from kinformer.estimation.cluster import Part, Shared
+from kinformer.estimation.device_part import Part, Shared
 from kinformer.estimation.mesh import Mesh
 from kinformer.family.build import build
 from kinformer.runs.parallel import parallel_of

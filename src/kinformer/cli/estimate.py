@@ -66,6 +66,9 @@ def _print_cluster(cluster: ClusterEstimate, options: Options) -> None:
     print_table(header, rows, numeric=(0, 2, 3, 5, 6, 7, 8))
     if cluster.refused:
         print(f"More devices a row: {cluster.refused.partition('; leave')[0]}.")
+    if not cluster.serving:
+        print()
+        return
     print(f"\nserving in {options.precision}, the state of rows at their full length:")
     served = [
         (

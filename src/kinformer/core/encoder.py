@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kinformer.core.config import Config
 from kinformer.core.contract import require_input
+from kinformer.core.division import Divisible
 from kinformer.core.first_values import FirstValues
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import checks_calls
@@ -89,7 +90,7 @@ class EncoderMixer(ChecksInput, nn.Module):
         raise NotImplementedError
 
 
-class EncoderMixerConfig(Config):
+class EncoderMixerConfig(Divisible, Config):
     """Base of the configs that build an encoder's mixer: ``build(dim) -> EncoderMixer``."""
 
     slot = "encoder_mixer"

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kinformer.estimation.cluster import Cluster, Part, Shared
+from kinformer.estimation.cluster import Cluster
+from kinformer.estimation.device_part import Part, Shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,10 @@ class ServingCost:
 
 def serving_costs(cluster: Cluster, devices: int) -> list[ServingCost]:
     """Return the costs of serving rows of the cluster's length by 1, 2, 4, ... of so many ``devices`` of a node, where
-    the model fits, the most tokens a second first."""
+    the model fits, the most tokens a second first; none of an encoder, which generates nothing."""
+    whole = cluster.part(Shared(1))
+    if whole is None or not whole.inference()["state"]:
+        return []
     costs, shared = [], 1
     while shared <= min(devices, cluster.device.node):
         if (part := cluster.part(Shared(shared))) is not None:

@@ -70,6 +70,7 @@ class BidirectionalAttention(EncoderMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "bidirectional"
+        by_heads = True
         num_heads: int = 4
         head_dim: int | None = None
         projection: ProjectionConfig = MultiHead.Config()

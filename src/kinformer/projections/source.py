@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import CausalMixer, MixerConfig, ReadsSource, activation_dtype
+from kinformer.core.division import in_blocks
 from kinformer.core.parts import (
     Position,
     PositionConfig,
@@ -67,7 +68,7 @@ class AlignedState(NamedTuple):
 class OverSourceConfig(MixerConfig):
     """What the configs of such mixers share. ``source_dim`` is the width of the source, ``dim`` if None."""
 
-    indivisible = "it projects the source before its forward pass"
+    by_heads = True
     num_heads: int
     head_dim: int | None
     source_dim: int | None
@@ -95,7 +96,7 @@ class OverSource(ReadsSource, CausalMixer):
         check_score(config.score, self.score, self.position)
         width, self.source_dim = config.num_heads * head_dim, config.source_dim or dim
         self.query = nn.Linear(dim, width, bias=config.bias)
-        self.key_value = nn.Linear(self.source_dim, 2 * width, bias=config.bias)
+        self.key_value = in_blocks(nn.Linear(self.source_dim, 2 * width, bias=config.bias), width, width)
         self.out = ResidualOutput(width, dim, bias=config.bias)
 
     def project(

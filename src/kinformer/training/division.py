@@ -11,7 +11,7 @@ several things side by side, such as queries, keys and values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -57,8 +57,9 @@ class Division:
     """What each of ``parts`` has of a model, by the names of its parameters and modules.
 
     ``cuts``: the tensors that are cut. ``partial``: whole ones of divided modules, whose gradients are sums over parts.
-    ``added``: biases behind such a sum, of which each part adds its share. ``mixers``, ``feed_forwards``: the divided
-    modules, the sum of whose outputs counts. ``vocabulary``: whether the table and the logits are cut.
+    ``added``: biases behind such a sum, of which each part adds its share. ``mixers``: the divided
+    mixers of chunks and states, ``feed_forwards``: the divided modules x -> y, mixers of encoders among them; the sum
+    of their outputs counts. ``vocabulary``: whether the table and the logits are cut.
     """
 
     parts: int
@@ -71,7 +72,7 @@ class Division:
 
 
 def divide(model: Any, part: int, parts: int) -> Division:
-    """Make ``model``, a decoder, part number ``part`` of ``parts`` of itself, in place.
+    """Make ``model``, a decoder, an encoder or both in one, part number ``part`` of ``parts`` of itself, in place.
 
     Errors: ``KinformerError``, in one sentence, where a part of the model cannot be divided; it is then unchanged.
     """
@@ -84,7 +85,8 @@ def divide(model: Any, part: int, parts: int) -> Division:
         module.train(parent.training)
         setattr(parent, name, module)  # of a list, too: its items are attributes
         (division.mixers if mixes else division.feed_forwards).append(path)
-    model.stack.shared = share(model.stack.layers)
+    for _, stack, _, _ in _stacks(model):
+        stack.shared = share(stack.layers)
     for name, new in _modules(model).items():
         if isinstance(new, FollowsHeads) and new is not followed[name]:
             new.follow(followed[name], part)
@@ -93,34 +95,68 @@ def divide(model: Any, part: int, parts: int) -> Division:
     return division
 
 
-def _replacements(model: Any, parts: int) -> dict[str, tuple[Any, str, nn.Module, bool]]:
-    """Return the new modules by their paths: the parent, the name there, the module, and whether it is a mixer."""
-    config = model.config
-    stack = getattr(model, "stack", None)
-    if getattr(config, "kind", None) != "decoder" or not isinstance(stack, Stack):
+class _Layers(NamedTuple):
+    """The layers of a ``stack`` at ``place`` in a model, their configs and the width of each."""
+
+    place: str
+    stack: Stack
+    configs: Sequence[Any]
+    widths: Sequence[int]
+
+
+def _stacks(model: Any) -> list[_Layers]:
+    """Return the stacks of a decoder, of an encoder, or of both in one model.
+
+    Errors: ``KinformerError`` for other models.
+    """
+    places = {"decoder": ("",), "encoder": ("",), "encoder_decoder": ("", "encoder.")}
+    kind, stacks = getattr(model.config, "kind", None), []
+    for place in places.get(kind, ()):
+        owner = model.get_submodule(place[:-1]) if place else model
+        config, stack = owner.config, owner.stack
+        if isinstance(stack, Stack):
+            widths = config.stack.widths(model.config.dim, len(config.layers))
+            stacks.append(_Layers(f"{place}stack", stack, config.layers, widths))
+    if not stacks:
         raise KinformerError(
-            f"{describe(config)} cannot be divided among processes: only decoders can; leave `parallel` tp out."
+            f"{describe(model.config)} cannot be divided among processes: only decoders and encoders of tokens and "
+            "both in one model can; leave `parallel` tp out."
         )
-    if not stack.shardable:
-        raise undivided(config.stack, "it computes layers again, branch by branch, outside of their forward pass")
+    return stacks
+
+
+def _replacements(model: Any, parts: int) -> dict[str, tuple[Any, str, nn.Module, bool]]:
+    """Return the new modules by their paths: the parent, the name there, the module, and whether it is a mixer of
+    chunks and states."""
+    stacks = _stacks(model)
     if sparse_tables(model):
-        raise undivided(config, "a table has sparse gradients")
+        raise undivided(model.config, "a table has sparse gradients")
     replaced: dict[str, tuple[Any, str, nn.Module, bool]] = {}
-    widths = config.stack.widths(config.dim, len(config.layers))
-    for number, (layer, options, width) in enumerate(zip(stack.layers, config.layers, widths, strict=True)):
-        place = f"stack.layers.{number}"
-        for name in ("mixer", *_FEED_FORWARDS):
-            if isinstance(getattr(layer, name, None), nn.Module):
-                chosen = getattr(options, "feed_forward" if name in _FEED_FORWARDS else name).part(width, parts)
-                module = chosen.build_causal(width) if name in _FEED_FORWARDS else chosen.build(width)
-                replaced[f"{place}.{name}"] = layer, name, module, isinstance(module, CausalMixer)
-        further = getattr(options, "further_mixers", ())
-        for index, chosen in enumerate(further):
-            module = chosen.part(width, parts).build(width)
-            replaced[f"{place}.further_mixers.{index}"] = layer.further_mixers, str(index), module, True
+    for place, stack, configs, widths in stacks:
+        if not stack.shardable:
+            what = "it computes layers again, branch by branch, outside of their forward pass"
+            raise undivided(getattr(model.config, "stack", model.config), what)
+        for number, (layer, options, width) in enumerate(zip(stack.layers, configs, widths, strict=True)):
+            for path, (parent, name, module) in _parts_of_layer(layer, options, width, parts).items():
+                mixes = isinstance(module, CausalMixer)
+                replaced[f"{place}.layers.{number}.{path}"] = parent, name, module, mixes
     for path, (_, _, module, _) in replaced.items():
         _require_local(path, module)
     return replaced
+
+
+def _parts_of_layer(layer: Any, options: Any, width: int, parts: int) -> dict[str, tuple[Any, str, nn.Module]]:
+    """Return the parts of a layer's mixers and feed-forwards by their paths in it, with the parent and the name."""
+    causal, made = isinstance(layer.mixer, CausalMixer), {}
+    for name in ("mixer", *_FEED_FORWARDS):
+        if isinstance(getattr(layer, name, None), nn.Module):
+            feeds = name in _FEED_FORWARDS
+            chosen = getattr(options, "feed_forward" if feeds else name).part(width, parts)
+            made[name] = layer, name, chosen.build_causal(width) if feeds and causal else chosen.build(width)
+    for index, chosen in enumerate(getattr(options, "further_mixers", ())):
+        module = chosen.part(width, parts).build(width)
+        made[f"further_mixers.{index}"] = layer.further_mixers, str(index), module
+    return made
 
 
 def _require_local(path: str, module: nn.Module) -> None:
@@ -135,7 +171,8 @@ def _require_local(path: str, module: nn.Module) -> None:
 
 def _take(model: Any, whole: Mapping[str, Tensor], blocks: Mapping[str, Any], division: Division, part: int) -> None:
     """Fill the tensors of a divided ``model`` from the ``whole`` one's, and note what became of each."""
-    inside = (*(f"{path}." for path in (*division.mixers, *division.feed_forwards)), "stack.shared.")
+    inside = tuple(f"{path}." for path in (*division.mixers, *division.feed_forwards))
+    inside = (*inside, *(f"{place}.shared." for place, *_ in _stacks(model)))
     for number, (layer, options) in enumerate(zip(model.stack.layers, model.config.layers, strict=True)):
         if isinstance(layer.mixer, RecomputesKV) and options.residual.kind in _ENTERING:  # it repeats this norm itself
             inside = (*inside, f"stack.layers.{number}.mixer_residual.{_ENTERING[options.residual.kind]}.")
@@ -190,8 +227,8 @@ def output_product(model: Any) -> tuple[str, Any] | None:
 def _divides_vocabulary(model: Any, parts: int) -> bool:
     """Return whether the table and the logits are cut by the rows of the vocabulary; they are whole otherwise."""
     embedding = getattr(model.config.input, "embedding", None)
-    simple = embedding is not None and type(embedding).by_vocabulary and model.exit_heads is None
-    if not simple or model.vocab_size % parts or model.ahead is not None:
+    simple = embedding is not None and type(embedding).by_vocabulary and model.config.kind == "decoder"
+    if not simple or model.exit_heads is not None or model.vocab_size % parts or model.ahead is not None:
         return False
     return output_product(model) is not None
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from kinformer.core.contract import ReadsSource
 from kinformer.core.learning import AuxLoss
 from kinformer.core.model import modules_of
 from kinformer.core.stack import units_of
@@ -54,13 +55,21 @@ def parallelize(step: ObjectiveModule, mesh: DeviceMesh) -> Layouts:
 
 
 class MixerPart(ParallelStyle):
-    """A mixer of some of the heads: its chunk is copied, its outputs are summed, its state is that of its heads."""
+    """A mixer of some of the heads: its chunk and its source are copied, its outputs are summed, its state is that of
+    its heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(
             lambda _, inputs: (inputs[0]._replace(x=copied(inputs[0].x, device_mesh)), *inputs[1:])
         )
         module.register_forward_hook(lambda _, __, outputs: (summed(outputs[0], device_mesh), *outputs[1:]))
+        if isinstance(module, ReadsSource):
+            begin: Any = module.initial_state
+
+            def over_copied(*sizes: Any, source: Tensor | None = None, **options: Any) -> Any:
+                return begin(*sizes, source=None if source is None else copied(source, device_mesh), **options)
+
+            module.initial_state = over_copied
         return module
 
 
@@ -123,6 +132,17 @@ class _Local:
     def hook(self, root: nn.Module) -> None:
         root.register_forward_pre_hook(self.enter)
         root.register_forward_hook(self.leave, always_call=True)
+        if modules_of(root, ReadsSource) and hasattr(root, "initial_state"):  # whose weights project the source there
+            begin: Any = root.initial_state
+
+            def begin_locally(*sizes: Any, **options: Any) -> Any:
+                self.enter(root, sizes)
+                try:
+                    return begin(*sizes, **options)
+                finally:
+                    self.leave(root, sizes, None)
+
+            root.initial_state = begin_locally
 
     def enter(self, root: nn.Module, inputs: object) -> None:
         for module, key, partial, added in self.places:
