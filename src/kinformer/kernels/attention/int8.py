@@ -25,7 +25,7 @@ from kinformer.kernels.band.tiles import interval
 from kinformer.kernels.softmax.request import Attended, Scoring, Visibility
 from kinformer.runtime.processor import multiplies_int8
 
-LEAST = 512
+LEAST = 1024
 """Slots from which on products of int8 win (4 heads of 64, one thread of an Intel Xeon with AVX-512 and VNNI)."""
 MOST = 1 << 17
 """Products of 127 x 127 that int32 can sum."""
