@@ -110,7 +110,7 @@ def _stacks(model: Any) -> list[_Layers]:
     Errors: ``KinformerError`` for other models.
     """
     places = {"decoder": ("",), "encoder": ("",), "encoder_decoder": ("", "encoder.")}
-    kind, stacks = getattr(model.config, "kind", None), []
+    kind, stacks = str(getattr(model.config, "kind", "")), []
     for place in places.get(kind, ()):
         owner = model.get_submodule(place[:-1]) if place else model
         config, stack = owner.config, owner.stack

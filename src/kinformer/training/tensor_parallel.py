@@ -69,7 +69,7 @@ class MixerPart(ParallelStyle):
             def over_copied(*sizes: Any, source: Tensor | None = None, **options: Any) -> Any:
                 return begin(*sizes, source=None if source is None else copied(source, device_mesh), **options)
 
-            module.initial_state = over_copied
+            module.__dict__["initial_state"] = over_copied
         return module
 
 
@@ -142,7 +142,7 @@ class _Local:
                 finally:
                     self.leave(root, sizes, None)
 
-            root.initial_state = begin_locally
+            root.__dict__["initial_state"] = begin_locally
 
     def enter(self, root: nn.Module, inputs: object) -> None:
         for module, key, partial, added in self.places:
