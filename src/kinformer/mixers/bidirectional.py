@@ -104,8 +104,7 @@ class BidirectionalAttention(EncoderMixer):
         globals_too = self.projection.global_projection() is not None
         needs = Needs.of_parts(self.pattern, self.score, self.position, config.dropout, lse=globals_too)
         check_impl(config.impl, needs, "bidirectional")
-        # A fixed pattern is the same for every length, so one plan serves all rows.
-        self.fixed = self.pattern.sized(1) == self.pattern
+        self.fixed = self.pattern.sized(1) == self.pattern  # the same for every length: one plan serves all rows
         self.num_heads, self.head_dim = config.num_heads, head_dim
         self.dropout, self.impl = config.dropout, config.impl
         self.value_residual = ValueResidual(config.num_heads, head_dim) if config.value_residual else None
