@@ -1,11 +1,13 @@
-"""What a mixer over a source is given: the sequence that all queries attend to, and which of it is real."""
+"""Mixers over a source, the sequence that all queries attend to: how their states begin, and which of it is real."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kinformer.core.contract import select_valid
+from kinformer.core.contract import CausalMixer, ReadsSource, select_valid
 from kinformer.runtime.errors import KinformerError
 
 
@@ -21,3 +23,28 @@ def checked_source(source: Tensor | None, valid: Tensor | None, batch: int, widt
     if valid is None:
         valid = torch.ones(source.shape[:2], dtype=torch.bool, device=source.device)
     return select_valid(source, valid), valid
+
+
+class SourceMixer(ReadsSource, CausalMixer):
+    """A mixer whose state holds what it made of the source; ``source_dim`` is the width of that."""
+
+    source_dim: int
+
+    def initial_state(
+        self,
+        batch: int,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        source: Tensor | None = None,
+        source_valid: Tensor | None = None,
+    ) -> Any:
+        """Return the state of ``batch`` sequences over ``source`` [batch, length, source_dim], of which
+        ``source_valid`` [batch, length] bool is real (None: all)."""
+        source, valid = checked_source(source, source_valid, batch, self.source_dim)
+        return self.over(source, valid, device, dtype)
+
+    def over(self, source: Tensor, valid: Tensor, device: torch.device | None, dtype: torch.dtype | None) -> Any:
+        """Return the state over ``source`` [batch, length, source_dim], zero where it is not ``valid`` [batch, length]
+        bool, in ``dtype`` (None: that of activations)."""
+        raise NotImplementedError

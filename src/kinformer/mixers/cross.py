@@ -22,7 +22,7 @@ from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibi
 from kinformer.kernels.impls import AttentionImpl
 from kinformer.patterns.full import Full
 from kinformer.positions.none import NoPosition
-from kinformer.projections.source import AlignedState, CrossState, OverSource, OverSourceConfig
+from kinformer.projections.source import AlignedState, OverSource, OverSourceConfig
 from kinformer.scores.scaled_dot import ScaledDot
 
 
@@ -54,23 +54,6 @@ class CrossAttention(OverSource):
         self.counts = not isinstance(self.position, NoPosition)
         needs = Needs.of_parts(Full(), self.score, self.position, config.dropout)
         check_impl(config.impl, needs._replace(sets=True), "cross")
-
-    def initial_state(
-        self,
-        batch: int,
-        *,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-        source: Tensor | None = None,
-        source_valid: Tensor | None = None,
-    ) -> CrossState | AlignedState:
-        """Return the state of ``batch`` sequences over ``source`` [batch, length, source_dim], of which
-        ``source_valid`` [batch, length] bool is real (None: all)."""
-        state = self.project(batch, source, source_valid, device, dtype)
-        return AlignedState.begun(state) if self.counts else state
-
-    def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32, source_length: int = 0) -> int:
-        return super().state_bytes(length, dtype=dtype, source_length=source_length) + 8 * self.counts
 
     def forward(self, chunk: Chunk, state: Any) -> tuple[Tensor, Any]:
         x, source = select_valid(chunk.x, chunk.valid), state

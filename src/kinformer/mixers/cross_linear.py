@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.config import check_unused
-from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, ReadsSource, select_valid, state_dtype
+from kinformer.core.contract import Chunk, MixerConfig, select_valid, state_dtype
 from kinformer.core.feature_map import FeatureMapConfig, check_normaliser
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
-from kinformer.core.source import checked_source
+from kinformer.core.source import SourceMixer
 from kinformer.features.elu import Elu
 from kinformer.runtime.autocast import no_autocast
 
@@ -37,7 +37,7 @@ class SourceSums(NamedTuple):
     outlives_reset = True  # type: ignore[misc]
 
 
-class LinearCrossAttention(ReadsSource, CausalMixer):
+class LinearCrossAttention(SourceMixer):
     """The mixer x [batch, time, dim] -> y [batch, time, dim]; every token sees the whole source of its row.
 
     ``source_dim`` is the width of the source, ``dim`` if None. ``floor``: the normaliser is no less than this. A reset
@@ -75,20 +75,9 @@ class LinearCrossAttention(ReadsSource, CausalMixer):
         self.key_value = nn.Linear(self.source_dim, 2 * width, bias=config.bias)
         self.out = ResidualOutput(width, dim, bias=config.bias)
 
-    def initial_state(
-        self,
-        batch: int,
-        *,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-        source: Tensor | None = None,
-        source_valid: Tensor | None = None,
-    ) -> SourceSums:
-        """Return the state of ``batch`` sequences over ``source`` [batch, length, source_dim], of which
-        ``source_valid`` [batch, length] bool is real (None: all)."""
-        source, valid = checked_source(source, source_valid, batch, self.source_dim)
+    def over(self, source: Tensor, valid: Tensor, device: torch.device | None, dtype: torch.dtype | None) -> SourceSums:
         kv = self.key_value(source)
-        k, v = kv.view(batch, source.shape[1], 2, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind()
+        k, v = kv.view(*source.shape[:2], 2, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind()
         k, lacking = self.feature_map.keys(k)
         wide = state_dtype(dtype or self.out.weight.dtype)
         k, v, mask = k.to(wide), v.to(wide), valid[:, None]

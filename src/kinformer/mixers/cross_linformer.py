@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, ReadsSource, activation_dtype, select_valid
+from kinformer.core.contract import Chunk, MixerConfig, activation_dtype, select_valid
 from kinformer.core.encoder import within
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
-from kinformer.core.source import checked_source
+from kinformer.core.source import SourceMixer
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
 from kinformer.kernels.impls import AttentionImpl
 from kinformer.projections.length import Method, Sharing, Summarising, check_summaries, length_projection, seen_windows
@@ -38,7 +38,7 @@ class SourceSummaries(NamedTuple):
     outlives_reset = True  # type: ignore[misc]
 
 
-class LinformerCrossAttention(Summarising, ReadsSource, CausalMixer):
+class LinformerCrossAttention(Summarising, SourceMixer):
     """The mixer x [batch, time, dim] -> y [batch, time, dim]; every token sees all summaries of its row's source, which
     has at most ``max_length`` tokens. ``head_dim`` defaults to dim / num_heads.
 
@@ -83,18 +83,9 @@ class LinformerCrossAttention(Summarising, ReadsSource, CausalMixer):
         self.out = ResidualOutput(width, dim, bias=config.bias)
         self.length = length_projection(config, head_dim)
 
-    def initial_state(
-        self,
-        batch: int,
-        *,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-        source: Tensor | None = None,
-        source_valid: Tensor | None = None,
+    def over(
+        self, source: Tensor, valid: Tensor, device: torch.device | None, dtype: torch.dtype | None
     ) -> SourceSummaries:
-        """Return the state of ``batch`` sequences over ``source`` [batch, length, source_dim], of which
-        ``source_valid`` [batch, length] bool is real (None: all)."""
-        source, valid = checked_source(source, source_valid, batch, self.source_dim)
         source, cut = within(source, valid, self.config.max_length, "cross_linformer")
         assert cut is not None
         k, v = self._summaries(source, cut)

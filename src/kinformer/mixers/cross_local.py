@@ -38,6 +38,8 @@ class LocalCrossAttention(OverSource):
     projection's bias. Everything else is as of ``cross``.
     """
 
+    counts = True
+
     @dataclass(frozen=True, kw_only=True)
     class Config(OverSourceConfig):
         kind = "cross_local"
@@ -63,22 +65,6 @@ class LocalCrossAttention(OverSource):
         self.window, self.impl, self.dropout = config.window, config.impl, config.dropout
         needs = Needs.of_parts(Full(), self.score, self.position, config.dropout)
         check_impl(config.impl, needs._replace(sets=True, pairs=True), "cross_local")
-
-    def initial_state(
-        self,
-        batch: int,
-        *,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-        source: Tensor | None = None,
-        source_valid: Tensor | None = None,
-    ) -> AlignedState:
-        """Return the state of ``batch`` sequences over ``source`` [batch, length, source_dim], of which
-        ``source_valid`` [batch, length] bool is real (None: all)."""
-        return AlignedState.begun(self.project(batch, source, source_valid, device, dtype))
-
-    def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32, source_length: int = 0) -> int:
-        return super().state_bytes(length, dtype=dtype, source_length=source_length) + 8
 
     def forward(self, chunk: Chunk, state: AlignedState) -> tuple[Tensor, AlignedState]:
         x, source = select_valid(chunk.x, chunk.valid), state.source

@@ -69,19 +69,6 @@ class PredictiveCrossAttention(OverSource):
         needs = Needs(sets=True, form=self.score.form, dropout=config.dropout > 0, lse=True, pairs=True)
         check_impl(config.impl, needs, "cross_predictive")
 
-    def initial_state(
-        self,
-        batch: int,
-        *,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-        source: Tensor | None = None,
-        source_valid: Tensor | None = None,
-    ) -> CrossState:
-        """Return the state of ``batch`` sequences over ``source`` [batch, length, source_dim], of which
-        ``source_valid`` [batch, length] bool is real (None: all)."""
-        return self.project(batch, source, source_valid, device, dtype)
-
     def forward(self, chunk: Chunk, state: CrossState) -> tuple[Tensor, CrossState]:
         x = select_valid(chunk.x, chunk.valid)
         batch, time, _ = x.shape

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.contract import CausalMixer, MixerConfig, ReadsSource, activation_dtype
+from kinformer.core.contract import MixerConfig, activation_dtype
 from kinformer.core.division import in_blocks
 from kinformer.core.parts import (
     Position,
@@ -28,7 +28,7 @@ from kinformer.core.parts import (
     check_score,
     head_width,
 )
-from kinformer.core.source import checked_source
+from kinformer.core.source import SourceMixer
 from kinformer.runtime.errors import KinformerError
 
 
@@ -76,10 +76,12 @@ class OverSourceConfig(MixerConfig):
     bias: bool
 
 
-class OverSource(ReadsSource, CausalMixer):
-    """The projections, and the score of a token and a token of the source, with a ``position`` that acts on both."""
+class OverSource(SourceMixer):
+    """The projections, and the score of a token and a token of the source, with a ``position`` that acts on both.
+    ``counts``: tokens have places in the source, so that a state counts them."""
 
     position: Position
+    counts = False
 
     def __init__(self, config: OverSourceConfig, dim: int, position: PositionConfig) -> None:
         super().__init__()
@@ -99,21 +101,14 @@ class OverSource(ReadsSource, CausalMixer):
         self.key_value = in_blocks(nn.Linear(self.source_dim, 2 * width, bias=config.bias), width, width)
         self.out = ResidualOutput(width, dim, bias=config.bias)
 
-    def project(
-        self,
-        batch: int,
-        source: Tensor | None,
-        source_valid: Tensor | None,
-        device: torch.device | None,
-        dtype: torch.dtype | None,
-    ) -> CrossState:
-        """Return the state of ``batch`` sequences over ``source`` [batch, length, source_dim], of which
-        ``source_valid`` [batch, length] bool is real (None: all)."""
-        source, valid = checked_source(source, source_valid, batch, self.source_dim)
+    def over(
+        self, source: Tensor, valid: Tensor, device: torch.device | None, dtype: torch.dtype | None
+    ) -> CrossState | AlignedState:
         kv = self.key_value(source).to(device, dtype or activation_dtype(self.out.weight))
-        k, v = kv.view(batch, source.shape[1], 2, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind()
-        k = self.position.rotate_keys(k, torch.arange(k.shape[2], device=k.device).expand(batch, -1))
-        return CrossState(k, self.position.values(v), valid[:, None].to(kv.device))  # type: ignore[call-arg]
+        k, v = kv.view(*source.shape[:2], 2, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind()
+        k = self.position.rotate_keys(k, torch.arange(k.shape[2], device=k.device).expand(len(k), -1))
+        state = CrossState(k, self.position.values(v), valid[:, None].to(kv.device))  # type: ignore[call-arg]
+        return AlignedState.begun(state) if self.counts else state
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32, source_length: int = 0) -> int:
-        return source_length * (2 * self.num_heads * self.head_dim * dtype.itemsize + 1)
+        return source_length * (2 * self.num_heads * self.head_dim * dtype.itemsize + 1) + 8 * self.counts

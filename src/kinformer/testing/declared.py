@@ -76,12 +76,9 @@ def _skeleton(state: State) -> Any:
 def state_size(subject: MixerSubject) -> None:
     """Check that measured bytes are the declared ones, at every length and dtype, and grow as ``growth`` says."""
     lengths = sorted({1, 2, 5, subject.time // 2, subject.time})
-    for dtype, cuts in {
-        torch.float64: [[length] for length in lengths],
-        torch.float32: [*([length] for length in lengths), [1] * subject.time],
-    }.items():
+    for dtype in (torch.float32, torch.float64):
         module = subject.build(dtype)
-        for sizes in cuts:
+        for sizes in (*([length] for length in lengths), [1] * subject.time):
             for length, got in _measured(subject, module, sizes, dtype):
                 want = module.state_bytes(length, dtype=dtype)
                 cut = "one chunk" if len(sizes) == 1 else "chunks of one token"

@@ -74,8 +74,7 @@ def reset(subject: Subject) -> None:
     new sequence; partitions agree on it."""
     inputs = subject.inputs(subject.batch, subject.time, seed=4)
     inputs = torch.cat([subject.disturb(inputs, 0, 6.0)[:, :8], inputs[:, 8:]], dim=1)
-    mixed, whole = [4, 5, subject.time - 9], [subject.time]
-    ones = [1] * 9 + [subject.time - 13] + [1] * 4  # around every reset of `unlike`
+    mixed, whole, ones = [4, 5, subject.time - 9], [subject.time], [1] * subject.time
     unlike, alike = _reset_positions(subject)
     for reset, new, past in ((unlike, (mixed, ones), (mixed, whole)), (alike, (mixed,), (whole,))):
         plans = [

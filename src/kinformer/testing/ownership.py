@@ -15,7 +15,7 @@ from kinformer.testing.errors import BITS, VALUES, agree, agree_states, require
 from kinformer.testing.scenario import starts
 from kinformer.testing.subject import Subject
 
-STEPS = (1, 1, 3, 1, 5, 2, 9, 1)
+STEPS = (1, 1, 3, 1, 5, 2)
 
 
 def purity(subject: Subject) -> None:

@@ -96,11 +96,11 @@ def divide(model: Any, part: int, parts: int) -> Division:
 
 
 class _Layers(NamedTuple):
-    """The layers of a ``stack`` at ``place`` in a model, their configs and the width of each."""
+    """The layers of a ``stack`` at ``place`` in a model, the ``config`` that holds theirs, and the width of each."""
 
     place: str
     stack: Stack
-    configs: Sequence[Any]
+    config: Any
     widths: Sequence[int]
 
 
@@ -116,7 +116,7 @@ def _stacks(model: Any) -> list[_Layers]:
         config, stack = owner.config, owner.stack
         if isinstance(stack, Stack):
             widths = config.stack.widths(model.config.dim, len(config.layers))
-            stacks.append(_Layers(f"{place}stack", stack, config.layers, widths))
+            stacks.append(_Layers(f"{place}stack", stack, config, widths))
     if not stacks:
         raise KinformerError(
             f"{describe(model.config)} cannot be divided among processes: only decoders and encoders of tokens and "
@@ -132,11 +132,10 @@ def _replacements(model: Any, parts: int) -> dict[str, tuple[Any, str, nn.Module
     if sparse_tables(model):
         raise undivided(model.config, "a table has sparse gradients")
     replaced: dict[str, tuple[Any, str, nn.Module, bool]] = {}
-    for place, stack, configs, widths in stacks:
+    for place, stack, config, widths in stacks:
         if not stack.shardable:
-            what = "it computes layers again, branch by branch, outside of their forward pass"
-            raise undivided(getattr(model.config, "stack", model.config), what)
-        for number, (layer, options, width) in enumerate(zip(stack.layers, configs, widths, strict=True)):
+            raise undivided(config.stack, "it computes layers again, branch by branch, outside of their forward pass")
+        for number, (layer, options, width) in enumerate(zip(stack.layers, config.layers, widths, strict=True)):
             for path, (parent, name, module) in _parts_of_layer(layer, options, width, parts).items():
                 mixes = isinstance(module, CausalMixer)
                 replaced[f"{place}.layers.{number}.{path}"] = parent, name, module, mixes
