@@ -1,20 +1,29 @@
-"""What needs a GPU, in one run of some 20 minutes: kernels, patterns, steps of training and generation, a comparison.
+"""What needs a GPU, in a few minutes: kernels, patterns, steps of training and generation, every member, a comparison.
 
-    python benchmarks/gpu.py                          # on a machine with a CUDA device; writes results/gpu.json
-    TRITON_INTERPRET=1 python benchmarks/gpu.py --quick   # tiny shapes, Triton's interpreter where there is no GPU
+    python benchmarks/gpu.py                                # on a machine with a CUDA device; writes results/gpu.json
+    python benchmarks/gpu.py --parts kernels patterns       # only these, into what the result file has already
+    TRITON_INTERPRET=1 python benchmarks/gpu.py --quick     # tiny shapes, Triton's interpreter where there is no GPU
 
-    kernels      forward and backward of kernel attention: ours in PyTorch and in Triton, beside fla's where installed
+    floor        the fastest product and copy of this GPU
+    kernels      forward and backward of kernel attention: ours in PyTorch and in Triton
+    peers        the same in bfloat16 beside fla's kernels, where installed
     patterns     forward and backward of softmax attention: tiles of ours, FlexAttention, dense SDPA
     training     a step of the recipe benchmark in fp32 and under bf16 autocast, beside x-transformers and GPT-2
     generation   one more token in Python, and replayed from a CUDA graph where the state is constant
+    members      a training step of every causal member of text under bf16 autocast, its memory, a token
     comparison   `kinformer compare` of three members, bf16-mixed
 
-Every kernel must first give the values and gradients of its reference for a short text.
+Every kernel must first give the values and gradients of its reference for a short text. A part that fails says why, and
+the others go on.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import tempfile
+import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -25,7 +34,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import kinformer
-from common import Contestant, arguments, gate_equal, gate_learning, interleave, peer, prepare, save, show
+from causal_members import causal_members
+from common import RESULTS, Contestant, arguments, gate_equal, gate_learning, interleave, peer, prepare, save, show
 from common import kinformer as kinformer_command
 from kinformer.core import state as states
 from kinformer.kernels.attention import Scoring, Visibility, attention
@@ -64,7 +74,7 @@ def rule(name: str, impl: str) -> Attend:
 
 
 def fla(name: str) -> Attend | None:
-    """The same rule by the package fla on a CUDA device, or None where there is none."""
+    """The same rule by the package fla on a CUDA device, of tensors [batch, time, heads, ...], or None."""
     if not torch.cuda.is_available() or peer("fla.ops") is None:
         return None
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -72,16 +82,18 @@ def fla(name: str) -> Attend | None:
     from fla.ops.simple_gla import chunk_simple_gla
 
     def attend(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
-        q, k, v, beta, decay = (x.transpose(1, 2).contiguous() for x in (q, k, v, beta, decay))
         if name == "gated delta":
-            y = chunk_gated_delta_rule(q, k, v, decay, beta, scale=1.0)[0]
-        elif name == "decayed sums":
-            y = chunk_simple_gla(q, k, v, decay, scale=1.0)[0]
-        else:
-            y = chunk_linear_attn(q, k, v, scale=1.0, normalize=False)[0]
-        return y.transpose(1, 2)
+            return chunk_gated_delta_rule(q, k, v, decay, beta, scale=1.0)[0]
+        if name == "decayed sums":
+            return chunk_simple_gla(q, k, v, decay, scale=1.0)[0]
+        return chunk_linear_attn(q, k, v, scale=1.0, normalize=False)[0]
 
     return attend
+
+
+def turned(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Tensors [batch, heads, time, ...] in the layout of fla, [batch, time, heads, ...]."""
+    return tuple(x.detach().transpose(1, 2).contiguous().requires_grad_(x.requires_grad) for x in inputs)
 
 
 def tokens(shape: Sequence[int], device: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -108,15 +120,18 @@ def timed(contestants: dict[str, Callable[[], Any]], rounds: int) -> dict[str, f
     return {contestant.name: contestant.median for contestant in racing}
 
 
+def shapes(quick: bool) -> list[tuple[int, int, int, int]]:
+    """Batches, heads, tokens and widths of kernel attention."""
+    return [(1, 1, 40, 16)] if quick else [(4, 16, 2048, 64), (1, 16, 16384, 64), (1, 16, 4096, 128)]
+
+
 def kernels(device: str, quick: bool, rounds: int) -> list[dict[str, Any]]:
     """Rows of kernel attention by rule, dtype and length."""
-    shapes = [(1, 1, 40, 16)] if quick else [(4, 16, 2048, 64), (1, 16, 16384, 64), (1, 16, 4096, 128)]
     rows = []
     for dtype in (torch.float32,) if quick else (torch.float32, torch.bfloat16):
-        for shape in shapes:
+        for shape in shapes(quick):
             for name in ("sums", "decayed sums", "gated delta"):
                 ways = {impl: rule(name, impl) for impl in ("chunked", "triton")}
-                ways |= {"fla": found} if (found := fla(name)) is not None else {}
                 short = tokens((1, 2, 40 if quick else 200, shape[3]), device, dtype)
                 expected = differentiated(rule(name, "reference"), short)
                 for way, attend in ways.items():
@@ -125,6 +140,29 @@ def kernels(device: str, quick: bool, rounds: int) -> list[dict[str, Any]]:
                 inputs = tokens(shape, device, dtype)
                 seconds = timed({way: partial(differentiated, ways[way], inputs) for way in ways}, rounds)
                 rows.append({"rule": name, "dtype": str(dtype), "shape": shape, "seconds": seconds})
+    return rows
+
+
+def peers(device: str, quick: bool, rounds: int) -> list[dict[str, Any]]:
+    """Rows of kernel attention in bfloat16 beside fla, which chooses its tiles at the first call of a shape."""
+    rows = []
+    for name in ("sums", "decayed sums", "gated delta"):
+        for shape in shapes(quick):
+            theirs = fla(name)
+            if theirs is None:
+                return rows
+            begun = time.monotonic()
+            short = tokens((1, 2, 200, shape[3]), device, torch.bfloat16)
+            expected = differentiated(rule(name, "reference"), short)
+            for got, want in zip(differentiated(theirs, turned(short)), expected, strict=True):
+                gate_equal(f"{name}, fla", got.transpose(1, 2).float(), want.float(), TOLERANCE[torch.bfloat16])
+            inputs = tokens(shape, device, torch.bfloat16)
+            ways = {impl: partial(differentiated, rule(name, impl), inputs) for impl in ("chunked", "triton")}
+            ways["fla"] = partial(differentiated, theirs, turned(inputs))
+            ways["fla"]()
+            choosing = time.monotonic() - begun
+            seconds = timed(ways, rounds)
+            rows.append({"rule": name, "shape": shape, "fla_first_seconds": choosing, "seconds": seconds})
     return rows
 
 
@@ -255,12 +293,71 @@ def replayed(model: nn.Module, prompt: Tensor) -> Callable[[], Tensor]:
     return step
 
 
+def members(device: str, quick: bool, rounds: int) -> list[dict[str, Any]]:
+    """A row for every causal member: the recipe benchmark, a training step under bf16 autocast, its highest memory,
+    and one more token of one sequence in Python."""
+    batch, length = (2, 32) if quick else (16, 1024)
+    window = torch.randint(256, (batch, length + 1), device=device)
+    rows: list[dict[str, Any]] = []
+    for name in causal_members()[: 2 if quick else None]:
+        row: dict[str, Any] = {"member": name}
+        try:
+            model = kinformer.build(name, recipe="tiny" if quick else "benchmark", vocab_size=256).to(device)
+            step = step_of(model, window, bf16=True)
+            if device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            gate_learning(name, [step() for _ in range(3)])
+            row["peak_bytes"] = torch.cuda.max_memory_allocated() if device == "cuda" else None
+            row["seconds"] = {"a step": timed({"step": step}, min(rounds, 5))["step"]}
+            with torch.inference_mode():
+                token = in_python(model.eval(), window[:1, :128])
+                row["seconds"]["a token"] = timed({"token": token}, min(rounds, 10))["token"]
+            row["tokens_per_second"] = batch * length / row["seconds"]["a step"]
+            del model, step, token
+        except (RuntimeError, SystemExit, ValueError) as error:
+            row["error"] = f"{type(error).__name__}: {error}"[:300]
+            print(f"{name}: {row['error']}", flush=True)
+            row["seconds"] = {}
+        rows.append(row)
+    return rows
+
+
+def floor(device: str, quick: bool, rounds: int) -> list[dict[str, Any]]:
+    """A row of the fastest product of 8192 x 8192 bfloat16 numbers and the fastest copy of 4 GiB."""
+    size = 64 if quick else 8192
+    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    source = torch.randn(size * size * (1 if quick else 16), device=device)
+    target = torch.empty_like(source)
+
+    def product() -> None:
+        a @ b
+        finished()
+
+    def copy() -> None:
+        target.copy_(source)
+        finished()
+
+    seconds = timed({"product": product, "copy": copy}, rounds)
+    rates = {
+        "flops_per_second": 2 * size**3 / seconds["product"],
+        "bytes_per_second": 2 * source.numel() * 4 / seconds["copy"],
+    }
+    return [rates | {"seconds": seconds}]
+
+
 def comparison(quick: bool) -> dict[str, Any]:
     """What ``kinformer compare`` writes of three members in bfloat16."""
     with tempfile.TemporaryDirectory() as folder:
-        words = ("--steps", 4 if quick else 1000, "--seeds", 2 if quick else 3, "--precision", "bf16-mixed")
-        small = ("--recipe", "tiny", "--length", 32, "--max-bytes", 4000, "--sweep", 0, "--rounds", 1) * quick
-        return kinformer_command("compare", *COMPARED, *words, *small, "--out", folder)
+        words = ("--steps", 4 if quick else 300, "--seeds", 2 if quick else 3, "--sweep", 0)
+        small = ("--recipe", "tiny", "--length", 32, "--max-bytes", 4000, "--rounds", 1) * quick
+        precision = ("--precision", "bf16-mixed")
+        return kinformer_command("compare", *COMPARED, *words, *precision, *small, "--out", folder)
+
+
+PARTS = {
+    "floor": floor, "kernels": kernels, "peers": peers, "patterns": patterns, "training": training,
+    "generation": generation, "members": members,
+}  # fmt: skip
 
 
 def table(rows: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[list[Any]]]:
@@ -279,18 +376,41 @@ def table(rows: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[list[Any]]]
     return (*names, *(f"{way} ms" for way in ways or ("",))), cells
 
 
+def before(options: argparse.Namespace, device: str) -> dict[str, Any]:
+    """The parts that the result file has of this device, which stay unless they are measured anew."""
+    path = options.out or RESULTS / "gpu.json"
+    if options.quick or not path.is_file():
+        return {}
+    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return (
+        {name: result[name] for name in (*PARTS, "comparison") if name in result} if result["device"] == device else {}
+    )
+
+
 def main() -> None:
-    options = prepare(arguments(__doc__))
+    parser = arguments(__doc__)
+    parser.add_argument("--parts", nargs="+", choices=(*PARTS, "comparison"), default=(*PARTS, "comparison"))
+    options = prepare(parser)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not options.quick:
         raise SystemExit("there is no CUDA device here; try the script out with --quick and TRITON_INTERPRET=1.")
     rounds = options.rounds or (1 if options.quick else 20)
-    result: dict[str, Any] = {"device": torch.cuda.get_device_name() if device == "cuda" else "none, interpreted"}
-    for part in (kernels, patterns, training, generation):
-        result[part.__name__] = rows = part(device, options.quick, rounds)
-        show(part.__name__, *table(rows))
-    result["comparison"] = comparison(options.quick)
-    save(options, "gpu", result)
+    name = torch.cuda.get_device_name() if device == "cuda" else "none, interpreted"
+    result: dict[str, Any] = {"device": name} | before(options, name)
+    for part in options.parts:
+        begun = time.monotonic()
+        try:
+            if part == "comparison":
+                result[part] = comparison(options.quick)
+            else:
+                result[part] = rows = PARTS[part](device, options.quick, rounds)
+                if rows:
+                    show(part, *table(rows))
+        except (Exception, SystemExit) as error:
+            print(f"{part}: {type(error).__name__}: {error}", flush=True)
+            traceback.print_exc()
+        print(f"{part}: {time.monotonic() - begun:.0f} s", flush=True)
+        save(options, "gpu", result)
 
 
 if __name__ == "__main__":

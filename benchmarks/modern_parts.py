@@ -1,20 +1,19 @@
 """What is each part of recent models worth, beside its plain twin at equal parameters and equal minutes?
 
-    python benchmarks/modern_parts.py --data book.txt --minutes 5 --seeds 3 --runs FOLDER
+    python benchmarks/modern_parts.py --data book.txt --minutes 5 --seeds 0 --threads 1 --out steps.json
+    python benchmarks/modern_parts.py --data book.txt --add steps.json --seeds 3 --jobs 8
 
 The plain twin is `rope`; each other model differs from it in one part (--set), or is a member with another mixer. Steps
-are what the minutes buy at the speeds that `kinformer compare` measures in turns, so that other work on the machine
-slows the runs and changes no result. What FOLDER holds is not computed again.
+are what the minutes buy at the speeds measured in turns, so that other work on the machine slows the runs and changes
+no result. ``--add`` trains the seeds that a result file lacks, with its steps, which may be on a GPU.
 """
 
 from __future__ import annotations
 
-import statistics
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from common import arguments, kinformer, prepare, save, show
+from common import prepare
+from equal_minutes import compare, parser
 
 MIXER = "layers.*.mixer"
 PARTS: dict[str, dict[str, Any]] = {
@@ -46,63 +45,18 @@ MEMBERS: dict[str, dict[str, Any]] = {
     "rwkv7": {},
 }
 """Changes to members of their own."""
-TRAINING = (
-    "--sweep", 0, "--lr", 0.01, "--parameters", 800_000, "--train-tokenizer", 4096, "--ema", 0.07, "--batch-size", 2,
-    "--length", 256, "--max-bytes", 100_000, "--contexts", "1x", "--lengths", "512", "--set", "layers=3",
-)  # fmt: skip
-
-
-def compared(options: Any, folder: Path) -> dict[str, Any]:
-    """The report of ``kinformer compare`` on all of them."""
-    words: list[Any] = [
-        *(f"{name}=rope" for name in PARTS),
-        *MEMBERS,
-        "--data",
-        options.data,
-        "--out",
-        folder,
-        *TRAINING,
-    ]
-    for name, changes in (PARTS | MEMBERS).items():
-        for path, value in changes.items():
-            words += ["--set", f"{name}:{path}={value}"]
-    budget = ("--steps", 3) if options.quick else ("--minutes", options.minutes)
-    threads = ("--threads", options.threads) if options.threads else ()
-    return kinformer("compare", *words, *budget, "--seeds", options.seeds, "--rounds", options.rounds or 3, *threads)
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--data", default="stdlib", help="a text file (the standard library's sources if not given)")
-    parser.add_argument("--minutes", type=float, default=5.0, help="the budget of each run")
-    parser.add_argument("--seeds", type=int, default=3, help="how many seeds, from 0")
-    parser.add_argument("--runs", type=Path, help="keep what is computed here")
-    options = prepare(parser)
-    with tempfile.TemporaryDirectory() as scratch:
-        report = compared(options, options.runs or Path(scratch))
-    rows, plain = [], None
-    for entrant in report["entrants"]:
-        bits = [run["value"] for run in entrant["runs"]]
-        mean = statistics.mean(bits)
-        plain = mean if plain is None else plain
-        seconds = entrant["training"]["seconds"]
-        rows.append(
-            {
-                "name": entrant["name"],
-                "bits_per_byte": bits,
-                "behind_plain": mean - plain,
-                "steps": entrant["runs"][0]["steps"],
-                "seconds_per_step": seconds,
-                "parameters": entrant["parameters"],
-            }
-        )
-    table = [
-        [row["name"], statistics.mean(row["bits_per_byte"]), row["behind_plain"], row["steps"], row["parameters"]]
-        for row in sorted(rows, key=lambda row: row["behind_plain"])
-    ]
-    show("bits per byte on held-out text", ("model", "mean", "beside plain", "steps", "parameters"), table)
-    facts = {name: report[name] for name in ("data", "baselines", "budget", "settings")}
-    save(options, "modern_parts", {"minutes": options.minutes, "seeds": options.seeds, "models": rows} | facts)
+    options = prepare(parser(__doc__, minutes=5.0))
+    specs = [f"{name}=rope" for name in PARTS] + list(MEMBERS)
+    if options.members:
+        specs = [spec for spec in specs if spec.partition("=")[0] in options.members]
+    changes: dict[str, Any] = {"layers": 3}
+    for name, parts in (PARTS | MEMBERS).items():
+        if any(spec.partition("=")[0] == name for spec in specs):
+            changes |= {f"{name}:{path}": value for path, value in parts.items()}
+    compare("modern_parts", options, specs, changes)
 
 
 if __name__ == "__main__":

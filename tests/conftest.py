@@ -38,6 +38,13 @@ def pytest_configure(config):
     config.pluginmanager.register(ProcessorTime())
 
 
+@pytest.fixture(scope="session", autouse=True)
+def device():
+    """The device named by KINFORMER_TEST_DEVICE is PyTorch's default one, on which the batteries run."""
+    if "KINFORMER_TEST_DEVICE" in os.environ:
+        torch.set_default_device(os.environ["KINFORMER_TEST_DEVICE"])
+
+
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory):
     """About 14,000 bytes of words in lines; a twentieth of it is the test split."""

@@ -11,6 +11,8 @@ or with one test per check::
     def test_contract(check):
         CHECKS[check](MixerSubject(lambda: MyMixer(dim=16), dim=16))
 
+It runs on PyTorch's default device: under ``with torch.device("cuda"):`` on a GPU.
+
 What of PyTorch's derivatives works is the same for all mixers: first ones in reverse (``backward``, ``autograd.grad``)
 always; those beyond the first and forward mode (``torch.func``'s ``grad``, ``vjp``, ``jvp``, ``jacrev``, ``hessian``,
 ``vmap``) where every operation has them, as with ``impl="reference"``. Elsewhere they raise, and the check

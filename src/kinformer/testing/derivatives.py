@@ -43,10 +43,10 @@ def agree_gradients(function: Function, points: Sequence[Tensor], module: nn.Mod
 
 def agree_derivatives(place: str, function: Function, points: Sequence[Tensor]) -> None:
     """Check the derivatives of ``function`` at ``points`` (float64 leaves) along a random direction."""
-    generator = torch.Generator().manual_seed(81)
+    generator = torch.Generator("cpu").manual_seed(81)
 
     def like(x: Tensor) -> Tensor:
-        return torch.randn(x.shape, generator=generator, dtype=x.dtype)
+        return torch.randn(x.shape, generator=generator, dtype=x.dtype, device="cpu").to(x.device)
 
     direction = [like(point) for point in points]
     upstream = [like(item) for item in function(*points)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.encoder import EncoderMixer, SequenceContext
-from kinformer.testing.subject import built
+from kinformer.testing.subject import built, draw
 
 
 class Case(NamedTuple):
@@ -90,8 +90,8 @@ class EncoderMixerSubject(EncoderSubject):
             )
 
     def inputs(self, time: int, seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randn(self.batch, time, self.dim, generator=generator, dtype=torch.float64)
+        shape = (self.batch, time, self.dim)
+        return draw(lambda generator: torch.randn(shape, generator=generator, dtype=torch.float64), seed)
 
     def padded(self, case: Case) -> tuple[Case, list[Case], Tensor]:
         count = case.text.num_global
@@ -149,18 +149,20 @@ class EncoderModelSubject(EncoderSubject):
         self.vocab_size, self.global_tokens, self.shape = vocab_size, global_tokens, shape
 
     def cases(self) -> Iterator[Case]:
-        generator = torch.Generator().manual_seed(1)
         size = (self.batch, self.time)
-        tokens = torch.randint(self.vocab_size, size, generator=generator)
         if self.shape is not None:
-            tokens = torch.randn(*size, *self.shape, generator=generator, dtype=torch.float64)
+            shape = (*size, *self.shape)
+            tokens = draw(lambda generator: torch.randn(shape, generator=generator, dtype=torch.float64), 1)
+        else:
+            tokens = draw(lambda generator: torch.randint(self.vocab_size, size, generator=generator), 1)
         yield Case("plain", tokens, {})
         if self.global_tokens:
-            kinds = (torch.rand(size, generator=generator) < 0.1).long()
+            kinds = (draw(lambda generator: torch.rand(size, generator=generator), 4) < 0.1).long()
             yield Case("global tokens", tokens, {"kinds": kinds})
 
     def padded(self, case: Case) -> tuple[Case, list[Case], Tensor]:
-        order = torch.rand(self.batch, self.time, generator=torch.Generator().manual_seed(2)).argsort(1)
+        size = (self.batch, self.time)
+        order = draw(lambda generator: torch.rand(size, generator=generator), 2).argsort(1)
         valid = order < torch.tensor([max(1, self.time - 6 * row) for row in range(self.batch)])[:, None]
         valid[0] = True
         alone = [
@@ -199,9 +201,9 @@ class ImageModelSubject(EncoderSubject):
         self.channels, self.sizes = channels, sizes
 
     def cases(self) -> Iterator[Case]:
-        generator = torch.Generator().manual_seed(1)
-        for rows, columns in self.sizes:
-            images = torch.rand(self.batch, self.channels, rows, columns, generator=generator, dtype=torch.float64)
+        for seed, (rows, columns) in enumerate(self.sizes, start=1):
+            shape = (self.batch, self.channels, rows, columns)
+            images = draw(lambda rng: torch.rand(shape, generator=rng, dtype=torch.float64), seed)  # noqa: B023
             yield Case(f"images of {rows} x {columns}", images, {})
 
     def padded(self, case: Case) -> tuple[Case, list[Case], Tensor]:

@@ -73,7 +73,7 @@ def dtype(subject: EncoderSubject) -> None:
                 got = subject.run(subject.build(kind), case._replace(inputs=case.inputs.to(kind)))
                 require(got.dtype == kind, f"outputs are {got.dtype} for inputs and weights of {kind}.")
                 _near(f"outputs in {kind}, {case.name}", got, want, tolerance)
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(torch.get_default_device().type, torch.bfloat16):
                 got = subject.run(subject.build(torch.float32), case._replace(inputs=case.inputs.float()))
             _near(f"outputs under autocast, {case.name}", got, want, CLOSE[torch.bfloat16])
 

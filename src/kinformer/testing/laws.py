@@ -10,7 +10,7 @@ from kinformer.core.state import State
 from kinformer.testing.errors import BITS, VALUES, agree, agree_states
 from kinformer.testing.scenario import agree_outcomes, agree_with_rows_alone, outcome, partitions, starts
 from kinformer.testing.sequences import Plan, absorb
-from kinformer.testing.subject import Subject
+from kinformer.testing.subject import Subject, draw
 
 
 def causality(subject: Subject) -> None:
@@ -92,7 +92,7 @@ def ragged_reset(subject: Subject) -> None:
     sizes = _ragged_sizes(subject.time)
     valid = _ragged_mask(subject, sizes)
     inputs = subject.spoil(subject.inputs(subject.batch, sum(sizes), seed=5), valid)
-    chance = torch.rand(valid.shape, generator=torch.Generator().manual_seed(1))
+    chance = draw(lambda generator: torch.rand(valid.shape, generator=generator), 1)
     place = f"resets in ragged chunks of {_brief(sizes)} against sequences alone"
     agree_with_rows_alone(subject, {}, {place: Plan(inputs, sizes, valid, chance < 0.2)})
 

@@ -32,7 +32,7 @@ def dtype(subject: MixerSubject) -> None:
             got = _in_two_chunks(subject, subject.build(kind), inputs.to(kind))
             require(got.dtype == kind, f"outputs are {got.dtype} for inputs and weights of {kind}.")
             _agree_in_norm(f"outputs in {kind} against float64", got, want, CLOSE[kind])
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             got = _in_two_chunks(subject, subject.build(torch.float32), inputs.float())
         _agree_in_norm("outputs under autocast against float64", got, want, CLOSE[torch.bfloat16])
 
@@ -43,7 +43,7 @@ def _agree_in_norm(place: str, got: Tensor, want: Tensor, tolerance: float) -> N
 
 
 def _in_two_chunks(subject: MixerSubject, module: CausalMixer, inputs: Tensor) -> Tensor:
-    autocast = torch.is_autocast_enabled("cpu")
+    autocast = torch.is_autocast_enabled(torch.get_default_device().type)
     where = "under autocast" if autocast else f"in {inputs.dtype}"
     start = state = module.initial_state(len(inputs), dtype=None if autocast else inputs.dtype)
     outputs = []

@@ -13,7 +13,7 @@ from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing.errors import BITS, VALUES, agree, agree_states, require
 from kinformer.testing.scenario import starts
-from kinformer.testing.subject import Subject
+from kinformer.testing.subject import Subject, draw
 
 STEPS = (1, 1, 3, 1, 5, 2)
 
@@ -80,9 +80,9 @@ def _steps(subject: Subject, total: int, masked: bool) -> Iterator[tuple[Tensor,
     while total > 0:
         size = min(total, STEPS[step % len(STEPS)])
         inputs = subject.inputs(subject.batch, size, seed=30 + step)
-        generator = torch.Generator().manual_seed(step)
-        counts = torch.randint(size + 1, (subject.batch,), generator=generator)
-        reset = torch.rand(subject.batch, size, generator=generator) < 0.15
+        shape = (subject.batch, size)
+        counts = draw(lambda generator: torch.randint(shape[1] + 1, shape[:1], generator=generator), step)  # noqa: B023
+        reset = draw(lambda generator: torch.rand(shape, generator=generator), 100 + step) < 0.15  # noqa: B023
         yield (inputs, subject.mask(counts, size, step), reset) if masked else (inputs, None, None)
         total, step = total - size, step + 1
 

@@ -13,7 +13,7 @@ from kinformer.core.state import State
 from kinformer.testing.derivatives import dense_gradients
 from kinformer.testing.errors import GRADIENTS, VALUES, BrokenLawError, agree, agree_states, require
 from kinformer.testing.sequences import Plan, absorb, absorb_alone, absorb_together
-from kinformer.testing.subject import Subject, named_leaves
+from kinformer.testing.subject import Subject, draw, named_leaves
 
 
 class ContractOutputs(NamedTuple):
@@ -49,7 +49,9 @@ def _as_leaf(leaf: Tensor) -> Tensor:
 
 
 def _weights(values: Tensor) -> Tensor:
-    return torch.cos(1.3 * torch.arange(values.numel(), dtype=torch.float64) + 0.7).view(values.shape)
+    return torch.cos(1.3 * torch.arange(values.numel(), dtype=torch.float64, device=values.device) + 0.7).view(
+        values.shape
+    )
 
 
 def project(state: State) -> Tensor:
@@ -128,9 +130,8 @@ def partitions(time: int) -> Iterator[list[int]]:
     yield _cut(time, [3, 5, 7])
     yield [time - 2, 2]
     yield [1, time - 1]
-    generator = torch.Generator().manual_seed(3)
-    for _ in range(2):
-        yield _cut(time, torch.randint(1, 9, (time,), generator=generator).tolist())
+    for seed in (3, 4):
+        yield _cut(time, draw(lambda generator: torch.randint(1, 9, (time,), generator=generator), seed).tolist())
 
 
 def _cut(time: int, sizes: list[int]) -> list[int]:

@@ -18,6 +18,14 @@ JITTER = 0.1
 """Noise added to every parameter, so that weights that begin at zero or one hide nothing."""
 
 
+def draw(function: Callable[[torch.Generator], Tensor], seed: int) -> Tensor:
+    """Return what ``function`` draws with a generator of the CPU, on PyTorch's default device: the same numbers on
+    every device."""
+    with torch.device("cpu"):
+        drawn = function(torch.Generator().manual_seed(seed))
+    return drawn.to(torch.get_default_device())
+
+
 def built(make: Callable[[], nn.Module], dtype: torch.dtype) -> Any:
     """Return the module of ``make``, always with the same weights, none of which is zero or one."""
     with torch.random.fork_rng(devices=[]):
@@ -108,8 +116,8 @@ class MixerSubject(Subject):
         self.time = max(time, (self.build().retained or 0) + 12)
 
     def inputs(self, batch: int, time: int, seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randn(batch, time, self.dim, generator=generator, dtype=torch.float64)
+        shape = (batch, time, self.dim)
+        return draw(lambda generator: torch.randn(shape, generator=generator, dtype=torch.float64), seed)
 
     def start(self, module: Any, batch: int) -> Any:
         return module.initial_state(batch, dtype=torch.float64)
@@ -163,7 +171,8 @@ class ModelSubject(Subject):
         self.vocab_size = vocab_size
 
     def inputs(self, batch: int, time: int, seed: int) -> Tensor:
-        return torch.randint(self.vocab_size, (batch, time), generator=torch.Generator().manual_seed(seed))
+        shape = (batch, time)
+        return draw(lambda generator: torch.randint(self.vocab_size, shape, generator=generator), seed)
 
     def start(self, module: nn.Module, batch: int) -> None:
         return None
@@ -203,7 +212,7 @@ class SourceModelSubject(ModelSubject):
 
 def scattered(counts: Tensor, time: int, seed: int) -> Tensor:
     """Return a mask [batch, time] with ``counts`` [batch] tokens anywhere in each row."""
-    order = torch.rand(len(counts), time, generator=torch.Generator().manual_seed(seed)).argsort(dim=1)
+    order = draw(lambda generator: torch.rand(len(counts), time, generator=generator), seed).argsort(dim=1)
     return order < counts[:, None]
 
 

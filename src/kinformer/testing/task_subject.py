@@ -13,6 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from kinformer.tasks.evaluation import EvaluationSettings
 from kinformer.training.settings import Settings
 
@@ -34,7 +36,6 @@ TINY = {
     "batch_size": 4,
     "checkpoint_every": 2,
     "validate_every": 2,
-    "device": "cpu",
 }
 _COPIES = ("dataclasses", "kinformer.runtime.fields")
 """Modules that read every field of options, to store or to check them; that is no use."""
@@ -102,7 +103,8 @@ class TaskSubject:
         """Return a tiny run, trained to its end."""
         import kinformer
 
-        options = {name: value for name, value in {**TINY, **self.train}.items() if value is not None}
+        chosen = {**TINY, "device": _device(), **self.train}
+        options = {name: value for name, value in chosen.items() if value is not None}
         out = self.folder / "run"
         return kinformer.train(self.member, out=out, task=self.task.name, quiet=True, **options)
 
@@ -113,7 +115,7 @@ class TaskSubject:
         folder = self.folder / "resumed"
         shutil.copytree(self.run.folder, folder)
         shutil.rmtree(max((folder / "checkpoints").iterdir()))
-        return kinformer.train(self.member, out=folder, resume=True, quiet=True, device="cpu")
+        return kinformer.train(self.member, out=folder, resume=True, quiet=True, device=_device())
 
     def rows(self) -> DataModule:
         """Return the run's rows, built anew."""
@@ -121,14 +123,14 @@ class TaskSubject:
         from kinformer.runs.rows import rows_of
         from kinformer.training.settings import Settings
 
-        return rows_of(self.run, plan_of(self.run, Settings(**self.run.training)), "cpu")
+        return rows_of(self.run, plan_of(self.run, Settings(**self.run.training)), _device())
 
     @cached_property
     def evaluation(self) -> Evaluation:
         """Return the evaluation of the run."""
         import kinformer
 
-        return kinformer.evaluate(self.run.folder, quiet=True, device="cpu", **self.evaluate)
+        return kinformer.evaluate(self.run.folder, quiet=True, device=_device(), **self.evaluate)
 
     @cached_property
     def generated(self) -> Any:
@@ -140,7 +142,7 @@ class TaskSubject:
         prompt = left.pop("prompt", None)
         general = {item.name for item in fields(GenerateOptions)}
         of_task = {name: left.pop(name) for name in list(left) if name not in general}
-        options = GenerateOptions(device="cpu", seed=0, quiet=True, task_options=of_task, **left)
+        options = GenerateOptions(device=_device(), seed=0, quiet=True, task_options=of_task, **left)
         return generate(self.run.folder, prompt, options, write=None)
 
     def predicted(self, **changes: Any) -> list[dict[str, Any]]:
@@ -148,7 +150,12 @@ class TaskSubject:
         import kinformer
 
         left = dict(self.predict)
-        return kinformer.predict(self.run.folder, left.pop("inputs"), device="cpu", **left | changes)
+        return kinformer.predict(self.run.folder, left.pop("inputs"), device=_device(), **left | changes)
+
+
+def _device() -> str:
+    """Return the name of PyTorch's default device, on which the runs are made."""
+    return str(torch.get_default_device())
 
 
 def _watched(options: type, read: set[str]) -> type:
