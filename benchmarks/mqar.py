@@ -5,8 +5,8 @@ a causal convolution of four tokens, then the mixer, each behind a norm and in a
 compares recall and state; a convolution of a mixer's own is left out). Weights begin as PyTorch's modules do: from
 N(0, 0.02) the delta rules know 2 % after 1,000 steps in which they learn 92 % here. 256 symbols, 64 tokens, 8 pairs;
 AdamW with weight decay 0.1, one cycle of the learning rate, clipping at 1; training ends when 99 % of a validation are
-right. The learning rate is swept with the first seed until one gets there, the best one is run with further seeds, and
-the last weights are measured on new rows.
+right (--pairs and --length change the rows). The learning rate is swept with the first seed until one gets there, the
+best one is run with further seeds, and the last weights are measured on new rows.
 
 It can be stopped at any time: every finished run is in the result file, and the next call goes on from there.
 """
@@ -48,8 +48,7 @@ from kinformer.tasks.recall.rows import RecallLoss
 from kinformer.tasks.shared.answer_rows import ScoredBatch, answers
 from kinformer.training.objective import ObjectiveModule
 
-DIM, DEPTH, WIDTH, LENGTH = 64, 2, 4, 64
-DATA = Recall(pairs=(8,), symbols=256)
+DIM, DEPTH, WIDTH, SYMBOLS = 64, 2, 4, 256
 MEMBERS: dict[str, dict[str, Any]] = {
     "gpt": {},
     "local": {"pattern.window": 16},
@@ -126,12 +125,33 @@ class Run(NamedTuple):
     seed: int
 
 
+class Recipe(NamedTuple):
+    """What all runs have in common: rows of ``length`` tokens with ``pairs`` keys, ``rows`` of them in each of at most
+    ``steps`` steps, on a device."""
+
+    pairs: int
+    length: int
+    rows: int
+    steps: int
+    device: str
+
+    @property
+    def data(self) -> Recall:
+        """The rows of the task."""
+        return Recall(pairs=(self.pairs,), symbols=SYMBOLS)
+
+    def batch(self, split: str, part: int, rows: int, seed: int = 0) -> ScoredBatch:
+        """Rows on the device."""
+        drawn = ScoredBatch.of(self.data.rows(split, part, rows, self.length, seed))
+        return ScoredBatch(*(None if x is None else x.to(self.device) for x in drawn))  # type: ignore[arg-type]
+
+
 def build(member: str) -> Decoder:
     changes = {f"layers.0.mixer.{path}": value for path, value in {**MEMBERS[member], "num_heads": 1}.items()}
     mixer = configure(member, "small", set=changes).layers[0].mixer
     layer = DecoderLayer.Config(mixer=Convolution.Config(), further_mixers=(mixer,), feed_forward=Nothing.Config())
     return Decoder.Config(
-        input=Tokens.Config(vocab_size=DATA.symbols),
+        input=Tokens.Config(vocab_size=SYMBOLS),
         dim=DIM,
         layers=(layer,) * DEPTH,
         position=NoPosition.Config(),
@@ -140,22 +160,22 @@ def build(member: str) -> Decoder:
     ).build()
 
 
-def accuracy(model: Decoder, split: str) -> float:
+def accuracy(model: Decoder, split: str, recipe: Recipe) -> float:
     """Of new rows of the split."""
     right = queries = 0
     with torch.inference_mode():
         for part in range(8):
-            found = answers(model, ScoredBatch.of(DATA.rows(split, part, EXAM // 8, LENGTH)))
+            found = answers(model, recipe.batch(split, part, EXAM // 8))
             right, queries = right + int(found.right.sum()), queries + len(found.labels)
     return right / queries
 
 
-def train(run: Run, steps: int, rows: int) -> dict[str, Any]:
+def train(run: Run, recipe: Recipe) -> dict[str, Any]:
     """A run's record: accuracy on the test split, the state's bytes after a row, the curve of validation."""
     torch.set_num_threads(1)
     torch.manual_seed(run.seed)
-    model, begun = build(run.member), time.monotonic()
-    engine = ObjectiveModule(model, RecallLoss(DATA.pairs), "fp32")
+    model, begun, steps = build(run.member).to(recipe.device), time.monotonic(), recipe.steps
+    engine = ObjectiveModule(model, RecallLoss(recipe.data.pairs), "fp32")
     optimiser = torch.optim.AdamW(model.parameters(), lr=run.rate, weight_decay=0.1, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, run.rate, total_steps=steps, pct_start=0.1)
     features, learners, curve = modules_of(model, Resampled), modules_of(model, OnlineLearner), []
@@ -163,7 +183,7 @@ def train(run: Run, steps: int, rows: int) -> dict[str, Any]:
         for number, module in due_for_resampling(features, step):
             module.draw(1000 * (1 + run.seed) + step + number)
         model.train()
-        batch = ScoredBatch.of(DATA.rows("train", step, rows, LENGTH, run.seed))
+        batch = recipe.batch("train", step, recipe.rows, run.seed)
         engine(batch, None, step / steps)[0].backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
@@ -172,13 +192,13 @@ def train(run: Run, steps: int, rows: int) -> dict[str, Any]:
             module.learn(lambda sums: sums)
         schedule.step()
         if (step + 1) % PATIENCE == 0 or step + 1 == steps:
-            curve.append((step + 1, accuracy(model.eval(), "validation")))
+            curve.append((step + 1, accuracy(model.eval(), "validation", recipe)))
             if curve[-1][1] >= SOLVED:
                 break
-    _, state = model(torch.zeros(1, LENGTH, dtype=torch.int64))
+    _, state = model(torch.zeros(1, recipe.length, dtype=torch.int64, device=recipe.device))
     return {
         **run._asdict(),
-        "accuracy": accuracy(model.eval(), "test"),
+        "accuracy": accuracy(model.eval(), "test", recipe),
         "state_bytes": states.nbytes(state.layers),
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "steps": curve[-1][0],
@@ -220,24 +240,24 @@ def summary(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row["state_bytes"])
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
+def draw(rows: list[dict[str, Any]], recipe: Recipe, path: Path) -> None:
     """Accuracy against the bytes of the state, with the spread over seeds."""
     with figure(6.4, 4.0) as drawn:
         axes = drawn.subplots()
         bare(axes, "left", "bottom")
         axes.grid(axis="y", color=FAINT, linewidth=0.7)
         axes.set_axisbelow(True)
-        axes.axhline(1 / DATA.pairs[0], color=QUIET, linewidth=0.9, linestyle=(0, (2, 2)))
+        axes.axhline(1 / recipe.pairs, color=QUIET, linewidth=0.9, linestyle=(0, (2, 2)))
         for number, row in enumerate(rows):
             colour, x = SERIES[number % len(SERIES)], row["state_bytes"]
             axes.plot([x, x], [row["least"], row["most"]], color=colour, linewidth=1.6)
             style = {"color": colour, "marker": "os"[number // len(SERIES)], "markersize": 6, "linestyle": ""}
             axes.plot([x], [row["accuracy"]], label=row["member"], **style)
         style = {"textcoords": "offset points", "ha": "right", "color": QUIET, "fontsize": 7.5}
-        where = (1, 1 / DATA.pairs[0])
+        where = (1, 1 / recipe.pairs)
         axes.annotate("guessing a value of the row", where, (-2, 3), xycoords=("axes fraction", "data"), **style)
-        axes.set(xscale="log", ylim=(-0.02, 1.04), xlabel=f"bytes of the state after {LENGTH} tokens")
-        axes.set_ylabel(f"accuracy ({DATA.pairs[0]} pairs, {DATA.symbols} symbols)")
+        axes.set(xscale="log", ylim=(-0.02, 1.04), xlabel=f"bytes of the state after {recipe.length} tokens")
+        axes.set_ylabel(f"accuracy ({recipe.pairs} pairs, {SYMBOLS} symbols)")
         axes.legend(fontsize=8, frameon=False, bbox_to_anchor=(1.0, 0.5), loc="center left")
         drawn.tight_layout()
         save_figure(drawn, path)
@@ -246,8 +266,18 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
     """What all runs of a result file have in common."""
+    chosen = recipe(options)
+    return {
+        "dim": DIM, "depth": DEPTH, "length": chosen.length, "rows": chosen.rows, "steps": chosen.steps,
+        "data": chosen.data.identity,
+    }  # fmt: skip
+
+
+def recipe(options: argparse.Namespace) -> Recipe:
+    """The recipe of the options, on a GPU if there is one."""
     steps, rows = (20, 4) if options.quick else (options.steps, options.rows)
-    return {"dim": DIM, "depth": DEPTH, "length": LENGTH, "rows": rows, "steps": steps, "data": DATA.identity}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Recipe(options.pairs, options.length or 8 * options.pairs, rows, steps, device)
 
 
 def keep(options: argparse.Namespace, records: list[dict[str, Any]]) -> None:
@@ -269,11 +299,13 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, default=2000, help="steps of a run at most")
     parser.add_argument("--rows", type=int, default=64, help="rows of a step")
+    parser.add_argument("--pairs", type=int, default=8, help="keys of a row; each is asked for once")
+    parser.add_argument("--length", type=int, help="tokens of a row (eight for a pair)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each of one thread")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after this long")
     parser.add_argument("--members", nargs="+", help="only these")
     options = prepare(parser)
-    steps, rows, begun = settings(options)["steps"], settings(options)["rows"], time.monotonic()
+    chosen, begun = recipe(options), time.monotonic()
     members = [name for name in MEMBERS if name in (options.members or MEMBERS)]
     records = known(options)
     running: dict[Future[dict[str, Any]], Run] = {}
@@ -282,7 +314,7 @@ def main() -> None:
             late = time.monotonic() - begun > 60 * options.minutes
             open_runs = [] if late else [run for run in wanted(records, members) if run not in running.values()]
             for run in open_runs[: options.jobs - len(running)]:
-                running[pool.submit(train, run, steps, rows)] = run
+                running[pool.submit(train, run, chosen)] = run
             if not running:
                 break
             for done in wait(running, return_when=FIRST_COMPLETED).done:
@@ -294,7 +326,7 @@ def main() -> None:
         return
     show("multi-query associative recall", tuple(found[0]), [list(row.values()) for row in found])
     if not options.quick or options.out:
-        draw(found, (options.out or RESULTS / "mqar.json").with_suffix(".png"))
+        draw(found, chosen, (options.out or RESULTS / "mqar.json").with_suffix(".png"))
 
 
 if __name__ == "__main__":
