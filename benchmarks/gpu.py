@@ -14,7 +14,7 @@
     comparison   `kinformer compare` of three members, bf16-mixed
 
 Every kernel must first give the values and gradients of its reference for a short text. A part that fails says why, and
-the others go on.
+the others go on; with --seconds a part begins no row after that time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import json
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -47,6 +47,7 @@ from kinformer.patterns.strided import Strided
 from peers import PeerShape, hugging_face, x_transformers
 
 Attend = Callable[..., Tensor]
+Rows = Iterator[dict[str, Any]]
 MEMBERS = ("gpt", "linear-transformer", "fast-weights", "gated-deltanet", "local")
 CONSTANT = ("linear-transformer", "fast-weights", "gated-deltanet")
 COMPARED = ("gpt", "linear-transformer", "gated-deltanet")
@@ -125,10 +126,9 @@ def shapes(quick: bool) -> list[tuple[int, int, int, int]]:
     return [(1, 1, 40, 16)] if quick else [(4, 16, 2048, 64), (1, 16, 16384, 64), (1, 16, 4096, 128)]
 
 
-def kernels(device: str, quick: bool, rounds: int) -> list[dict[str, Any]]:
+def kernels(device: str, quick: bool, rounds: int) -> Rows:
     """Rows of kernel attention by rule, dtype and length."""
-    rows = []
-    for dtype in (torch.float32,) if quick else (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32,) if quick else (torch.bfloat16, torch.float32):
         for shape in shapes(quick):
             for name in ("sums", "decayed sums", "gated delta"):
                 ways = {impl: rule(name, impl) for impl in ("chunked", "triton")}
@@ -139,18 +139,16 @@ def kernels(device: str, quick: bool, rounds: int) -> list[dict[str, Any]]:
                         gate_equal(f"{name}, {way}", ours.float(), theirs.float(), TOLERANCE[dtype])
                 inputs = tokens(shape, device, dtype)
                 seconds = timed({way: partial(differentiated, ways[way], inputs) for way in ways}, rounds)
-                rows.append({"rule": name, "dtype": str(dtype), "shape": shape, "seconds": seconds})
-    return rows
+                yield {"rule": name, "dtype": str(dtype), "shape": shape, "seconds": seconds}
 
 
-def peers(device: str, quick: bool, rounds: int) -> list[dict[str, Any]]:
+def peers(device: str, quick: bool, rounds: int) -> Rows:
     """Rows of kernel attention in bfloat16 beside fla, which chooses its tiles at the first call of a shape."""
-    rows = []
-    for name in ("sums", "decayed sums", "gated delta"):
-        for shape in shapes(quick):
+    for shape in shapes(quick):
+        for name in ("sums", "decayed sums", "gated delta"):
             theirs = fla(name)
             if theirs is None:
-                return rows
+                return
             begun = time.monotonic()
             short = tokens((1, 2, 200, shape[3]), device, torch.bfloat16)
             expected = differentiated(rule(name, "reference"), short)
@@ -162,11 +160,10 @@ def peers(device: str, quick: bool, rounds: int) -> list[dict[str, Any]]:
             ways["fla"]()
             choosing = time.monotonic() - begun
             seconds = timed(ways, rounds)
-            rows.append({"rule": name, "shape": shape, "fla_first_seconds": choosing, "seconds": seconds})
-    return rows
+            yield {"rule": name, "shape": shape, "fla_first_seconds": choosing, "seconds": seconds}
 
 
-def patterns(device: str, quick: bool, rounds: int) -> list[dict[str, Any]]:
+def patterns(device: str, quick: bool, rounds: int) -> Rows:
     """Rows of softmax attention by pattern and dtype, beside dense SDPA of the causal triangle."""
     shape, short = ((1, 2, 64, 16), 64) if quick else ((1, 16, 16384, 64), 1024)
     configs = {
@@ -174,8 +171,7 @@ def patterns(device: str, quick: bool, rounds: int) -> list[dict[str, Any]]:
         "window": Local.Config(window=short // 4),
         "strided": Strided(stride=8 if quick else 128),
     }
-    rows = []
-    for dtype in (torch.float32,) if quick else (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32,) if quick else (torch.bfloat16, torch.float32):
         for name, config in configs.items():
             impls = ("chunked",) if device == "cpu" else ("chunked", "flex")
             ways = {impl: patterned(config, impl) for impl in impls}
@@ -187,8 +183,7 @@ def patterns(device: str, quick: bool, rounds: int) -> list[dict[str, Any]]:
             ways["dense SDPA"] = partial(functional.scaled_dot_product_attention, is_causal=True)
             inputs = tokens(shape, device, dtype)[:3]
             seconds = timed({way: partial(differentiated, ways[way], inputs) for way in ways}, rounds)
-            rows.append({"pattern": name, "dtype": str(dtype), "shape": shape, "seconds": seconds})
-    return rows
+            yield {"pattern": name, "dtype": str(dtype), "shape": shape, "seconds": seconds}
 
 
 def patterned(config: Any, impl: str) -> Attend:
@@ -202,12 +197,11 @@ def patterned(config: Any, impl: str) -> Attend:
     return attend
 
 
-def training(device: str, quick: bool, rounds: int) -> list[dict[str, Any]]:
+def training(device: str, quick: bool, rounds: int) -> Rows:
     """Rows of training steps: forward, cross entropy, backward and fused AdamW."""
     batch, length = (2, 32) if quick else (32, 1024)
     shape = PeerShape(layers=4, dim=256, heads=4, head_dim=64, hidden=1024, length=length)
     window = torch.randint(256, (batch, length + 1), device=device)
-    rows = []
     for bf16 in (False,) if quick else (False, True):
         models: dict[str, nn.Module | None] = {
             member: kinformer.build(member, recipe="tiny" if quick else "benchmark", vocab_size=256)
@@ -220,8 +214,7 @@ def training(device: str, quick: bool, rounds: int) -> list[dict[str, Any]]:
             gate_learning(name, [step() for _ in range(3)])
         for name, seconds in timed(dict(steps), rounds).items():
             row = {"model": name, "bf16": bf16, "batch": batch, "length": length, "seconds": seconds}
-            rows.append(row | {"tokens_per_second": batch * length / seconds})
-    return rows
+            yield row | {"tokens_per_second": batch * length / seconds}
 
 
 def step_of(model: nn.Module, window: Tensor, bf16: bool) -> Callable[[], float]:
@@ -241,9 +234,8 @@ def step_of(model: nn.Module, window: Tensor, bf16: bool) -> Callable[[], float]
     return step
 
 
-def generation(device: str, quick: bool, rounds: int) -> list[dict[str, Any]]:
+def generation(device: str, quick: bool, rounds: int) -> Rows:
     """Rows of steps of one token, batch 1 and 64: in Python, and as a CUDA graph."""
-    rows = []
     for member in CONSTANT:
         model = kinformer.build(member, recipe="tiny" if quick else "benchmark", vocab_size=256).to(device).eval()
         for batch in (1,) if quick else (1, 64):
@@ -253,8 +245,8 @@ def generation(device: str, quick: bool, rounds: int) -> list[dict[str, Any]]:
                 if device == "cuda":
                     ways["CUDA graph"] = replayed(model, prompt)
                     gate_equal(f"{member}, CUDA graph", ways["CUDA graph"](), ways["in Python"](), 1e-3)
-                rows.append({"member": member, "batch": batch, "seconds": timed(ways, rounds)})
-    return rows
+                row = {"member": member, "batch": batch, "seconds": timed(ways, rounds)}
+            yield row
 
 
 def in_python(model: nn.Module, prompt: Tensor) -> Callable[[], Tensor]:
@@ -284,8 +276,10 @@ def replayed(model: nn.Module, prompt: Tensor) -> Callable[[], Tensor]:
     with torch.cuda.graph(graph):
         logits, after = model(token, state)
     assert states.nbytes(after) == states.nbytes(state)
+    read = token, state, after  # the graph knows their addresses alone
 
     def step() -> Tensor:
+        assert read
         graph.replay()
         finished()
         return logits
@@ -293,12 +287,11 @@ def replayed(model: nn.Module, prompt: Tensor) -> Callable[[], Tensor]:
     return step
 
 
-def members(device: str, quick: bool, rounds: int) -> list[dict[str, Any]]:
+def members(device: str, quick: bool, rounds: int) -> Rows:
     """A row for every causal member: the recipe benchmark, a training step under bf16 autocast, its highest memory,
     and one more token of one sequence in Python."""
     batch, length = (2, 32) if quick else (16, 1024)
     window = torch.randint(256, (batch, length + 1), device=device)
-    rows: list[dict[str, Any]] = []
     for name in causal_members()[: 2 if quick else None]:
         row: dict[str, Any] = {"member": name}
         try:
@@ -318,11 +311,10 @@ def members(device: str, quick: bool, rounds: int) -> list[dict[str, Any]]:
             row["error"] = f"{type(error).__name__}: {error}"[:300]
             print(f"{name}: {row['error']}", flush=True)
             row["seconds"] = {}
-        rows.append(row)
-    return rows
+        yield row
 
 
-def floor(device: str, quick: bool, rounds: int) -> list[dict[str, Any]]:
+def floor(device: str, quick: bool, rounds: int) -> Rows:
     """A row of the fastest product of 8192 x 8192 bfloat16 numbers and the fastest copy of 4 GiB."""
     size = 64 if quick else 8192
     a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
@@ -342,7 +334,7 @@ def floor(device: str, quick: bool, rounds: int) -> list[dict[str, Any]]:
         "flops_per_second": 2 * size**3 / seconds["product"],
         "bytes_per_second": 2 * source.numel() * 4 / seconds["copy"],
     }
-    return [rates | {"seconds": seconds}]
+    yield rates | {"seconds": seconds}
 
 
 def comparison(quick: bool) -> dict[str, Any]:
@@ -390,6 +382,7 @@ def before(options: argparse.Namespace, device: str) -> dict[str, Any]:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--parts", nargs="+", choices=(*PARTS, "comparison"), default=(*PARTS, "comparison"))
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="a part begins no row after so long")
     options = prepare(parser)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not options.quick:
@@ -403,7 +396,13 @@ def main() -> None:
             if part == "comparison":
                 result[part] = comparison(options.quick)
             else:
-                result[part] = rows = PARTS[part](device, options.quick, rounds)
+                result[part] = rows = []
+                for row in PARTS[part](device, options.quick, rounds):
+                    rows.append(row)
+                    save(options, "gpu", result)
+                    if time.monotonic() - begun > options.seconds:
+                        print(f"{part}: ends after {len(rows)} rows, as --seconds has it", flush=True)
+                        break
                 if rows:
                     show(part, *table(rows))
         except (Exception, SystemExit) as error:

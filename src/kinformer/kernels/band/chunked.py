@@ -19,6 +19,7 @@ from kinformer.core.contract import state_dtype
 from kinformer.kernels.band.tiles import BandTile, Layout, limits
 from kinformer.kernels.softmax.dropout import dropout_words, keep
 from kinformer.kernels.softmax.request import Attended, Scoring, Visibility, unfilled
+from kinformer.kernels.tiling import tile_size
 from kinformer.runtime.compiling import spare_operators
 from kinformer.runtime.derivatives import check_reverse, first_order
 
@@ -82,7 +83,7 @@ class _Work:
         self.accumulator = state_dtype(q.dtype)
         # exp(s) = 2^(s log2 e): exp2 saves the product by log2(e) that exp makes for every element.
         self.scale2 = call.scale * _LOG2_E
-        self.tiles = list(layout.tiles(rows_per_tile(layout), PAIRS))
+        self.tiles = list(layout.tiles(rows_per_tile(layout), tile_size(PAIRS, q.device)))
         self.most = max((math.prod(tile.shape) for tile in self.tiles), default=0) * layout.group
 
     def scratch(self, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kinformer.kernels.block_sparse.plan import TermPlan
 from kinformer.kernels.block_sparse.tile import Tile
 
-_PAIRS = 1 << 20  # in a block: products run at full speed, and its passes stay in the caches
+PAIRS = 1 << 20  # in a block: products run at full speed, and its passes stay in the caches
 _SINGLE = 1 << 16  # of one head, from which on its operations are not kept waiting by their calls
 
 
@@ -25,7 +25,8 @@ class HeadBlock(NamedTuple):
 class Blocks:
     """The tiles of ``plan`` for ``rows`` rows of ``heads`` key heads, each of which ``group`` query heads share.
 
-    ``reaches``: for each head the distance from which on keys need not be looked at.
+    ``reaches``: for each head the distance from which on keys need not be looked at. ``pairs``: how many a block has
+    at most.
     """
 
     plan: TermPlan
@@ -33,6 +34,7 @@ class Blocks:
     heads: int
     group: int
     reaches: Sequence[int] | None = None
+    pairs: int = PAIRS
 
     def largest(self) -> int:
         """Return the number of pairs of the largest block."""
@@ -56,7 +58,7 @@ class Blocks:
         pairs = self._pairs(tile) * self.plan.stride
         if self.reaches is not None and pairs >= _SINGLE:
             return self.plan.stride
-        fit = max(1, _PAIRS // pairs)
+        fit = max(1, self.pairs // pairs)
         return self.plan.stride * min(
             fit // self.heads * self.heads if fit >= self.heads else fit, self.rows * self.heads
         )

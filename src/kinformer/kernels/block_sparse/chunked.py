@@ -89,7 +89,7 @@ class Call(NamedTuple):
         tables = {name: section.table(table) for name, table in self.tables.items()}
         vector = None if self.vector is None else section.table(self.vector)
         relative = Relative(self.lowest, **tables)
-        for plan in section.plans(newest_first=bool(tables)):
+        for plan in section.plans(newest_first=bool(tables), device=q.device):
             distances = Distances(relative, plan.stride, plan.rows, state_dtype(q.dtype), learned) if tables else None
             yield TileLoop(operands, plan, distances, form_of(self.form, vector, self.scale))
 

@@ -9,7 +9,7 @@ keys are contiguous.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -57,6 +57,24 @@ class TermPlan:
     def stacked(self) -> bool:
         """Return whether each head of a tile has keys of its own."""
         return any(isinstance(tile.keys, Tensor) and tile.keys.dim() == 2 for tile in self.tiles[:1])
+
+    def on(self, device: torch.device) -> TermPlan:
+        """Return the plan with its keys and masks on ``device``; equal masks stay one tensor."""
+        placed: dict[int, Tensor] = {}
+
+        def place(x: Tensor) -> Tensor:
+            if id(x) not in placed:
+                placed[id(x)] = x.to(device)
+            return placed[id(x)]
+
+        tiles = tuple(
+            tile._replace(
+                keys=tile.keys if isinstance(tile.keys, slice) else place(tile.keys),
+                masks=tuple(mask._replace(values=place(mask.values)) for mask in tile.masks),
+            )
+            for tile in self.tiles
+        )
+        return replace(self, tiles=tiles)
 
 
 @lru_cache(maxsize=256)

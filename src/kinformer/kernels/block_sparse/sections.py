@@ -7,6 +7,7 @@ each make a section of their own; most calls are one.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,17 @@ from torch.nn import functional
 from kinformer.core.pattern import Pattern
 from kinformer.kernels.block_sparse.plan import Interval, TermPlan, plan
 from kinformer.kernels.block_sparse.stacking import stack
+
+
+@lru_cache(maxsize=256)
+def _plans(pattern: Pattern, interval: Interval, newest_first: bool, device: torch.device) -> tuple[TermPlan, ...]:
+    if pattern.num_heads is None:
+        plans = plan(pattern, interval, newest_first)
+    else:
+        stacked = stack(pattern, interval)
+        assert stacked is not None
+        plans = (stacked,)
+    return plans if device.type in ("cpu", "meta") else tuple(item.on(device) for item in plans)
 
 
 class Section(NamedTuple):
@@ -33,13 +45,9 @@ class Section(NamedTuple):
     heads: slice | list[int]
     kv_heads: int
 
-    def plans(self, newest_first: bool) -> tuple[TermPlan, ...]:
+    def plans(self, newest_first: bool, device: torch.device) -> tuple[TermPlan, ...]:
         """Return the plan of every term, or one plan for all heads where heads of different patterns share tiles."""
-        if self.pattern.num_heads is None:
-            return plan(self.pattern, self.interval, newest_first)
-        stacked = stack(self.pattern, self.interval)
-        assert stacked is not None
-        return (stacked,)
+        return _plans(self.pattern, self.interval, newest_first, device)
 
     def queries(self, x: Tensor) -> Tensor:
         """Return [batch, q_heads, time, ...] as [rows * kv_heads, group, time, ...], a view where possible."""

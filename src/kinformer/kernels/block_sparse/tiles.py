@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kinformer.core.contract import state_dtype
-from kinformer.kernels.block_sparse.blocks import Blocks, HeadBlock
+from kinformer.kernels.block_sparse.blocks import PAIRS, Blocks, HeadBlock
 from kinformer.kernels.block_sparse.distances import Distances
 from kinformer.kernels.block_sparse.falloff import WORTH, reaches
 from kinformer.kernels.block_sparse.forms import AdditiveForm, DotForm, Form, product
@@ -23,6 +23,7 @@ from kinformer.kernels.block_sparse.sections import Operands, from_classes, to_c
 from kinformer.kernels.block_sparse.tile import Tile, accumulate
 from kinformer.kernels.softmax.dropout import keep
 from kinformer.kernels.softmax.request import Attended
+from kinformer.kernels.tiling import tile_size
 
 LOG2_E = math.log2(math.e)
 
@@ -38,7 +39,8 @@ class TileLoop:
         self.accumulator = state_dtype(self.q.dtype)
         self.group, self.classes = self.q.shape[1], plan.stride
         count = self.q.shape[0] // (operands.heads * plan.stride)
-        self.blocks = Blocks(plan, count, operands.heads, self.group, self._reaches())
+        pairs = tile_size(PAIRS, self.q.device)
+        self.blocks = Blocks(plan, count, operands.heads, self.group, self._reaches(), pairs)
         self.first = self.q.new_empty(self.blocks.largest(), dtype=self.accumulator)
         self.words = None
         self.flat: tuple[Tile, HeadBlock, Tensor] | None = None

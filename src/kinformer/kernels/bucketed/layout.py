@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kinformer.kernels.tiling import tile_size
+
 PAIRS = 1 << 18
 """In a block: few enough to stay in a cache."""
 SHORT = 2
@@ -89,14 +91,14 @@ def _by_depth(tiles: Tensor, depth: int, per_chunk: int, rows: int) -> _Order:
     counts = (tiles[:, None] > torch.arange(depth, device=tiles.device)).sum(0)
     first = counts.cumsum(0) - counts
     begins = first if depth else tiles.new_zeros(1)
-    blocks = list(_blocks_of_depths(first.tolist(), counts.tolist(), per_chunk, rows))
+    blocks = list(_blocks_of_depths(first.tolist(), counts.tolist(), per_chunk, rows, tile_size(PAIRS, tiles.device)))
     return lambda run, tile: begins[tile] + column[run], int(counts.sum()), blocks, None
 
 
-def _blocks_of_depths(first: list[int], counts: list[int], per_chunk: int, rows: int) -> Iterator[Block]:
+def _blocks_of_depths(first: list[int], counts: list[int], per_chunk: int, rows: int, pairs: int) -> Iterator[Block]:
     for depth, tiles in enumerate(counts):
         lowest = max(0, depth // per_chunk - 1) * per_chunk
-        for begin, end in _pieces(0, tiles, PAIRS // (rows**2 * (depth - lowest + 1))):
+        for begin, end in _pieces(0, tiles, pairs // (rows**2 * (depth - lowest + 1))):
             keys = [slice(first[index] + begin, first[index] + end) for index in range(lowest, depth + 1)]
             yield Block(keys[-1], keys)
 
@@ -123,7 +125,7 @@ def _by_run(tiles: Tensor, depth: int, per_chunk: int, rows: int) -> _Order:
     hidden = torch.cat([tiles.new_zeros(back), reach]) < offsets[:, None]
     blocks = [
         Block(slice(begin, end), [slice(begin - index, end - index) for index in range(back, -1, -1)])
-        for begin, end in _pieces(back, whole, PAIRS // (rows**2 * (back + 1)))
+        for begin, end in _pieces(back, whole, tile_size(PAIRS, tiles.device) // (rows**2 * (back + 1)))
     ]
     return lambda run, tile: begins[run] + tile, whole, blocks, hidden
 

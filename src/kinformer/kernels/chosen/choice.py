@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kinformer.core.contract import state_dtype
 from kinformer.kernels.chosen.rule import Choosing, Numbers, pick
+from kinformer.kernels.tiling import tile_size
 from kinformer.runtime.autocast import autocast_together, without_autocast
 from kinformer.runtime.compiling import spare_operators
 from kinformer.runtime.derivatives import check_reverse, first_order
@@ -101,7 +102,7 @@ class _Part(NamedTuple):
 def steps(call: MeansCall) -> Iterator[slice]:
     """Yield the queries whose scores are held at a time."""
     time = call.q.shape[2]
-    step = max(16, SCORES // (call.q.shape[0] * call.q.shape[1] * max(call.k.shape[2], 1)))
+    step = max(16, tile_size(SCORES, call.q.device) // (call.q.shape[0] * call.q.shape[1] * max(call.k.shape[2], 1)))
     return (slice(begin, min(begin + step, time)) for begin in range(0, time, step))
 
 

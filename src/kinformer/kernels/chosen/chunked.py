@@ -20,6 +20,7 @@ from kinformer.core.contract import state_dtype
 from kinformer.kernels.chosen.blocks import in_blocks
 from kinformer.kernels.chosen.tiles import Tiles, tiles_of
 from kinformer.kernels.softmax.request import unfilled
+from kinformer.kernels.tiling import tile_size
 from kinformer.runtime.autocast import autocast_together, without_autocast
 from kinformer.runtime.compiling import spare_operators
 from kinformer.runtime.derivatives import check_reverse, first_order
@@ -107,7 +108,9 @@ class _Rows:
 
     def parts(self) -> Iterator[slice]:
         """Yield the queries that are computed at a time."""
-        step = max(self.rows, LINES // (self.r * self.together * (self.call.chosen.shape[3] + 1)))
+        step = max(
+            self.rows, tile_size(LINES, self.k.device) // (self.r * self.together * (self.call.chosen.shape[3] + 1))
+        )
         for begin in range(0, self.time, step):
             yield slice(begin, min(begin + step, self.time))
 
@@ -120,7 +123,7 @@ class _Rows:
 
     def groups(self, tiles: Tiles, q: Tensor, part: slice, current: bool) -> Iterator[_Group]:
         """Yield the tiles, some at a time; ``current``: they are those of current blocks, whose keys may come later."""
-        step = max(1, PAIRS // (tiles.rows * self.together * self.size))
+        step = max(1, tile_size(PAIRS, q.device) // (tiles.rows * self.together * self.size))
         # Of a block of r = (batch, chooser) the keys are those of the chooser's key and value head.
         block = tiles.block // self.blocks
         block = block // self.choosers * self.kv_heads + block % self.choosers // (self.choosers // self.kv_heads)
