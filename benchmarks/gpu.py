@@ -48,6 +48,9 @@ from peers import PeerShape, hugging_face, x_transformers
 
 Attend = Callable[..., Tensor]
 Rows = Iterator[dict[str, Any]]
+RULES = ("sums", "decayed sums", "gated delta")
+chosen = list(RULES)
+"""The rules that kernels and peers are timed for."""
 MEMBERS = ("gpt", "linear-transformer", "fast-weights", "gated-deltanet", "local")
 CONSTANT = ("linear-transformer", "fast-weights", "gated-deltanet")
 COMPARED = ("gpt", "linear-transformer", "gated-deltanet")
@@ -130,7 +133,7 @@ def kernels(device: str, quick: bool, rounds: int) -> Rows:
     """Rows of kernel attention by rule, dtype and length."""
     for dtype in (torch.float32,) if quick else (torch.bfloat16, torch.float32):
         for shape in shapes(quick):
-            for name in ("sums", "decayed sums", "gated delta"):
+            for name in chosen:
                 ways = {impl: rule(name, impl) for impl in ("chunked", "triton")}
                 short = tokens((1, 2, 40 if quick else 200, shape[3]), device, dtype)
                 expected = differentiated(rule(name, "reference"), short)
@@ -145,7 +148,7 @@ def kernels(device: str, quick: bool, rounds: int) -> Rows:
 def peers(device: str, quick: bool, rounds: int) -> Rows:
     """Rows of kernel attention in bfloat16 beside fla, which chooses its tiles at the first call of a shape."""
     for shape in shapes(quick):
-        for name in ("sums", "decayed sums", "gated delta"):
+        for name in chosen:
             theirs = fla(name)
             if theirs is None:
                 return
@@ -227,6 +230,9 @@ def step_of(model: nn.Module, window: Tensor, bf16: bool) -> Callable[[], float]
         logits = logits if isinstance(logits, Tensor) else logits[0]
         loss = functional.cross_entropy(logits.flatten(0, 1).float(), window[:, 1:].flatten())
         loss.backward()
+        for weight in model.parameters():  # fused AdamW knows no sparse gradients, which product keys have
+            if weight.grad is not None and weight.grad.is_sparse:
+                weight.grad = weight.grad.to_dense()
         optimiser.step()
         optimiser.zero_grad()
         return float(loss.detach())
@@ -359,12 +365,12 @@ def table(rows: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[list[Any]]]
         if isinstance(rows[0]["seconds"], dict)
         else []
     )
-    names = [name for name in rows[0] if name != "seconds"]
+    names = list(dict.fromkeys(name for row in rows for name in row if name != "seconds"))
     cells = []
     for row in rows:
         seconds = row["seconds"]
         times = [seconds.get(way) for way in ways] if ways else [seconds]
-        cells.append([str(row[name]) for name in names] + [None if time is None else 1000 * time for time in times])
+        cells.append([str(row.get(name)) for name in names] + [None if time is None else 1000 * time for time in times])
     return (*names, *(f"{way} ms" for way in ways or ("",))), cells
 
 
@@ -382,8 +388,10 @@ def before(options: argparse.Namespace, device: str) -> dict[str, Any]:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--parts", nargs="+", choices=(*PARTS, "comparison"), default=(*PARTS, "comparison"))
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=RULES, help="of kernels and peers, only these")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="a part begins no row after so long")
     options = prepare(parser)
+    chosen[:] = options.rules
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not options.quick:
         raise SystemExit("there is no CUDA device here; try the script out with --quick and TRITON_INTERPRET=1.")

@@ -260,6 +260,7 @@ def test_flex_attention_refuses_what_it_cannot() -> None:
         attention(*inputs, *problem_of(Band(), 1.0, counting(20, 0), relative), impl="flex")
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["window", "strided", "fixed per head"])

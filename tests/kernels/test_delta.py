@@ -240,8 +240,9 @@ def test_user_errors_name_the_remedy() -> None:
         delta_rule(q, k[:, :, :2], v, beta, w)
     with pytest.raises(KinformerError, match="reset"):
         delta_rule(q, k, v, beta, w, reset=torch.zeros(2, 3, dtype=torch.bool))
-    assert choose_impl("delta_rule", "auto") == "chunked"
-    assert choose_impl("delta_rule", "reference") == "reference"
+    x = torch.zeros(1, 1, 2, 4)
+    assert choose_impl("delta_rule", "auto", x, x, None) == "chunked"
+    assert choose_impl("delta_rule", "reference", x, x, None) == "reference"
 
 
 @pytest.mark.gpu

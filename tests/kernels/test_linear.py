@@ -247,8 +247,9 @@ def test_user_errors_name_the_remedy() -> None:
         linear_attention(q, k[:, :, :2], v, state)
     with pytest.raises(KinformerError, match="reset"):
         linear_attention(q, k, v, state, reset=torch.zeros(2, 3, dtype=torch.bool))
-    assert choose_impl("linear_attention", "auto") == "chunked"
-    assert choose_impl("linear_attention", "reference") == "reference"
+    x = torch.zeros(1, 1, 2, 4)
+    assert choose_impl("linear_attention", "auto", x, x, None) == "chunked"
+    assert choose_impl("linear_attention", "reference", x, x, None) == "reference"
 
 
 @pytest.mark.gpu

@@ -60,11 +60,14 @@ class TaskSubject:
     unread: Mapping[str, str] = field(default_factory=dict)
     read: dict[str, set[str]] = field(default_factory=lambda: {kind: set() for kind in (*KINDS, *GENERAL)})
 
+    device: str = "cpu"
+
     @contextmanager
     def open(self) -> Iterator[TaskSubject]:
         """Enter the subject's task in the table of tasks, with its runs in a scratch folder, within the context."""
         from kinformer.tasks.table import TASKS
 
+        self.device = str(torch.get_default_device())
         self.task = copy.copy(self.make())
         for kind in KINDS:
             setattr(self.task, kind, _watched(getattr(self.task, kind), self.read[kind]))
@@ -72,7 +75,7 @@ class TaskSubject:
         before = TASKS.get(self.task.name)
         TASKS[self.task.name] = self.task
         try:
-            with tempfile.TemporaryDirectory() as folder:
+            with tempfile.TemporaryDirectory() as folder, torch.device("cpu"):  # where data are read
                 self.folder = Path(folder)
                 yield self
         finally:
@@ -103,7 +106,7 @@ class TaskSubject:
         """Return a tiny run, trained to its end."""
         import kinformer
 
-        chosen = {**TINY, "device": _device(), **self.train}
+        chosen = {**TINY, "device": self.device, **self.train}
         options = {name: value for name, value in chosen.items() if value is not None}
         out = self.folder / "run"
         return kinformer.train(self.member, out=out, task=self.task.name, quiet=True, **options)
@@ -115,7 +118,7 @@ class TaskSubject:
         folder = self.folder / "resumed"
         shutil.copytree(self.run.folder, folder)
         shutil.rmtree(max((folder / "checkpoints").iterdir()))
-        return kinformer.train(self.member, out=folder, resume=True, quiet=True, device=_device())
+        return kinformer.train(self.member, out=folder, resume=True, quiet=True, device=self.device)
 
     def rows(self) -> DataModule:
         """Return the run's rows, built anew."""
@@ -123,14 +126,14 @@ class TaskSubject:
         from kinformer.runs.rows import rows_of
         from kinformer.training.settings import Settings
 
-        return rows_of(self.run, plan_of(self.run, Settings(**self.run.training)), _device())
+        return rows_of(self.run, plan_of(self.run, Settings(**self.run.training)), self.device)
 
     @cached_property
     def evaluation(self) -> Evaluation:
         """Return the evaluation of the run."""
         import kinformer
 
-        return kinformer.evaluate(self.run.folder, quiet=True, device=_device(), **self.evaluate)
+        return kinformer.evaluate(self.run.folder, quiet=True, device=self.device, **self.evaluate)
 
     @cached_property
     def generated(self) -> Any:
@@ -142,7 +145,7 @@ class TaskSubject:
         prompt = left.pop("prompt", None)
         general = {item.name for item in fields(GenerateOptions)}
         of_task = {name: left.pop(name) for name in list(left) if name not in general}
-        options = GenerateOptions(device=_device(), seed=0, quiet=True, task_options=of_task, **left)
+        options = GenerateOptions(device=self.device, seed=0, quiet=True, task_options=of_task, **left)
         return generate(self.run.folder, prompt, options, write=None)
 
     def predicted(self, **changes: Any) -> list[dict[str, Any]]:
@@ -150,12 +153,7 @@ class TaskSubject:
         import kinformer
 
         left = dict(self.predict)
-        return kinformer.predict(self.run.folder, left.pop("inputs"), device=_device(), **left | changes)
-
-
-def _device() -> str:
-    """Return the name of PyTorch's default device, on which the runs are made."""
-    return str(torch.get_default_device())
+        return kinformer.predict(self.run.folder, left.pop("inputs"), device=self.device, **left | changes)
 
 
 def _watched(options: type, read: set[str]) -> type:

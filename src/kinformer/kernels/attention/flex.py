@@ -25,6 +25,8 @@ from kinformer.kernels.softmax.request import Attended, Scoring, Visibility, que
 from kinformer.runtime.errors import KinformerError
 
 _BLOCK = 128
+_GRAPHS = 64
+"""Patterns, shapes and dtypes that are compiled; beyond PyTorch's usual eight it would compute dense scores."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
@@ -44,10 +46,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
     mask = _mask(visibility.pattern, interval, q.shape[1], str(q.device))
     run = _compiled() if q.device.type == "cuda" else _plain()
     padding = None if visibility.key_padding_mask is None else visibility.key_padding_mask[:, oldest:]
-    out, sums = run(
-        q, k, v, score_mod=_score(scoring, past - oldest, padding), block_mask=mask, scale=scoring.scale,
-        enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=scoring.sink is not None),
-    )  # fmt: skip
+    with torch._dynamo.config.patch(recompile_limit=_GRAPHS):
+        out, sums = run(
+            q, k, v, score_mod=_score(scoring, past - oldest, padding), block_mask=mask, scale=scoring.scale,
+            enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=scoring.sink is not None),
+        )  # fmt: skip
     return with_sink(Attended(out, sums.lse), scoring.sink)
 
 

@@ -111,6 +111,8 @@ def _products(q: Tensor, slots: Tensor, table: Tensor) -> Tensor:
         values = q.new_zeros(queries * topk)
         pairs = torch.sparse_csr_tensor(begins, slots.flatten(), values, (queries, len(table)), check_invariants=False)
         return torch.sparse.sampled_addmm(pairs, q, table.T, beta=0.0).values().view(queries, topk)
+    if q.device.type == "cuda" and q.element_size() < 4:  # which the operation does not take there
+        return _products(q.float(), slots, table.float()).to(q.dtype)
     query = torch.arange(queries, device=q.device).repeat_interleave(topk)
     operation = torch.ops.aten._embedding_bag_per_sample_weights_backward  # of embedding_bag's sum, which it is part of
     return operation(q, table, slots.flatten(), begins[:-1], query, 0).view(queries, topk)

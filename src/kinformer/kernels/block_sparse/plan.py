@@ -83,7 +83,8 @@ def plan(pattern: Pattern, interval: Interval, newest_first: bool = False) -> tu
 
     ``newest_first``: tiles address the keys, and hold their own, in reversed order.
     """
-    with _disable_current_modes():  # a plan is made of real numbers, also where costs are counted on imitations
+    # Of real numbers on the CPU, whatever the default device, also where costs are counted on imitations.
+    with _disable_current_modes(), torch.device("cpu"):
         return tuple(_planned(term, interval, newest_first) for term in pattern.terms())
 
 

@@ -79,10 +79,10 @@ class Section(NamedTuple):
 
     def index_in(self, target: Tensor, group: int) -> tuple[Tensor, Tensor]:
         """Return the index of the section's rows and heads in ``target``, where ``group`` heads share one."""
-        rows = torch.arange(target.shape[0])[self.rows][:, None]
+        rows = torch.arange(target.shape[0], device="cpu")[self.rows][:, None]
         if isinstance(self.heads, slice):
-            return rows, torch.arange(target.shape[1])
-        return rows, torch.tensor(self.heads) // group
+            return rows, torch.arange(target.shape[1], device="cpu")
+        return rows, torch.tensor(self.heads, device="cpu") // group
 
 
 class Operands(NamedTuple):
@@ -170,7 +170,7 @@ def _runs(positions: Tensor) -> Iterator[tuple[slice, int, slice | list[int]]]:
     """Yield times in which positions count up by one, the first position, and the rows for which that holds."""
     batch, time = positions.shape
     on_host = positions.cpu()
-    offset = on_host - torch.arange(time)
+    offset = on_host - torch.arange(time, device="cpu")
     if bool((offset == offset[0, 0]).all()):
         yield slice(0, time), int(on_host[0, 0]), slice(None)
         return

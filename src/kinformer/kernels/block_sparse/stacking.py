@@ -35,7 +35,7 @@ def stack(pattern: Pattern, interval: Interval) -> TermPlan | None:
     terms = [head.terms() for head in heads]
     if any(len(term) != 1 or term[0].stride != 1 for term in terms):
         return None
-    with _disable_current_modes():
+    with _disable_current_modes(), torch.device("cpu"):
         best, separate = None, 0
         for rows in ROWS:
             plans = [Cutter(term[0], interval, rows, False).plan() for term in terms]

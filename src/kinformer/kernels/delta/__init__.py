@@ -127,7 +127,8 @@ def _absorb(tokens: DeltaTokens, state: Tensor, impl: LinearImpl, name: str) -> 
     _validate(tokens, state, name)
     if (operator := substitute("delta_rule")) is not None and tokens.reset is None and tokens.erase is None:
         return operator(tokens.q, tokens.k, tokens.v, tokens.beta, state, tokens.log_decay)
-    kernel = {"reference": recurrence, "chunked": chunked, "triton": _triton}[choose_impl(name, impl)]
+    chosen = choose_impl(name, impl, tokens.q, tokens.v, tokens.log_decay, plain=tokens.erase is None)
+    kernel = {"reference": recurrence, "chunked": chunked, "triton": _triton}[chosen]
     return kernel(tokens, state)
 
 

@@ -92,7 +92,7 @@ class Integers(_Numbered):
         self.scale, self.bits = min(_INT8 / largest, most) if largest else most, bits
 
     def rounded(self, keys: Tensor) -> Tensor:
-        out = torch.empty(keys.shape, dtype=torch.int8)
+        out = torch.empty(keys.shape, dtype=torch.int8, device=keys.device)
         for some, part in zip(keys.split(_CACHED), out.split(_CACHED), strict=True):
             part.copy_((some.float() * self.scale).round_())
         return out

@@ -29,7 +29,7 @@ class AttentionDropout(NamedTuple):
     @classmethod
     def drawn(cls, p: float, training: bool) -> AttentionDropout | None:
         """Draw a seed from PyTorch's global generator; return None, without a draw, where nothing is to be dropped."""
-        return cls(p, int(torch.randint(2**31, ()))) if training and p > 0 else None
+        return cls(p, int(torch.randint(2**31, (), device="cpu"))) if training and p > 0 else None
 
     def retained_mask(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Return which probabilities are retained, all at once: a bool tensor of the
