@@ -109,7 +109,9 @@ def _products(q: Tensor, slots: Tensor, table: Tensor) -> Tensor:
     if topk <= len(table) and _samples(q):  # a sparse matrix holds at most every pair once
         _hush()
         values = q.new_zeros(queries * topk)
-        pairs = torch.sparse_csr_tensor(begins, slots.flatten(), values, (queries, len(table)), check_invariants=False)
+        pairs = torch.sparse_csr_tensor(
+            begins, slots.flatten(), values, (queries, len(table)), check_invariants=False, device=q.device
+        )
         return torch.sparse.sampled_addmm(pairs, q, table.T, beta=0.0).values().view(queries, topk)
     if q.device.type == "cuda" and q.element_size() < 4:  # which the operation does not take there
         return _products(q.float(), slots, table.float()).to(q.dtype)
@@ -128,6 +130,7 @@ def _hush() -> None:
     """Create one sparse tensor with warnings off: PyTorch warns once a process that they are in beta."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.sparse_csr_tensor(
-            torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0), (0, 1)
-        )
+        with torch.device("cpu"):
+            torch.sparse_csr_tensor(
+                torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0), (0, 1)
+            )
