@@ -74,9 +74,9 @@ def reset(subject: Subject) -> None:
     new sequence; partitions agree on it."""
     inputs = subject.inputs(subject.batch, subject.time, seed=4)
     inputs = torch.cat([subject.disturb(inputs, 0, 6.0)[:, :8], inputs[:, 8:]], dim=1)
+    mixed, whole, ones = [4, 5, subject.time - 9], [subject.time], [1] * subject.time
     unlike, alike = _reset_positions(subject)
-    mixed, whole, steps = [4, 5, subject.time - 9], [subject.time], _alone_where(unlike.any(0).tolist())
-    for reset, new, past in ((unlike, (mixed, steps), (mixed, whole)), (alike, (mixed,), (whole,))):
+    for reset, new, past in ((unlike, (mixed, ones), (mixed, whole)), (alike, (mixed,), (whole,))):
         plans = [
             {
                 f"resets, chunks of {_brief(sizes)}, against sequences alone": Plan(inputs, sizes, reset=reset)
@@ -140,17 +140,6 @@ def _ragged_mask(subject: Subject, sizes: list[int]) -> Tensor:
         counts = (size - 2 * row).clamp_min(0) if index % 2 == 0 else (1 + 3 * row).clamp_max(size)
         masks.append(subject.mask(counts * (index != 2), size, seed=index))
     return torch.cat(masks, dim=1)
-
-
-def _alone_where(marked: list[bool]) -> list[int]:
-    """Return sizes of chunks in which every marked position is a chunk of one token; all others lie between them."""
-    sizes: list[int] = []
-    for index, alone in enumerate(marked):
-        if alone or not index or marked[index - 1]:
-            sizes.append(1)
-        else:
-            sizes[-1] += 1
-    return sizes
 
 
 def _reset_positions(subject: Subject) -> list[Tensor]:
