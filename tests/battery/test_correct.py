@@ -40,9 +40,12 @@ MIXERS = {
 }
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [(name, check) for name in MIXERS for check in CHECKS if check != "compile" or "window" not in name],
+)
 def test_correct_mixer_passes(name, check):
+    """A window is attention with another mask: the compiler is shown one of the two."""
     make, impls = MIXERS[name]
     CHECKS[check](MixerSubject(make, dim=DIM, impls=impls))
 

@@ -43,8 +43,8 @@ def test_show(cli):
 
 
 def test_estimate(cli):
-    costs = kinformer.estimate("gpt", length=1024, batch_size=1)
-    facts = json.loads(cli("estimate", "gpt", "--length", 1024, "--json")[1])
+    costs = kinformer.estimate("gpt", recipe="tiny", length=128, batch_size=1)
+    facts = json.loads(cli("estimate", "gpt", "--recipe", "tiny", "--length", 128, "--json")[1])
     assert vars(costs).keys() == facts.keys()
     for name in (
         "parameters",
@@ -56,7 +56,7 @@ def test_estimate(cli):
         "state_bytes",
     ):
         assert getattr(costs, name) == facts[name] > 0
-    assert kinformer.estimate("gpt", length=1024, batch_size=2).flops_forward == 2 * costs.flops_forward
+    assert kinformer.estimate("gpt", recipe="tiny", length=128, batch_size=2).flops_forward == 2 * costs.flops_forward
 
 
 def test_draw(tmp_path):

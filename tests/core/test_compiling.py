@@ -21,7 +21,7 @@ def test_neither_building_nor_running_loads_the_compiler():
         "import sys, kinformer\n"
         "from kinformer.family.table import MEMBERS\n"
         "for name in MEMBERS:\n"
-        "    kinformer.build(name)\n"
+        "    kinformer.build(name, recipe='tiny')\n"
         "kinformer.generate(kinformer.build('gpt'), [[1, 2]], max_new_tokens=2)\n"
         "import kinformer.runs.generate, kinformer.runs.evaluate, torch\n"
         "from kinformer.family.build import configure, weight_shapes\n"

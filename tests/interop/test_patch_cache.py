@@ -33,7 +33,7 @@ WAYS = {
 
 def generate(model, ids, **options):
     torch.manual_seed(1)
-    return model.generate(ids, max_new_tokens=14, **{"do_sample": False} | options)
+    return model.generate(ids, max_new_tokens=10, **{"do_sample": False} | options)
 
 
 def left_padded():

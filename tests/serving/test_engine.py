@@ -146,7 +146,7 @@ def test_the_bound_of_a_row_holds_what_it_holds(name):
     engine = Engine(model)
     limit = model.max_length or 10**6
     lengths = [min(limit // 2, length) for length in (3, 40, 150)]
-    items = [request([7] * length, min(limit // 2, 90)) for length in lengths]
+    items = [request([7] * length, min(limit // 2, 40)) for length in lengths]
     for item in items:
         engine.submit(item)
     while engine.turn():

@@ -37,7 +37,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "recurrence": {"model": {"member": "transformer-xl", "layers": 1}, "segments": True, "steps": 4},
 }
 """One of every kind of what is cut: heads, states, a table that belongs to the stack, the vocabulary and its loss."""
-OPTIONS: dict[str, Any] = {"steps": 10, "checkpoint_every": 5, "validate_every": 10}
+BY_TWO = ("t5", "hybrid")
+"""The others are cut by the mesh of four alone, whose two parts of the heads are cut in the same way."""
+OPTIONS: dict[str, Any] = {"steps": 6, "checkpoint_every": 3, "validate_every": 6}
 
 
 def run(corpus: Any, folder: Path, group: Group, name: str, **changes: Any) -> None:
@@ -47,11 +49,11 @@ def run(corpus: Any, folder: Path, group: Group, name: str, **changes: Any) -> N
 
 
 def divided(place: Path, text: str) -> Callable[[Group], object]:
-    """Every run by two parts of the heads; one of one process continued by two."""
+    """Runs by two parts of the heads; one of one process continued by two."""
 
     def work(group: Group) -> None:
         corpus, two = open_corpus(text), replace(group, strategy="ddp", tensor=2)
-        for name in RUNS:
+        for name in BY_TWO:
             run(corpus, place / f"two {name}", two, name)
         run(corpus, place / "one to two hybrid", two, "hybrid")
 

@@ -202,8 +202,7 @@ class ScoreConfig(Config):
 
 def check_score(config: ScoreConfig, score: Score, position: Position) -> None:
     """Refuse a ``score`` that is no product together with a ``position`` that moves keys by distance."""
-    relative = position.relative(0, 1)
-    if score.form != "dot" and relative is not None and relative.keys is not None:
+    if score.form != "dot" and (relative := position.relative(0, 1)) is not None and relative.keys is not None:
         raise KinformerError(
             f"the score {config.kind!r} is no product of a query and a key, but the position moves keys by distance "
             "(shaw, xl); use a score that is one (scaled_dot, dot, bilinear), or a position such as rope, t5 or alibi."

@@ -126,7 +126,7 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
         pinned, by_token = self.pins[0], isinstance(self.span, TokenSpan)
         self.decay = build_score_decay(config, dim, head_dim, self.score, self.position, pinned > 0 or by_token)
         self.dim, self.head_dim, self.dropout, self.impl = dim, head_dim, config.dropout, config.impl
-        check_impl(config.impl, self._needs(), "softmax")
+        check_impl(config.impl, needs := self._needs(), "softmax")
         kv_heads = self.projection.num_kv_heads
         self.value_residual = ValueResidual(kv_heads, head_dim) if config.value_residual else None
         self.differential = build_differential(config.differential, config.num_heads, kv_heads, head_dim, self.position)
@@ -138,7 +138,7 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
         self.shape = CacheShape(*sizes, pinned, by_token, self.decay is not None, narrow)
         self.growth = "linear" if self.pattern.horizon is None else "window"
         self.crosses = not (pinned or self.projection.context or by_token or config.decay or narrow)
-        self.rings = self.score.form == "dot" and self.span is None and self.position.relative(0, 1) is None
+        self.rings = self.score.form == "dot" and self.span is None and not needs.tables
 
     @property
     def pattern(self) -> Pattern:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 DRAWN = {torch.randn, torch.rand}
 FILLED = {Tensor.normal_, Tensor.uniform_, nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_}
 SCALED = {Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.div, Tensor.__truediv__}
+_CHANGED = DRAWN | FILLED | SCALED
 
 
 class _ShapesOnly(TorchFunctionMode):
@@ -30,6 +31,8 @@ class _ShapesOnly(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if func not in _CHANGED:
+            return func(*args, **(kwargs or {}))
         options = dict(kwargs or {})
         if func in DRAWN and options.get("device") is None:
             options.pop("generator", None)
