@@ -39,7 +39,7 @@ RUNS: dict[str, dict[str, Any]] = {
 """One of every kind of what is cut: heads, states, a table that belongs to the stack, the vocabulary and its loss."""
 BY_TWO = ("t5", "hybrid")
 """The others are cut by the mesh of four alone, whose two parts of the heads are cut in the same way."""
-OPTIONS: dict[str, Any] = {"steps": 6, "checkpoint_every": 3, "validate_every": 6}
+OPTIONS: dict[str, Any] = {"steps": 10, "checkpoint_every": 5, "validate_every": 10}
 
 
 def run(corpus: Any, folder: Path, group: Group, name: str, **changes: Any) -> None:

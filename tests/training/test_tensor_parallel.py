@@ -38,7 +38,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Corpus, text: Path) -
 
 @pytest.mark.parametrize("name", SAME_AS)
 def test_divided_heads_learn_what_one_process_does(runs: Path, name: str) -> None:
-    """After six steps in float64; losses are those of every step, which gradients before have decided."""
+    """After ten steps in float64; losses are those of every step, which gradients before have decided."""
     assert gap(runs / name, runs / SAME_AS[name]) < 1e-10
     shares = name in ("four encoder", "four pairs")  # of unlike numbers of tokens, whose losses are joined in float32
     assert curve(runs / name) == pytest.approx(curve(runs / SAME_AS[name]), rel=1e-6 if shares else 1e-12)
