@@ -19,7 +19,7 @@ def usual_task(member: Member, config: Any) -> Task:
 def other_tasks(member: Member, config: Any) -> list[Task]:
     """What else models like it can be trained for."""
     usual = usual_task(member, config)
-    return [task for task in tasks() if task.takes(config) and task.name != usual.name]
+    return [task for task in tasks() if task.suits(config) and task.name != usual.name]
 
 
 def training(member: Member, config: Any) -> list[str]:

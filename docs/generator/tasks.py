@@ -32,7 +32,7 @@ def generate(docs: Path) -> None:
 def task_page(task: Task) -> str:
     """The page as Markdown."""
     usual = [member for member in MEMBERS.values() if _usual(member) == task.name]
-    takes = [member for member in MEMBERS.values() if task.takes(config_of(member.name))]
+    takes = [member for member in MEMBERS.values() if task.suits(config_of(member.name))]
     example = (usual or takes)[0]
     return page(
         f"(task-{task.name})=\n# {task.title.capitalize()}",

@@ -101,6 +101,8 @@ def test_thresholds_of_every_exit_by_search(cli, calm_run):
         (("--split", "tset"), "--split"),
         (("--beam", 2), "--beam 2: is of translations"),
         (("--decay-tokens", 0), "--decay-tokens 0: must be above 0"),
+        (("--after", "2;3"), "is not a list of layers; write as in 2,4"),
+        (("--after", 9), "stack.after is [9], but there are 3 layers"),
         (("--search", 9, "--decay-tokens", 4), "--decay-tokens: is of a calibration that bounds a risk"),
     ],
 )
@@ -126,3 +128,27 @@ def test_thresholds_that_fall_with_the_position_are_kept(cli, calm_run, monkeypa
         assert run.config.stack.rule.thresholds == (json.loads(out)["threshold"],)
         assert run.data["calibration"]["decay_tokens"] == (6 if flags else None)
         assert run.model().stack.rule.decay_tokens == 6
+
+
+@pytest.mark.parametrize("way", [FEW, ("--search", 20, "--tolerance", 3, "--max-bytes", 300, "--threads", 1)])
+def test_exits_are_kept_where_they_are_asked_for(cli, make_run, way, monkeypatch):
+    """Tokens then leave behind these layers alone, with the same weights, and may go back to all exits."""
+    from kinformer.tasks.next_token import calibrate
+
+    monkeypatch.setattr(calibrate, "saved", lambda model, exits, tokens: replace(exits, flops_saved=0.1))
+    folder = make_run("calm")
+    for after in ((2,), (1, 2)):
+        named = ",".join(map(str, after))
+        code, out, err = cli("calibrate", folder, *way, "--after", named, "--json")
+        assert code == 0, err
+        run = open_run(folder)
+        assert run.config.stack.after == after and run.data["calibration"]["after"] == named
+        model = run.model()
+        assert model.stack.exits == (*(layer - 1 for layer in after), 2)
+        assert len(model.stack.rule.thresholds) == (len(after) if json.loads(out).get("threshold", True) else 0)
+
+
+def test_exits_with_heads_of_their_own_stay(cli, make_run):
+    folder = make_run("calm", **{"head.tied": False, "stack.classifiers": "separate"})
+    code, _, err = cli("calibrate", folder, *FEW, "--after", "2")
+    assert code == 2 and "has learnt a head of its own" in err

@@ -217,6 +217,7 @@ UNSEEN = {
     "multiple": "how far behind a soft span is computed, where every weight is 0",
     "centroid_decay": "what the trainer does between its steps",
     "penalty": "what the trainer adds to the loss",
+    "state_penalty": "what the trainer adds to the loss",
     "redraw": "what the trainer does between its steps",
     "weights": "which exits' losses count how much in training",
     "oracle": "what the loss of an exit rule is",

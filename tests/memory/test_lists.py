@@ -6,9 +6,12 @@ import sys
 import pytest
 import torch
 
-from kinformer.datastore import lists
+from kinformer.datastore import lists, sorting
+from kinformer.datastore.attach import searcher
 from kinformer.datastore.exact import ExactSearch
-from kinformer.datastore.lists import ListSearch, build
+from kinformer.datastore.lists import ListSearch
+from kinformer.datastore.sorting import build
+from kinformer.datastore.store import Datastore
 from kinformer.runtime.errors import KinformerError
 from tests.memory.stores import DIM, entries, write
 
@@ -17,8 +20,8 @@ QUERIES = entries(64, seed=7)[0]
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    monkeypatch.setattr(lists, "_SHARD", 700)
-    monkeypatch.setattr(lists, "_BLOCK", 90)
+    monkeypatch.setattr(sorting, "_SHARD", 700)
+    monkeypatch.setattr(sorting, "_BLOCK", 90)
 
 
 @pytest.fixture
@@ -95,13 +98,13 @@ def test_a_killed_build_goes_on(tmp_path, faiss, monkeypatch):
         written.append(path)
         faiss.write_index(index, str(path))
 
-    monkeypatch.setattr(lists, "_write_index", mortal)
+    monkeypatch.setattr(sorting, "_write_index", mortal)
     with pytest.raises(KeyboardInterrupt):
         build(store, 12)
     with pytest.raises(KinformerError, match="not sorted into lists"):
         ListSearch(store, 2)
     monkeypatch.undo()
-    monkeypatch.setattr(lists, "_SHARD", 700)
+    monkeypatch.setattr(sorting, "_SHARD", 700)
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "lists").glob("shard-*")}
     assert len(kept) == 2
     build(store, 12)
@@ -156,3 +159,58 @@ def test_altered_lists_are_refused(tmp_path, faiss):
     record.write_text(json.dumps(unsigned).replace("shard-0-700", "../shard-0-700"))
     with pytest.raises(KinformerError, match="is no name of a shard"):
         ListSearch(store, 2)
+
+
+def brute_force(store, neighbours, similarity):
+    keys = store.float_keys(slice(0, store.entries))
+    gaps = -(QUERIES @ keys.T) if similarity == "inner" else torch.cdist(QUERIES, keys).square()
+    return gaps.sort(dim=1, stable=True).indices[:, :neighbours]
+
+
+@pytest.mark.parametrize("similarity", ["l2", "inner"])
+@pytest.mark.parametrize("key_bytes", [None, 4])
+def test_every_similarity_and_code_is_brute_force_where_all_is_searched(tmp_path, faiss, similarity, key_bytes):
+    """Exact search is brute force; lists find it again if all are searched, or nearly, where their keys are coarse."""
+    store = write(tmp_path, 2000)
+    lists_ = build(store, 20, key_bytes=key_bytes, similarity=similarity)
+    assert (lists_.codec, lists_.similarity) == (f"PQ{key_bytes}" if key_bytes else "SQ8", similarity)
+    exact = ExactSearch(store, similarity=similarity).search(QUERIES, 10)
+    assert torch.equal(exact.entries, brute_force(store, 10, similarity))
+    search = ListSearch(Datastore(tmp_path), 20, similarity=similarity)
+    found = search.search(QUERIES, 10)
+    shared = float((exact.entries[:, :, None] == found.entries[:, None]).any(2).double().mean())
+    assert shared == 1 if key_bytes is None else shared > 0.97
+    if similarity == "inner":
+        keys = store.float_keys(found.entries.numpy())
+        assert torch.allclose(found.distances, -(keys * QUERIES[:, None]).sum(2), atol=1e-4)
+        assert (found.distances.diff(dim=1) >= 0).all()
+    assert search.bytes_read == 2000 * ((key_bytes or DIM) + 8) + 64 * (80 if key_bytes else 20) * DIM * 2
+
+
+def test_product_quantisation_finds_more_with_more_bytes_and_grows_as_it_was_made(tmp_path, faiss, monkeypatch):
+    monkeypatch.setitem(lists._SPARE, "PQ", 1)
+    write(tmp_path, 2000)
+    store, shares = write(tmp_path, 2000), []
+    for key_bytes in (1, 2, 8):
+        build(store, 20, key_bytes=key_bytes)
+        shares.append(recall(store, ListSearch(store, 20).search(QUERIES, 10)))
+    assert shares[0] < shares[1] < shares[2] and shares[2] > 0.9
+    store = write(tmp_path, 300, seed=1)
+    again = build(store)
+    assert (again.codec, again.count, again.trained_on) == ("PQ8", 20, 2000)
+    assert recall(store, ListSearch(store, 20).search(QUERIES, 10)) > 0.7
+    assert build(store, key_bytes=4).trained_on == 2300
+
+
+def test_codes_and_similarities_that_do_not_fit_are_refused(tmp_path, faiss):
+    store = write(tmp_path, 2000)
+    with pytest.raises(KinformerError, match="key_bytes 3: does not divide the 8 numbers of a key"):
+        build(store, key_bytes=3)
+    build(store, 20, similarity="inner")
+    with pytest.raises(KinformerError, match="its lists are of the similarity 'inner', not 'l2'"):
+        ListSearch(store, 4)
+    found = searcher(store, None)
+    assert isinstance(found, ExactSearch) and found.similarity == "inner"  # as its lists were made
+    assert searcher(store, 4).similarity == "inner" and searcher(store, None, similarity="l2").similarity == "l2"
+    with pytest.raises(KinformerError, match="one of 256 centroids"):
+        build(write(tmp_path / "few", 100), key_bytes=4)

@@ -139,6 +139,60 @@ def test_pairs_follow_what_tokens_ask_for(monkeypatch):
     assert found[-50.0][1] < 0.4 * found[50.0][1]
 
 
+def bounded(mixer, scale=0.02):
+    """The mixer with weights so small that no token may look back as far as the longest span."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        mixer.span.weight.normal_(0, scale, generator=generator)
+        mixer.span.bias.fill_(-2.0)
+    return mixer
+
+
+BOUNDED = DynamicSpan.Config(max_span=64, ramp=2, multiple=1, bounded=True, state_penalty=0.5)
+
+
+@pytest.mark.parametrize("check", [check for check in CHECKS if check != "compile"])
+def test_contract_of_bounded_spans(check):
+    impls = {"reference": lambda: bounded(mixer_of(BOUNDED, impl="reference").build(DIM))}
+    CHECKS[check](MixerSubject(lambda: bounded(mixer_of(BOUNDED).build(DIM)), dim=DIM, impls=impls))
+
+
+def test_bounded_spans_cut_the_state_and_change_no_output(monkeypatch):
+    """A state of what the weights let any token see gives the outputs of a state of all that a span could be."""
+    mixer = bounded(mixer_of(BOUNDED, position=NoPosition.Config()).build(DIM).double())
+    x = random(2, 150, DIM) * 10 ** torch.linspace(-3, 3, 150, dtype=torch.float64)[:, None]
+    y, state = absorbed(mixer, x)
+    size = max(mixer.span.windows)
+    assert size < 20 and state.attention.k.shape[2] == size
+    assert states.nbytes(state) == 2 * mixer.state_bytes(150, dtype=torch.float64)
+    steps, state = [], mixer.initial_state(2, dtype=x.dtype)
+    for piece in x.split(7, 1):
+        part, state = mixer(Chunk(piece), state)
+        steps.append(part)
+    assert torch.allclose(torch.cat(steps, 1), y, atol=1e-12)
+    monkeypatch.setattr(DynamicSpan, "windows", (64,) * HEADS)
+    monkeypatch.setattr(DynamicSpan, "pattern", mixer.span._cut((64,) * HEADS))
+    uncut, whole = absorbed(mixer, x)
+    assert whole.attention.k.shape[2] == 64 and torch.allclose(uncut, y, atol=1e-12)
+
+
+def test_the_windows_follow_the_weights_and_the_penalty_pulls_them_in():
+    mixer = bounded(mixer_of(BOUNDED).build(DIM), 0.1)
+    before = mixer.span.windows
+    rate = 1e-3
+    for _ in range(20):
+        mixer.span.penalty().backward()
+        with torch.no_grad():
+            for weight in (mixer.span.weight, mixer.span.bias):
+                weight -= rate * weight.grad
+                weight.grad = None
+        mixer.span.constrain()
+    assert max(mixer.span.windows) < max(before) < 64
+    with torch.no_grad():
+        mixer.span.bias.fill_(50)
+    assert mixer.span.windows == (64,) * HEADS
+
+
 def test_spans_cost_their_mean_over_heads():
     mixer, x = spread(mixer_of().build(DIM).double()), random(2, 12, DIM)
     valid = torch.arange(12) < torch.tensor([[12], [5]])
@@ -165,6 +219,8 @@ def test_dropout_differs_by_tile_and_is_drawn_by_the_seed():
     ("changes", "told"),
     [
         ({"span.initial": 0.0}, "initial must lie between 0 and 1"),
+        ({"span.state_penalty": 1e-6, "span.bounded": False}, "have no such bound"),
+        ({"span.state_penalty": -1.0}, "state_penalty must be 0 or more"),
         ({"span.ramp": 0}, "ramp must be 1 token or more"),
         ({"impl": "sdpa"}, "knows no tables|knows no masks"),
     ],

@@ -7,11 +7,13 @@ import torch
 import kinformer
 from kinformer.data.images import read_images
 from kinformer.family.build import configure
+from kinformer.family.table import MEMBERS
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.mpp.evaluate import counted_colours
 from kinformer.tasks.mpp.fit import fitted_to_colours
 from kinformer.tasks.mpp.loss import PatchColours, colours_of, predict_colours
 from kinformer.tasks.mpp.rows import MASKED, MppBatch, corrupted_patches
+from kinformer.tasks.table import TASKS
 
 QUICK = {"recipe": "tiny", "steps": 2, "batch_size": 4, "threads": 1, "device": "cpu", "quiet": True}
 pytestmark = pytest.mark.usefixtures("cache")
@@ -108,3 +110,21 @@ def test_a_classifier_begins_with_a_run(tmp_path):
 def test_what_cannot_be_is_refused(member, options, words, tmp_path):
     with pytest.raises(KinformerError, match=words):
         kinformer.train(member, task="mpp", out=tmp_path / "run", **QUICK, **options)
+
+
+@pytest.mark.parametrize("task", ["mae", "mpp"])
+def test_pages_list_the_members_that_the_task_accepts(task, tmp_path):
+    """Of all members that read patches, those of which the lists say so can be trained, and the others are refused."""
+    record, accepted = TASKS[task], []
+    for name, member in MEMBERS.items():
+        config = member.recipes["tiny"](None)
+        if not record.takes(config):
+            assert not record.suits(config)
+            continue
+        try:
+            kinformer.train(name, task=task, out=tmp_path / name, **(QUICK | {"steps": 1}))
+            accepted.append(name)
+        except KinformerError:
+            pass
+        assert (name in accepted) == record.suits(config), name
+    assert {"vit", "deit"} <= set(accepted) and "swin" not in accepted

@@ -17,7 +17,7 @@ from kinformer.family.kinds import kinds
 from kinformer.generation.packed import pack
 from kinformer.runs.run import Run, open_run
 from kinformer.runs.spool import spooled
-from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.errors import KinformerError, marked
 from kinformer.runtime.lock import locked
 from kinformer.runtime.progress import ProgressCallback, progressing
 from kinformer.runtime.words import plural
@@ -60,6 +60,7 @@ class Calibrated:
             "measured": None if best is None else best.risk,
             "samples": options.prompts,
             "decay_tokens": getattr(getattr(self.run.config.stack, "rule", None), "decay_tokens", None),
+            "after": getattr(self.run.config.stack, "after", None),
             "data": dict(self.data),
             **self.how,
             "tested": [step._asdict() for step in self.tested],
@@ -81,7 +82,8 @@ class Calibrated:
         elif not self.saves:
             result = (
                 f"{self.run.folder}: threshold {best.threshold:.4f} has {what}, but its exits cost as much as they "
-                f"save or more ({self.exits.text}), so it is not kept; all tokens go through all layers"
+                f"save or more ({self.exits.text}), so it is not kept; all tokens go through all layers "
+                f"(fewer exits, {marked('after')}, cost less)"
             )
         else:
             result = f"{self.run.folder}: threshold {best.threshold:.4f} has {what}: {self.exits.text}"
@@ -93,10 +95,10 @@ def calibrate(folder: str | Path, options: CalibrateOptions, quiet: bool = True)
     run = open_run(folder)
     check_exits(run)
     device = options.prepare(options.seed)
-    decay: dict[str, Any] = {}
+    changes = placed(run, options)
     if options.decay_tokens is not None:
-        decay = {"stack.rule.decay_tokens": options.decay_tokens}
-    model = run.model({"stack.rule.thresholds": [], **decay}).to(device)
+        changes["stack.rule.decay_tokens"] = options.decay_tokens
+    model = run.model({"stack.rule.thresholds": [], **changes}).to(device)
     model = model if run.task.generation.prompt == "lines" else pack(model, options.batch_size)
     begun = time.perf_counter()
     with spooled(options.data) as data, locked(run.folder):
@@ -110,8 +112,7 @@ def calibrate(folder: str | Path, options: CalibrateOptions, quiet: bool = True)
         exits = None if best is None else samples.saved(best.threshold)
         useful = best if exits is not None and exits.saves else None
         record = _choice_record(useful, options) | dict(samples.how)
-        run = replace(run, config=override(run.config, decay, kinds())) if decay else run
-        calibrated = keep(run, () if useful is None else (useful.threshold,), record, samples.identity)
+        calibrated = keep(run, () if useful is None else (useful.threshold,), record, samples.identity, changes)
     return Calibrated(
         run=calibrated,
         options=options,
@@ -153,14 +154,34 @@ def check_exits(run: Run) -> None:
 
 
 def _choice_record(best: Tested | None, options: CalibrateOptions) -> dict[str, Any]:
-    names = ("risk", "confidence", "consistency", "bound", "prompts", "decay_tokens", "seed")
+    names = ("risk", "confidence", "consistency", "bound", "prompts", "decay_tokens", "after", "seed")
     measured = {"threshold": None, "measured": None} if best is None else {"threshold": best[0], "measured": best.risk}
     return {name: getattr(options, name) for name in names} | measured
 
 
-def keep(run: Run, thresholds: Sequence[float], choice: Mapping[str, object], data: Mapping[str, object]) -> Run:
-    """Save the run with its ``thresholds`` and the ``choice`` that led to them."""
-    config = override(run.config, {"stack.rule.thresholds": list(thresholds)}, kinds())
+def placed(run: Run, options: CalibrateOptions) -> dict[str, Any]:
+    """Return the change of the run's config that puts its exits where ``options`` say."""
+    layers = options.layers()
+    if layers is None:
+        return {}
+    stack: Any = run.config.stack
+    if stack.classifiers == "separate":
+        raise KinformerError(
+            f"`after` {options.after}: each exit of {run.folder} has learnt a head of its own, so "
+            "exits stay where they are; train with `set` stack.after=[...], or with stack.classifiers=tied."
+        )
+    return {"stack.rule.thresholds": [], "stack.after": layers}
+
+
+def keep(
+    run: Run,
+    thresholds: Sequence[float],
+    choice: Mapping[str, object],
+    data: Mapping[str, object],
+    changes: Mapping[str, Any],
+) -> Run:
+    """Save the run with its ``thresholds``, the ``choice`` that led to them and the ``changes`` of its config."""
+    config = override(run.config, dict(changes) | {"stack.rule.thresholds": list(thresholds)}, kinds())
     run_ = replace(run, config=config, data=dict(run.data) | {CALIBRATION: dict(choice) | {"data": dict(data)}})
     run_.save()
     return run_

@@ -50,6 +50,9 @@ class CalibrateOptions(Machine):
     decay_tokens: float | None = None
     """Thresholds fall to nine tenths by exp(-position / so many tokens), stricter at the beginning (CALM, equation 5; a
     quarter of the longest text there). The run's own if not given, which is none by default."""
+    after: str | None = None
+    """Layers behind which tokens may leave, from 1, as in 2,4: an exit pays where its prediction costs less than the
+    layers behind it. Those of the run if not given."""
     batch_size: int = 64
     """How many continuations grow side by side."""
     search: int | None = None
@@ -73,6 +76,7 @@ class CalibrateOptions(Machine):
         if self.decay_tokens is not None and not self.decay_tokens > 0:
             raise KinformerError(f"`decay_tokens` {self.decay_tokens:g}: must be above 0 tokens.")
         require_seed(self.seed)
+        self.layers()
         super().__post_init__()
         if self.search is not None:
             self._check_search()
@@ -88,6 +92,13 @@ class CalibrateOptions(Machine):
                 f"`prompts` {self.prompts}: are too few to tell a risk of at most {self.risk:g} with confidence "
                 f"{self.confidence:g}, even without a single difference; give {needed} or more."
             )
+
+    def layers(self) -> list[int] | None:
+        """Return the layers that ``after`` names."""
+        try:
+            return None if self.after is None else [int(layer) for layer in self.after.split(",")]
+        except ValueError:
+            raise KinformerError(f"`after` {self.after}: is not a list of layers; write as in 2,4.") from None
 
     def sampling(self, data: str | None) -> Sampling:
         """Return how samples are drawn from ``data`` (None: the run's) and written."""
@@ -111,6 +122,7 @@ class CalibrateOptions(Machine):
             raise KinformerError(f"`tolerance` {self.tolerance:g}: must be 0 or more bits per byte.")
         search_options = {
             "search",
+            "after",
             "tolerance",
             "max_bytes",
             "split",

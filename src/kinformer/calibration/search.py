@@ -9,7 +9,7 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from kinformer.calibration.calibrate import check_exits, keep
+from kinformer.calibration.calibrate import check_exits, keep, placed
 from kinformer.calibration.options import CalibrateOptions
 from kinformer.evaluation.bits import measure
 from kinformer.evaluation.early_exit import Exited, noting_exits, saved, with_rule
@@ -89,7 +89,8 @@ def search(folder: str | Path, options: CalibrateOptions) -> SearchResult:
         limit = BYTES if options.max_bytes is None else options.max_bytes
         held = held_out(run, EvaluationSettings(data=data, split=options.split, max_bytes=limit))
         held.split.require(2, "a search")
-        model = run.model({"stack.rule.thresholds": [1.0]}).to(device)
+        changes = placed(run, options)
+        model = run.model(changes | {"stack.rule.thresholds": [1.0]}).to(device)
         windows = main_windows(run, model, _Windows(str(run.training.get("length") or model.max_length)))
         assert windows is not None
         outlook_ = outlook(model, held.split, windows)
@@ -99,8 +100,8 @@ def search(folder: str | Path, options: CalibrateOptions) -> SearchResult:
         room = tolerance * log(2) * held.split.bytes / len(held.split)
         fitting = [draw for draw in curve if draw.nats <= float(outlook_.nats[-1].mean()) + room]
         thresholds, bits, exits = _first_within(model, held, windows, fitting[:TRIED], whole + tolerance)
-        record = {"search": options.search, "tolerance": tolerance, "seed": options.seed}
-        retained = keep(run, thresholds, record | {"thresholds": list(thresholds)}, held.identity)
+        record = {"search": options.search, "tolerance": tolerance, "after": options.after, "seed": options.seed}
+        retained = keep(run, thresholds, record | {"thresholds": list(thresholds)}, held.identity, changes)
     return SearchResult(
         run=retained,
         thresholds=thresholds,

@@ -59,7 +59,7 @@ class Span(nn.Module):
 
 
 class TokenSpan(nn.Module):
-    """A span of each token; ``windows`` and ``pattern`` are those of the longest possible span."""
+    """A span of each token; ``windows`` and ``pattern`` are those of the longest span that a token may have."""
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -78,12 +78,57 @@ class TokenSpan(nn.Module):
         raise NotImplementedError
 
     def log_mask(self, z: Tensor, distance: Tensor) -> Tensor:
-        """Return the logarithm of the soft mask of spans z at a ``distance`` (they broadcast), -inf where it is 0."""
+        """Return the logarithm of the soft mask of spans z at a ``distance`` of 1 or more (they broadcast), -inf where
+        it is 0 and 0 where z > distance - 1."""
         raise NotImplementedError
 
     def cost(self, z: Tensor, valid: Tensor | None) -> Tensor:
         """Return the cost [batch] of the spans z of a chunk, a sum over valid tokens."""
         raise NotImplementedError
+
+
+class Following(nn.Module):
+    """A span whose ``windows`` and ``pattern`` follow the values of some parameters, which it reads again when they
+    have changed; where the host cannot read them, the windows stay."""
+
+    def follow(self, cut: Cut, names: tuple[str, ...], windows: tuple[int, ...]) -> None:
+        """Begin with ``windows``, which follow the parameters ``names``, or stay where there are none."""
+        self._cut, self._names = cut, names
+        self._windows, self._pattern = windows, cut(windows)
+        self._stamps: tuple[tuple[object, ...] | None, ...] = (None,) * len(names)
+
+    def windows_of(self, *values: Tensor) -> tuple[int, ...]:
+        """Return the windows for the ``values`` of the parameters."""
+        raise NotImplementedError
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        self._read()
+        return self._windows
+
+    @property
+    def pattern(self) -> Pattern:
+        self._read()
+        return self._pattern
+
+    @torch.no_grad()  # checkpoints count what a forward saves, and recomputing it does not come here
+    def trim(self, *values: Tensor) -> None:
+        """Cut the windows to those for the ``values`` of the parameters, whole ones."""
+        windows = self.windows_of(*values)
+        if windows != self._windows:
+            self._windows, self._pattern = windows, self._cut(windows)
+        self._stamps = tuple(map(stamp_of, self._parameters_followed()))
+
+    def _parameters_followed(self) -> list[nn.Parameter]:
+        return [getattr(self, name) for name in self._names]
+
+    def _read(self) -> None:
+        parameters = self._parameters_followed()
+        if not all(map(readable, parameters)):
+            return
+        stamps = tuple(map(stamp_of, parameters))
+        if None in stamps or stamps != self._stamps:
+            self.trim(*parameters)
 
 
 class SpanConfig(Config):

@@ -16,7 +16,7 @@ from kinformer.tasks.runs import TrainedRun
 if TYPE_CHECKING:
     from kinformer.core.model_config import ModelConfig
     from kinformer.datastore.attached import AttachedDecoder, KeyedDecoder
-    from kinformer.datastore.exact import ExactSearch
+    from kinformer.datastore.exact import ExactSearch, Similarity
     from kinformer.datastore.lists import ListSearch
     from kinformer.datastore.store import Datastore, KeySpace, Record
 
@@ -96,7 +96,7 @@ def attach_mixture(run: StoredRun, model: Any, options: StoreOptions) -> Attache
     store = Datastore(options.datastore, origin_of(run, keyed(run, model)))
     probes = probes_of(options.datastore, options.probes)
     head = KnnMixture(
-        searcher(store, probes),
+        searcher(store, probes, similarity=options.similarity),
         weight=WEIGHT if options.weight is None else options.weight,
         temperature=TEMPERATURE if options.knn_temperature is None else options.knn_temperature,
         neighbours=NEIGHBOURS if options.neighbours is None else options.neighbours,
@@ -112,7 +112,7 @@ def _retrieving(run: StoredRun, model: Any, open_run: OpenRun, options: StoreOpt
     from kinformer.datastore.store import Datastore
     from kinformer.generation.packed import pack
 
-    for name in ("weight", "knn_temperature", "tune", "sizes"):
+    for name in ("weight", "knn_temperature", "similarity", "tune", "sizes"):
         if getattr(options, name, None) not in (None, False):
             raise KinformerError(f"{marked(name)}: is for kNN-LM; the gate of {run.folder} was trained; leave it out.")
     record: dict[str, Any] = {"neighbours": GATED_NEIGHBOURS} | dict(run.data.get(RETRIEVAL) or {})
@@ -181,11 +181,15 @@ def search_words(probes: int | None) -> str:
     return spelled(f"approximately, in {probes} of the datastore's lists (`probes` 0: exactly)")
 
 
-def searcher(store: Datastore, probes: int | None, entries: int | None = None) -> ExactSearch | ListSearch:
-    """Return exact search in the first ``entries`` entries, or with ``probes`` in the store's lists."""
+def searcher(
+    store: Datastore, probes: int | None, entries: int | None = None, similarity: Similarity | None = None
+) -> ExactSearch | ListSearch:
+    """Return exact search in the first ``entries`` entries, or with ``probes`` in the store's lists; ``similarity``
+    None: as these were made."""
     from kinformer.datastore.exact import ExactSearch
-    from kinformer.datastore.lists import ListSearch
+    from kinformer.datastore.lists import ListSearch, similarity_of
 
+    similarity = similarity_of(store.folder, similarity)
     if probes is None:
-        return ExactSearch(store, entries=entries)
-    return ListSearch(store, probes, entries=entries)
+        return ExactSearch(store, entries=entries, similarity=similarity)
+    return ListSearch(store, probes, entries=entries, similarity=similarity)

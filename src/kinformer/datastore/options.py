@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import Field, dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from kinformer.runtime.errors import KinformerError, marked, require, require_above
 from kinformer.runtime.fields import Checked
@@ -24,7 +24,10 @@ class StoreOptions(Checked):
     neighbours: int | None = None
     """With `datastore`: entries looked up per token (32 if not given; for a run of spalm as many as in training)."""
     knn_temperature: float | None = None
-    """With `datastore`: what squared distances are divided by before their softmax (1 if not given)."""
+    """With `datastore`: what squared distances, or products, are divided by before their softmax (1 if not given)."""
+    similarity: Literal["l2", "inner"] | None = None
+    """With `datastore`: near is what has a small squared distance (l2) or a large inner product; as its lists were made
+    if not given (see: kinformer index --similarity), else l2."""
     probes: int | None = None
     """With `datastore`: search approximately, in so many of its lists (see: kinformer index --approximate); 0 searches
     exactly. If not given, 8 where it has lists, else exactly."""
@@ -47,3 +50,26 @@ class StoreOptions(Checked):
         """Whether an option of a store, but not the store itself, differs from its default."""
         store_names = {field.name for field in fields(StoreOptions)} | {"tune", "sizes"}
         return option.name in store_names - {"datastore"} and getattr(self, option.name) != option.default
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListOptions(Checked):
+    """The options of the lists of a datastore, for approximate search."""
+
+    approximate: bool = False
+    """Also sort the entries into lists, for approximate search (needs faiss)."""
+    lists: int | None = None
+    """With `approximate`: into how many lists (the root of the number of entries if not given)."""
+    key_bytes: int | None = None
+    """With `approximate`: bytes of a key in the lists, by product quantisation, a divisor of its width (a byte a number
+    if not given). The keys themselves stay, to rank what the lists find."""
+    similarity: Literal["l2", "inner"] | None = None
+    """With `approximate`: near is what has a small squared distance (l2, if not given) or a large inner product."""
+
+    def __post_init__(self) -> None:
+        require("lists", self.lists, 1)
+        require("key_bytes", self.key_bytes, 1)
+        super().__post_init__()
+        for name in ("lists", "key_bytes", "similarity"):
+            if (value := getattr(self, name)) is not None and not self.approximate:
+                raise KinformerError(f"{marked(name)} {value}: is for approximate search; add `approximate`.")

@@ -27,6 +27,7 @@ from kinformer.datastore.attach import (
     search_words,
     searcher,
 )
+from kinformer.datastore.lists import similarity_of
 from kinformer.datastore.neighbours import NeighbourTable, is_whole, neighbours_of, neighbours_without_self, table
 from kinformer.datastore.store import Datastore, StoredText
 from kinformer.datastore.text import IndexedText, entries_of
@@ -218,7 +219,9 @@ def _check_settings(run: StoredRun, retrieval_: _Retrieval, settings: Settings, 
 
 
 def _plan(retrieval_: _Retrieval, name: str, tokens: int, source: Mapping[str, object]) -> NeighbourTable:
-    settings = {"first": retrieval_.first, "probes": retrieval_.probes}
+    settings: dict[str, object] = {"first": retrieval_.first, "probes": retrieval_.probes}
+    if (similarity := similarity_of(retrieval_.store.folder, None)) != "l2":
+        settings["similarity"] = similarity
     return NeighbourTable(name=name, tokens=tokens, neighbours=retrieval_.neighbours, source=settings | dict(source))
 
 

@@ -43,14 +43,15 @@ def _small(vocab: int | None) -> Decoder.Config:
 def _tiny_dynamic(vocab: int | None) -> Decoder.Config:
     from kinformer.scores.dynamic_span import DynamicSpan
 
-    span = DynamicSpan.Config(max_span=16, ramp=4, initial=0.2, multiple=4)
+    span = DynamicSpan.Config(max_span=16, ramp=4, initial=0.2, multiple=4, bounded=True, state_penalty=2e-6)
     return decoder(ModelShape(32, 2, 2), vocab or 256, mixer=_mixer(2, span))
 
 
 def _dynamic(vocab: int | None) -> Decoder.Config:
     from kinformer.scores.dynamic_span import DynamicSpan
 
-    return decoder(ModelShape(256, 4, 4), vocab or 256, mixer=_mixer(4, DynamicSpan.Config(max_span=1024)))
+    span = DynamicSpan.Config(max_span=1024, bounded=True, state_penalty=2e-6)
+    return decoder(ModelShape(256, 4, 4), vocab or 256, mixer=_mixer(4, span))
 
 
 def _paper(shape: ModelShape) -> Recipe:
@@ -84,7 +85,9 @@ MEMBER = Member(
         "each head is cut off at its own span (the authors: at the largest of a layer), and nothing is added to the "
         "normaliser (the authors: 1e-8)",
         "pre-norm with GELU, but the recipes paper and paper-large, which are post-norm with ReLU as published",
-        "the dynamic span, which depends on the token, is a recipe of its own (dynamic)",
+        "the dynamic span, which depends on the token, is a recipe of its own (dynamic); it reads tokens divided "
+        "by their root mean square, so that a bound of all spans follows from the weights and cuts the state, and the "
+        "bound costs as much as the spans (state_penalty); as published: span.state_penalty=0 and span.bounded=false",
         "no dropout unless asked for",
     ),
     exact_limit="spans of max_span: exact attention to the last max_span tokens, with a vector for every distance",
@@ -93,6 +96,7 @@ MEMBER = Member(
         "the authors' code: attention with spans (tests/scores/test_soft_span.py), their optimiser "
         "(tests/training/test_adagrad.py)",
     ),
+    results=("dynamic_spans",),
     use_when="most heads need little context and you want to pay for just what they use",
     avoid_when="spans are known in advance: `local` is simpler and faster",
     training={  # section 3

@@ -48,12 +48,12 @@ MEMBER = Member(
         "run, and evaluate and generate take it by `datastore`",
         "one embedding table and a full softmax, where the authors' model has adaptive ones",
         "keys in float16 beside int32 tokens (the authors' float16 store cuts tokens to int16); lists of one byte per "
-        "number instead of product quantisation, distances always computed from the stored keys",
+        "number, or product-quantised where `key_bytes` says so, distances always computed from the stored keys",
         "a temperature and the number of neighbours are tuned beside the weight (the authors' temperature is 1)",
     ),
     exact_limit="weight 0, or no datastore: the decoder alone",
     parity=("the official code: the mixture of both distributions (tests/heads/test_knn.py)",),
-    results=("datastore",),
+    results=("datastore", "quantised_lists"),
     use_when="a text is to be added to a trained model without training",
     avoid_when="memory and search time at every token are too dear",
     recipes={

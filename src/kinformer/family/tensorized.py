@@ -86,6 +86,7 @@ MEMBER = Member(
     exact_limit="none with softmax: values of ones make every slice of the tensor the scores Q K^T",
     needs={"length": 32},
     parity=("the authors' code (tests/mixers/test_tensorized.py, with memory test_tensorized_memory.py)",),
+    results=("encoder_costs",),
     use_when="you study attention as a tensor of few blocks",
     avoid_when="texts are longer than some hundred tokens",
     recipes={

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kinformer.datastore.attach import keyed, origin_of
-from kinformer.datastore.lists import InvertedLists, build, has_lists
+from kinformer.datastore.lists import InvertedLists, has_lists
+from kinformer.datastore.sorting import build
 from kinformer.datastore.store import Datastore
 from kinformer.datastore.text import IndexedText, entries_of, open_source
 from kinformer.datastore.writer import Writer
@@ -102,4 +103,5 @@ def _sort(options: IndexOptions, quiet: bool) -> InvertedLists | None:
     if not options.approximate and not has_lists(Path(options.datastore)):
         return None
     with locked(Path(options.datastore)), progressing(quiet, "sorting") as progress:
-        return build(Datastore(options.datastore), options.lists, seed=options.seed, progress=progress)
+        how = {"key_bytes": options.key_bytes, "similarity": options.similarity}
+        return build(Datastore(options.datastore), options.lists, **how, seed=options.seed, progress=progress)  # type: ignore[arg-type]

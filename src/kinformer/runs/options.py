@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from kinformer.datastore.options import StoreOptions
+from kinformer.datastore.options import ListOptions, StoreOptions
 from kinformer.runs.parallel import Processes, spread
 from kinformer.runtime.errors import KinformerError, marked, require, require_above, require_seed, require_share
 from kinformer.runtime.fields import Checked
@@ -250,7 +250,7 @@ class GenerateOptions(StoreOptions, Machine):
 
 
 @dataclass(frozen=True, kw_only=True)
-class IndexOptions(Machine):
+class IndexOptions(ListOptions, Machine):
     """Write what the run makes of every context of a text, and the token that came next, into a datastore; a build that
     was stopped goes on when the same command is given again."""
 
@@ -274,23 +274,16 @@ class IndexOptions(Machine):
     """Tokens computed at a time."""
     dtype: Literal["float16", "float32"] = "float16"
     """Type of the keys on the disk."""
-    approximate: bool = False
-    """Also sort the entries into lists, for approximate search (needs faiss)."""
-    lists: int | None = None
-    """With `approximate`: into how many lists (the root of the number of entries if not given)."""
     seed: int = 0
     """The seed of all random numbers."""
 
     def __post_init__(self) -> None:
         require("chunk", self.chunk, 1)
         require("max_bytes", self.max_bytes, 2)
-        require("lists", self.lists, 1)
         require_seed(self.seed)
         require_share("holdout", self.holdout)
         require_share("overlap", self.overlap, zero=True)
         super().__post_init__()
-        if self.lists is not None and not self.approximate:
-            raise KinformerError(f"`lists` {self.lists}: is for approximate search; add `approximate`.")
 
 
 def require_proof(length: int, limit: float) -> None:

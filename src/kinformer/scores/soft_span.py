@@ -18,13 +18,12 @@ from torch import Tensor, nn
 
 from kinformer.core.contract import state_dtype
 from kinformer.core.learning import Regularized
-from kinformer.core.pattern import Pattern
-from kinformer.core.span import Cut, Span, SpanConfig, host, readable, stamp_of
+from kinformer.core.span import Cut, Following, Span, SpanConfig, host
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.sharding import gathered
 
 
-class SoftSpan(Span, Regularized):
+class SoftSpan(Following, Span, Regularized):
     """The span of each head; ``span`` [heads] is its learnt share of ``max_span``, from 0 to 1."""
 
     @dataclass(frozen=True, kw_only=True)
@@ -50,22 +49,13 @@ class SoftSpan(Span, Regularized):
 
     def __init__(self, config: Config, num_heads: int, cut: Cut) -> None:
         super().__init__()
-        self.config, self.cut = config, cut
+        self.config = config
         self.span = nn.Parameter(torch.full((num_heads,), float(config.initial)))
         beginning = self._tokens(torch.tensor([config.initial], device="cpu"))  # rounded as the weights are
-        self._windows = (window(config, beginning.item()),) * num_heads
-        self._pattern = cut(self._windows)
-        self._stamp: tuple[object, ...] | None = None
+        self.follow(cut, ("span",), (window(config, beginning.item()),) * num_heads)
 
-    @property
-    def windows(self) -> tuple[int, ...]:
-        self._follow()
-        return self._windows
-
-    @property
-    def pattern(self) -> Pattern:
-        self._follow()
-        return self._pattern
+    def windows_of(self, *values: Tensor) -> tuple[int, ...]:
+        return tuple(window(self.config, z) for z in host(self._tokens(values[0])))
 
     def spans(self) -> list[float]:
         return host(self._tokens(gathered(self.span)))
@@ -80,7 +70,7 @@ class SoftSpan(Span, Regularized):
     @torch.no_grad()
     def constrain(self) -> None:
         self.span.clamp_(0, 1)
-        self._trim(gathered(self.span))
+        self.trim(gathered(self.span))
 
     def measures(self) -> dict[str, float]:
         spans = self.spans()
@@ -89,21 +79,6 @@ class SoftSpan(Span, Regularized):
     def _tokens(self, span: Tensor) -> Tensor:
         """Return spans in tokens. The bounds hold here, too, for weights that no trainer has clamped."""
         return span.to(state_dtype(span.dtype)).clamp(0, 1) * self.config.max_span
-
-    def _follow(self) -> None:
-        """Update the windows if the weights have changed; where the host cannot read them, the windows stay."""
-        if not readable(self.span):
-            return
-        stamp = stamp_of(self.span)
-        if stamp is None or stamp != self._stamp:
-            self._trim(self.span)
-
-    @torch.no_grad()  # checkpoints count what a forward saves, and recomputing it does not come here
-    def _trim(self, span: Tensor) -> None:
-        windows = tuple(window(self.config, z) for z in host(self._tokens(span)))
-        if windows != self._windows:
-            self._windows, self._pattern = windows, self.cut(windows)
-        self._stamp = stamp_of(self.span)
 
 
 def log_mask(z: Tensor, x: Tensor, ramp: int) -> Tensor:

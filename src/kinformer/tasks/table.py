@@ -104,7 +104,7 @@ def _first(fitting: list[Task], name: str) -> Task:
 
 def what_fits(config: ModelConfig, candidates: Sequence[Task]) -> str:
     """What a model of ``config`` is, and the tasks for it, for a message."""
-    fitting = ", ".join(task.name for task in candidates if task.takes(config))
+    fitting = ", ".join(task.name for task in candidates if task.suits(config))
     kind = config.input.kind
     reads = "" if kind == "tokens" else f" that reads {kind}"
     return (

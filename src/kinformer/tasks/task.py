@@ -116,6 +116,10 @@ class Task:
         """Whether models of ``config`` can be trained for this task."""
         return self.models.take(config)
 
+    def suits(self, config: ModelConfig) -> bool:
+        """Whether :meth:`check` accepts models of ``config``, too: of which member lists name the task."""
+        return self.takes(config)
+
     def fits(self, config: ModelConfig) -> bool:
         """Whether a model of ``config``, as it is, was made for this task."""
         return self.models.fit(config)

@@ -9,11 +9,13 @@ are shapes alone, every query is taken to look as far as any may.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kinformer.core.parts import Relative
 from kinformer.core.span import TokenSpan
@@ -44,26 +46,30 @@ def attend(
 
 
 def _tile(queries: slice, q: Tensor, k: Tensor, v: Tensor, z: Tensor, span: TokenSpan, *rest: Any) -> Tensor:
-    reaches = [max(span.windows)] * q.shape[1] if rest[-1] == "reference" else _reaches(z[:, :, queries], span)
+    reaches, least = _reaches(z[:, :, queries], span, rest[-1])
     groups: dict[int, list[int]] = {}
     for head, reach in enumerate(reaches):
         groups.setdefault(reach, []).append(head)
-    parts = [_seen(queries, group, reach, q, k, v, z, span, *rest) for reach, group in groups.items()]
+    call = (q, k, v, z, span, *rest)
+    parts = [_seen(queries, group, reach, min(least[head] for head in group), *call) for reach, group in groups.items()]
     if len(parts) == 1:
         return parts[0]
     order = torch.tensor([head for group in groups.values() for head in group], device=q.device).argsort()
     return torch.cat(parts, 1)[:, order]
 
 
-def _reaches(z: Tensor, span: TokenSpan) -> list[int]:
-    """Return how many tokens back the farthest-looking query of ``z`` [batch, heads, queries] sees, head by head."""
-    if torch.compiler.is_compiling() or not has_data(z):
-        return [max(span.windows)] * z.shape[1]
-    return [span.reach(item) for item in z.detach().amax((0, 2)).tolist()]
+def _reaches(z: Tensor, span: TokenSpan, impl: AttentionImpl) -> tuple[list[int], list[float]]:
+    """Return how many tokens back the farthest-looking query of ``z`` [batch, heads, queries] sees, and the least span,
+    head by head; the bounds of all spans where the host reads none."""
+    if impl == "reference" or torch.compiler.is_compiling() or not has_data(z):
+        return [max(span.windows)] * z.shape[1], [0.0] * z.shape[1]
+    least, most = z.detach().transpose(0, 1).flatten(1).aminmax(dim=1)
+    return [span.reach(item) for item in most.tolist()], least.tolist()
 
 
-def _seen(queries: slice, members: list[int], reach: int, *call: Any) -> Tensor:
-    """Attend from ``queries`` of the heads ``members`` to the ``reach`` slots before each of them."""
+def _seen(queries: slice, members: list[int], reach: int, least: float, *call: Any) -> Tensor:
+    """Attend from ``queries`` of the heads ``members``, whose spans are ``least`` tokens or more, to the ``reach``
+    slots before each of them."""
     q, k, v, z, span, visibility, scoring, impl = call
     past = k.shape[2] - q.shape[2]
     slots = slice(max(0, past + queries.start - reach), past + queries.stop - 1)
@@ -73,23 +79,59 @@ def _seen(queries: slice, members: list[int], reach: int, *call: Any) -> Tensor:
     keys_at = torch.arange(slots.start, slots.stop, device=q.device)
     distance = places[:, None] - keys_at
     positions = query_positions(visibility, q, k.shape[2])[:, queries]
-    if len(members) < q.shape[1]:
-        group = q.shape[1] // k.shape[1]
-        k, v = (tensor[:, [head // group for head in members]] for tensor in (k, v))
-        scoring = _of_heads(scoring, members)
-    # m exp(s) = exp(s + log m): the soft mask m is a bias of the scores.
-    bias = span.log_mask(z[:, members, queries, None], distance)
-    visibility_ = Visibility(attn_mask=_allowed(visibility, members, positions, distance))
-    if scoring.relative is not None:  # by distances of slots, which all rows have in common
-        every = (len(q), -1)
-        visibility_ = visibility_._replace(positions=places.expand(every), key_positions=keys_at.expand(every))
     if scoring.dropout is not None:
         p, seed = scoring.dropout
         # Every tile is a call with indices from 0, so it needs a seed of its own, or all tiles would drop alike.
         scoring = scoring._replace(dropout=AttentionDropout(p, seed + queries.start * q.shape[1] + members[0]))
-    scoring = scoring._replace(bias=bias)
-    q, k, v = q[:, members, queries], k[:, :, slots], v[:, :, slots]
-    return attention(q, k, v, visibility_, scoring, impl=impl).out
+    if len(members) < q.shape[1]:
+        group = q.shape[1] // k.shape[1]
+        k, v = (tensor[:, [head // group for head in members]] for tensor in (k, v))
+        q, z, scoring = q[:, members], z[:, members], _of_heads(scoring, members)
+    q, k, v = q[:, :, queries], k[:, :, slots], v[:, :, slots]
+    # m exp(s) = exp(s + log m): the soft mask m is a bias of the scores, and 1 where no query's span has ended.
+    farthest = past + queries.stop - 1 - slots.start
+    soft = min(len(keys_at), max(0, farthest - math.ceil(least)))
+    bias = pad(span.log_mask(z[:, :, queries, None], distance[:, :soft]), (0, len(keys_at) - soft))
+    visibility_ = Visibility(attn_mask=_allowed(visibility, members, positions, distance))
+    relative = scoring.relative
+    if relative is not None and impl != "reference" and relative.values is None and relative.factor is None:
+        bias = bias + by_distance(q, relative, scoring.scale, farthest, len(keys_at)).to(bias.dtype)
+        scoring = scoring._replace(relative=None)
+    elif relative is not None:  # by distances of slots, which all rows have in common
+        every = (len(q), -1)
+        visibility_ = visibility_._replace(positions=places.expand(every), key_positions=keys_at.expand(every))
+    return attention(q, k, v, visibility_, scoring._replace(bias=bias), impl=impl).out
+
+
+def by_distance(q: Tensor, relative: Relative, scale: float, farthest: int, slots: int) -> Tensor:
+    """Return what ``relative`` adds to the scores of q [batch, heads, m, head_dim] and of ``slots`` keys in a row, the
+    first of which is ``farthest`` tokens before the last query: [batch or 1, heads or 1, m, slots]."""
+    time = q.shape[2]
+    lowest = farthest - time - slots + 2  # of the first query and the last key
+    met: Tensor | None = None
+    if relative.keys is not None:
+        shifted = q if relative.shift is None else q + relative.shift.to(q.dtype)
+        met = scale * (shifted @ _descending(relative.keys, relative.lowest, lowest, farthest).to(q.dtype).mT)
+    if relative.bias is not None:
+        bias = _descending(relative.bias, relative.lowest, lowest, farthest)[None, :, None]
+        met = bias.expand(-1, -1, time, -1) if met is None else met + bias
+    assert met is not None
+    if time == 1:
+        return met
+    # Row i has the distances of its keys from column time - 1 - i on: rows that are shorter by one put them in line.
+    width = met.shape[3] - 1
+    flat = met.reshape(*met.shape[:2], -1)[:, :, time - 1 : -1]
+    return flat.unflatten(2, (time, width))[..., :slots]
+
+
+def _descending(table: Tensor, first: int, lowest: int, highest: int) -> Tensor:
+    """Return the entries of ``table`` [heads or 1, n, ...], of the distances from ``first`` on, at the distances
+    ``highest`` ... ``lowest``, 0 where there are none."""
+    top, bottom = min(highest, first + table.shape[1] - 1), max(lowest, first)
+    if top < bottom:
+        return table.new_zeros(table.shape[0], highest - lowest + 1, *table.shape[2:])
+    part = table[:, bottom - first : top - first + 1].flip(1)
+    return pad(part, (0, 0) * (table.dim() - 2) + (highest - top, bottom - lowest))
 
 
 def _allowed(visibility: Visibility, members: Sequence[int], positions: Tensor, distance: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from kinformer.core.model_config import ModelConfig
     from kinformer.data import ImageData
     from kinformer.training.data_module import DataModule
     from kinformer.training.objective import Objective
@@ -50,6 +51,11 @@ class Mae(WritesPng, PatchTask):
     Options = MaeOptions
     EvaluationOptions = FirstImages
     GenerationOptions = MaeGenerationOptions
+
+    def suits(self, config: ModelConfig) -> bool:
+        from kinformer.tasks.mae.fit import mixer_of_places
+
+        return super().suits(config) and mixer_of_places(config) is None
 
     def fit(self, config: Any, data: ImageData | None) -> dict[str, Any]:
         from kinformer.tasks.mae.fit import fitted_to_masks

@@ -39,12 +39,19 @@ def check_masks(plan: TrainingPlan) -> None:
     if config.head.kind != HEAD:
         raise KinformerError(f"`set` head={config.head.kind}: predicts no pixels; leave it out.")
     seen_count(prod(config.input.replace(size=plan.data.shape[:2]).grid), plan.options.masked)
+    placed = mixer_of_places(config)
+    if placed is not None:
+        raise KinformerError(
+            f"the encoder leaves masked patches out, so that its layers must know a patch's place by its vector "
+            f"alone, but the mixer {placed!r} here goes by neighbours or distances; give a member such as vit or deit."
+        )
+
+
+def mixer_of_places(config: Any) -> str | None:
+    """Return the kind of a mixer of ``config`` that knows patches by their places, None where there is none."""
     for layer in config.layers:
         mixer = layer.mixer
         parts = [getattr(getattr(mixer, name, None), "kind", None) for name in ("pattern", "position")]
         if parts != ["full", "none"]:
-            raise KinformerError(
-                f"the encoder leaves masked patches out, so that its layers must know a patch's place by its vector "
-                f"alone, but the mixer {mixer.kind!r} here goes by neighbours or distances; give a member such as vit "
-                "or deit."
-            )
+            return str(mixer.kind)
+    return None

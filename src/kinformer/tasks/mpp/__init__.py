@@ -17,6 +17,7 @@ from kinformer.training.metric import ACCURACY, Metric
 if TYPE_CHECKING:
     from torch import nn
 
+    from kinformer.core.model_config import ModelConfig
     from kinformer.data import ImageData
     from kinformer.training.data_module import DataModule
 
@@ -44,6 +45,11 @@ class Mpp(PatchTask):
     objectives = {"patch-colours": _objective}
     Options = MppOptions
     EvaluationOptions = FirstImages
+
+    def suits(self, config: ModelConfig) -> bool:
+        from kinformer.tasks.mpp.fit import keeps_patches
+
+        return super().suits(config) and keeps_patches(config)
 
     def fit(self, config: Any, data: ImageData | None) -> dict[str, Any]:
         from kinformer.tasks.mpp.fit import fitted_to_colours

@@ -14,13 +14,18 @@ if TYPE_CHECKING:
     from kinformer.data import ImageData
     from kinformer.tasks.task import TrainingPlan
 
-HEAD = "patch_colours"
+HEAD, STAGES = "patch_colours", "stages"
 
 
 def fitted_to_colours(config: Any, data: ImageData | None) -> dict[str, Any]:
     """Overrides: the input as for classes, and a head that predicts colours, unless there is one already."""
     changes = {name: value for name, value in fitted(config, data, 2).items() if not name.startswith("head")}
     return changes if config.head.kind == HEAD else changes | {"head": HEAD}
+
+
+def keeps_patches(config: Any) -> bool:
+    """Return whether an encoder of ``config`` ends with the patches that it began with, and nothing else."""
+    return config.stack.kind != STAGES and not config.global_tokens and config.global_input is None
 
 
 def check_colours(plan: TrainingPlan, model: nn.Module) -> None:

@@ -95,6 +95,10 @@ class SpeechPredictionOptions(DecodingOptions):
 class SpeechEvaluationOptions(SpeechPredictionOptions, PredictionTable):
     """Options of evaluating speech recognition."""
 
+    fold: Literal["timit39"] | None = None
+    """Count errors after folding phones into classes, for transcripts of phones with spaces between: timit39, TIMIT's
+    61 phones into the 39 classes of Lee and Hon (1989)."""
+
     def __post_init__(self) -> None:
         SpeechPredictionOptions.__post_init__(self)
         PredictionTable.__post_init__(self)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kinformer.core.model import device_of
 from kinformer.data.clips import Holdout
+from kinformer.data.phonemes import folded
 from kinformer.data.sound import CHARACTERS, Sound, join_symbols, open_sound, split_symbols
 from kinformer.evaluation.transcripts import Errors, count_errors
 from kinformer.runtime.errors import KinformerError, choose, require_finite
@@ -44,13 +45,19 @@ def evaluate(
         heard, nats = _heard(model, rows, evaluation_settings.chunk, decode, progress)
     references = [split_symbols(rows.utterances.transcript(number), data.unit) for number in range(len(heard))]
     heard_symbols = [[data.symbols[symbol - 1] for symbol in item] for item in heard]
+    frequent, symbols = _most_frequent(data), sum(map(len, references))
+    if task_options.fold is not None:
+        references, heard_symbols, (frequent,) = (
+            [_folded(item, data.unit) for item in some] for some in (references, heard_symbols, [frequent])
+        )
     task_options.write_predictions(_rows(rows, references, heard_symbols))
     errors = count_errors(references, heard_symbols)
-    metrics = {ERROR_RATE: errors.rate, BITS_PER_SYMBOL: nats / log(2) / errors.symbols}
-    baselines = {"empty": 1.0, "most_frequent": _most_frequent(data, references).rate}
+    metrics = {ERROR_RATE: errors.rate, BITS_PER_SYMBOL: nats / log(2) / symbols}
+    baselines = {"empty": 1.0, "most_frequent": count_errors(references, [frequent] * len(references)).rate}
     right = sum(a == b for a, b in zip(references, heard_symbols, strict=True))
     facts: dict[str, Any] = errors._asdict() | {
         "utterances": len(references), "right": right, "prefixes": prefixes, "baselines": baselines, "unit": data.unit,
+        "fold": task_options.fold,
         **{name: getattr(task_options, name) for name in ("language_model", "alpha", "beta") if task_options.name},
     }  # fmt: skip
     text: list[str | TextTable] = [
@@ -107,12 +114,21 @@ def _heard(
     return heard, nats
 
 
-def _most_frequent(data: Sound, references: list[list[str]]) -> Errors:
-    """Count the errors of always writing the most frequent transcript of training."""
+def _folded(phones: list[str], unit: str) -> list[str]:
+    """Return the classes of the phones of a transcript."""
+    if unit == CHARACTERS:
+        raise KinformerError(
+            "`fold` timit39: is for transcripts of phones with spaces between, but this run writes characters; train "
+            "with `units` labels."
+        )
+    return folded(phones)
+
+
+def _most_frequent(data: Sound) -> list[str]:
+    """Return the most frequent transcript of training."""
     train = data.splits["train"]
     counts = Counter(train.transcript(number) for number in range(len(train.lengths)))
-    always = split_symbols(counts.most_common(1)[0][0], data.unit)
-    return count_errors(references, [always] * len(references))
+    return split_symbols(counts.most_common(1)[0][0], data.unit)
 
 
 def _words(references: list[list[str]], heard: list[list[str]]) -> Errors:
@@ -121,6 +137,7 @@ def _words(references: list[list[str]], heard: list[list[str]]) -> Errors:
 
 def _metrics(unit: str, errors: Errors, bits: float, options: Any) -> str:
     how = "greedy" if options.prefixes == 1 else plural(options.prefixes, "prefix") + options.name
+    how += "" if options.fold is None else f"; folded to {options.fold}"
     kinds = f"{errors.substitutions} substituted, {errors.deletions} missing, {errors.insertions} too many"
     return (
         f"{unit.removesuffix('s')} error rate {errors.rate:.2%} ({how}; {kinds} of {errors.symbols:,}), "
