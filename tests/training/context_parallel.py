@@ -53,7 +53,19 @@ TWO_SIDED: dict[str, dict[str, Any]] = {
     "vanilla": {"layers.0.further_mixers": [{"kind": "cross_local", "window": 2, "position": "rope"}]},
 }
 """Encoders of all pairs, of a window, and of biases by distance; a head over whole rows; and cross-attention."""
-LAWS = ("rope", "local", "mla", "fast-weights", "mamba2", "rwkv7", "performer", "sha-rnn")
+LAWS = (
+    "gpt",
+    "gated-deltanet",
+    "transformer-xl",
+    "rope",
+    "local",
+    "mla",
+    "fast-weights",
+    "mamba2",
+    "rwkv7",
+    "performer",
+    "sha-rnn",
+)
 TEN = {"batch_size": 8, "steps": 10, "checkpoint_every": 5, "validate_every": 10}
 RUNS: dict[str, dict[str, Any]] = {
     "hybrid": {"model": HYBRID, "segments": True},
