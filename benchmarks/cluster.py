@@ -6,14 +6,16 @@ or the one that takes least memory. And published runs: what ``kinformer estimat
 beside what they report.
 
     python benchmarks/cluster.py
+    python benchmarks/cluster.py --only 7B/32768 published     # these parts anew; the others as the result has them
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from typing import Any
 
-from common import arguments, prepare, save, show
+from common import RESULTS, arguments, prepare, save, show
 from kinformer.estimation.cluster import Cluster, MeshCost
 from kinformer.estimation.machines import DEVICES
 from kinformer.family.build import configure
@@ -27,6 +29,7 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 LENGTHS, DEVICE_COUNTS, TOKENS = (1024, 32768), (1, 8, 64, 512, 4096), 1 << 22
 LONGEST = {"7B": 1 << 20}
+PUBLICATIONS = "published"
 PUBLISHED = (
     # Touvron et al. 2023, LLaMA (arXiv 2302.13971), table 15: 82,432 GPU hours for 1T tokens, that is 3,370 a second;
     # 2,048 tokens a row, 4M a step.
@@ -77,17 +80,25 @@ def row(cost: MeshCost | None, **names: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    options = prepare(arguments(__doc__))
-    shapes = ("100M",) if options.quick else tuple(SHAPES)[:4]
-    rows = []
-    for shape in shapes:
-        lengths = (*LENGTHS, LONGEST[shape]) if shape in LONGEST else LENGTHS
-        for length in LENGTHS[:1] if options.quick else lengths:
+    parser = arguments(__doc__)
+    parts = {f"{shape}/{length}": (shape, length) for shape in tuple(SHAPES)[:4] for length in LENGTHS}
+    parts |= {f"{shape}/{length}": (shape, length) for shape, length in LONGEST.items()}
+    parser.add_argument("--only", nargs="+", choices=[*parts, PUBLICATIONS], help="only these parts")
+    options = prepare(parser)
+    wanted = options.only or (["100M/1024"] if options.quick else [*parts, PUBLICATIONS])
+    rows: list[dict[str, Any]] = []
+    published: list[dict[str, Any]] = []
+    if options.only:
+        before = json.loads((options.out or RESULTS / "cluster.json").read_text(encoding="utf-8"))
+        rows = [each for each in before["table"] if f"{each['model']}/{each['length']}" not in wanted]
+        published = [] if PUBLICATIONS in wanted else before["published"]
+    for name, (shape, length) in parts.items():
+        if name in wanted:
             costs = cluster(shape, "h100", length, TOKENS // length)
             rows += [row(best(costs.costs(n)), model=shape, length=length, devices=n) for n in DEVICE_COUNTS]
-            print(shape, length, flush=True)
-    published = []
-    for run in () if options.quick else PUBLISHED:
+            print(name, flush=True)
+    rows.sort(key=lambda each: ([*SHAPES].index(each["model"]), each["length"], each["devices"]))
+    for run in PUBLISHED if PUBLICATIONS in wanted else ():
         many = cluster(run["shape"], run["hardware"], run["length"], run["batch"], run["checkpoint"])
         costs = many.costs(run["devices"])
         published += [

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -35,9 +36,13 @@ def wandb(folder):
 
 
 def mlflow(folder):
+    place = f"sqlite:///{folder.resolve()}/mlflow.db"
+    if find_spec("sqlalchemy") is None:  # mlflow-skinny comes without a database
+        place = f"file:{folder.resolve()}/mlruns"
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     import mlflow
 
-    mlflow.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{folder.resolve()}/mlflow.db"))
+    mlflow.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI", place))
     mlflow.start_run(run_name=folder.name)
     mlflow.log_params(settings(folder))
     return lambda step, values: mlflow.log_metrics(values, step=step), mlflow.end_run

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 from kinformer.commands import preserving
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
+    from typing import Any
 
     from kinformer.data.packed import Packed
     from kinformer.runs.exporting import Exported
@@ -84,7 +86,7 @@ def verify(subject: str | Path, *, trust_remote_code: bool = False, length: int 
 
 
 def pack(
-    data: str | Path,
+    data: str | Path | Iterable[Any],
     out: str | Path,
     *,
     tokenizer: str | Path | None = None,
@@ -99,7 +101,9 @@ def pack(
     What a killed call has done is kept, and the same call goes on. The result has ``folder``, ``manifest``, ``tokens``
     (by split), ``bytes`` and ``facts``.
 
-    data: a file, a folder or "stdlib"; JSON lines (.jsonl) and Parquet tables are documents, row by row.
+    data: a file, a folder or "stdlib"; JSON lines (.jsonl) and Parquet tables are documents, row by row. Or documents
+        that are streamed: "hf:NAME:SPLIT" or "hf:NAME:SUBSET:SPLIT", a dataset of Hugging Face, or any iterable of
+        texts or of rows with a text that can be read again, such as its ``IterableDataset``.
     out: a new folder.
     tokenizer: the path of a tokenizer.json; bytes if not given.
     text_field: the field or column of tables with the text ("text" if not given).

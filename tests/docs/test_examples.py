@@ -111,6 +111,17 @@ def test_weights_and_biases_is_told_offline(tmp_path):
     assert [*(tmp_path / "wandb").glob("offline-run-*/*.wandb")]
 
 
+@pytest.mark.parametrize(("name", "kept"), [("mlflow", "ml*/**"), ("trackio", "trackio/*.db")])
+def test_mlflow_and_trackio_are_told_on_this_machine(name, kept, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
+    pytest.importorskip(name)
+    (tmp_path / "config.json").write_text('{"training": {"lr": 0.01, "stages": null}}')
+    log, close = example("track").TRACKERS[name](tmp_path)
+    log(1, {"loss": 2.5})
+    close()
+    assert [*tmp_path.glob(kept)]
+
+
 def test_lightning_shards_layers_over_two_processes(tmp_path):
     pytest.importorskip("lightning")
     words = [sys.executable, str(ROOT / "examples" / "lightning_module.py"), "--processes", "2", "--steps", "18"]

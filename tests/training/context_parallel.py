@@ -21,10 +21,14 @@ from torch import Tensor, distributed
 
 from kinformer.core import state as states
 from kinformer.core.crossing import Crosses
-from kinformer.data import open_corpus
+from kinformer.data import IGNORED, open_corpus
 from kinformer.family.build import build
 from kinformer.family.kinds import kinds
+from kinformer.heads.classification import ClassificationHead
+from kinformer.tasks.classify.rows import Classification, LabelledBatch
+from kinformer.tasks.mlm.rows import MaskedBatch, MaskedLanguage
 from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch
+from kinformer.tasks.translate.rows import PairBatch, TranslationLoss
 from kinformer.training.context_parallel import groups_of, mixers_of, share_time
 from kinformer.training.distributed import Group
 from kinformer.training.objective import ObjectiveModule
@@ -41,10 +45,34 @@ HYBRID: dict[str, Any] = {
     "layers.2.mixer": {"kind": "segment_memory", "segment": 4, "memory": 8},
 }
 """Summaries, a halo of a convolution and one of a window, and a state that is handed on."""
-LAWS = ("rope", "local", "mla", "fast-weights", "mamba2", "rwkv7", "performer", "sha-rnn")
+TWO_SIDED: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "window": {"layers.*.mixer.pattern": {"kind": "window", "window": 5}, "layers.*.mixer.position": "rope"},
+    "biased": {"layers.*.mixer.position": {"kind": "t5", "bidirectional": True}, "stack.checkpoint": True},
+    "classes": {"head": ClassificationHead.Config(classes=3, pooling="gated")},
+    "vanilla": {"layers.0.further_mixers": [{"kind": "cross_local", "window": 2, "position": "rope"}]},
+}
+"""Encoders of all pairs, of a window, and of biases by distance; a head over whole rows; and cross-attention."""
+LAWS = (
+    "gpt",
+    "gated-deltanet",
+    "transformer-xl",
+    "rope",
+    "local",
+    "mla",
+    "fast-weights",
+    "mamba2",
+    "rwkv7",
+    "performer",
+    "sha-rnn",
+)
+TEN = {"batch_size": 8, "steps": 10, "checkpoint_every": 5, "validate_every": 10}
 RUNS: dict[str, dict[str, Any]] = {
     "hybrid": {"model": HYBRID, "segments": True},
     "rope": {"model": {"member": "rope", "stack.checkpoint": True}, "accumulate": 2},
+    "encoder": {"model": {"member": "bert", "layers": 1}, "objective": "masked-language", **TEN},
+    "classes": {"model": {"member": "bert", "layers": 1}, "objective": "classification", **TEN},
+    "pairs": {"model": {"member": "vanilla", "layers": 1, "encoder.layers": 1}, "objective": "translation", **TEN},
 }
 OPTIONS: dict[str, Any] = {"steps": 3, "checkpoint_every": 2, "validate_every": 3, "length": TIME}
 
@@ -57,6 +85,7 @@ def laws(place: Path, text: str) -> Callable[[Group], object]:
         results = {name: outcome(tiny(name), processes) for name in (LAWS if group.world == 2 else ())}
         results["hybrid"] = outcome(tiny("hybrid"), processes)
         results["ring"] = outcome(tiny("rope"), processes, ring=True)
+        results |= {name: encoded(name, processes) for name in TWO_SIDED}
         gaps = group.most(*results.values())
         group.on_first(
             lambda: (place / f"laws {group.world}.json").write_text(json.dumps(dict(zip(results, gaps, strict=True))))
@@ -112,22 +141,26 @@ def four(place: Path, text: str) -> Callable[[Group], object]:
         laws(place, text)(group)
         corpus, meshed = open_corpus(text), replace(group, context=2)
         run(corpus, place / "four hybrid", meshed, "hybrid")
-        run(corpus, place / "four rope", replace(meshed, strategy="ddp", tensor=2), "rope")
+        run(corpus, place / "four encoder", meshed, "encoder")
+        heads = replace(meshed, strategy="ddp", tensor=2)
+        run(corpus, place / "four rope", heads, "rope")
+        run(corpus, place / "four pairs", heads, "pairs")
 
     return work
 
 
 def continued(place: Path, text: str) -> Callable[[Group], object]:
-    """A run of four processes, from its middle, in one."""
+    """Runs of two and of four processes, from their middle, in one."""
 
     def work(group: Group) -> None:
-        folder = rewound(place / "four hybrid", place / "four to one hybrid")
-        run(open_corpus(text), folder, group, "hybrid")
+        for many, name in (("four", "hybrid"), ("four", "encoder"), ("two", "pairs")):
+            run(open_corpus(text), rewound(place / f"{many} {name}", place / f"{many} to one {name}"), group, name)
 
     return work
 
 
 SENT = {"rope": False, "rope ring": True, "local": False, "gated-deltanet": False, "linear-transformer": False}
+SENT |= {"bert": False, "vanilla": False}
 
 
 def sent(place: Path, text: str, group: Group) -> None:
@@ -135,9 +168,10 @@ def sent(place: Path, text: str, group: Group) -> None:
     processes, told = groups_of(1, group.world, 1), {}
     for name, ring in SENT.items():
         model = tiny(name.split()[0]).float()
-        step = ObjectiveModule(model, NextTokenLoss(), "fp32")
+        encodes = name in ("bert", "vanilla")
+        step = ObjectiveModule(model, loss_of(name) if encodes else NextTokenLoss(), "fp32")
         share_time(step, processes, keeps=False, ring=ring)
-        batch = rows(model, 1).stretch(group.rank, group.world)
+        batch = (padded_rows(name, TIME, TIME) if encodes else rows(model, 1)).stretch(group.rank, group.world)
         with Collectives() as counted:
             step(batch, None, 0.0)[0].backward()
         told[name] = dict(counted.bytes)
@@ -164,6 +198,53 @@ def outcome(whole: Any, processes: Any, ring: bool = False) -> float:
             distributed.all_reduce(b, group=processes)
         gap = max(gap, float((a - b).abs().max() / a.abs().max().clamp_min(1e-3)) if a.numel() else 0.0)
     return gap
+
+
+def encoded(name: str, processes: Any) -> float:
+    """How much the loss and the gradients of rows that an encoder reads differ from those of one process."""
+    torch.manual_seed(1)
+    whole = build("vanilla" if name == "vanilla" else "bert", "tiny", 64, TWO_SIDED[name]).double()
+    number, count = distributed.get_rank(processes), distributed.get_world_size(processes)
+    one, many = (ObjectiveModule(model, loss_of(name), "fp32").eval() for model in (whole, copy.deepcopy(whole)))
+    share_time(many, processes, keeps=False, ring=False)
+    batch = padded_rows(name)
+    loss, metrics, _ = one(batch, None, 0.0)
+    loss.backward()
+    part, found, _ = many(batch.stretch(number, count), None, 0.0)
+    (part / count).backward()
+    gap = max(abs(float(found[name] - total)) / max(1.0, float(total)) for name, total in metrics.items())
+    pairs = [(loss.detach(), part.detach() / count), *zip(gradients(one), gradients(many), strict=True)]
+    for a, b in pairs:
+        distributed.all_reduce(b, group=processes)
+        gap = max(gap, float((a - b).abs().max() / a.abs().max().clamp_min(1e-3)))
+    return gap
+
+
+def gradients(step: ObjectiveModule) -> list[Tensor]:
+    return [torch.zeros_like(item) if item.grad is None else item.grad for item in step.model.parameters()]
+
+
+def loss_of(name: str) -> Any:
+    if name == "vanilla":
+        return TranslationLoss(0.1)
+    return Classification() if name == "classes" else MaskedLanguage()
+
+
+def padded_rows(name: str, most: int = 13, target: int = 9) -> Any:
+    """A row of ``most`` tokens, or of ``target`` in a translation, and one of 4: stretches are padded, and some have
+    nothing of a row."""
+    draw = torch.Generator().manual_seed(1)
+    tokens, labels = torch.randint(5, 64, (2, ROWS, most), generator=draw)
+    valid = torch.arange(most) < torch.tensor([[most], [4]])
+    if name == "vanilla":
+        tokens, read = labels, tokens[:, :target]
+        counted = valid[:, :target]
+        return PairBatch(tokens, valid, read, counted, tokens[:, :target].masked_fill(~counted, IGNORED), valid.sum(1))
+    if name == "classes":
+        return LabelledBatch(tokens, valid, labels[:, 0] % 3)
+    positions = torch.tensor([[2, 7, 12], [3, 0, 0]])
+    labels = labels[:, :3].masked_fill(torch.tensor([[False] * 3, [False, True, True]]), IGNORED)
+    return MaskedBatch(tokens, valid, labels, positions)
 
 
 def rows(model: Any, seed: int) -> TokenBatch:

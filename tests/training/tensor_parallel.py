@@ -30,6 +30,7 @@ HYBRID = {
     "layers.1.feed_forward": {"kind": "channel_mix"},
 }  # fmt: skip
 RUNS: dict[str, dict[str, Any]] = {
+    "gpt": {"model": {"member": "gpt", "layers": 1}, "steps": 4},
     "t5": {"model": {"member": "t5", "layers": 1, "head": "language"}, "ema": 0.5, "async_saves": True},
     "hybrid": {"model": HYBRID, "segments": True},
     "encoder": {"model": {"member": "bert", "layers": 1}, "objective": "masked-language", "steps": 4},
@@ -66,6 +67,7 @@ def meshed(place: Path, text: str) -> Callable[[Group], object]:
     def work(group: Group) -> None:
         corpus, four = open_corpus(text), replace(group, strategy="fsdp", tensor=2)
         run(corpus, place / "four hybrid", four, "hybrid")
+        run(corpus, place / "four gpt", four, "gpt")
         run(corpus, place / "four t5", replace(four, strategy="ddp"), "t5")
         run(corpus, place / "four recurrence", four, "recurrence")
         run(corpus, place / "four encoder", four, "encoder")

@@ -18,17 +18,17 @@ from kinformer.runs.parallel import parallel_of
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.next_token.rows import TokenBatch
 from kinformer.training.context_parallel import check_time
-from tests.members import CAUSAL, TINY
-from tests.training.context_parallel import LAWS, ROWS, TIME
+from tests.members import CAUSAL, ENCODERS, SOURCE, TINY
+from tests.training.context_parallel import LAWS, ROWS, RUNS, TIME, TWO_SIDED
 from tests.training.tiny import curve, gap
 
 SAME_AS = {
-    "two hybrid": "one hybrid",
-    "two rope": "one rope",
+    f"{many} {name}": f"one {name}" for many in ("two", "four") for name in RUNS if f"{many} {name}" != "four classes"
+} | {
     "one to two hybrid": "one hybrid",
-    "four hybrid": "one hybrid",
-    "four rope": "one rope",
     "four to one hybrid": "one hybrid",
+    "four to one encoder": "one encoder",
+    "two to one pairs": "one pairs",
 }
 WHY_NOT = {
     "mixtral": "costs beside the loss",
@@ -52,7 +52,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Corpus, text: Path) -
     return place
 
 
-@pytest.mark.parametrize("world, names", [(2, (*LAWS, "hybrid", "ring")), (4, ("hybrid", "ring"))])
+@pytest.mark.parametrize(
+    "world, names", [(2, (*LAWS, "hybrid", "ring", *TWO_SIDED)), (4, ("hybrid", "ring", *TWO_SIDED))]
+)
 def test_stretches_are_the_row(runs: Path, world: int, names: tuple[str, ...]) -> None:
     """Losses, states after two segments with resets, gradients of weights and of the state before, relative."""
     gaps = json.loads((runs / f"laws {world}.json").read_text())
@@ -94,13 +96,28 @@ def test_what_is_sent_is_what_the_formulas_say(runs: Path) -> None:
         assert _exchanged(told["linear-transformer"]) == linear
 
 
+@pytest.mark.parametrize("name", ["bert", "vanilla"])
+def test_what_encoders_send_is_what_the_formulas_say(name: str, runs: Path) -> None:
+    told, estimated = json.loads((runs / "sent.json").read_text())[0][name], _estimated(name)
+    tokens, dim = ROWS * TIME, TINY[name].dim
+    layers = len(TINY[name].layers)
+    numbers = 2 * tokens * dim * layers if name == "bert" else tokens * dim * (4 * layers + 1)  # and the source, once
+    marks = tokens if name == "bert" else 2 * tokens + 2 * 2 * ROWS * 8  # which are valid, in bytes; counts of tokens
+    assert _exchanged(told) == {"all_gather": 4 * numbers + marks, "reduce_scatter": 4 * numbers}
+    assert estimated == 4 * numbers
+
+
 @pytest.mark.parametrize("name", ["rope", "local", "gated-deltanet", "linear-transformer"])
 def test_what_is_sent_is_what_the_estimate_says(name: str, runs: Path) -> None:
     told = json.loads((runs / "sent.json").read_text())[0]
-    estimated = Part(TINY[name], Shared(1, 2), TIME, "adamw", "fp32").payload(Mesh(1, 1, "ddp", 2), ROWS).context
+    estimated = _estimated(name)
     edge = 2 * ROWS * 8  # the counts of tokens, by which the model knows where its stretch begins
     gathered = told[name].get("all_gather", 2 * edge) - 2 * edge + told[name].get("reduce_scatter", 0)
     assert estimated == gathered / 2 + 2 * told[name].get("sent", 0)
+
+
+def _estimated(name: str) -> int:
+    return Part(TINY[name], Shared(1, 2), TIME, "adamw", "fp32").payload(Mesh(1, 1, "ddp", 2), ROWS).context
 
 
 def _exchanged(told: dict[str, int]) -> dict[str, int]:
@@ -115,6 +132,19 @@ def test_every_member_shares_time_or_says_why_not(name: str) -> None:
             check_time(model, ring=False)
         return
     check_time(model, ring=False)
+
+
+@pytest.mark.parametrize("name", [*ENCODERS, *SOURCE])
+def test_every_encoder_shares_time_or_says_why_not(name: str) -> None:
+    model = TINY[name].build()
+    why = {"bert": "", "vanilla": "", "longformer": "its global tokens see the whole row"}
+    if not (reason := why.get(name, "needs a whole row at once|its global tokens see the whole row")):
+        check_time(model, ring=False)
+        with pytest.raises(KinformerError, match="an encoder sees both ways; give cp"):
+            check_time(model, ring=True)
+        return
+    with pytest.raises(KinformerError, match=f"cannot share the time of rows: .*({reason}).*leave"):
+        check_time(model, ring=False)
 
 
 def test_layers_are_computed_again_where_no_mixer_waits_for_a_state() -> None:

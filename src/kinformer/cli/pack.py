@@ -21,7 +21,8 @@ class Options(Printing):
     """
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-    """A file, a folder, or stdlib; each row of .jsonl, .parquet and .arrow is a document. With --check: the shards."""
+    """A file, a folder, or stdlib; each row of .jsonl, .parquet and .arrow is a document. hf:NAME:SPLIT streams a
+    dataset of Hugging Face, hf:NAME:SUBSET:SPLIT one of its subsets. With --check: the shards."""
     out: str | None = None
     """The folder of the shards, which must be new."""
     tokenizer: str | None = None

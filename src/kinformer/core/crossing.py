@@ -4,11 +4,12 @@
 
 A mixer that says how its state crosses computes all stretches at once, by the means of a :class:`Crossing`. Any other
 causal mixer is handed its state by the process before, and waits for it: by partition invariance that is the same.
+Encoders, whose tokens see both ways, gather what their mixers need of the whole row.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,15 +29,28 @@ class Crossing:
     """The processes that have the stretches of a row, of equal length; this one has stretch ``number`` of ``count``.
 
     ``keeps``: whether the state after the row is wanted; where it is not, mixers return any. ``ring``: whether keys and
-    values go round. ``seen`` [batch] int64: the tokens of each row's sequence after the row. Whatever is received has
-    gradients, which go back to the process that it came from: all processes must differentiate alike.
+    values go round. ``before`` and ``seen`` [batch] int64: the tokens of each row's sequence before this stretch, and
+    after the row. Whatever is received has gradients, which go back to the process that it came from: all processes
+    must differentiate alike.
     """
 
     number: int
     count: int
     keeps: bool = False
     ring: bool = False
+    before: Tensor
     seen: Tensor
+
+    def row(self, stretch: Tensor, dim: int) -> Tensor:
+        """Return the whole row, of which this process has the ``stretch`` along ``dim``."""
+        everyone, _ = self.gathered(stretch, stretch)
+        return torch.cat(everyone.unbind(0), dim)
+
+    def valid_row(self, valid: Tensor | None) -> Tensor | None:
+        """Return ``valid`` [batch, time] bool of the whole row, None where all of it is; all stretches give None or
+        none does."""
+        row = None if valid is None else self.row(valid.to(torch.uint8), 1).bool()
+        return None if row is None or bool(row.all()) else row
 
     def composed(self, summary: Summary, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return the state before this stretch and that after the row, from that before the row and the ``summary`` of
@@ -87,6 +101,23 @@ class Crossing:
         """Send ``sent`` to the process of stretch ``to`` and fill ``received`` from that of ``source``, where there
         are such; return whether something came. No gradients."""
         raise NotImplementedError
+
+
+class Row(NamedTuple):
+    """The row of an encoder's tokens that ``crossing`` has the stretches of, and its ``valid`` [batch, row] or None."""
+
+    crossing: Crossing
+    valid: Tensor | None
+
+    @classmethod
+    def of(cls, crossing: Crossing | None, valid: Tensor | None) -> Row | None:
+        """Return the row of a stretch's ``valid`` [batch, time], whose first tokens are those of each row; None where
+        a process has all of it."""
+        return None if crossing is None else cls(crossing, crossing.valid_row(valid))
+
+    def begin(self, time: int) -> int:
+        """Return the position of the first token of this stretch of ``time`` tokens."""
+        return self.crossing.number * time
 
 
 class Crosses:

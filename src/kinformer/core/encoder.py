@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kinformer.core.config import Config
 from kinformer.core.contract import require_input
+from kinformer.core.crossing import Row
 from kinformer.core.division import Divisible
 from kinformer.core.first_values import FirstValues
 from kinformer.runtime.errors import KinformerError
@@ -39,7 +40,8 @@ class SequenceContext(NamedTuple):
                           to, or that one of the global input stands for; -1 is none.
     ``num_global`` how many tokens of the global input stand before the long input; they have no position in it.
     ``grid`` rows and columns of an image's patches, which are the last tokens, row by row; None without an image.
-    ``values`` the channel of a stack whose layers read the values of the first.
+    ``values`` the channel of a stack whose layers read the values of the first. ``row``: where the tokens are one
+    stretch of their row (``core.crossing``), that.
     """
 
     valid: Tensor | None = None
@@ -48,6 +50,13 @@ class SequenceContext(NamedTuple):
     num_global: int = 0
     grid: tuple[int, int] | None = None
     values: FirstValues | None = None
+    row: Row | None = None
+
+    def positions(self, x: Tensor) -> Tensor:
+        """Return the positions [batch, num_global + time] of the tokens x in the long input, 0 of the global input."""
+        time = x.shape[1]
+        begin = 0 if self.row is None else self.row.begin(time)
+        return (torch.arange(begin, begin + time, device=x.device) - self.num_global).clamp_min(0).expand(len(x), -1)
 
     @property
     def long_valid(self) -> Tensor | None:
@@ -81,6 +90,8 @@ class EncoderMixer(ChecksInput, nn.Module):
 
     max_length: int | None = None
     """How many tokens a text may have, None for any number."""
+    crosses: bool = False
+    """Whether it can read one stretch of a row of which other processes have the rest (``text.row``)."""
 
     def check(self, global_tokens: bool, global_input: bool) -> None:
         """Refuse a model with global tokens, or a global input, where this mixer has none."""

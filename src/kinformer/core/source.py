@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kinformer.core.contract import CausalMixer, ReadsSource, select_valid
+from kinformer.core.crossing import Crossing
 from kinformer.runtime.errors import KinformerError
 
 
@@ -26,9 +27,11 @@ def checked_source(source: Tensor | None, valid: Tensor | None, batch: int, widt
 
 
 class SourceMixer(ReadsSource, CausalMixer):
-    """A mixer whose state holds what it made of the source; ``source_dim`` is the width of that."""
+    """A mixer whose state holds what it made of the source, and nothing of the tokens that looked at it but how many;
+    ``source_dim`` is the width of that. ``crossing``: where it absorbs one stretch of a row, that of the others."""
 
     source_dim: int
+    crossing: Crossing | None = None
 
     def initial_state(
         self,

@@ -7,9 +7,10 @@ done. What a shard holds depends on the data and the options alone, not on how m
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
@@ -31,8 +32,9 @@ from kinformer.data.packed import (
     Packed,
 )
 from kinformer.data.records import record_units, table_files
-from kinformer.data.shard_writer import Packing, Piece, pack_piece, record_path, tokenizer_of, width_of
+from kinformer.data.shard_writer import Packing, Piece, pack_piece, record_path, tokenizer_of, width_of, write_piece
 from kinformer.data.stored import save_joined
+from kinformer.data.streamed import Documents, documents_of
 from kinformer.data.tokenizer import FileTokenizer, Tokenizer
 from kinformer.runtime.errors import KinformerError, require, require_share
 from kinformer.runtime.files import (
@@ -57,16 +59,13 @@ def pack(packing: Packing, out: Path, workers: int, progress: Callable[[int, int
     tokenizer = tokenizer_of(packing)
     plan = {"schema": PACKED_SCHEMA, "packing": asdict(packing), "data": fingerprint_of(files), "pieces": len(pieces)}
     plan["tokenizer"] = tokenizer.fingerprint
-    _begin(out, plan, tokenizer)
-    waiting = [number for number in range(len(pieces)) if not _done(out, number)]
+    begin(out, plan, tokenizer)
+    waiting = [number for number in range(len(pieces)) if not done(out, number)]
     progress(len(pieces) - len(waiting), len(pieces))
     jobs = [(out, number, pieces[number], packing) for number in waiting]
     for count, _ in enumerate(_worked(jobs, min(workers, len(jobs))), start=len(pieces) - len(waiting) + 1):
         progress(count, len(pieces))
-    manifest = _finish(out, len(pieces), plan, {"name": name}, tokenizer)
-    if not sum(shard["tokens"] for shard in manifest["splits"]["train"]["shards"]):
-        raise KinformerError(f"{packing.data}: holds no text to train on; give more data.")
-    return manifest
+    return finish(out, len(pieces), plan, {"name": name}, tokenizer)
 
 
 def _sources(packing: Packing) -> tuple[str, list[SourceFile], list[Piece]]:
@@ -127,7 +126,8 @@ def _line_end(extent: Extent, position: int) -> int:
     return position + min(inside, 3)
 
 
-def _begin(out: Path, plan: dict[str, object], tokenizer: Tokenizer) -> None:
+def begin(out: Path, plan: dict[str, object], tokenizer: Tokenizer) -> None:
+    """Begin to pack into ``out``, or go on; refuse a folder that holds something else."""
     if (out / MANIFEST).exists():
         raise KinformerError(f"`out` {out}: holds packed data already; give a new folder, or remove it.")
     if out.exists() and not out.is_dir():
@@ -150,7 +150,7 @@ def _begin(out: Path, plan: dict[str, object], tokenizer: Tokenizer) -> None:
     write_json(place, signed(plan))
 
 
-def _done(out: Path, number: int) -> bool:
+def done(out: Path, number: int) -> bool:
     """Return whether a piece's record is there and its files have their sizes."""
     try:
         record = read_json(record_path(out, number))
@@ -176,9 +176,7 @@ def _worked(jobs: Sequence[tuple[Any, ...]], workers: int) -> Iterator[None]:
             raise
 
 
-def _finish(
-    out: Path, pieces: int, plan: dict[str, Any], about: dict[str, Any], tokenizer: Tokenizer
-) -> dict[str, Any]:
+def finish(out: Path, pieces: int, plan: dict[str, Any], about: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
     """Join the tables, write the manifest, and remove what only packing needed."""
     records = [read_json(record_path(out, number))["splits"] for number in range(pieces)]
     splits = {}
@@ -200,6 +198,8 @@ def _finish(
     write_json(out / MANIFEST, signed(manifest))
     for path in [*out.glob("piece-*.json"), *out.glob("*-[0-9]*.*.npy"), out / UNFINISHED]:
         path.unlink()
+    if not sum(shard["tokens"] for shard in splits["train"]["shards"]):
+        raise KinformerError(f"{plan['packing']['data']}: holds no text to train on; give more data.")
     return manifest
 
 
@@ -229,7 +229,7 @@ def _join(path: Path, arrays: Iterator[np.ndarray]) -> None:
 
 
 def packed(
-    data: str | Path,
+    data: str | Path | Iterable[Any],
     out: str | Path,
     *,
     tokenizer: str | Path | None,
@@ -245,8 +245,16 @@ def packed(
     require_share("holdout", holdout)
     if tokenizer is not None:
         require_file(Path(tokenizer))
+    documents = documents_of(data)
+    if documents is not None:
+        name = documents.name
+        if workers is not None and workers > 1:
+            raise KinformerError(f"`workers` {workers}: one process reads a stream such as {name}; leave it out.")
+    else:
+        assert isinstance(data, str | Path)
+        name = STDLIB if data == STDLIB else str(Path(data).expanduser().resolve())
     packing = Packing(
-        data=STDLIB if data == STDLIB else str(Path(data).expanduser().resolve()),
+        data=name,
         tokenizer=None if tokenizer is None else str(tokenizer),
         text_field=text_field,
         holdout=holdout,
@@ -254,6 +262,24 @@ def packed(
     )
     folder = Path(out)
     with locked(folder), progressing(quiet, "packing") as report:
-        return Packed(
-            folder, pack(packing, folder, workers or os.cpu_count() or 1, report or (lambda done, all_: None))
-        )
+        report = report or (lambda done, all_: None)
+        if documents is not None:
+            return Packed(folder, pack_stream(packing, documents, folder, report))
+        return Packed(folder, pack(packing, folder, workers or os.cpu_count() or 1, report))
+
+
+def pack_stream(
+    packing: Packing, documents: Documents, out: Path, progress: Callable[[int, int], object]
+) -> dict[str, Any]:
+    """Pack ``documents`` into ``out`` and return the manifest, as :func:`pack` does, one piece after the other."""
+    tokenizer = tokenizer_of(packing)
+    plan = {"schema": PACKED_SCHEMA, "packing": asdict(packing), "data": documents.fingerprint(packing.text_field)}
+    plan["tokenizer"] = tokenizer.fingerprint
+    begin(out, plan, tokenizer)
+    number = next(number for number in itertools.count() if not done(out, number))
+    documents.go_on(read_json(record_path(out, number - 1))["place"] if number else {})
+    while texts := documents.piece(packing):
+        write_piece(out, number, texts, tokenizer, documents.place)
+        number += 1
+        progress(number, number)
+    return finish(out, number, plan, {"name": documents.name}, tokenizer)

@@ -66,10 +66,11 @@ def _json_texts(unit: Extent, field: str) -> Iterator[bytes]:
                 continue
             place = f"{unit.path}, line at byte {file.tell() - len(line)}"
             row = parse_json_line(Path(unit.path), file.tell() - len(line), line, "each line must be a JSON object")
-            yield _text(row.get(field) if isinstance(row, dict) else None, row, field, place)
+            yield text_of(row.get(field) if isinstance(row, dict) else None, row, field, place)
 
 
-def _text(value: object, row: object, field: str, place: str) -> bytes:
+def text_of(value: object, row: object, field: str, place: str) -> bytes:
+    """Return a document, the ``value`` of the ``field`` of a ``row`` at ``place``, with a line's end."""
     if not isinstance(value, str):
         names = [key for key, item in row.items() if isinstance(item, str)] if isinstance(row, dict) else []
         raise KinformerError(f"{place}: has no text in the field {field!r}; {nearest(field, names)}")
@@ -101,7 +102,9 @@ def _column_texts(batches: Iterable[Any], unit: Extent, field: str) -> Iterator[
     for batch in batches:
         for value in batch.column(0).to_pylist():
             row += 1
-            yield _text(value, {field: value}, field, f"{unit.path}, {plural(row, 'row')} from group {unit.offset} on")
+            yield text_of(
+                value, {field: value}, field, f"{unit.path}, {plural(row, 'row')} from group {unit.offset} on"
+            )
 
 
 def _batches(path: str) -> Iterator[Any]:

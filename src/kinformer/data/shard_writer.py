@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -61,10 +61,21 @@ def record_path(out: Path, number: int) -> Path:
 def pack_piece(out: Path, number: int, piece: Piece, packing: Packing) -> None:
     """Write the shards of a piece, then its record."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    tokenizer = tokenizer_of(packing)
+    write_piece(out, number, _texts(piece, packing), tokenizer_of(packing))
+
+
+def write_piece(
+    out: Path,
+    number: int,
+    texts: Iterable[tuple[str, bool, bytes]],
+    tokenizer: Tokenizer,
+    place: Callable[[], dict[str, Any]] = dict,
+) -> None:
+    """Write the shards of ``texts`` (split, whether a document begins, and bytes), then their record, which holds what
+    ``place`` returns after they were read."""
     width = width_of(tokenizer)
     outputs: dict[str, _Output] = {}
-    texts = _texts(piece, packing)
+    texts = iter(texts)
     try:
         while group := list(islice(texts, _AT_ONCE)):
             ids = tokenizer.encode_batch([text for _, _, text in group])
@@ -79,7 +90,7 @@ def pack_piece(out: Path, number: int, piece: Piece, packing: Packing) -> None:
         raise
     names = [name for split in record for name in (f"{split}-{number:06d}.ids", *_tables_of(split, number))]
     files = {name: (out / name).stat().st_size for name in names}
-    write_json(record_path(out, number), signed({"splits": record, "files": files}))
+    write_json(record_path(out, number), signed({"splits": record, "files": files, "place": place()}))
 
 
 def width_of(tokenizer: Tokenizer) -> int:
@@ -94,9 +105,8 @@ def _tables_of(split: str, number: int) -> list[str]:
 def _texts(piece: Piece, packing: Packing) -> Iterator[tuple[str, bool, bytes]]:
     """Yield split, whether a document begins, and bytes, in order."""
     if piece.table is not None:
-        shares = SHARES if packing.holdout is None else (1 - packing.holdout, packing.holdout, 0.0)
         for text in record_texts(piece.table, piece.extents[0], packing.text_field):
-            yield _drawn(text, shares), True, text
+            yield drawn(text, packing.holdout), True, text
         return
     split = Split.of_bytes(piece.split, "", Extents(piece.extents))
     begins, position = set(split.documents[1 if piece.continues else 0 :].tolist()), 0
@@ -105,8 +115,9 @@ def _texts(piece: Piece, packing: Packing) -> Iterator[tuple[str, bool, bytes]]:
         position += len(text)
 
 
-def _drawn(text: bytes, shares: Sequence[float]) -> str:
+def drawn(text: bytes, holdout: float | None) -> str:
     """Return the split of a document, by its contents: copies of one are never in two splits."""
+    shares = SHARES if holdout is None else (1 - holdout, holdout, 0.0)
     place = int.from_bytes(hashlib.sha256(text).digest()[:8], "big") / 2**64
     if place < shares[0]:
         return PACKED_SPLITS[0]

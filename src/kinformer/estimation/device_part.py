@@ -14,7 +14,7 @@ from kinformer.core.stack import units_of
 from kinformer.estimation.estimate import Estimate, Precision, estimate, horizon_of
 from kinformer.estimation.length import at_length
 from kinformer.estimation.mesh import Mesh, Payload, module_bytes, sharded_bytes
-from kinformer.estimation.parts import Costs
+from kinformer.estimation.parts import Costs, outputs
 from kinformer.estimation.stretches import FLOAT, PaperStretches, share_on_paper
 from kinformer.runtime.unallocated import unallocated
 from kinformer.training.division import Division, divide, output_product
@@ -135,7 +135,7 @@ class Part:
     def _sent_at(self, length: int) -> Costs:
         assert self.stretches is not None
         before = self.stretches.sent
-        self.model(self.model.input.example(1, length, "meta"))
+        outputs(self.model, self.model.input.example(1, length, "meta"))
         return {("sent", "model"): self.stretches.sent - before}
 
     def _exchanged(self, rows: int) -> int:

@@ -33,6 +33,10 @@ class PaperStretches(Crossing):
         x = inputs[0].x
         self.seen = x.new_zeros(len(x), dtype=torch.int64)
 
+    def row(self, stretch: Tensor, dim: int) -> Tensor:
+        self.before = stretch.new_zeros(len(stretch), dtype=torch.int64)
+        return super().row(stretch, dim)
+
     def composed(self, summary: Summary, state: Tensor) -> tuple[Tensor, Tensor]:
         self._itemsize = FLOAT  # sums stay in float32
         result = super().composed(summary, state)
@@ -63,6 +67,8 @@ class PaperStretches(Crossing):
 
 def rings(model: Any) -> bool:
     """Return whether keys and values of ``model`` could go round, so that a ring differs from gathering them."""
+    if model.config.kind != "decoder":  # an encoder sees both ways
+        return False
     return any(isinstance(item, Crosses) and item.rings and item.growth == "linear" for item in model.modules())
 
 
@@ -72,14 +78,16 @@ def share_on_paper(model: Any, stretches: PaperStretches) -> None:
     Errors: ``KinformerError`` for a model whose rows cannot be shared by time, and for mixers that wait for the state
     of the process before: what such a state holds is known only after it has been made.
     """
-    from kinformer.training.context_parallel import check_time, mixers_of
+    from kinformer.training.context_parallel import check_time, crosses, mixers_of, readers_of
 
     check_time(model, stretches.ring)
+    for reader in readers_of(model):
+        reader.crossing = stretches
     for mixer in mixers_of(model.stack):
-        if not (isinstance(mixer, Crosses) and mixer.crosses):
+        if not crosses(mixer):
             raise KinformerError(
                 f"the mixer {type(mixer).__name__} waits for the state of the stretch before, which is not estimated; "
                 "leave `parallel` cp out."
             )
-        mixer.crossing = stretches
+        mixer.crossing = stretches  # type: ignore[assignment]
         mixer.register_forward_pre_hook(stretches.enter)

@@ -45,6 +45,8 @@ from kinformer.kernels.attention import (
     check_impl,
     merge,
 )
+from kinformer.kernels.attention.picked import allowed_pairs, at_slots, index_of
+from kinformer.kernels.attention.stretch import of_stretch
 from kinformer.kernels.impls import AttentionImpl
 from kinformer.patterns.full import Full
 from kinformer.positions.none import NoPosition
@@ -105,6 +107,7 @@ class BidirectionalAttention(EncoderMixer):
         needs = Needs.of_parts(self.pattern, self.score, self.position, config.dropout, lse=globals_too)
         check_impl(config.impl, needs, "bidirectional")
         self.fixed = self.pattern.sized(1) == self.pattern  # the same for every length: one plan serves all rows
+        self.crosses = self.fixed
         self.num_heads, self.head_dim = config.num_heads, head_dim
         self.dropout, self.impl = config.dropout, config.impl
         self.value_residual = ValueResidual(config.num_heads, head_dim) if config.value_residual else None
@@ -119,8 +122,7 @@ class BidirectionalAttention(EncoderMixer):
         x = select_valid(x, text.valid)
         q, k, v = self.projection(x)
         v = v if self.value_residual is None else self.value_residual(v, text.values)
-        num_global, time = text.num_global, x.shape[1]
-        positions = (torch.arange(time, device=x.device) - num_global).clamp_min(0).expand(x.shape[0], -1)
+        num_global, time, positions = text.num_global, x.shape[1], text.positions(x)
         q, k = self.position.rotate(q, k, positions)
         q, v = self.score.queries(q), self.position.values(v)
         check_grid(self.pattern, text.grid, time - num_global)
@@ -155,6 +157,10 @@ class BidirectionalAttention(EncoderMixer):
 
     def _by_pattern(self, qkv: Sequence[Tensor], text: SequenceContext, groups: dict[Pattern, list[int]]) -> Attended:
         """Return attention of the long input's tokens to one another, by the pattern."""
+        if text.row is not None:
+            distance = text.row.crossing.count * qkv[0].shape[2] - 1
+            scoring = self._scoring(self.position.relative(-distance, distance))
+            return of_stretch(qkv, text.row, self.pattern, scoring, self.impl)
         lse = bool(text.num_global) or text.global_positions is not None
         padding = None if text.long_valid is None else ~text.long_valid
         if len(groups) == 1:
@@ -190,11 +196,13 @@ class BidirectionalAttention(EncoderMixer):
         sink: bool = True,
     ) -> Attended:
         """Attend; ``sink``: beside the score's sink, which counts in one of the parts that are merged."""
-        dropout = AttentionDropout.drawn(self.dropout, self.training)
-        scoring = Scoring.of(self.score, relative, dropout)
+        scoring = self._scoring(relative)
         if not sink:
             scoring = scoring._replace(sink=None)
         return attention(q, k, v, visibility, scoring, impl=self.impl, lse=lse)
+
+    def _scoring(self, relative: Relative | None) -> Scoring:
+        return Scoring.of(self.score, relative, AttentionDropout.drawn(self.dropout, self.training))
 
     def _columns(self, qkv: Sequence[Tensor], positions: Tensor, groups: dict[Pattern, list[int]]) -> Attended:
         """Return attention of the long input's tokens to its global ones at ``positions`` [batch, n],
@@ -204,13 +212,13 @@ class BidirectionalAttention(EncoderMixer):
         unseen = unseen.clone() if len(groups) > 1 else unseen
         for pattern, rows in groups.items():
             picked = positions[rows] if len(groups) > 1 else positions
-            seen = _seen(pattern, torch.arange(q.shape[2], device=q.device)[None, :, None], picked[:, None])
+            seen = allowed_pairs(pattern, torch.arange(q.shape[2], device=q.device)[None, :, None], picked[:, None])
             if len(groups) > 1:
                 unseen[rows] &= ~seen
             else:
                 unseen = unseen & ~seen
         every = torch.arange(q.shape[2], device=q.device).expand(len(q), -1)
-        k, v, visibility = _picked(k, positions), _picked(v, positions), Visibility(attn_mask=unseen)
+        k, v, visibility = at_slots(k, positions), at_slots(v, positions), Visibility(attn_mask=unseen)
         return self._between((q, k, v), (every, positions), visibility, lse=True, sink=False)
 
     def _between(
@@ -241,9 +249,9 @@ class BidirectionalAttention(EncoderMixer):
         keys: Tensor | Projected = k
         values: Tensor | Projected = v
         if global_projection is None:
-            queries = _picked(q, slots)
+            queries = at_slots(q, slots)
         else:
-            queries = global_projection.query(x.gather(1, _index(slots, x)[:, :, None].expand(-1, -1, x.shape[-1])))
+            queries = global_projection.query(x.gather(1, index_of(slots, x)[:, :, None].expand(-1, -1, x.shape[-1])))
             queries = queries.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             queries = self.score.queries(self.position.rotate(queries, queries, global_positions_)[0])
             keys, values = (
@@ -282,19 +290,3 @@ class BidirectionalAttention(EncoderMixer):
 def _sized(pattern: Pattern, length: int) -> Pattern:
     """Return ``pattern.sized(length)``, computed between two graphs where they are captured."""
     return pattern.sized(length)
-
-
-def _index(slots: Tensor, x: Tensor) -> Tensor:
-    """Return ``slots`` as an index into ``x`` [batch, time, ...]; empty slots point anywhere in it."""
-    return slots.clamp(0, x.shape[1] - 1)
-
-
-def _picked(x: Tensor, slots: Tensor) -> Tensor:
-    """Return x [batch, heads, time, head_dim] at ``slots`` [batch, n]."""
-    index = slots.clamp(0, x.shape[2] - 1)[:, None, :, None]
-    return x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3]))
-
-
-def _seen(pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
-    """Return which pairs the pattern allows, [batch, heads or 1, queries, keys]."""
-    return torch.stack([pattern.at(head).allowed(q, k) for head in range(pattern.num_heads or 1)], 1)

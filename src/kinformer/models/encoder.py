@@ -51,7 +51,10 @@ class Encoder(Reader, CommonModel):
     ) -> Tensor:
         """Return logits of tokens [batch, time, ...] (zero where not ``valid``) or of sequences [batch, classes]."""
         encoded = self.hidden(values, valid=valid, kinds=kinds, types=types, sentences=sentences)
-        logits = self.logits(encoded.long_input, valid)
+        hidden_states = encoded.long_input
+        if self.crossing is not None and not self.config.head.per_position:  # the head reads the whole row
+            hidden_states, valid = self.crossing.row(hidden_states, 1), self.crossing.valid_row(valid)
+        logits = self.logits(hidden_states, valid)
         return select_valid(logits, valid) if logits.dim() == 3 else logits
 
     def logits(self, hidden_states: Tensor, valid: Tensor | None = None) -> Tensor:

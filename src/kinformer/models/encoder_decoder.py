@@ -103,8 +103,12 @@ class EncoderDecoder(Decoder):
     def begin(self, source: Tensor, valid: Tensor | None = None) -> DecoderState:
         """Return the state of new sequences over ``source`` [batch, length] (or whatever else its input takes), of
         which ``valid`` [batch, length] bool is real (None: all)."""
-        hidden = self.encoder(source, valid)
-        return self.initial_state(len(hidden), device=hidden.device, source=hidden, source_valid=valid)
+        hidden, crossing = self.encoder(source, valid), self.encoder.crossing
+        if crossing is None:
+            return self.initial_state(len(hidden), device=hidden.device, source=hidden, source_valid=valid)
+        hidden, valid = crossing.row(hidden, 1), crossing.valid_row(valid)
+        state = self.initial_state(len(hidden), device=hidden.device, source=hidden, source_valid=valid)
+        return state._replace(seen=crossing.before)
 
     def initial_state(
         self,

@@ -14,6 +14,7 @@ from kinformer.blocks.global_input import GlobalInputConfig
 from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.core.config import Config
 from kinformer.core.contract import Alignment, left_align, select_valid
+from kinformer.core.crossing import Crossing, Row
 from kinformer.core.encoder import (
     NEEDS_PATCHES,
     EncoderLayerConfig,
@@ -52,7 +53,13 @@ class ReaderConfig(Config):
 
 
 class Reader(Trunk):
-    """A trunk of encoder layers, whose ``config`` has the fields of :class:`ReaderConfig` too."""
+    """A trunk of encoder layers, whose ``config`` has the fields of :class:`ReaderConfig` too.
+
+    ``crossing``: where it reads one stretch of each row, the processes that have the others. What is valid of a row
+    is then its first tokens.
+    """
+
+    crossing: Crossing | None = None
 
     def _build_entrance(self, config: Any, dim: int) -> None:
         self.global_tokens = config.global_tokens
@@ -83,6 +90,7 @@ class Reader(Trunk):
     ) -> Encoded:
         """Return the last hidden states, and the outputs of the layers in ``taps``."""
         self._check(values, {"valid": valid}, {"kinds": kinds, "types": types, "sentences": sentences})
+        row = Row.of(self.crossing, valid)
         order = None if valid is None or bool(valid.all()) else left_align(valid)
         if order is not None and self.input.grid(values) is not None:
             raise KinformerError("valid: an image has no padding, as all of its patches are real; leave it out.")
@@ -92,11 +100,13 @@ class Reader(Trunk):
             kinds, types, sentences = (
                 None if item is None else order.align(item) for item in (kinds, types, sentences)
             )
-        positions = torch.arange(self.input.length(values), device=values.device).expand(len(values), -1)
+        length = self.input.length(values)
+        begin = 0 if row is None else row.begin(length)
+        positions = torch.arange(begin, begin + length, device=values.device).expand(len(values), -1)
         positions = positions if valid is None else positions.masked_fill(~valid, 0)
         global_positions = self._global_positions(values, kinds, valid)
         x, text = self._enter(values, positions, valid, types, sentences, global_positions)
-        count = text.num_global
+        text, count = text._replace(row=row), text.num_global
 
         def before(x: Tensor, use: int) -> Tensor:
             added = self.position.layer_input(positions, use)

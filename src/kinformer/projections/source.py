@@ -108,6 +108,8 @@ class OverSource(SourceMixer):
         k, v = kv.view(*source.shape[:2], 2, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind()
         k = self.position.rotate_keys(k, torch.arange(k.shape[2], device=k.device).expand(len(k), -1))
         state = CrossState(k, self.position.values(v), valid[:, None].to(kv.device))  # type: ignore[call-arg]
+        if self.counts and self.crossing is not None:
+            return AlignedState(state, self.crossing.before)
         return AlignedState.begun(state) if self.counts else state
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32, source_length: int = 0) -> int:

@@ -26,6 +26,7 @@ from kinformer.runs.rows import staged_rows
 from kinformer.runs.run import CONFIG, Run
 from kinformer.runs.staging import StagedRows, config_of
 from kinformer.runtime.errors import KinformerError, require, spelled
+from kinformer.runtime.files import write_atomic
 from kinformer.runtime.progress import tolerant
 from kinformer.runtime.words import plural
 from kinformer.tasks.task import TrainingPlan
@@ -34,8 +35,12 @@ from kinformer.training.checkpoint import CHECKPOINTS, Checkpoints
 from kinformer.training.distributed import Group
 from kinformer.training.loop import Result, Trainer
 from kinformer.training.metric import Metric
+from kinformer.training.rendezvous import job_id
 from kinformer.training.settings import Settings
 from kinformer.training.stages import Stage, stage_at
+
+JOB = "job"
+"""The file of a run folder with the name of torchrun's job that trains it."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,7 @@ def train(options: TrainOptions, quiet: bool = False, begun: float | None = None
     """
     begun = time.monotonic() if begun is None else begun
     require("devices", options.devices, 1)
+    options = replace(options, resume=True) if _started_again(options) else options
     if distributed.started_by_torchrun():
         return _under_torchrun(options, quiet, begun)
     with writing(Path(options.out)):
@@ -119,6 +125,8 @@ def prepare(options: TrainOptions, quiet: bool, begun: float) -> Job:
         )
     _set_threads(options.threads, options.devices, device)
     run, settings = resume(options) if options.resume else create(options, device, begun, quiet)
+    if (job := job_id()) is not None:
+        write_atomic(run.folder / JOB, lambda place: place.write_text(job, encoding="utf-8"))
     return Job(run, settings, device, options.strategy, options.shared, options.threads, quiet, begun)
 
 
@@ -191,15 +199,20 @@ def _under_torchrun(options: TrainOptions, quiet: bool, begun: float) -> Summary
 
         def prepared() -> Job:
             held.enter_context(writing(Path(options.out)))
-            return prepare(replace(options, resume=True) if _started_again(options) else options, quiet, begun)
+            return prepare(options, quiet, begun)
 
         return work(group.on_first(prepared), group)
 
 
 def _started_again(options: TrainOptions) -> bool:
-    """Whether torchrun, with --max-restarts, starts this command for another time: a process of the last time died."""
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return restarts.isdigit() and int(restarts) > 0 and (Path(options.out) / CONFIG).exists()
+    """Whether torchrun starts this command for another time: with --max-restarts, as a process of the last time died;
+    or, in a job that has a name, as machines came or went."""
+    folder, restarts = Path(options.out), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if not (folder / CONFIG).exists():
+        return False
+    named = job_id() is not None and (folder / JOB).is_file()
+    same = named and (folder / JOB).read_text(encoding="utf-8", errors="replace") == job_id()
+    return same or (restarts.isdigit() and int(restarts) > 0)
 
 
 def _device_type(device: str) -> str:

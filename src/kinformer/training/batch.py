@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kinformer.core import state as states
 
@@ -34,3 +35,15 @@ def take_rows(batch: B, part: slice) -> B:
 def device_of(batch: Any) -> torch.device:
     """Return the device of a batch's tensors."""
     return next(field.device for field in batch if field is not None)
+
+
+def stretch_of_rows(tokens: Tensor, valid: Tensor | None, number: int, count: int) -> tuple[Tensor, Tensor | None]:
+    """Return stretch ``number`` of ``count`` of ``tokens`` and ``valid`` [batch, time], which are padded to a multiple
+    of ``count``; valid tokens are the first of their rows."""
+    size = -(-tokens.shape[1] // count)
+    lacking = size * count - tokens.shape[1]
+    if lacking and valid is None:
+        valid = torch.ones_like(tokens, dtype=torch.bool)
+    part = slice(number * size, (number + 1) * size)
+    stretch = functional.pad(tokens, (0, lacking))[:, part]
+    return stretch, None if valid is None else functional.pad(valid, (0, lacking))[:, part]

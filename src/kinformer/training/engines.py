@@ -118,8 +118,8 @@ def _check_stretches(data: DataModule, objective: object, settings: Settings, gr
     place = f"`parallel` {'ring' if group.ring else 'cp'}={group.context}"
     if not (data.by_time and getattr(objective, "by_token", False)):
         raise KinformerError(
-            f"{place}: only rows of text can be cut along time, for losses of each token alone; train with the task "
-            "next-token and its objective next-token, or leave it out."
+            f"{place}: only rows of text can be cut along time, for losses of each token or label alone; train with "
+            "the task next-token, mlm, classify or translate and its first objective, or leave it out."
         )
     check_length(settings, group)
     if settings.compile:

@@ -23,6 +23,12 @@ def torchruns_store() -> Store | None:
     return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 
 
+def job_id() -> str | None:
+    """Return the name of torchrun's job (``--rdzv-id``), which all starts of it have; None where it was given none."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return None if name == "none" else name
+
+
 def of_this_start(store: Store, rank: int, world: int) -> Store:
     """Return ``store`` behind a name that process ``rank`` has in common with the ``world`` of this start, and with
     nobody before.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.data import IGNORED, BosEos, Buckets, Labelled, Rows
+from kinformer.training.batch import stretch_of_rows
 from kinformer.training.data_module import DataModule
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
 from kinformer.training.objective import ObjectiveOutput
@@ -39,11 +40,22 @@ class LabelledBatch(NamedTuple):
         """The number of tokens that are read, padding included."""
         return self.tokens.numel()
 
+    def stretch(self, number: int, count: int) -> LabelledBatch:
+        """Return stretch ``number`` of ``count`` of the rows' time; labels of whole rows count in every row once."""
+        tokens, valid = stretch_of_rows(self.tokens, self.valid, number, count)
+        if self.labels.dim() > 1:
+            lacking = tokens.shape[1] * count - self.tokens.shape[1]
+            labels = functional.pad(self.labels, (0, lacking), value=IGNORED)
+            return LabelledBatch(tokens, valid, labels[:, number * tokens.shape[1] : (number + 1) * tokens.shape[1]])
+        here = torch.arange(len(tokens), device=tokens.device) % count == number
+        return LabelledBatch(tokens, valid, self.labels.masked_fill(~here, IGNORED))
+
 
 class Labels(DataModule):
     """Examples with the classes to tell. Validation: the first ones of as many tokens as asked for, 256 at least."""
 
     sums = ("nats", "correct")
+    by_time = True
     metrics = (ACCURACY, BITS_PER_LABEL)
 
     def __init__(self, data: Labelled, settings: Settings, ends: BosEos) -> None:
@@ -70,13 +82,16 @@ class Labels(DataModule):
 class Classification:
     """Mean cross-entropy of the label of every row, or of every token where the model predicts classes of those."""
 
+    by_token = True
+
     def __call__(self, model: nn.Module, batch: LabelledBatch, state: object, progress: float) -> ObjectiveOutput:
         return scored(model(batch.tokens, valid=batch.valid), batch.labels)
 
 
 def scored(logits: Tensor, labels: Tensor) -> ObjectiveOutput:
     """Loss, metrics and no state from logits [..., classes] and labels [...]; ``correct`` are those most probable."""
-    logits, labels = logits.float().flatten(0, -2), labels.flatten()
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+    labels = labels.flatten()
     nats = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
     counted = (labels != IGNORED).sum()
     correct = (logits.detach().argmax(-1) == labels).sum()

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.state import State
-from kinformer.data import BosEos, Corpus, Rows, Tokenizer
+from kinformer.data import IGNORED, BosEos, Corpus, Rows, Tokenizer
 from kinformer.data.masked_text import MaskedText
 from kinformer.data.masking import Masking, Words, ordinary
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.classify.rows import scored
 from kinformer.tasks.shared.options import MlmOptions
 from kinformer.tasks.shared.text import ends_of, mask_token_of
+from kinformer.training.batch import stretch_of_rows
 from kinformer.training.data_module import DataModule
 from kinformer.training.metric import ACCURACY, bits_per_masked
 from kinformer.training.objective import ObjectiveOutput
@@ -45,11 +46,21 @@ class MaskedBatch(NamedTuple):
         """The number of tokens that are read."""
         return self.tokens.numel()
 
+    def stretch(self, number: int, count: int) -> MaskedBatch:
+        """Return stretch ``number`` of ``count`` of the rows' time, with the masked tokens in it."""
+        tokens, valid = stretch_of_rows(self.tokens, self.valid, number, count)
+        positions = self.positions - number * tokens.shape[1]
+        here = (self.labels != IGNORED) & (positions >= 0) & (positions < tokens.shape[1])
+        first = torch.argsort((~here).to(torch.int8), dim=1, stable=True)[:, : max(1, int(here.sum(1).max()))]
+        labels, positions, here = (item.gather(1, first) for item in (self.labels, positions, here))
+        return MaskedBatch(tokens, valid, labels.masked_fill(~here, IGNORED), positions.where(here, 0))
+
 
 class MaskedTokens(DataModule):
     """Windows of text with masked tokens, other ones at every step, and the same ones in every validation."""
 
     sums = ("nats", "correct")
+    by_time = True
 
     def __init__(self, corpus: Corpus, settings: Settings, masking: Masking, ends: BosEos) -> None:
         corpus.require_single("mlm")
@@ -83,6 +94,7 @@ class MaskedLanguage:
     """
 
     reads_hidden = True
+    by_token = True
 
     def __call__(self, model: Any, batch: MaskedBatch, state: State, progress: float) -> ObjectiveOutput:
         return masked_tokens(model, model.hidden(batch.tokens, valid=batch.valid).long_input, batch)

@@ -145,8 +145,8 @@ class RetrievedTokens(DataModule):
 
 
 class NextTokenLoss:
-    """Cross-entropy of each next token, in nats, over the valid tokens. ``by_token``: it is a mean over tokens, each of
-    which needs its own logits alone."""
+    """Cross-entropy of each next token, in nats, over the valid tokens. ``by_token``: it is a mean over predictions,
+    each of which needs its own logits alone."""
 
     by_token = True
 

@@ -20,6 +20,7 @@ from kinformer.data.tokenizer import Tokenizer
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.progress import note_once
 from kinformer.runtime.words import plural
+from kinformer.training.batch import stretch_of_rows
 from kinformer.training.data_module import DataModule
 from kinformer.training.metric import ACCURACY, BITS_PER_BYTE
 from kinformer.training.objective import ObjectiveOutput
@@ -44,6 +45,15 @@ class PairBatch(NamedTuple):
     def size(self) -> int:
         """How many tokens are read, padding included."""
         return self.source.numel() + self.target.numel()
+
+    def stretch(self, number: int, count: int) -> PairBatch:
+        """Return stretch ``number`` of ``count`` of the time of sources and of targets; bytes count in the first."""
+        source, source_valid = stretch_of_rows(self.source, self.source_valid, number, count)
+        target, target_valid = stretch_of_rows(self.target, self.target_valid, number, count)
+        labels, _ = stretch_of_rows(self.labels, None, number, count)
+        assert source_valid is not None and target_valid is not None
+        labels = labels.masked_fill(~target_valid, IGNORED)
+        return PairBatch(source, source_valid, target, target_valid, labels, self.bytes * (number == 0))
 
 
 class EncodedPairs:
@@ -95,6 +105,7 @@ class TranslationPairs(DataModule):
     out. Validation: the first pairs of as many tokens as asked for."""
 
     sums = ("nats", "correct", "bytes")
+    by_time = True
     metrics = (BITS_PER_BYTE, ACCURACY)
 
     def __init__(self, data: Parallel, settings: Settings, ends: BosEos, smoothing: float) -> None:
@@ -151,6 +162,7 @@ class TranslationLoss:
     training ``smoothing`` of the probability is spread over all ids (Szegedy et al. 2016)."""
 
     reads_hidden = True
+    by_token = True
 
     def __init__(self, smoothing: float) -> None:
         self.smoothing = smoothing
@@ -159,11 +171,12 @@ class TranslationLoss:
         state = model.begin(batch.source, batch.source_valid)
         inputs, state = model.head_inputs(batch.target, state, valid=batch.target_valid)
         counted = batch.labels != IGNORED
-        logits = model.logits(states.map_tensors(lambda item: item[counted][None], inputs))[0].float()
+        logits = model.logits(states.map_tensors(lambda item: item[counted][None], inputs))[0]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         labels = batch.labels[counted]
         nats = functional.cross_entropy(logits, labels, reduction="sum")
         loss = nats / max(1, len(labels))
-        if model.training and self.smoothing:
+        if model.training and self.smoothing and len(labels):
             loss = functional.cross_entropy(logits, labels, label_smoothing=self.smoothing)
         metrics = {
             "nats": nats.detach(),
