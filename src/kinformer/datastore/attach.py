@@ -96,7 +96,7 @@ def attach_mixture(run: StoredRun, model: Any, options: StoreOptions) -> Attache
     store = Datastore(options.datastore, origin_of(run, keyed(run, model)))
     probes = probes_of(options.datastore, options.probes)
     head = KnnMixture(
-        searcher(store, probes, similarity=options.similarity),
+        searcher(store, probes),
         weight=WEIGHT if options.weight is None else options.weight,
         temperature=TEMPERATURE if options.knn_temperature is None else options.knn_temperature,
         neighbours=NEIGHBOURS if options.neighbours is None else options.neighbours,
@@ -112,7 +112,7 @@ def _retrieving(run: StoredRun, model: Any, open_run: OpenRun, options: StoreOpt
     from kinformer.datastore.store import Datastore
     from kinformer.generation.packed import pack
 
-    for name in ("weight", "knn_temperature", "similarity", "tune", "sizes"):
+    for name in ("weight", "knn_temperature", "tune", "sizes"):
         if getattr(options, name, None) not in (None, False):
             raise KinformerError(f"{marked(name)}: is for kNN-LM; the gate of {run.folder} was trained; leave it out.")
     record: dict[str, Any] = {"neighbours": GATED_NEIGHBOURS} | dict(run.data.get(RETRIEVAL) or {})

@@ -142,7 +142,7 @@ def _measure(job: _Job, tuning: Split | None, reported: Split, entries: int) -> 
     """Tune, if requested, and measure with the first ``entries`` entries; few of them, which fill no list, exactly."""
     options = job.options
     probes = None if entries < min(EXACT_BELOW, job.store.entries) else options.probes
-    look_up: Any = searcher(job.store, probes, entries, options.similarity)
+    look_up: Any = searcher(job.store, probes, entries)
     most = NEIGHBOURS if options.neighbours is None else options.neighbours
     with progressing(job.quiet) as progress:
         if tuning is None:
@@ -152,7 +152,7 @@ def _measure(job: _Job, tuning: Split | None, reported: Split, entries: int) -> 
         else:
             grid = Grid.up_to(most)
             setting = sweep(job.model, look_up, tuning, job.windows, grid, chunk=options.chunk, progress=progress).best
-        look_up = Watched(searcher(job.store, probes, entries, options.similarity), len(reported) // RECALLED)
+        look_up = Watched(searcher(job.store, probes, entries), len(reported) // RECALLED)
         grid = Grid(tuple(sorted({*WEIGHTS, setting.weight})), (setting.temperature,), (setting.neighbours,))
         begun = time.perf_counter()
         swept = sweep(job.model, look_up, reported, job.windows, grid, chunk=options.chunk, progress=progress)
@@ -163,7 +163,7 @@ def _measure(job: _Job, tuning: Split | None, reported: Split, entries: int) -> 
         tuned_on=tuning,
         sweep=swept,
         bytes_read=look_up.bytes_read,
-        recall=look_up.recall(searcher(job.store, None, entries, options.similarity)) if probes else None,
+        recall=look_up.recall(searcher(job.store, None, entries)) if probes else None,
         recalled=look_up.queries,
         seconds=seconds,
     )

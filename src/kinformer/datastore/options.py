@@ -25,9 +25,6 @@ class StoreOptions(Checked):
     """With `datastore`: entries looked up per token (32 if not given; for a run of spalm as many as in training)."""
     knn_temperature: float | None = None
     """With `datastore`: what squared distances, or products, are divided by before their softmax (1 if not given)."""
-    similarity: Literal["l2", "inner"] | None = None
-    """With `datastore`: near is what has a small squared distance (l2) or a large inner product; as its lists were made
-    if not given (see: kinformer index --similarity), else l2."""
     probes: int | None = None
     """With `datastore`: search approximately, in so many of its lists (see: kinformer index --approximate); 0 searches
     exactly. If not given, 8 where it has lists, else exactly."""
