@@ -97,7 +97,7 @@ def begun(
     options: argparse.Namespace, folder: Path, specs: Sequence[str], changes: Mapping[str, Any]
 ) -> dict[str, Any]:
     """A result without runs: the parameters of every entrant, and the steps that the minutes buy by speeds in turns."""
-    settings = _settings(options, folder, changes, options.minutes, seed=0, rounds=options.rounds or 3)
+    settings = _settings(options, folder, changes, options.minutes, options.rounds or 3)
     all_ = _contestants(specs, settings)
     training_speeds(all_, settings, Cache(folder / "cache"))
     rows = []
@@ -135,7 +135,7 @@ def train(
     """Each run with its bits per byte of held-out text, as it ends; one that fails is told and left out."""
     if not todo:
         return
-    _contestants([todo[0].spec], _settings(options, folder, todo[0].changes, minutes, 0, 1))  # the shared tokenizer
+    _contestants([todo[0].spec], _settings(options, folder, todo[0].changes, minutes, 1))  # the shared tokenizer
     if options.jobs == 1:
         for job in todo:
             yield job, bits_of(options, folder, job, minutes)
@@ -155,7 +155,7 @@ def train(
 
 def bits_of(options: argparse.Namespace, folder: Path, job: Job, minutes: float) -> Measured:
     """Train one run as a comparison does, and measure it on held-out text."""
-    settings = _settings(options, folder, job.changes, minutes, 0, 1)
+    settings = _settings(options, folder, job.changes, minutes, 1)
     settings.prepare(job.seed)
     (contestant,), cache = _contestants([job.spec], settings), Cache(folder / "cache")
     if contestant.error is not None:
@@ -175,10 +175,10 @@ def device_name(options: argparse.Namespace) -> str:
 
 
 def _settings(
-    options: argparse.Namespace, folder: Path, changes: Mapping[str, Any], minutes: float, seed: int, rounds: int
+    options: argparse.Namespace, folder: Path, changes: Mapping[str, Any], minutes: float, rounds: int
 ) -> CompareOptions:
     return CompareOptions(
-        data=options.data, out=str(folder), set=changes, minutes=minutes, seed=seed, rounds=rounds,
+        data=options.data, out=str(folder), set=changes, minutes=minutes, rounds=rounds,
         device=options.device, threads=options.threads, **TRAINING,
     )  # fmt: skip
 

@@ -59,13 +59,13 @@ def pack(packing: Packing, out: Path, workers: int, progress: Callable[[int, int
     tokenizer = tokenizer_of(packing)
     plan = {"schema": PACKED_SCHEMA, "packing": asdict(packing), "data": fingerprint_of(files), "pieces": len(pieces)}
     plan["tokenizer"] = tokenizer.fingerprint
-    begin(out, plan, tokenizer)
-    waiting = [number for number in range(len(pieces)) if not done(out, number)]
+    _begin(out, plan, tokenizer)
+    waiting = [number for number in range(len(pieces)) if not _done(out, number)]
     progress(len(pieces) - len(waiting), len(pieces))
     jobs = [(out, number, pieces[number], packing) for number in waiting]
     for count, _ in enumerate(_worked(jobs, min(workers, len(jobs))), start=len(pieces) - len(waiting) + 1):
         progress(count, len(pieces))
-    return finish(out, len(pieces), plan, {"name": name}, tokenizer)
+    return _finish(out, len(pieces), plan, {"name": name}, tokenizer)
 
 
 def _sources(packing: Packing) -> tuple[str, list[SourceFile], list[Piece]]:
@@ -126,7 +126,7 @@ def _line_end(extent: Extent, position: int) -> int:
     return position + min(inside, 3)
 
 
-def begin(out: Path, plan: dict[str, object], tokenizer: Tokenizer) -> None:
+def _begin(out: Path, plan: dict[str, object], tokenizer: Tokenizer) -> None:
     """Begin to pack into ``out``, or go on; refuse a folder that holds something else."""
     if (out / MANIFEST).exists():
         raise KinformerError(f"`out` {out}: holds packed data already; give a new folder, or remove it.")
@@ -150,7 +150,7 @@ def begin(out: Path, plan: dict[str, object], tokenizer: Tokenizer) -> None:
     write_json(place, signed(plan))
 
 
-def done(out: Path, number: int) -> bool:
+def _done(out: Path, number: int) -> bool:
     """Return whether a piece's record is there and its files have their sizes."""
     try:
         record = read_json(record_path(out, number))
@@ -176,7 +176,9 @@ def _worked(jobs: Sequence[tuple[Any, ...]], workers: int) -> Iterator[None]:
             raise
 
 
-def finish(out: Path, pieces: int, plan: dict[str, Any], about: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+def _finish(
+    out: Path, pieces: int, plan: dict[str, Any], about: dict[str, Any], tokenizer: Tokenizer
+) -> dict[str, Any]:
     """Join the tables, write the manifest, and remove what only packing needed."""
     records = [read_json(record_path(out, number))["splits"] for number in range(pieces)]
     splits = {}
@@ -275,11 +277,11 @@ def pack_stream(
     tokenizer = tokenizer_of(packing)
     plan = {"schema": PACKED_SCHEMA, "packing": asdict(packing), "data": documents.fingerprint(packing.text_field)}
     plan["tokenizer"] = tokenizer.fingerprint
-    begin(out, plan, tokenizer)
-    number = next(number for number in itertools.count() if not done(out, number))
+    _begin(out, plan, tokenizer)
+    number = next(number for number in itertools.count() if not _done(out, number))
     documents.go_on(read_json(record_path(out, number - 1))["place"] if number else {})
     while texts := documents.piece(packing):
         write_piece(out, number, texts, tokenizer, documents.place)
         number += 1
         progress(number, number)
-    return finish(out, number, plan, {"name": documents.name}, tokenizer)
+    return _finish(out, number, plan, {"name": documents.name}, tokenizer)

@@ -94,6 +94,7 @@ class DynamicSpan(Following, TokenSpan, Regularized):
         return window(self.config, z)
 
     def log_mask(self, z: Tensor, distance: Tensor) -> Tensor:
+        # As log_mask of soft_span, in one pass less over pairs: quotients are of spans and of distances.
         mask = (z / self.config.ramp + 1) - (distance - 1).to(z.dtype) / self.config.ramp
         hidden = mask <= 0
         # log 0 = -inf has an infinite slope, which times 0 is NaN: what is hidden is filled after the logarithm.

@@ -49,7 +49,7 @@ class TaskSubject:
     ``evaluate`` those of ``kinformer.evaluate``, ``generate`` those of ``runs.options.GenerateOptions`` with
     ``prompt``, ``predict`` those of ``kinformer.predict`` with ``inputs``; the task's own options stand among them.
     ``unread`` are options that these do not reach, with the reasons. ``read`` notes which were, by kind. :meth:`open`
-    it first."""
+    it first: ``device`` is then PyTorch's default one, and data are read on the CPU."""
 
     make: Callable[[], Task]
     member: str
@@ -59,8 +59,7 @@ class TaskSubject:
     predict: Mapping[str, Any] = field(default_factory=dict)
     unread: Mapping[str, str] = field(default_factory=dict)
     read: dict[str, set[str]] = field(default_factory=lambda: {kind: set() for kind in (*KINDS, *GENERAL)})
-
-    device: str = "cpu"
+    device: str = field(default="cpu", init=False)
 
     @contextmanager
     def open(self) -> Iterator[TaskSubject]:

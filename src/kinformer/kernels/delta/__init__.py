@@ -25,7 +25,6 @@ from kinformer.kernels.delta.tokens import DeltaTokens
 from kinformer.kernels.impls import LinearImpl
 from kinformer.kernels.linear import check_call, check_decay, choose_impl
 from kinformer.kernels.linear.blocks import accumulator_dtype, operand_dtype
-from kinformer.kernels.linear.impls import WIDEST
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.substitutes import substitute
 
@@ -128,18 +127,19 @@ def _absorb(tokens: DeltaTokens, state: Tensor, impl: LinearImpl, name: str) -> 
     _validate(tokens, state, name)
     if (operator := substitute("delta_rule")) is not None and tokens.reset is None and tokens.erase is None:
         return operator(tokens.q, tokens.k, tokens.v, tokens.beta, state, tokens.log_decay)
-    chosen = choose_impl(name, impl, tokens.q, tokens.v, tokens.log_decay, _widest_in_triton(tokens))
+    chosen = choose_impl(name, impl, tokens.q, tokens.v, tokens.log_decay)
+    if impl == "auto" and chosen == "triton" and not _triton_pays(tokens):
+        chosen = "chunked"
     kernel = {"reference": recurrence, "chunked": chunked, "triton": _triton}[chosen]
     return kernel(tokens, state)
 
 
-def _widest_in_triton(tokens: DeltaTokens) -> int:
-    """Return how wide heads may be for which "auto" takes Triton's kernel: of float32, which has no tensor cores, it
-    takes 1.2 times the time of the chunked one at 128 features, 0.3 at 64 (H200, results/gpu.json)."""
-    if tokens.erase is not None:  # it erases under the keys that it writes to
-        return 0
+def _triton_pays(tokens: DeltaTokens) -> bool:
+    """Return whether "auto" takes Triton's kernel, which erases under the keys that it writes to: of float32, which has
+    no tensor cores, it takes 1.2 times the time of the chunked one at 128 features, 0.3 at 64 (H200, results/gpu.json).
+    """
     narrow = torch.bfloat16 in (tokens.q.dtype, operand_dtype(tokens.q))
-    return WIDEST if narrow else 64
+    return tokens.erase is None and (narrow or max(tokens.q.shape[-1], tokens.v.shape[-1]) <= 64)
 
 
 def _triton(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:

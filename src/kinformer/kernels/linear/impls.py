@@ -22,22 +22,21 @@ WIDEST = 256
 """Features, and values, of a head that the Triton kernels hold."""
 
 
-def choose_impl(
-    name: str, impl: LinearImpl, q: Tensor, v: Tensor, log_decay: Tensor | None, widest: int = WIDEST
-) -> str:
+def choose_impl(name: str, impl: LinearImpl, q: Tensor, v: Tensor, log_decay: Tensor | None) -> str:
     """Return the implementation that ``impl`` stands for in the function called ``name``, of q and v [batch, heads,
     time, features and head_dim].
 
-    "auto" is "triton" for chunks on a GPU that Triton's kernels take, of up to ``widest`` features and values a head,
-    else "chunked". On an H200 they take 0.07 to 0.5 of the time (benchmarks/gpu.py, results/gpu.json, 2026-11-27).
+    "auto" is "triton" for chunks on a GPU that Triton's kernels take, else "chunked". On an H200 they take 0.07 to 0.5
+    of the time (benchmarks/gpu.py, results/gpu.json, 2026-11-27).
     """
     if impl not in IMPLS:
         raise KinformerError(f"{name}: impl={impl!r} is unknown; use one of {', '.join(IMPLS)}.")
     if impl != "auto":
         return impl
-    fits = q.shape[2] > 1 and max(q.shape[-1], v.shape[-1]) <= widest
-    narrow = torch.float64 not in (q.dtype, v.dtype) and (log_decay is None or log_decay.dim() == 3)
-    return "triton" if q.device.type == "cuda" and fits and narrow and has_triton() else "chunked"
+    if q.device.type != "cuda" or q.shape[2] == 1 or not has_triton():
+        return "chunked"
+    fits = max(q.shape[-1], v.shape[-1]) <= WIDEST and torch.float64 not in (q.dtype, v.dtype)
+    return "triton" if fits and (log_decay is None or log_decay.dim() == 3) else "chunked"
 
 
 @constant
