@@ -189,7 +189,7 @@ BASES = {
     ],
     ("mixer", "compressive"): [{"compression": Pool.Config(rate=2)}],
     ("mixer", "latent"): [{"position": Rope.Config(layout="interleaved"), "rotary_dim": 4, "query_latent_dim": 6}],
-    ("mixer", "chosen_blocks"): [{"projection": Grouped.Config(num_kv_heads=2), "compression": "mean", "window": None}],
+    ("mixer", "chosen_blocks"): [{"projection": Grouped.Config(num_kv_heads=2), "compression": "mean", "block": 6}],
     ("mixer", "memorizing"): [{"search": "inverted", "topk": 4, "lists": 3, "probes": 1}],
     ("layer", "sha_rnn"): [{"attention": SingleHead.Config(memory=5)}],
     ("pattern", "fixed"): [{"slices": 2, "num_heads": 4}],

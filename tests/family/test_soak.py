@@ -60,7 +60,9 @@ def test_a_correct_mixer_passes(soak, make):
 @pytest.mark.parametrize("kind", ["model", "mixer", "encoder", "encoder-decoder"])
 def test_random_compositions_keep_their_laws(soak, kind, monkeypatch):
     monkeypatch.setattr(soak[1], "SHARES", {kind: 1})
-    outcomes = [soak[1].trial(random.Random(seed), {}) for seed in range(12)]
+    # Of nine encoder-decoders drawn eight do not fit together, which a sentence says at once.
+    trials = 40 if kind == "encoder-decoder" else 12
+    outcomes = [soak[1].trial(random.Random(seed), {}) for seed in range(trials)]
     assert "kept" in outcomes
 
 

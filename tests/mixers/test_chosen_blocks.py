@@ -1,5 +1,6 @@
 """Attention to chosen blocks: the authors' results, exact attention in its limits, its contract, what it refuses."""
 
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,10 @@ NSA = {
     "compression": "mean", "window": 4, "position": Rope.Config(),
 }  # fmt: skip
 LEARNT = NSA | {"compression": "mlp"}
+OVERLAPPING = LEARNT | {"block": 4, "summary_length": 4, "summary_stride": 2, "count": 3, "near": 0}
+APART = NSA | {
+    "block": 6, "summary_stride": 3, "projection": Grouped.Config(num_kv_heads=4), "shared_choice": False,
+}  # fmt: skip
 PER_HEAD = {"num_heads": 4, "projection": GROUPED, "block": 4, "count": 3}
 
 
@@ -137,8 +142,9 @@ def away_from_the_mean(mixer):
 
 
 def naive_nsa(mixer, x):
-    """The paper's equations 5 to 11, token by token, of one sequence x [time, dim]; block = stride."""
+    """The paper's equations 5 to 11, token by token, of one sequence x [time, dim]."""
     config, time, scale = mixer.config, len(x), mixer.head_dim**-0.5
+    length, stride = config.summary_and_stride
     q, k, v = (part[0] for part in mixer.projection(x[None]))
     turn = lambda x, at: mixer.position.rotate_keys(x[None, None], torch.tensor([[at]]).expand(1, len(x)))[0, 0]  # noqa: E731
     gates = torch.sigmoid(mixer.branch_gates(x)).unflatten(-1, (config.num_heads, 3))
@@ -150,7 +156,7 @@ def naive_nsa(mixer, x):
     def summaries(group, count):
         keys, values = [], []
         for c in range(count):
-            block = slice(c * config.block, (c + 1) * config.block)
+            block = slice(c * stride, c * stride + length)
             placed = torch.cat([turn(k[group, j : j + 1], i) for i, j in enumerate(range(time)[block])])
             keys.append(turn(perceptron(mixer.key_summary, placed, group)[None], block.start))
             values.append(perceptron(mixer.value_summary, v[group, block], group)[None])
@@ -161,13 +167,17 @@ def naive_nsa(mixer, x):
         for t in range(time):
             own, importance = t // config.block, torch.zeros(t // config.block, dtype=x.dtype)
             queries = {head: turn(q[head, t : t + 1], t)[0] * scale for head in heads}
-            if complete := (t + 1) // config.block:
+            if complete := max(0, (t + 1 - length) // stride + 1):
                 coarse_keys, coarse_values = summaries(group, complete)
                 for head in heads:
                     p = (coarse_keys @ queries[head]).softmax(0)
-                    importance = importance + p[:own]
+                    # Equation 9, whose blocks and summaries are counted from 1.
+                    for j, m, n in product(range(own), range(config.block // stride), range(length // stride)):
+                        at = config.block // stride * (j + 1) - 1 - m - n
+                        importance[j] += p[at] if 0 <= at < complete else 0.0
                     outputs[t, head] += gates[t, head, 0] * (p @ coarse_values)
-            importance[[c for c in (0, own - 1) if 0 <= c < own]] = torch.inf
+            always = [*range(config.first), *range(own - config.near, own)]
+            importance[[c for c in always if 0 <= c < own]] = torch.inf
             seen = {own, *importance.topk(min(config.count - 1, own)).indices.tolist()}
             fine = [j for j in range(t + 1) if j // config.block in seen]
             for branch, some in ((1, fine), (2, list(range(max(0, t + 1 - config.window), t + 1)))):
@@ -178,8 +188,9 @@ def naive_nsa(mixer, x):
 
 
 @torch.no_grad()
-def test_a_learnt_summary_is_the_papers_formula_token_by_token():
-    mixer, x = away_from_the_mean(built(ChosenBlocks.Config(**LEARNT))), inputs(23, batch=1)
+@pytest.mark.parametrize("settings", [LEARNT, OVERLAPPING], ids=["learnt", "overlapping"])
+def test_a_learnt_summary_is_the_papers_formula_token_by_token(settings):
+    mixer, x = away_from_the_mean(built(ChosenBlocks.Config(**settings))), inputs(23, batch=1)
     assert (outputs(mixer, x)[0] - naive_nsa(mixer, x[0])).abs().max() < 1e-12
 
 
@@ -205,7 +216,11 @@ def test_a_learnt_summary_does_not_know_where_its_block_lies():
     assert (mixer.position.moved(near[..., :4], torch.full((1, 5), far)) - later[..., :4]).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("settings", [MOBA, NSA, PER_HEAD, LEARNT], ids=["moba", "nsa", "per head", "learnt"])
+@pytest.mark.parametrize(
+    "settings",
+    [MOBA, NSA, PER_HEAD, LEARNT, OVERLAPPING, APART],
+    ids=["moba", "nsa", "per head", "learnt", "overlapping", "overlapping, every head"],
+)
 def test_tiles_are_the_reference_with_gradients_part_by_part(settings, monkeypatch):
     """After a past, with padding and a new sequence, in parts of a few queries and groups of a few tiles."""
     monkeypatch.setattr(chunked, "LINES", 40)
@@ -252,7 +267,15 @@ def test_the_state_is_the_cache_and_the_means_of_complete_blocks():
     assert mixer.state_bytes(13, dtype=torch.float64) == 2 * (2 * 13 * 4 + 4 * 8) * 8 + 8
 
 
-@pytest.mark.parametrize("settings", [MOBA, NSA], ids=["moba", "nsa"])
+def test_summaries_that_overlap_are_held_whole_ones_alone():
+    mixer = built(ChosenBlocks.Config(**OVERLAPPING))
+    for tokens, summaries in ((3, 0), (4, 1), (5, 1), (6, 2), (13, 5)):
+        _, state = mixer(Chunk(inputs(tokens)), mixer.initial_state(2, dtype=torch.float64))
+        assert state.means.shape[2] == summaries
+        assert mixer.state_bytes(tokens, dtype=torch.float64) == 2 * (2 * tokens * 4 + summaries * 8) * 8 + 8
+
+
+@pytest.mark.parametrize("settings", [MOBA, NSA, APART], ids=["moba", "nsa", "overlapping"])
 def test_weights_are_read_and_rows_add_up_to_the_gates(settings):
     mixer, x = built(ChosenBlocks.Config(**settings)), inputs(20, batch=1)
     read = weights_of(mixer, (Chunk(x), mixer.initial_state(1, dtype=x.dtype)))
@@ -260,7 +283,8 @@ def test_weights_are_read_and_rows_add_up_to_the_gates(settings):
     rows = torch.ones(2, 20, dtype=x.dtype)
     if mixer.branch_gates is not None:
         gates = torch.sigmoid(mixer.branch_gates(x))[0].unflatten(-1, (4, 3)).permute(2, 1, 0)
-        complete = (torch.arange(20) >= 2).to(x.dtype)  # before the first complete block there are no means
+        first = mixer.config.summary_and_stride[0] - 1  # before the first complete block there are no means
+        complete = (torch.arange(20) >= first).to(x.dtype)
         rows = gates[0] * complete + gates[1] + gates[2]
     assert (read.weights.sum(-1) - rows).abs().max() < 1e-12
 
@@ -271,15 +295,16 @@ def test_why_learnt_summaries_have_no_weights():
 
 
 @pytest.mark.parametrize("check", [check for check in CHECKS if check != "compile"])
-@pytest.mark.parametrize("settings", [MOBA, NSA, LEARNT], ids=["moba", "nsa", "learnt"])
+@pytest.mark.parametrize("settings", [MOBA, NSA, LEARNT, OVERLAPPING], ids=["moba", "nsa", "learnt", "overlapping"])
 def test_the_contract(settings, check):
     one = ChosenBlocks.Config(**settings)
     impls = {"reference": lambda: away_from_the_mean(one.replace(impl="reference").build(DIM))}
     CHECKS[check](MixerSubject(lambda: away_from_the_mean(one.build(DIM)), dim=DIM, impls=impls))
 
 
-def test_it_compiles():
-    CHECKS["compile"](MixerSubject(lambda: ChosenBlocks.Config(**NSA).build(DIM), dim=DIM))
+@pytest.mark.parametrize("settings", [NSA, OVERLAPPING], ids=["nsa", "overlapping"])
+def test_it_compiles(settings):
+    CHECKS["compile"](MixerSubject(lambda: ChosenBlocks.Config(**settings).build(DIM), dim=DIM))
 
 
 @pytest.mark.parametrize(
@@ -293,6 +318,9 @@ def test_it_compiles():
         ({"projection": Convolved.Config()}, "looks at earlier tokens"),
         ({"impl": "sdpa"}, "impl of chosen_blocks"),
         ({"compression": "max"}, "compression of chosen_blocks"),
+        ({"summary_stride": 16}, "summaries are of compression, but that is none"),
+        ({"compression": "mean", "summary_length": 32, "summary_stride": 24}, "summary_stride = 24 of chosen"),
+        ({"compression": "mean", "summary_stride": 0}, "summary_stride of chosen_blocks must be 1 or more, but is 0"),
     ],
 )
 def test_what_it_refuses(changes, sentence):

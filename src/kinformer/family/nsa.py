@@ -53,7 +53,7 @@ def _paper(vocab: int | None) -> Decoder.Config:
     from kinformer.positions.none import NoPosition
 
     norm = RMSNorm(eps=1e-6)
-    mixer = _mixer(64, 4, 64, 16, 512, "mlp").replace(head_dim=192)
+    mixer = _mixer(64, 4, 64, 16, 512, "mlp").replace(head_dim=192, summary_length=32, summary_stride=16)
     layer = DecoderLayer.Config(mixer=mixer, feed_forward=SwiGLU.Config(hidden_dim=10240), norm=norm)
     experts = Experts.Config(num_experts=72, topk=6, hidden_dim=1408, shared_dim=2 * 1408)
     return Decoder.Config(
@@ -77,9 +77,8 @@ MEMBER = Member(
     growth="linear",
     cost="between",
     departures=(
-        "blocks that are summed up are those that are chosen (the paper: blocks of 32 tokens, one every 16, from which "
-        "the importance of the chosen blocks of 64 is added up); by their means in all recipes but paper, as in "
-        "fla-org/native-sparse-attention",
+        "blocks that are summed up are those that are chosen, and by their means, in all recipes but paper, as in "
+        "fla-org/native-sparse-attention (the paper and that recipe: a perceptron over 32 tokens, one every 16)",
         "the perceptron of a block is ours where the paper leaves it open: twice as wide as a head within, one for all "
         "heads but for the positions in the block, the mean at first, and blind to where the block lies",
         "the three branches share one projection of keys and values, as there (the paper: each its own)",

@@ -11,7 +11,9 @@ means of their keys, after the position has turned them (``kernels.chosen.choice
 blocks are those of the largest probabilities there, and ``window`` attends to the last tokens. Summaries are means, or
 what a perceptron makes of a block (``projections.block_summary``). It sees keys as the position turns them from the
 block's first token on, and what it makes stands where that token does: a summary knows no more of where the block lies
-than its mean would.
+than its mean would. With ``summary_length`` and ``summary_stride`` summaries are of so many tokens, one every so
+many, which may overlap; the importance of a block then is that of the summaries that share tokens with it (NSA,
+equation 9).
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from kinformer.kernels.chosen import (
     IMPLS,
     Blocks,
     Choosing,
+    Cover,
     Numbers,
     attend_means,
     blocks_of,
@@ -107,6 +110,8 @@ class ChosenBlocks(HostDriven, CausalMixer):
         near: int = 0
         shared_choice: bool = False
         compression: Compression = "none"
+        summary_length: int | None = None
+        summary_stride: int | None = None
         window: int | None = None
         bias: bool = True  # of the output projection
         impl: ChosenImpl = "auto"
@@ -114,8 +119,8 @@ class ChosenBlocks(HostDriven, CausalMixer):
         def __post_init__(self) -> None:
             errors.choose(self.impl, IMPLS, "impl of chosen_blocks")
             errors.choose(self.compression, ("none", "mean", "mlp"), "compression of chosen_blocks")
-            for name, least in (("block", 1), ("count", 1), ("first", 0), ("near", 0), ("window", 1)):
-                value = getattr(self, name)
+            for name in ("block", "count", "first", "near", "window", "summary_length", "summary_stride"):
+                value, least = getattr(self, name), int(name not in ("first", "near"))
                 if value is not None and value < least:
                     raise errors.KinformerError(f"{name} of chosen_blocks must be {least} or more, but is {value}.")
             if 0 < self.first + self.near >= self.count - 1:
@@ -123,6 +128,24 @@ class ChosenBlocks(HostDriven, CausalMixer):
                     f"first = {self.first} and near = {self.near} blocks and the current one leave none of count = "
                     f"{self.count} to choose; let count be {self.first + self.near + 2} or more."
                 )
+            self._check_summaries()
+
+        def _check_summaries(self) -> None:
+            """Raise KinformerError where summaries do not fit blocks."""
+            if self.compression == "none" and (self.summary_length or self.summary_stride):
+                raise errors.KinformerError("summaries are of compression, but that is none; let it be mean or mlp.")
+            summary, stride = self.summary_and_stride
+            if summary % stride or self.block % stride:
+                raise errors.KinformerError(
+                    f"summary_stride = {stride} of chosen_blocks must divide summary_length = {summary} and block = "
+                    f"{self.block}."
+                )
+
+        @property
+        def summary_and_stride(self) -> tuple[int, int]:
+            """The tokens of a summary, and from the first one of a summary to that of the next."""
+            length = self.summary_length or self.block
+            return length, self.summary_stride or length
 
         def build(self, dim: int) -> ChosenBlocks:
             return ChosenBlocks(self, dim)
@@ -153,7 +176,7 @@ class ChosenBlocks(HostDriven, CausalMixer):
         choosers = self.kv_heads if config.shared_choice else heads
         self.choosing = Choosing(choosers, config.count - 1, config.first, config.near)
         self.mean_width = (1 + self.compression) * self.head_dim
-        sizes = self.kv_heads, config.block, self.head_dim
+        sizes = self.kv_heads, config.summary_and_stride[0], self.head_dim
         self.key_summary, self.value_summary = (
             BlockSummary(*sizes) if config.compression == "mlp" else None for _ in range(2)
         )
@@ -172,7 +195,8 @@ class ChosenBlocks(HostDriven, CausalMixer):
         return ChosenState(KeysValues(empty, empty, seen), empty.new_zeros(batch, self.kv_heads, 0, self.mean_width))  # type: ignore[call-arg]
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
-        numbers = 2 * length * self.head_dim + length // self.config.block * self.mean_width
+        summary, stride = self.config.summary_and_stride
+        numbers = 2 * length * self.head_dim + max(0, (length - summary) // stride + 1) * self.mean_width
         return self.kv_heads * numbers * dtype.itemsize + 8
 
     def forward(self, chunk: Chunk, state: ChosenState) -> tuple[Tensor, ChosenState]:
@@ -213,8 +237,11 @@ class ChosenBlocks(HostDriven, CausalMixer):
         blocks = blocks_of(chunk, positions, seen, k.shape[2] - q.shape[2], self.config.block)
         averaged = (k, v) if self.compression else (k,)
         summarise = averages if self.key_summary is None else self._summaries
-        means = means_of(averaged, old, blocks, chunk, Place(positions, seen), summarise)
-        compressed, chosen = self._choose(q, means, blocks)
+        length, stride = self.config.summary_and_stride
+        apart = stride != blocks.size
+        units = blocks_of(chunk, positions, seen, k.shape[2] - q.shape[2], stride) if apart else blocks
+        means = means_of(averaged, old, units, chunk, Place(positions, seen), summarise, length)
+        compressed, chosen = self._choose(q, means, blocks, units)
         branches = [] if compressed is None else [compressed]
         branches.append(chosen_attention(q, k, v, chosen, blocks, scale=self.scale, impl=self.config.impl))
         if self.config.window is not None:
@@ -233,24 +260,34 @@ class ChosenBlocks(HostDriven, CausalMixer):
         whose first tokens stand at ``begins`` [batch or 1, blocks] (a ``Summarise``)."""
         assert self.key_summary is not None and self.value_summary is not None
         k, v = keys_values
-        back = -begins.repeat_interleave(self.config.block, 1)
+        back = -begins.repeat_interleave(k.shape[3], 1)
         k = self.position.moved(k.flatten(2, 3), back).view_as(k)
         return torch.cat([self.position.moved(self.key_summary(k), begins), self.value_summary(v)], -1)
 
-    def _choose(self, q: Tensor, means: Means, blocks: Blocks) -> tuple[Tensor | None, Tensor]:
-        """Return what ``compression`` attends to, [batch, heads, time, head_dim], and the chosen blocks."""
-        numbers, shift = Numbers(blocks.begin, blocks.current, blocks.complete), means.shift
+    def _choose(self, q: Tensor, means: Means, blocks: Blocks, units: Blocks) -> tuple[Tensor | None, Tensor]:
+        """Return what ``compression`` attends to, [batch, heads, time, head_dim], and the chosen blocks; a summary
+        begins at every block of ``units``."""
+        length, shift = self.config.summary_and_stride[0], means.shift
+        numbers = Numbers(units.begin, units.current, units.complete(length))
         if shift is not None:
             numbers = Numbers(*(number - shift for number in numbers))
         keys, values = means.table[..., : self.head_dim], means.table[..., self.head_dim :]
         call = numbers, self.scale, self.choosing
+        cover = None if units.size == length == blocks.size else self._cover(blocks, units, shift)
         compressed = None
         if self.config.impl == "reference":
-            compressed, chosen = reference.means(q, keys, values if self.compression else keys, *call)
+            compressed, chosen = reference.means(q, keys, values if self.compression else keys, *call, cover)
         elif self.compression:
-            compressed, chosen = attend_means(q, keys, values, *call)
+            compressed, chosen = attend_means(q, keys, values, *call, cover)
         else:
             chosen = choose(q, keys, *call)
-        if shift is not None:
+        if shift is not None and cover is None:
             chosen = torch.where(chosen < 0, -1, chosen + shift[:, None, :, None])
         return compressed if self.compression else None, chosen
+
+    def _cover(self, blocks: Blocks, units: Blocks, shift: Tensor | None) -> Cover:
+        """Return how the blocks lie over summaries, of which the table's first one has the number ``shift``."""
+        first = torch.searchsorted(units.first.contiguous(), blocks.first.contiguous())
+        length, stride = self.config.summary_and_stride
+        first = first if shift is None else first - shift
+        return Cover(first, blocks.begin, blocks.current, blocks.size // stride, length // stride)

@@ -24,12 +24,12 @@ from kinformer.kernels.chosen import chunked, few, reference
 from kinformer.kernels.chosen.blocks import Blocks, blocks_of
 from kinformer.kernels.chosen.choice import SCORES, MeansCall, attend_means, choose, steps
 from kinformer.kernels.chosen.chunked import LINES, PAIRS, ChosenCall
-from kinformer.kernels.chosen.rule import Choosing, Numbers
+from kinformer.kernels.chosen.rule import Choosing, Cover, Numbers
 from kinformer.kernels.impls import ChosenImpl, names_of
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.workspace import scratch
 
-__all__ = ["IMPLS", "Blocks", "Choosing", "Numbers", "attend_means", "blocks_of", "choose", "chosen_attention"]
+__all__ = ["IMPLS", "Blocks", "Choosing", "Cover", "Numbers", "attend_means", "blocks_of", "choose", "chosen_attention"]
 
 IMPLS = names_of(ChosenImpl)
 FEW = 8

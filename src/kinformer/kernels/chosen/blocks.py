@@ -30,10 +30,18 @@ class Blocks(NamedTuple):
     size: int
     aligned: bool
 
-    @property
-    def complete(self) -> Tensor:
-        """Return the number behind the last block that the query and earlier tokens complete, [batch, time]."""
-        return self.current + (self.offset == self.size - 1)
+    def complete(self, length: int) -> Tensor:
+        """Return the number behind the last of the runs of ``length`` tokens, one from each block's first token on,
+        that the query and earlier tokens complete, [batch, time]."""
+        if length == self.size:
+            return self.current + (self.offset == self.size - 1)
+        tokens = (self.current - self.begin) * self.size + self.offset + 1
+        return self.begin + runs(tokens, length, self.size)
+
+
+def runs(tokens: Tensor, length: int, stride: int) -> Tensor:
+    """Return how many runs of ``length`` tokens, one every ``stride``, a sequence of so many tokens completes."""
+    return ((tokens - length) // stride + 1).clamp_min(0)
 
 
 def blocks_of(chunk: Chunk, positions: Tensor, seen: Tensor, past: int, size: int) -> Blocks:

@@ -3,6 +3,7 @@
     importance of block c for the heads that choose together = sum over them of softmax_c(scale * q . mean_c(k))
 
 over the complete blocks of the query's sequence, and for one head alone the product itself, which orders blocks alike.
+Where summaries overlap (``Cover``), the importance of a block is made of theirs.
 The largest are chosen; the current block, in which the query stands, is seen without being chosen. Of equal ones, but
 for rounding, the last is chosen. A choice has no gradient.
 """
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kinformer.core.contract import state_dtype
-from kinformer.kernels.chosen.rule import Choosing, Numbers, pick
+from kinformer.kernels.chosen.rule import Choosing, Cover, Numbers, pick
 from kinformer.kernels.tiling import tile_size
 from kinformer.runtime.autocast import autocast_together, without_autocast
 from kinformer.runtime.compiling import spare_operators
@@ -28,7 +29,7 @@ SCORES = 1 << 22
 
 class MeansCall(NamedTuple):
     """The operators' arguments, in their order: q [batch, heads, time, head_dim], means ``k``, ``v`` [batch, kv_heads,
-    blocks, width], the fields of ``Numbers``, the scale, and the fields of ``Choosing``."""
+    blocks, width], the fields of ``Numbers``, the scale, the fields of ``Choosing``, and those of ``Cover``."""
 
     q: Tensor
     k: Tensor
@@ -41,18 +42,38 @@ class MeansCall(NamedTuple):
     most: int
     first: int
     near: int
+    block_first: Tensor | None = None
+    block_begin: Tensor | None = None
+    block_current: Tensor | None = None
+    units: int = 1
+    span: int = 1
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, numbers: Numbers, scale: float, choosing: Choosing) -> MeansCall:
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        numbers: Numbers,
+        scale: float,
+        choosing: Choosing,
+        cover: Cover | None = None,
+    ) -> MeansCall:
         q, k, v = autocast_together(q, k, v)
-        return cls(q, k, v, *numbers, scale, *choosing)
+        return cls(q, k, v, *numbers, scale, *choosing, *(cover or ()))
 
     def numbers(self, part: slice = slice(None)) -> Numbers:
         return Numbers(self.begin[:, part], self.current[:, part], self.complete[:, part])
 
+    def cover(self, part: slice = slice(None)) -> Cover | None:
+        if self.block_first is None or self.block_begin is None or self.block_current is None:
+            return None
+        return Cover(self.block_first, self.block_begin[:, part], self.block_current[:, part], self.units, self.span)
+
     def unfilled(self) -> Tensor:
         """Return a choice of the right shape with no block in it."""
-        (batch, _, time, _), blocks = self.q.shape, self.k.shape[2]
+        (batch, _, time, _) = self.q.shape
+        blocks = self.k.shape[2] if self.block_first is None else self.block_first.shape[1]
         shape = batch, self.choosers, time, min(self.most, blocks)
         return torch.full(shape, -1, dtype=torch.int64, device=self.q.device)
 
@@ -61,6 +82,7 @@ _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor begin, Tensor current, Tensor complete, float scale, int choosers, int most, "
     "int first, int near"
 )
+_COVERED = f"{_ARGUMENTS}, Tensor? block_first, Tensor? block_begin, Tensor? block_current, int units, int span"
 
 
 def choose(q: Tensor, means: Tensor, numbers: Numbers, scale: float, choosing: Choosing) -> Tensor:
@@ -70,17 +92,20 @@ def choose(q: Tensor, means: Tensor, numbers: Numbers, scale: float, choosing: C
     """
     q, means = q.detach(), means.detach()
     call = MeansCall.of(q, means, means, numbers, scale, choosing)
-    chosen: Tensor = _choice(*call) if _alone(q) else _choose(*call)
+    chosen: Tensor = _choice(*call) if _alone(q) else _choose(*call[:11])
     return chosen
 
 
 def attend_means(
-    q: Tensor, k: Tensor, v: Tensor, numbers: Numbers, scale: float, choosing: Choosing
+    q: Tensor, k: Tensor, v: Tensor, numbers: Numbers, scale: float, choosing: Choosing, cover: Cover | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return attention of q [batch, heads, time, head_dim] to the means ``k``, ``v`` [batch, kv_heads, blocks, width]
-    of complete blocks (0 where there is none), and the choice as :func:`choose` has it."""
+    of complete blocks (0 where there is none), and the choice as :func:`choose` has it.
+
+    cover: the means are of runs that overlap, and blocks are chosen that lie so over them; None: they are the blocks.
+    """
     check_reverse("attention to chosen blocks", q, k, v)
-    call = MeansCall.of(q, k, v, numbers, scale, choosing)
+    call = MeansCall.of(q, k, v, numbers, scale, choosing, cover)
     out, _, chosen = _attended(*call) if _alone(q) and not torch.is_grad_enabled() else _forward(*call)
     return out, chosen
 
@@ -137,7 +162,11 @@ def _write(chosen: Tensor, part: _Part, scores: Tensor, call: MeansCall) -> None
     together = heads // call.choosers
     importance = scores.view(batch, call.choosers, together, queries, scores.shape[-1])
     importance = importance.sum(2) if together > 1 else importance[:, :, 0]
-    some = pick(importance, call.numbers(part.time), Choosing(call.choosers, call.most, call.first, call.near))
+    numbers, cover = call.numbers(part.time), call.cover(part.time)
+    if cover is not None:
+        importance = cover.importance(importance)
+        numbers = Numbers(cover.begin, cover.current, cover.current)
+    some = pick(importance, numbers, Choosing(call.choosers, call.most, call.first, call.near))
     chosen[:, :, part.time, : some.shape[-1]] = some
 
 
@@ -172,7 +201,8 @@ def _attended(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         shape = lse[:, :, part.time].shape
         out[:, :, part.time] = torch.bmm(weights, values).view(*shape, v.shape[3]).to(q.dtype)
         lse[:, :, part.time] = sums.view(shape)
-        _write(chosen, part, part.scores if q.shape[1] == call.choosers else weights, call)
+        alone = q.shape[1] == call.choosers and call.block_first is None
+        _write(chosen, part, part.scores if alone else weights, call)
     return out, lse, chosen
 
 
@@ -180,7 +210,7 @@ _forward = torch.library.custom_op(
     "kinformer::attend_means",
     _attended,
     mutates_args=(),
-    schema=f"({_ARGUMENTS}) -> (Tensor out, Tensor lse, Tensor chosen)",
+    schema=f"({_COVERED}) -> (Tensor out, Tensor lse, Tensor chosen)",
 )
 
 
@@ -228,13 +258,13 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*output[:2], *inputs[:6])
-    ctx.plain = inputs[6:]
+    ctx.plain = inputs[6:11]
     ctx.mark_non_differentiable(output[2])
 
 
 @first_order("attention to chosen blocks")
 def _differentiate(ctx: Any, saved: Any, grad_out: Tensor, grad_lse: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    return *_backward(grad_out.contiguous(), grad_lse, *saved, *ctx.plain), *(None,) * 8
+    return *_backward(grad_out.contiguous(), grad_lse, *saved, *ctx.plain), *(None,) * 13
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kinformer.core.contract import Chunk, advance, state_dtype
-from kinformer.kernels.chosen.blocks import Blocks, in_blocks
+from kinformer.kernels.chosen.blocks import Blocks, in_blocks, runs
 from kinformer.runtime.host import has_data
 
 
@@ -45,41 +45,53 @@ def averages(xs: Sequence[Tensor], begins: Tensor) -> Tensor:
 
 
 def means_of(
-    xs: Sequence[Tensor], old: Tensor, blocks: Blocks, chunk: Chunk, place: Place, summarise: Summarise = averages
+    xs: Sequence[Tensor],
+    old: Tensor,
+    blocks: Blocks,
+    chunk: Chunk,
+    place: Place,
+    summarise: Summarise = averages,
+    length: int | None = None,
 ) -> Means:
-    """Return the means (or what ``summarise`` makes) of ``xs`` [batch, heads, slots, width] by block, after those that
-    a state holds, ``old``."""
+    """Return the means (or what ``summarise`` makes) of ``xs`` [batch, heads, slots, width] by block, or of the
+    ``length`` tokens from each block's first one on, after those that a state holds, ``old``."""
     positions, seen = place
-    x = xs[0]
-    size, slots, time = blocks.size, x.shape[2], positions.shape[1]
-    count = slots // size
-    complete = advance(seen, chunk, positions) // size
+    x, size = xs[0], blocks.size
+    length = length or size
+    slots, time = x.shape[2], positions.shape[1]
+    count = max(0, (slots - length) // size + 1)
+    complete, before = (runs(tokens, length, size) for tokens in (advance(seen, chunk, positions), seen))
     if chunk.reset is not None:
         past = (torch.arange(slots - time, device=x.device) - (slots - time)) + seen[:, None]
         begins = torch.cat([past, positions], 1).gather(1, blocks.first.clamp_max(slots - 1))
-        table = summarise([in_blocks(x, blocks.first, size) for x in xs], begins)
-        number = torch.arange(table.shape[2], device=x.device).expand(len(x), -1)
-        before = (seen // size)[:, None]
+        table = summarise([in_blocks(x, blocks.first, length) for x in xs], begins)
+        number, before = torch.arange(table.shape[2], device=x.device).expand(len(x), -1), before[:, None]
         held = torch.where(number < before, old.shape[2] - before + number, -1)
         table = torch.where((held < 0)[:, None, :, None], table, _picked(old.to(x.dtype), held))
         return Means(table, None, _picked(table, _places(complete, count, blocks, chunk)))
     if slots == time:
         begins = size * torch.arange(count, device=x.device)[None]
-        table = summarise([x[:, :, : count * size].unflatten(2, (count, size)) for x in xs], begins)
+        table = summarise([_side_by_side(x, count, length, size) for x in xs], begins)
         after = table if chunk.valid is None else _picked(table, _places(complete, count, None, chunk))
         return Means(table, None, after)
     # A recording of a step ends at this look, before slots of another past than the means' confuse what follows.
-    if not _any(complete > seen // size) and old.shape[2] == count:
+    if not _any(complete > before) and old.shape[2] == count:
         return Means(old.to(x.dtype), complete[:, None] - count, old)
     # A chunk completes at most so many blocks; the others are in ``old``.
     new = min(time // size + 1, count)
     number = complete[:, None] + torch.arange(-new, 0, device=x.device)
-    fresh = summarise([in_blocks(x, blocks.first[:, :1] + size * number, size) for x in xs], size * number)
-    number = _places(complete, count, None, chunk)
-    before = (seen // size)[:, None]
+    fresh = summarise([in_blocks(x, blocks.first[:, :1] + size * number, length) for x in xs], size * number)
+    number, before = _places(complete, count, None, chunk), before[:, None]
     held = torch.where(number < before, old.shape[2] - before + number, old.shape[2] + new - complete[:, None] + number)
     after = _picked(torch.cat([old.to(x.dtype), fresh], 2), torch.where(number < 0, -1, held))
     return Means(after, complete[:, None] - count, after)
+
+
+def _side_by_side(x: Tensor, count: int, length: int, stride: int) -> Tensor:
+    """Return ``count`` runs of ``length`` slots of ``x`` [batch, heads, slots, width], one every ``stride``."""
+    if length == stride:
+        return x[:, :, : count * length].unflatten(2, (count, length))
+    return x.unfold(2, length, stride).mT if count else x.new_zeros(*x.shape[:2], 0, length, x.shape[3])
 
 
 def _any(flags: Tensor) -> bool:

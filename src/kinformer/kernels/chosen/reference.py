@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kinformer.core.contract import state_dtype
 from kinformer.kernels.chosen.blocks import Blocks
-from kinformer.kernels.chosen.rule import Choosing, Numbers, pick
+from kinformer.kernels.chosen.rule import Choosing, Cover, Numbers, pick
 
 
 def numbers_of_slots(blocks: Blocks, slots: int) -> tuple[Tensor, Tensor]:
@@ -37,7 +37,18 @@ def dense(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, blocks: Blocks, scale
     return (weights @ v).to(q.dtype)
 
 
-def means(q: Tensor, k: Tensor, v: Tensor, numbers: Numbers, scale: float, choosing: Choosing) -> tuple[Tensor, Tensor]:
+def shared(cover: Cover, summaries: int) -> Tensor:
+    """Return how many units each block shares with each summary, [batch, blocks, summaries]."""
+    unit = torch.arange(summaries + cover.span, device=cover.first.device)
+    covered = (unit >= unit[:summaries, None]) & (unit < unit[:summaries, None] + cover.span)
+    first = cover.first.unsqueeze(-1)
+    inside = (unit >= first) & (unit < first + cover.units)
+    return (inside[:, :, None] & covered).sum(-1)
+
+
+def means(
+    q: Tensor, k: Tensor, v: Tensor, numbers: Numbers, scale: float, choosing: Choosing, cover: Cover | None = None
+) -> tuple[Tensor, Tensor]:
     """Attend over all pairs of queries and means, and choose; as :func:`kernels.chosen.choice.attend_means`."""
     wide, heads, together = state_dtype(q.dtype), q.shape[1], q.shape[1] // choosing.choosers
     k, v = (x.to(wide).repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
@@ -46,5 +57,8 @@ def means(q: Tensor, k: Tensor, v: Tensor, numbers: Numbers, scale: float, choos
     scores = (q.to(wide) @ k.mT * scale).masked_fill(~seen[:, None], -torch.inf)
     blind = ~seen.any(-1)[:, None, :, None]
     weights = scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
-    importance = scores if together == 1 else weights.unflatten(1, (-1, together)).sum(2)
+    importance = scores if together == 1 and cover is None else weights.unflatten(1, (-1, together)).sum(2)
+    if cover is not None:
+        importance = torch.einsum("bhtc,buc->bhtu", importance, shared(cover, len(index)).to(wide))
+        numbers = Numbers(cover.begin, cover.current, cover.current)
     return (weights @ v).to(q.dtype), pick(importance.detach(), numbers, choosing)
