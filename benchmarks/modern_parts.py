@@ -39,6 +39,12 @@ MEMBERS: dict[str, dict[str, Any]] = {
     "mixtral": {"layers.*.feed_forward.num_experts": 4},
     "moba": {},
     "nsa": {},
+    "nsa_learnt": {f"{MIXER}.compression": "mlp"},
+    "nsa_overlapping": {
+        f"{MIXER}.compression": "mlp",
+        f"{MIXER}.summary_length": 8,
+        f"{MIXER}.summary_stride": 4,
+    },
     "gated-deltanet": {},
     "kda": {},
     "mamba2": {},
@@ -49,7 +55,9 @@ MEMBERS: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     options = prepare(parser(__doc__, minutes=5.0))
-    specs = [f"{name}=rope" for name in PARTS] + list(MEMBERS)
+    specs = [f"{name}=rope" for name in PARTS] + [
+        f"{name}=nsa" if name.startswith("nsa_") else name for name in MEMBERS
+    ]
     if options.members:
         specs = [spec for spec in specs if spec.partition("=")[0] in options.members]
     changes: dict[str, Any] = {"layers": 3}

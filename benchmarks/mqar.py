@@ -62,6 +62,10 @@ MEMBERS: dict[str, dict[str, Any]] = {
     "kda": {"convolution": 0},
     "mamba2": {"convolution": 0},
     "rwkv7": {},
+    "forgetting": {},
+    "mla": {},
+    "moba": {"block": 8, "count": 3},
+    "nsa": {"block": 8, "count": 4, "window": 8, "shared_choice": False, "projection": "multi_head"},
     "reformer": {"num_buckets": 8, "chunk_size": 8, "rounds": 4},
     "routing": {"local_heads": 0, "num_clusters": 8, "window": 8},
 }
