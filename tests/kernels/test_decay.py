@@ -114,8 +114,9 @@ def test_no_exponent_overflows_however_strong_the_decay(rule, decay):
 @pytest.mark.parametrize(("strength", "tile"), [(1.5, 64), (3, 32), (6, 16), (12, 8), (24, 4), (48, 2), (200, 1)])
 def test_a_tile_holds_the_tokens_whose_decays_fit_one_product(rule, strength, tile, monkeypatch):
     """And its size does not show, in float64 and, where the exponents reach the end of their range, in float32."""
-    sizes, choose = set(), channels_module._tile
-    monkeypatch.setattr(channels_module, "_tile", lambda sums: sizes.add(choose(sums)) or choose(sums))
+    sizes, choose = set(), channels_module.tile_of
+    for module in (channels_module, blocks_module):
+        monkeypatch.setattr(module, "tile_of", lambda sums: sizes.add(choose(sums)) or choose(sums))
     inputs, reset = example(rule, "channel", 128, strength=strength), resets(128)
     want = run(rule, inputs, reset=reset, impl="reference")
     agree(run(rule, inputs, reset=reset), want)

@@ -109,7 +109,7 @@ def _absorb(tokens: DeltaTokens, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, beta, erase, log_decay, reset = tokens
     blocks = cut(q, reset, log_decay)
     Q, K, V, B = (blocks.split(x) for x in (q, k, v, beta))
-    E = K if erase is None else blocks.split(erase)
+    Q, K, E = _folded(blocks, Q, K, erase)
     _, inverse = _inverse(blocks, E, K, B)
     # R diag(beta), so that U = (R diag(beta)) V - (R diag(beta) E) W.
     scaled = inverse * B.mT
@@ -128,7 +128,7 @@ def _gradients(
     q, k, v, beta, erase, log_decay, reset = tokens
     blocks = cut(q, reset, log_decay)
     Q, K, V, B, Y = (blocks.split(x) for x in (q, k, v, beta, grad_out))
-    E = K if erase is None else blocks.split(erase)
+    Q, K, E = _folded(blocks, Q, K, erase)
     E_enter, K_leave = gate(E, blocks.enter), gate(K, blocks.leave)
     A, inverse = _inverse(blocks, E, K, B)
     # V - E W: what the keys read before the block, subtracted from what they should hold.
@@ -160,12 +160,19 @@ def _gradients(
         ended = _ended(blocks, W, K_leave, U).to(wide).mul_(dW).sum(-1)
         dG = blocks.decay_gradient(change, ended)
         dG = dG if log_decay.dim() == 4 else dG.squeeze(-1)
+    dQ, written, read = blocks.read(dQ), blocks.written(written), blocks.read(read)
     keys = (written - read, None) if erase is None else (written, blocks.join(read.neg_()))
     return [*map(blocks.join, (dQ, keys[0], dV, dB)), keys[1], dG], first.view(grad_w.shape)
 
 
+def _folded(blocks: SequenceBlocks, Q: Tensor, K: Tensor, erase: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and the keys that they erase (K, if ``erase`` is None), with what a fold gives to them."""
+    E = K if erase is None else blocks.split(erase)
+    return blocks.read(Q), blocks.written(K), blocks.read(E)
+
+
 def _ended(blocks: SequenceBlocks, W: Tensor, K: Tensor, U: Tensor) -> Tensor:
-    """Return W after each block, from those before it."""
+    """Return W after each block, before what a fold lets decay of it, from those before it."""
     decayed = W if blocks.keep is None else W * blocks.keep.flatten(0, 1).to(W.dtype)
     return torch.baddbmm(decayed, K.mT, U)
 
@@ -179,12 +186,13 @@ def _inverse(blocks: SequenceBlocks, E: Tensor, K: Tensor, B: Tensor) -> tuple[T
 
 def _write(blocks: SequenceBlocks, U: Tensor, X: Tensor, K: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """Run U <- U - X W, W <- W + K^T U over the blocks, U in place; return W before each block and the last W."""
-    W = w.flatten(0, 1)
+    W = blocks.begun(w.flatten(0, 1))
     states = []
     for j, (u, x, k) in enumerate(zip(*(blocks.by_row(part).unbind(1) for part in (U, X, K)))):
         states.append(W.to(U.dtype))
         u.baddbmm_(x, states[-1], alpha=-1)
-        W = _add_product(gate(W, None if blocks.keep is None else blocks.keep[:, j]), k.mT, u)
+        early, late = _keep(blocks, j)
+        W = gate(_add_product(gate(W, early), k.mT, u), late)
     return torch.stack(states, 1).flatten(0, 1), W
 
 
@@ -193,17 +201,24 @@ def _read_back(
 ) -> tuple[Tensor, Tensor]:
     """Run G <- G + X dW, dW <- dW + local - K^T G from the last block, G in place.
 
-    Returns dW after each block and dW before the first.
+    Returns dW after each block (before what a fold lets decay of it) and dW before the first.
     """
     dW = grad_w.flatten(0, 1)
     states = []
     parts = zip(*(blocks.by_row(part).unbind(1) for part in (G, X, local, K)))
     for j, (g, x, added, k) in reversed(list(enumerate(parts))):
+        early, late = _keep(blocks, j)
+        dW = gate(dW, late)
         states.append(dW.to(G.dtype))
         g.baddbmm_(x, states[-1])
-        dW = gate(dW, None if blocks.keep is None else blocks.keep[:, j]) + added
-        dW = _add_product(dW, k.mT, g, alpha=-1)
-    return torch.stack(states[::-1], 1).flatten(0, 1), dW
+        dW = _add_product(gate(dW, early) + added, k.mT, g, alpha=-1)
+    return torch.stack(states[::-1], 1).flatten(0, 1), blocks.begun(dW)
+
+
+def _keep(blocks: SequenceBlocks, j: int) -> tuple[Tensor | None, Tensor | None]:
+    """Return what is kept of W in block ``j``, and of W with what the block adds to it."""
+    keep, late = (None if part is None else part[:, j] for part in (blocks.keep, blocks.late))
+    return keep, late
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, alpha: int = 1) -> Tensor:

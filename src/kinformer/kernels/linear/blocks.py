@@ -4,6 +4,12 @@ A block is a tile of the computation, without meaning to the caller: results do 
 (Sun et al. 2023, RetNet; Yang et al. 2024, GLA and Gated DeltaNet) and G_t its logarithms summed from the block's first
 token to t, the state that the block began with counts exp(G_t) at t, token s counts exp(G_t - G_s) at t, and
 exp(G_last - G_s) in the state after the block. None of these exponents is positive.
+
+A decay by channel that stays in float32's range within a block needs no factors besides those of queries and keys: with
+the middle M of the range of G, q'_t = exp(G_t - M) q_t, k'_s = exp(M - G_s) k_s and S' = exp(M) S, the state that the
+block began with, all products are those without a decay, and
+
+    S' of the next block = keep (S' + K'^T V),    keep = exp(G_last - M + M of the next block)
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import kinformer.runtime.flops  # noqa: F401 (products in place are counted)
-from kinformer.kernels.linear.channels import Channels
+from kinformer.kernels.linear.channels import Channels, around_middle, tile_of
 from kinformer.runtime.autocast import autocast_dtype
 
 SIZES = (8, 16, 32, 64)
@@ -67,6 +73,18 @@ def tiles(q: Tensor, v: Tensor) -> list[tuple[slice, slice]]:
 
 
 @dataclass(frozen=True)
+class Fold:
+    """A decay by channel that queries and keys take up: ``read`` = exp(G - M) and ``written`` = exp(M - G) [rows *
+    count, size, features] multiply them, ``begun`` = exp(M) of the first block [rows, features, 1] the state, and
+    ``keep`` [rows, count, features, 1] what becomes of the state in a block and of what the block adds to it."""
+
+    read: Tensor
+    written: Tensor
+    begun: Tensor
+    keep: Tensor
+
+
+@dataclass(frozen=True)
 class SequenceBlocks:
     """A cut of ``rows`` sequences (batch x heads) of ``time`` tokens into ``count`` blocks of ``size`` tokens.
 
@@ -76,7 +94,8 @@ class SequenceBlocks:
     the first token (row) sees the second (column). ``sequence`` [batch, count, size] numbers a block's sequences.
 
     A decay makes the masks factors between 0 and 1; with one per channel, ``enter`` and ``leave`` are [.., size,
-    features], ``keep`` is [.., features, 1], and ``channels`` says what is left between two tokens of a block.
+    features], ``keep`` is [.., features, 1], and ``channels`` says what is left between two tokens of a block; with a
+    ``fold`` they remain masks.
     """
 
     batch: int
@@ -90,6 +109,7 @@ class SequenceBlocks:
     same: Tensor | None = None
     sequence: Tensor | None = None
     channels: Channels | None = None
+    fold: Fold | None = None
 
     @property
     def rows(self) -> int:
@@ -106,6 +126,23 @@ class SequenceBlocks:
         """Invert :meth:`split`: [rows * count, size, n] -> [batch, heads, time, n]."""
         x = x.view(self.batch, self.heads, self.count * self.size, x.shape[-1])
         return x[:, :, : self.time]
+
+    def read(self, x: Tensor) -> Tensor:
+        """Return queries, erasing keys, or their gradients, split, times what the fold gives to them."""
+        return x if self.fold is None else x * self.fold.read
+
+    def written(self, x: Tensor) -> Tensor:
+        """Return keys that are written, or their gradients, split, times what the fold gives to them."""
+        return x if self.fold is None else x * self.fold.written
+
+    @property
+    def late(self) -> Tensor | None:
+        """What is kept of a state and of what a block adds to it, [rows, count, features, 1]."""
+        return None if self.fold is None else self.fold.keep
+
+    def begun(self, state: Tensor) -> Tensor:
+        """Return a state before the first block, or its gradient, [rows, features, n], times what the fold gives it."""
+        return state if self.fold is None else state * self.fold.begun
 
     def by_row(self, x: Tensor) -> Tensor:
         """View [rows * count, ...] as [rows, count, ...]."""
@@ -139,7 +176,7 @@ class SequenceBlocks:
         and written by its k. ``states`` [rows * count, features] is S dS summed over S's columns, after each block.
         A token's decay acts on all later ones of its sequence in the block, and on the state after it.
         """
-        if self.channels is None:
+        if self.channels is None and self.fold is None:
             change, states = change.sum(-1, keepdim=True), states.sum(-1, keepdim=True)
         if self.sequence is None:
             # G_t sums the decays up to t, so the gradient of a decay is the sum of those of all later G.
@@ -194,6 +231,8 @@ def _with_decay(blocks: SequenceBlocks, log_decay: Tensor, dtype: torch.dtype) -
     per_channel = log_decay.dim() == 4
     sums = blocks.split(log_decay if per_channel else log_decay.unsqueeze(-1)).cumsum(1)
     last = sums[:, -1:]
+    if per_channel and tile_of(sums) == blocks.size:
+        return replace(blocks, fold=_fold(blocks, sums, dtype))
     decayed = replace(
         blocks,
         # exp(G_t), exp(G_last - G_s) and exp(G_last): exponents of at most 0, so nothing overflows.
@@ -209,25 +248,40 @@ def _with_decay(blocks: SequenceBlocks, log_decay: Tensor, dtype: torch.dtype) -
     return replace(decayed, same=gate(between, blocks.same))
 
 
+def _fold(blocks: SequenceBlocks, sums: Tensor, dtype: torch.dtype) -> Fold:
+    """Return the fold of a decay by channel from ``sums`` [rows * count, size, features]."""
+    middle, away = around_middle(sums)
+    by_row = blocks.by_row(middle)
+    following = F.pad(by_row[:, 1:], (0, 0, 0, 0, 0, 1))  # after the last block the state stands as it is
+    keep = (blocks.by_row(sums[:, -1:]) - by_row + following).exp_().mT
+    return Fold(away.exp().to(dtype), away.neg_().exp_().to(dtype), by_row[:, 0].mT.exp(), keep)
+
+
 def gate(x: Tensor, mask: Tensor | None) -> Tensor:
     """Return ``x`` where the mask is 1, zero elsewhere; all of it without a mask."""
     return x if mask is None else x * mask
 
 
-def scan(local: Tensor, initial: Tensor, keep: Tensor | None, reverse: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the state before every block and after the last: state_{j+1} = keep_j * state_j + local_j.
+def scan(
+    local: Tensor, initial: Tensor, keep: Tensor | None, late: Tensor | None = None, reverse: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return the state before every block and after the last: state_{j+1} = late_j * (keep_j * state_j + local_j).
 
-    local: [rows, count, m, n], what each block adds; initial: [rows, m, n]; keep: [rows, count, m or 1, 1] or None.
-    ``reverse`` runs from the last block to the first (gradients of states: the one after every block, and the
-    one before the first). Returns ([rows, count, m, n], [rows, m, n]), both in the dtype of ``initial``.
+    local: [rows, count, m, n], what each block adds; initial: [rows, m, n]; keep, late: [rows, count, m or 1, 1], or
+    None for 1.
+    ``reverse`` runs from the last block to the first (gradients of states: that of the sum in brackets of every block,
+    and that of the state before the first). Returns ([rows, count, m, n], [rows, m, n]) in the dtype of ``initial``.
     """
     state = initial
     states = []
     steps = range(local.shape[1])
     parts = local.unbind(1)
     for j in reversed(steps) if reverse else steps:
+        after = None if late is None else late[:, j]
+        state = gate(state, after if reverse else None)
         states.append(state)
         state = state + parts[j] if keep is None else torch.addcmul(parts[j].to(state), state, keep[:, j])
+        state = gate(state, None if reverse else after)
     if reverse:
         states.reverse()
     return torch.stack(states, 1), state

@@ -5,7 +5,8 @@ q_t nor exp(-G_s) k_s alone is safe: the second overflows. Around a middle G_mid
 and exp(G_mid - G_s) k_s are, where their decays add up to RANGE at most: such tokens are a tile, of one batched
 product. Farther than that, a block is halved again and again; between the later and the earlier half, G_mid being the
 sum at the end of the earlier, exp(G_t - G_mid) <= 1 belongs to the query and exp(G_mid - G_s) <= 1 to the key, so that
-each level is one batched product, whatever the decay.
+each level is one batched product, whatever the decay. A block that is one tile needs none of this: its factors stay in
+queries and keys (``blocks.Fold``).
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ class Channels:
     """The factors between tokens whose channels decay unlike, from ``sums`` [blocks, size, features], the logarithms of
     the decay summed over a block (size a power of two).
 
-    The factors are made once, in ``dtype``: twice ``sums`` where a block is one tile, else half of ``sums`` twice for
-    each level besides.
+    The factors are made once, in ``dtype``: twice ``sums`` for tiles of more than one token, and half of ``sums`` twice
+    for each level.
     """
 
     def __init__(self, sums: Tensor, dtype: torch.dtype) -> None:
         self.size = sums.shape[1]
-        self.tile = _tile(sums)
+        self.tile = tile_of(sums)
         self.levels: list[tuple[int, Tensor, Tensor]] = []
         half = self.size // 2
         while half >= self.tile:
@@ -42,14 +43,11 @@ class Channels:
             half //= 2
         if self.tile > 1:
             sums = sums.view(-1, self.tile, sums.shape[2])
-            # the middle of the range, so that no exponent lies beyond half of it
-            away = sums - (sums[:, :1] + sums[:, -1:]) / 2
+            away = around_middle(sums)[1]
             self.read, self.written = away.exp().to(dtype), away.neg_().exp_().to(dtype)
 
     def scores(self, Q: Tensor, K: Tensor) -> Tensor:
         """Return P [blocks, size, size]; above the diagonal of a tile it holds what nobody may read."""
-        if self.tile == self.size:
-            return torch.bmm(Q * self.read, (K * self.written).mT)
         P = Q.new_zeros(Q.shape[0], self.size, self.size)
         if self.tile == 1:
             P.diagonal(dim1=1, dim2=2).copy_((Q * K).sum(-1))
@@ -98,8 +96,6 @@ class Channels:
 
     def _tiles(self, P: Tensor) -> Tensor:
         """Return the tiles on the diagonal of P as [blocks * size / tile, tile, tile]."""
-        if self.tile == self.size:
-            return P
         return self._diagonal(P).permute(0, 3, 1, 2).reshape(-1, self.tile, self.tile)
 
     def _corner(self, P: Tensor, half: int) -> Tensor:
@@ -113,7 +109,14 @@ class Channels:
             yield self._corner(P, half).permute(0, 3, 1, 2).reshape(-1, half, half)
 
 
-def _tile(sums: Tensor) -> int:
+def around_middle(sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the middle of the range of ``sums`` [tiles, tile, features], [tiles, 1, features], and how far they lie
+    from it, which is half of the range at most."""
+    middle = (sums[:, :1] + sums[:, -1:]) / 2
+    return middle, sums - middle
+
+
+def tile_of(sums: Tensor) -> int:
     """Return how many tokens of a block one product may hold, a power of two: those whose decays add up to RANGE."""
     size = sums.shape[1]
     if torch.compiler.is_compiling():

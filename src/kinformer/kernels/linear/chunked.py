@@ -118,7 +118,7 @@ def _absorb(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Ten
     """Return the outputs, and S and z after the tile."""
     q, k, v, log_decay, eps, reset = sequence
     blocks = cut(q, reset, log_decay)
-    Q, K, V = blocks.split(q), blocks.split(k), blocks.split(v)
+    Q, K, V = blocks.read(blocks.split(q)), blocks.written(blocks.split(k)), blocks.split(v)
     S, Z, s, z = _states(blocks, K, V, s, z)
     P = blocks.scores(Q, K)
     Q_enter = gate(Q, blocks.enter)
@@ -141,7 +141,8 @@ def _gradients(
     q, k, v, log_decay, eps, reset = sequence
     (s, z), (grad_s, grad_z) = before, after
     blocks = cut(q, reset, log_decay)
-    Q, K, V, Y = blocks.split(q), blocks.split(k), blocks.split(v), blocks.split(grad_out)
+    Q, K = blocks.read(blocks.split(q)), blocks.written(blocks.split(k))
+    V, Y = blocks.split(v), blocks.split(grad_out)
     S, Z, last_s, last_z = _states(blocks, K, V, s, z)
     Q_enter = gate(Q, blocks.enter)
     P = blocks.scores(Q, K)
@@ -159,7 +160,9 @@ def _gradients(
         dP.add_(g)
     dP = blocks.hide_(dP)
     dQ = blocks.add_to_rows_(gate(dQ, blocks.enter), dP, K)
-    dS, grad_s = scan(blocks.by_row(torch.bmm(Q_enter.mT, Y)), grad_s.flatten(0, 1), blocks.keep, reverse=True)
+    dS = blocks.by_row(torch.bmm(Q_enter.mT, Y))
+    dS, grad_s = scan(dS, grad_s.flatten(0, 1), blocks.keep, blocks.late, reverse=True)
+    grad_s = blocks.begun(grad_s)
     dZ, grad_z = _normaliser_gradient(blocks, Q_enter, g, grad_z)
     change = None
     dS = dS.flatten(0, 1)
@@ -174,7 +177,7 @@ def _gradients(
     if learns and log_decay is not None:
         change = blocks.decay_gradient(Q.to(ended.dtype) * dQ - K.to(ended.dtype) * dK, ended)
         change = change if log_decay.dim() == 4 else change.squeeze(-1)
-    gradients = (blocks.join(x) for x in (dQ, dK, dV))
+    gradients = (blocks.join(x) for x in (blocks.read(dQ), blocks.written(dK), dV))
     return *gradients, grad_s.view(s.shape), grad_z.view(z.shape), change
 
 
@@ -191,9 +194,9 @@ def _states(
     """Return S [rows * count, features, head_dim] and z [rows * count, 1, features]
     before each block; both after the last."""
     K = gate(K, blocks.leave)
-    S, last_s = scan(blocks.by_row(torch.bmm(K.mT, V)), s.flatten(0, 1), blocks.keep)
-    added = blocks.by_row(K.sum(1, keepdim=True, dtype=z.dtype))
-    Z, last_z = scan(added, z.flatten(0, 1).unsqueeze(1), _transposed(blocks.keep))
+    S, last_s = scan(blocks.by_row(torch.bmm(K.mT, V)), blocks.begun(s.flatten(0, 1)), blocks.keep, blocks.late)
+    added, before = blocks.by_row(K.sum(1, keepdim=True, dtype=z.dtype)), blocks.begun(z.flatten(0, 1).unsqueeze(2))
+    Z, last_z = scan(added, before.mT, _transposed(blocks.keep), _transposed(blocks.late))
     return S.flatten(0, 1).to(K.dtype), Z.flatten(0, 1), last_s.view(s.shape), last_z.view(z.shape)
 
 
@@ -203,8 +206,8 @@ def _normaliser_gradient(blocks: SequenceBlocks, Q: Tensor, g: Tensor | None, gr
     if g is None:
         g = Q.new_zeros(Q.shape[0], Q.shape[1], 1)
     added = blocks.by_row((Q * g).sum(1, keepdim=True, dtype=last.dtype))
-    dZ, first = scan(added, last, _transposed(blocks.keep), reverse=True)
-    return dZ.flatten(0, 1), first
+    dZ, first = scan(added, last, _transposed(blocks.keep), _transposed(blocks.late), reverse=True)
+    return dZ.flatten(0, 1), blocks.begun(first.mT).mT
 
 
 def _transposed(keep: Tensor | None) -> Tensor | None:
@@ -212,7 +215,10 @@ def _transposed(keep: Tensor | None) -> Tensor | None:
 
 
 def _ended(blocks: SequenceBlocks, states: Tensor, last: Tensor) -> Tensor:
-    """Return states [rows * count, ...] after each block, from those before each
+    """Return states [rows * count, ...] after each block, before what a fold lets decay of them, from those before each
     and the last, in the dtype of ``last``."""
     rows = blocks.by_row(states)[:, 1:].to(last.dtype)
-    return torch.cat([rows, last.unsqueeze(1)], dim=1).flatten(0, 1)
+    after = torch.cat([rows, last.unsqueeze(1)], dim=1)
+    if blocks.late is not None:
+        after = after / (blocks.late if after.shape[-2] > 1 else blocks.late.mT)
+    return after.flatten(0, 1)
