@@ -49,6 +49,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gated-deltanet": ("gated-deltanet", {}),
     "kda": ("kda", {}),
     "mamba2": ("mamba2", {}),
+    "log_linear": ("mamba2", {"levels": 15}),
     "rwkv7": ("rwkv7", {}),
 }
 """The member whose mixer it is, as its small recipe has it, and what is changed of that."""

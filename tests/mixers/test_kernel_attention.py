@@ -72,6 +72,11 @@ PUBLISHED = {
         decay=Softplus.Config(coupled=True), normaliser="none", convolution=4, skip=True, head_norm="rms_group",
         gate=True, gate_first=True, bias=False,
     ),
+    "log-linear mamba-2": LinearAttention.Config(
+        num_heads=4, head_dim=3, value_dim=2, key_heads=2, feature_map=Identity.Config(), levels=3,
+        decay=Softplus.Config(coupled=True), normaliser="none", convolution=4, skip=True, head_norm="rms_group",
+        gate=True, gate_first=True, bias=False,
+    ),
     "performer, one key head, rope": LinearAttention.Config(
         num_heads=2, head_dim=4, key_heads=1, feature_map=Favor.Config(features=5), position=Rope.Config(),
         decay=SoftplusChannels.Config(rank=2, lower_bound=-2.0), eps=1e-30,
@@ -163,6 +168,11 @@ def test_what_is_refused():
         ({"key_heads": 3}, "key_heads = 3 must divide num_heads = 2"),
         ({"steps": 2}, "steps = 2 does nothing with rule = 'linear'"),
         ({"gate_rank": 2}, "gate_rank = 2 does nothing without a gate"),
+        ({"levels": 4}, "levels = 4 must be 1 or more of rule = 'linear' with normaliser = 'none'"),
+        ({**DELTA, "levels": 4}, "levels = 4 must be 1 or more of rule = 'linear' with normaliser = 'none'"),
+        ({"normaliser": "none", "levels": -1}, "levels = -1 must be 1 or more"),
+        ({"normaliser": "none", "levels": 4, "decay": LowRank.Config(rank=2)}, "no decay by channel"),
+        ({"normaliser": "none", "levels": 4, "impl": "triton"}, "levels have no Triton kernel"),
         ({"gate": True, "gate_first": True}, "gate_first = True does nothing with head_norm = 'none'"),
         ({**DELTA, "steps": 0}, "steps must be 1 or more, but is 0"),
         ({**DELTA, "steps": 2, "position": Rope.Config()}, "the position 'rope' turns one key a token"),

@@ -10,7 +10,8 @@ Transformer (Katharopoulos et al. 2020) has the rule linear, elu + 1 and the nor
 2021, equations 23-25) the delta rule; RetNet, Random Feature Attention, GLA and Gated DeltaNet decays a_t.
 Mamba-2 (Dao and Gu 2024) is the rule linear of keys B_t and queries C_t that heads share, with values x_t that enter by
 a step, and D x_t added to y_t; DeltaProduct (Siems et al. 2025) takes several steps of the rule delta a token. Behind
-it stand a norm of every head and a gate, y <- norm(y) * silu(W_g x), where the config has them. The state is constant.
+it stand a norm of every head and a gate, y <- norm(y) * silu(W_g x), where the config has them. The state is constant,
+with ``levels`` one for each level of the past (log-linear attention, ``kernels.levels``).
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ from kinformer.kernels.delta import DeltaTokens
 from kinformer.kernels.delta.crossing import delta_across
 from kinformer.kernels.delta.normalised import normalised_delta_rule
 from kinformer.kernels.impls import LinearImpl
+from kinformer.kernels.levels import LeveledTokens, leveled_attention
 from kinformer.kernels.linear import LinearState
 from kinformer.kernels.linear.crossing import linear_across
 from kinformer.kernels.linear.running import running_maximum
 from kinformer.kernels.linear.sequence import LinearSequence
 from kinformer.mixers.linear.checks import check_parts, check_settings
+from kinformer.mixers.linear.levels import LevelScales
 from kinformer.mixers.linear.output import ACTIVATIONS, Activation, HeadNorm, LowRankGate, head_norm
 from kinformer.mixers.linear.state import KernelState
 from kinformer.positions.none import NoPosition
@@ -60,9 +63,10 @@ class LinearAttention(Crosses, CausalMixer):
     ``key_heads``: heads of queries and keys, which as many heads of values share each (num_heads if None). ``scale``: y
     is divided by sqrt(head_dim). ``convolution``: the width of a causal convolution of q, k and v (0: none).
     ``position`` turns queries and keys. ``floor``: the normaliser is no less than this. ``skip``: D_h v_t is added to a
-    head's output. ``gate_rank``: of W_g (None: full); ``gate_first``: the gate stands before the norm. ``steps``: of
-    the delta rule a token, each with a key, a value and a beta of its own. ``negative_eigenvalues``: beta is in (0, 2)
-    (Grazzi et al. 2025). Rows of ``qkv``: q, k and v; with the delta rule q, k, v, beta of each key head.
+    head's output. ``gate_rank``: of W_g (None: full); ``gate_first``: the gate stands before the norm. ``levels`` of
+    the past, by powers of two; 0: one sum. ``steps``: of the delta rule a token, each with a key, a value and a beta.
+    ``negative_eigenvalues``: beta is in (0, 2) (Grazzi et al. 2025). Rows of ``qkv``: q, k and v; with the delta rule
+    q, k, v, beta of each key head.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -75,6 +79,7 @@ class LinearAttention(Crosses, CausalMixer):
         key_heads: int | None = None
         feature_map: FeatureMapConfig = Elu.Config()
         rule: Literal["linear", "delta"] = "linear"
+        levels: int = 0
         steps: int = 1
         negative_eigenvalues: bool = False
         decay: DecayConfig | None = None
@@ -124,10 +129,11 @@ class LinearAttention(Crosses, CausalMixer):
         )
         self.skip = nn.Parameter(torch.ones(heads)) if config.skip else None
         self.gate = self._gate() if config.gate else None
+        self.level_scales = LevelScales(dim, heads, config.levels) if config.levels else None
         self.norm = head_norm(config, self.value_dim, self.key_heads)
         self.averages = config.normaliser == "attention"
-        self.crosses = not self.feature_map.scaled  # a running maximum is handed on
-        self.counts = self.feature_map.scaled or self.averages or not isinstance(self.position, NoPosition)
+        self.crosses = not (self.feature_map.scaled or config.levels)  # a running maximum is handed on
+        self.counts = not (self.crosses and isinstance(self.position, NoPosition)) or self.averages
         check_parts(self, self._columns)
 
     def _gate(self) -> nn.Module:
@@ -142,7 +148,7 @@ class LinearAttention(Crosses, CausalMixer):
         counters: dict[str, Any] = {"device": options["device"], "dtype": torch.int64}
         context = self.convolution.context if self.convolution else 0
         return KernelState(
-            torch.zeros(batch, heads, self.features, self._columns, **options),
+            torch.zeros(batch, heads, max(self.config.levels, 1) * self.features, self._columns, **options),
             torch.zeros(batch, heads, self.features if self._has_sum else 0, **options),
             torch.zeros(batch, self.key_heads, context, sum(self.widths), **options),
             torch.zeros(batch, self.key_heads if self.feature_map.scaled else 0, **counters),
@@ -159,7 +165,8 @@ class LinearAttention(Crosses, CausalMixer):
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
         context = self.convolution.context if self.convolution else 0
-        numbers = self.config.num_heads * self.features * (self._columns + self._has_sum)
+        columns = max(self.config.levels, 1) * self._columns + self._has_sum
+        numbers = self.config.num_heads * self.features * columns
         numbers += self.key_heads * context * sum(self.widths)
         counters = self.key_heads * self.feature_map.scaled + self.counts
         return numbers * state_dtype(dtype).itemsize + 8 * counters
@@ -197,7 +204,8 @@ class LinearAttention(Crosses, CausalMixer):
             mask = mask if self.config.steps == 1 else mask.repeat_interleave(self.config.steps, -1)
             k = torch.where(mask.unsqueeze(-1), k, k.new_zeros(()))
             beta = None if beta is None else torch.where(mask, beta, beta.new_zeros(()))
-        y, s, z = self._update((q, k, v, beta), state, log_decay, reset, positions)
+        strengths = beta if self.level_scales is None else self.level_scales(x)
+        y, s, z = self._update((q, k, v, strengths), state, log_decay, (reset, chunk.valid), positions)
         after = KernelState(s, z, recent, maximum, seen)
         return self._output(y, x, chunk.valid), after if self.crossing is None else after.after_row(self.crossing)
 
@@ -241,11 +249,16 @@ class LinearAttention(Crosses, CausalMixer):
         tokens: tuple[Tensor, Tensor, Tensor, Tensor | None],
         state: KernelState,
         log_decay: Tensor | None,
-        reset: Tensor | None,
+        masks: tuple[Tensor | None, Tensor | None],
         positions: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the heads' outputs [batch, heads, time, value_dim], s and z, from q and k of heads, v and beta."""
-        q, k, v, beta = tokens
+        """Return the heads' outputs [batch, heads, time, value_dim], s and z, from q and k of heads, v, and beta or the
+        scales of levels; ``masks``: resets, and which tokens are valid."""
+        (q, k, v, beta), (reset, _) = tokens, masks
+        if self.level_scales is not None and positions is not None and beta is not None:
+            leveled = LeveledTokens(q, k, v, beta, log_decay, positions, *masks)
+            y, s = leveled_attention(leveled, state.kv, state.seen, self.config.impl)
+            return self._skipped(y, v), s, state.z
         both, how = LinearState(state.kv, state.z), (self.config.impl, self.crossing)
         if beta is not None and self.averages and positions is not None:
             options: dict[str, Any] = {"eps": self.config.eps, "reset": reset, "impl": how[0], "crossing": how[1]}

@@ -26,6 +26,10 @@ def check_settings(config: LinearAttention.Config) -> None:
         )
     if config.normaliser == "attention":
         check_unused(config, "with normaliser = 'attention'", "floor", "decay", "steps")
+    if config.levels < 0 or (config.levels and (config.rule, config.normaliser) != ("linear", "none")):
+        raise KinformerError(
+            f"levels = {config.levels} must be 1 or more of rule = 'linear' with normaliser = 'none', or 0 for one sum."
+        )
     if config.rule == "linear":
         check_unused(config, "with rule = 'linear'", "steps", "negative_eigenvalues")
     if config.normaliser == "none":
@@ -64,6 +68,11 @@ def check_settings(config: LinearAttention.Config) -> None:
 def check_parts(mixer: LinearAttention, columns: int) -> None:
     """Refuse parts that do not fit; ``columns``: of the state."""
     config, kind, decay = mixer.config, mixer.config.feature_map.kind, mixer.decay
+    if config.levels and (config.impl == "triton" or (decay is not None and decay.by_channel)):
+        raise KinformerError(
+            "levels have no Triton kernel and no decay by channel; use impl = 'auto', and a decay by head, such as "
+            "softplus."
+        )
     if config.impl == "triton":
         check_triton("linear", mixer.features, columns, decay is not None and decay.by_channel)
     if config.normaliser != "none":
