@@ -59,16 +59,16 @@ def leveled_attention(
     if tokens.log_decay is not None:
         tokens = tokens._replace(log_decay=_Laid.apply(tokens.log_decay.transpose(1, 2)).transpose(1, 2))
     time, levels = tokens.q.shape[2], tokens.scales.shape[3] - 1
-    whole, known = state.unflatten(2, (levels, -1)), _known(tokens, seen)
-    which = _levels(known, known, levels, state.device)
+    whole, counts = state.unflatten(2, (levels, -1)), _host_counts(tokens, seen)
+    which = _levels(counts, counts, levels, state.device)
     held, outputs = whole.index_select(2, which), []
     for part in tokens.tiles(time if impl == "reference" else TILE):
         place = _place(part, seen)
         sums = None if part.log_decay is None else part.log_decay.to(state.dtype).cumsum(2)
         y = _pairs(part, place, sums)
         outputs.append(y + _read(part, held.to(y.dtype), which, place, sums) if len(which) else y)
-        known, newest = _known_after(known, part, place)
-        following, new = (_levels(known, some, levels, state.device) for some in (known, newest))
+        counts, newest = _counts_after(counts, part, place)
+        following, new = (_levels(counts, some, levels, state.device) for some in (counts, newest))
         held = _written(part, held, (which, following, new), place, sums)
         which, seen = following, place.end
     after = held if len(which) == levels else torch.zeros_like(whole).index_copy(2, which, held)
@@ -169,7 +169,7 @@ def _occupied(ends: Tensor, which: Tensor, levels: int) -> Tensor:
     return torch.where(which == levels - 1, bits > 0, bits % 2 == 1)
 
 
-def _known(tokens: LeveledTokens, seen: Tensor) -> list[int] | None:
+def _host_counts(tokens: LeveledTokens, seen: Tensor) -> list[int] | None:
     """Return ``seen`` as numbers (0, where it has none and costs are counted), or None for "all levels": for one token,
     in a graph, and where the host would wait for a device."""
     if tokens.q.shape[2] == 1 or torch.compiler.is_compiling() or seen.device.type not in ("cpu", "meta"):
@@ -177,21 +177,21 @@ def _known(tokens: LeveledTokens, seen: Tensor) -> list[int] | None:
     return seen.tolist() if has_data(seen) else [0] * len(seen)
 
 
-def _known_after(
-    known: list[int] | None, tokens: LeveledTokens, place: _Place
+def _counts_after(
+    counts: list[int] | None, tokens: LeveledTokens, place: _Place
 ) -> tuple[list[int] | None, list[int] | None]:
-    """Return the tokens of the last sequence behind a tile, and those of them in it, as :func:`_known` has them."""
-    if known is None:
+    """Return the tokens of the last sequence behind a tile, and those of them in it, as :func:`_host_counts` has them."""
+    if counts is None:
         return None, None
     if has_data(place.end):
         return place.end.tolist(), place.last.sum(1).tolist()
     time = tokens.q.shape[2]
-    return [end + time for end in known], [time] * len(known)
+    return [end + time for end in counts], [time] * len(counts)
 
 
 def _levels(ends: list[int] | None, newest: list[int] | None, levels: int, device: torch.device) -> Tensor:
     """Return the levels (from 0) [n] that some of ``ends`` [batch] tokens occupy, or of their ``newest`` ones; all
-    where they are not known."""
+    where the host has no counts."""
     chosen = set(range(levels) if ends is None else ())
     for end, count in zip(ends or (), newest or (), strict=True):
         for index in range(levels):
