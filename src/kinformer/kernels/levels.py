@@ -180,7 +180,7 @@ def _host_counts(tokens: LeveledTokens, seen: Tensor) -> list[int] | None:
 def _counts_after(
     counts: list[int] | None, tokens: LeveledTokens, place: _Place
 ) -> tuple[list[int] | None, list[int] | None]:
-    """Return the tokens of the last sequence behind a tile, and those of them in it, as :func:`_host_counts` has them."""
+    """Return the tokens of the last sequence behind a tile, and those of them in it, as :func:`_host_counts` does."""
     if counts is None:
         return None, None
     if has_data(place.end):
