@@ -10,12 +10,14 @@ from kinformer.core.contract import Chunk
 from kinformer.decays.fixed import Fixed
 from kinformer.decays.low_rank import LowRank
 from kinformer.decays.softplus import Softplus
+from kinformer.decays.softplus_channels import SoftplusChannels
 from kinformer.features.favor import Favor
 from kinformer.features.identity import Identity
 from kinformer.features.unit import Unit
-from kinformer.kernels.delta import delta_rule
+from kinformer.kernels.delta import DeltaTokens, delta_rule, delta_steps
 from kinformer.kernels.linear import LinearState, impls, linear_attention
 from kinformer.mixers.linear import LinearAttention
+from kinformer.mixers.rwkv7 import RWKV7
 from kinformer.runtime.errors import KinformerError
 
 pytest.importorskip("triton")
@@ -47,7 +49,8 @@ def example(rule, time, decay=True, heads=1, features=10, width=6, device=HERE, 
     q, k = (draw(2, heads, time, features, seed=seed).abs() for seed in (1, 2))
     v, s = draw(2, heads, time, width, seed=3), draw(2, heads, features, width, seed=4)
     x = draw(2, heads, time, seed=5).sigmoid() if rule == "delta" else draw(2, heads, features, seed=5).abs()
-    g = -draw(2, heads, time, seed=6).abs() / 4 if decay else None
+    by = (2, heads, time, features) if decay == "channel" else (2, heads, time)
+    g = -draw(*by, seed=6).abs() / 4 if decay else None
     tokens = [each.to(dtype) for each in (q, k / k.sum(-1, keepdim=True), v)]
     return [None if each is None else each.to(device).requires_grad_() for each in (*tokens, g, s, x)]
 
@@ -98,6 +101,43 @@ def agree(got, want, tolerance=1e-4):
 def test_equals_the_reference(rule, decay, reset, device, small_blocks):
     inputs, flags = example(rule, 33, decay, device=device), resets(33, device) if reset else None
     agree(run(rule, inputs, reset=flags), run(rule, wide(inputs), reset=flags, impl="reference"))
+
+
+@each_device
+@each_rule
+@pytest.mark.parametrize("reset", [False, True])
+def test_decays_by_channel(rule, reset, device, small_blocks):
+    inputs, flags = example(rule, 33, "channel", device=device), resets(33, device) if reset else None
+    agree(run(rule, inputs, reset=flags), run(rule, wide(inputs), reset=flags, impl="reference"))
+
+
+@each_rule
+def test_decays_by_channel_beyond_the_range_are_the_chunked_kernels(rule, small_blocks):
+    inputs = example(rule, 33, "channel")
+    strong = [*inputs[:3], (inputs[3] * 200).detach().requires_grad_(), *inputs[4:]]
+    agree(run(rule, strong), run(rule, wide(strong), impl="reference"))
+
+
+@each_device
+@pytest.mark.parametrize("decay", [None, "head", "channel"])
+def test_keys_that_are_erased_and_not_written(decay, device, small_blocks):
+    q, k, v, g, s, x = example("delta", 33, decay, device=device)
+    erase = draw(2, 1, 33, 10, seed=9).to(device).requires_grad_()
+
+    def update(*tensors, impl):
+        q, k, v, s, x, e, *g = tensors
+        keys = e / e.norm(dim=-1, keepdim=True)
+        tokens = DeltaTokens(q, k, v, x, keys, *(g or [None]), resets(33, device))
+        out, last = delta_steps(
+            tokens._replace(k=k[:, :, :, None], v=v[:, :, :, None], beta=x[..., None], erase=keys[:, :, :, None]),
+            s, impl=impl,
+        )  # fmt: skip
+        return *(y := (out, last)), *torch.autograd.grad(
+            sum((z.double() * draw(*z.shape, seed=7).to(device)).sum() for z in y), tensors
+        )
+
+    tensors = [q, k, v, s, x, erase, *([] if g is None else [g])]
+    agree(update(*tensors, impl="triton"), update(*wide(tensors), impl="reference"))
 
 
 @each_device
@@ -165,14 +205,18 @@ def test_operators_are_what_compilers_are_told():
     q, k, v = draw(1, 5, 2, 3 * 4).unflatten(-1, (3, 4)).permute(3, 0, 2, 1, 4).to(HERE).unbind()
     s, z, g = draw(1, 2, 4, 4).to(HERE), draw(1, 2, 4).to(HERE), -torch.ones(1, 2, 5, device=HERE)
     for eps in (None, 1e-6):
-        given = (q, k, v, s, z, g, None, eps)
+        given = (q, k, v, s, z, g, None, None, eps)
         torch.library.opcheck(linear_triton._forward, given, test_utils=tests)
         out, *_, divisor = linear_triton._forward(*given)
-        given = (v, s, z, out, divisor, q, k, v, s, z, g, None, eps is not None, eps is None)
+        given = (v, s, z, out, divisor, q, k, v, s, z, g, None, None, eps is not None, eps is None)
         torch.library.opcheck(linear_triton._backward, given, test_utils=tests[:2])
-    given = (q, k, v, g.exp(), s, g, None)
-    torch.library.opcheck(delta_triton._forward, given, test_utils=tests)
-    torch.library.opcheck(delta_triton._backward, (v, s, *given, True), test_utils=tests[:2])
+    channels = linear_triton.fold(g.unsqueeze(3) / torch.arange(1, 5, device=HERE), 16)
+    for decays in ((g, None, None, None), (None, None, k, channels.retained)):
+        given = (q, k, v, g.exp(), s, *decays)
+        torch.library.opcheck(delta_triton._forward, given, test_utils=tests)
+        torch.library.opcheck(delta_triton._backward, (v, s, *given, decays[0] is not None), test_utils=tests[:2])
+    given = (q, k, v, s, z, None, None, channels.retained, None)
+    torch.library.opcheck(linear_triton._forward, given, test_utils=tests)
 
 
 @each_rule
@@ -191,6 +235,10 @@ MIXERS = {
     "performer": {"feature_map": Favor.Config(features=6), "eps": 1e-30},
     "floor": {"floor": 0.5},
     "fixed": {"feature_map": Identity.Config(), "decay": Fixed.Config(first=2.0), "normaliser": "none"},
+    "gla": {"feature_map": Identity.Config(), "decay": LowRank.Config(rank=2), "normaliser": "none"},
+    "kda": {
+        "feature_map": Unit.Config(), "rule": "delta", "decay": SoftplusChannels.Config(rank=2), "normaliser": "none",
+    },
     "gated delta": {
         "feature_map": Unit.Config(), "rule": "delta", "decay": Softplus.Config(), "normaliser": "none",
         "convolution": 2, "value_dim": 3,
@@ -211,12 +259,21 @@ def test_mixers_with_padding_and_resets(name):
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
+def test_rwkv7():
+    config, x, found = RWKV7.Config(num_heads=2, decay_rank=3, rate_rank=3, gate_rank=3), draw(2, 11, 8).to(HERE), []
+    for impl in ("triton", "reference"):
+        torch.manual_seed(0)
+        mixer = config.replace(impl=impl).build(8).to(HERE)
+        y, state = mixer(Chunk(x, reset=resets(11)), mixer.initial_state(2))
+        found.append((y, state.kv, *torch.autograd.grad(y.square().sum() + state.kv.sum(), list(mixer.parameters()))))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
         ({"head_dim": 300}, "takes at most 256 features and values a head, but these have 300 and 300"),
         ({"head_dim": 16, "value_dim": 256, "floor": 1.0}, "takes at most 256 .* have 16 and 257; use more heads"),
-        ({"decay": LowRank.Config()}, "knows one decay a head and token, but here each feature has one"),
     ],
 )
 def test_what_is_refused_when_a_mixer_is_built(changes, sentence):

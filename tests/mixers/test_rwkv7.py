@@ -82,8 +82,8 @@ def test_where_nothing_is_erased_it_is_linear_attention_with_a_decay_by_channel(
 
 
 def test_what_is_refused():
-    with pytest.raises(KinformerError, match="impl = 'triton' knows no decay by channel"):
-        RWKV7.Config(impl="triton")
+    with pytest.raises(KinformerError, match="rwkv7: impl='triton' takes at most 256 features and values a head"):
+        RWKV7.Config(num_heads=1, head_dim=512, impl="triton").build(16)
     with pytest.raises(KinformerError, match="gate_rank = 0 must be 1 or more"):
         RWKV7.Config(gate_rank=0)
 

@@ -40,7 +40,7 @@ from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.kernels.delta import DeltaTokens
 from kinformer.kernels.delta.crossing import delta_across
 from kinformer.kernels.impls import LinearImpl
-from kinformer.kernels.linear import IMPLS
+from kinformer.kernels.linear import IMPLS, check_triton
 from kinformer.projections.short_convolution import convolve
 from kinformer.runtime.errors import KinformerError, choose
 
@@ -92,8 +92,6 @@ class RWKV7(Crosses, CausalMixer):
 
         def __post_init__(self) -> None:
             choose(self.impl, IMPLS, "impl of rwkv7")
-            if self.impl == "triton":
-                raise KinformerError("impl = 'triton' knows no decay by channel, which rwkv7 has; use 'chunked'.")
             if not self.value_residual:
                 check_unused(self, "without value_residual", "value_rank")
             for name in ("decay_rank", "rate_rank", "gate_rank", "value_rank"):
@@ -107,6 +105,8 @@ class RWKV7(Crosses, CausalMixer):
         super().__init__()
         self.dim, self.config = dim, config
         self.head_dim = config.head_dim or head_width(dim, config.num_heads)
+        if config.impl == "triton":
+            check_triton("rwkv7", self.head_dim, self.head_dim)
         width = config.num_heads * self.head_dim
         place = torch.arange(dim) / dim
         self.shift = nn.Parameter(torch.stack([1 - place**power for power in _SHIFTS.values()]))

@@ -135,21 +135,17 @@ def _absorb(tokens: DeltaTokens, state: Tensor, impl: LinearImpl, name: str) -> 
 
 
 def _triton_pays(tokens: DeltaTokens) -> bool:
-    """Return whether "auto" takes Triton's kernel, which erases under the keys that it writes to: of float32, which has
-    no tensor cores, it takes 1.2 times the time of the chunked one at 128 features, 0.3 at 64 (H200, results/gpu.json).
-    """
+    """Return whether "auto" takes Triton's kernel: of float32, which has no tensor cores, it takes 1.2 times the time
+    of the chunked one at 128 features, 0.3 at 64 (H200, results/gpu.json). With keys to erase it was not measured."""
     narrow = torch.bfloat16 in (tokens.q.dtype, operand_dtype(tokens.q))
     return tokens.erase is None and (narrow or max(tokens.q.shape[-1], tokens.v.shape[-1]) <= 64)
 
 
 def _triton(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
-    q, k, v, beta, erase, log_decay, reset = tokens
-    check_call("delta_rule", q, v, log_decay)
-    if erase is not None:
-        raise KinformerError("delta_rule: impl='triton' erases under the keys that it writes to; use 'chunked'.")
+    check_call("delta_rule", tokens.q, tokens.v)
     from kinformer.kernels.delta.triton import attend  # imports Triton
 
-    return attend(q, k, v, beta, state, log_decay, reset)
+    return attend(tokens, state)
 
 
 def _validate(tokens: DeltaTokens, state: Tensor, name: str) -> None:

@@ -6,8 +6,9 @@ gives -R diag(beta) K and R diag(beta) V of all blocks, or R^T K and R^T P^T Y; 
     U = R diag(beta) V - R diag(beta) K W,   W <- W + K^T U        G = R^T P^T Y + R^T K dW,   dW <- dW + Q^T Y - K^T dV
 
 The rest is mixes inside blocks: out = mix(Q, K, U, W), P^T Y = mix(K, Q, Y) and dQ = mix(Y, U, K, W^T); of dK, what the
-key writes is mix(U, Y, Q, dW^T) - mix(U, dV, K) and what it reads mix(dV, U, K, W^T). With E = V - mix(K, K, U, W), the
-error of the memory at a token's key, dV = diag(beta) G and dbeta = rowsum(G * E).
+key writes is mix(U, Y, Q, dW^T) - mix(U, dV, E) and what it reads mix(dV, U, K, W^T), with E the keys that tokens
+erase, K unless they are others. With V - mix(E, K, U, W), the error of the memory at a token's key, dV = diag(beta) G
+and dbeta = rowsum of G times the error. A decay by channel stands in Q, E and K (``linear.triton.fold``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from kinformer.kernels.delta.chunked import chunked
+from kinformer.kernels.delta.tokens import DeltaTokens
 from kinformer.kernels.linear.blocks import accumulator_dtype, operand_dtype, product_dtype
 from kinformer.kernels.linear.triton import (
     Cut,
@@ -27,13 +30,17 @@ from kinformer.kernels.linear.triton import (
     block_flops,
     block_size,
     factors,
+    fold,
     product,
     side,
     tile,
 )
 from kinformer.runtime.derivatives import check_reverse, first_order
 
-_SEQUENCE = "Tensor q, Tensor k, Tensor v, Tensor beta, Tensor w, Tensor? log_decay, Tensor? reset"
+_SEQUENCE = (
+    "Tensor q, Tensor k, Tensor v, Tensor beta, Tensor w, Tensor? log_decay, Tensor? reset, Tensor? erase, "
+    "Tensor? retained"
+)
 
 
 @triton.jit
@@ -54,10 +61,10 @@ def inverse(lower, LEVELS: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def solve(
-    k, beta, v, x, u, decay, reset, heads, time, count, m, n,
+    k, e, beta, v, x, u, decay, reset, heads, time, count, m, n,
     SIZE: tl.constexpr, LEVELS: tl.constexpr, INNER: tl.constexpr, COLUMNS: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Compute for one block x = -R diag(beta) K and u = R diag(beta) V, K as far as it reads the state before the
+    """Compute for one block x = -R diag(beta) E and u = R diag(beta) V, E as far as it reads the state before the
     block.
 
     REVERSE: x = R^T K and u = R^T V, K as far as it writes into the state after it.
@@ -71,17 +78,20 @@ def solve(
     for start in range(0, m, INNER):
         f = start + tl.arange(0, INNER)
         K = tl.load(k + tokens[:, None] * m + f[None, :], inside[:, None] & (f < m)[None, :], 0.0)
-        A = product(K, tl.trans(K), A)
+        E = tl.load(e + tokens[:, None] * m + f[None, :], inside[:, None] & (f < m)[None, :], 0.0)
+        A = product(E, tl.trans(K), A)
     R = inverse(A * between(sums, begun, False, 1, SIZE) * strength[:, None], LEVELS, SIZE)
     if REVERSE:
         R, reads, writes = tl.trans(R), leave, 1.0
+        keys = k
     else:
         reads, writes = -strength * enter, strength[:, None]
+        keys = e
     R = R.to(k.dtype.element_ty)
     for start in range(0, m, INNER):
         f = start + tl.arange(0, INNER)
         held, seen = tokens[:, None] * m + f[None, :], inside[:, None] & (f < m)[None, :]
-        K = (tl.load(k + held, seen, 0.0).to(tl.float32) * reads[:, None]).to(R.dtype)
+        K = (tl.load(keys + held, seen, 0.0).to(tl.float32) * reads[:, None]).to(R.dtype)
         tl.store(x + held, product(R, K, tl.zeros([SIZE, INNER], tl.float32)), seen)
     for start in range(0, n, COLUMNS):
         d = start + tl.arange(0, COLUMNS)
@@ -92,13 +102,14 @@ def solve(
 
 @triton.jit
 def run(
-    x, u, k, beta, q, y, first, states, last, decay, reset, heads, time, count, m, n,
+    x, u, k, beta, q, y, first, states, last, decay, reset, retained, heads, time, count, m, n,
     SIZE: tl.constexpr, FEATURES: tl.constexpr, COLUMNS: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """Run ``COLUMNS`` columns of W of one sequence through all blocks, storing W before every block and after the last,
     and u in place: u <- u + x W, W <- keep W + K^T u.
 
-    REVERSE: dW and G, from the last block to the first: those after every block, and that before the first.
+    REVERSE: dW and G, from the last block to the first, k being E: those after every block, and that before the first.
+    retained [rows, count, m]: the logarithms of what is retained of W behind each block, or None.
     """
     row, f = tl.program_id(0).to(tl.int64), tl.arange(0, FEATURES)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -109,6 +120,11 @@ def run(
         block = count - 1 - step if REVERSE else step
         at = block * SIZE + tl.arange(0, SIZE)
         tokens, inside = row * time + at, at < time
+        late = tl.full([FEATURES], 1.0, tl.float32)
+        if retained is not None:
+            late = tl.exp(tl.load(retained + (row * count + block) * m + f, inner, 0.0))
+        if REVERSE:
+            W = W * late[:, None]
         tl.store(states + (row * count + block) * m * n + held, W, within)
         _, _, enter, leave, keep = factors(decay, reset, row, heads, time, at, SIZE)
         X = tl.load(x + tokens[:, None] * m + f[None, :], inside[:, None] & inner[None, :], 0.0)
@@ -124,6 +140,8 @@ def run(
         if REVERSE:
             Q = (tl.load(q + turned, shown, 0.0).to(tl.float32) * enter[None, :]).to(X.dtype)
             W = product(Q, tl.load(y + tokens[:, None] * n + d[None, :], seen, 0.0), W)
+        else:
+            W = W * late[:, None]
     tl.store(last + row * m * n + held, W, within)
 
 
@@ -146,16 +164,24 @@ def _largest(k: Tensor) -> int:
 class DeltaCut(Cut):
     """A :class:`Cut` with the keys and strengths of the delta rule."""
 
-    def __init__(self, k: Tensor, beta: Tensor, log_decay: Tensor | None, reset: Tensor | None) -> None:
-        super().__init__(k, log_decay, reset, _largest(k))
-        self.k, self.beta = k, beta.contiguous()
+    def __init__(
+        self,
+        keys: tuple[Tensor, Tensor | None],
+        beta: Tensor,
+        log_decay: Tensor | None,
+        reset: Tensor | None,
+        retained: Tensor | None,
+    ) -> None:
+        k, erase = keys
+        super().__init__(k, log_decay, reset, retained, _largest(k))
+        self.k, self.erase, self.beta = k, k if erase is None else erase.contiguous(), beta.contiguous()
 
     def run(self, v: Tensor, w: Tensor, *, q: Tensor | None = None, y: Tensor | None = None) -> States:
         """Run :func:`solve` and :func:`run` from the state w; with q and y, those of the backward, v being P^T Y."""
         k, m, n, reverse = self.k, self.k.shape[-1], v.shape[-1], q is not None
         x, u = torch.empty_like(k), torch.empty_like(v)
         solve[(self.rows * self.count,)](
-            k, self.beta, v, x, u, self.decay, self.reset, *self.sequence, m, n,
+            k, self.erase, self.beta, v, x, u, self.decay, self.reset, *self.sequence, m, n,
             SIZE=self.size, LEVELS=self.size.bit_length() - 1, INNER=tile(m, k.dtype), COLUMNS=tile(n, k.dtype),
             REVERSE=reverse,
         )  # fmt: skip
@@ -163,36 +189,46 @@ class DeltaCut(Cut):
         # All features of W's columns stay in registers: 32 columns of up to 128, 16 of more.
         columns = min(side(n), 32 if side(m) <= 128 else 16)
         run[self.rows, triton.cdiv(n, columns)](
-            x, u, k, self.beta, q, y, w.contiguous(), *new_states[1:], self.decay, self.reset, *self.sequence, m, n,
+            x, u, self.erase if reverse else k, self.beta, q, y, w.contiguous(), *new_states[1:], self.decay,
+            self.reset, self.retained, *self.sequence, m, n,
             SIZE=self.size, FEATURES=side(m), COLUMNS=columns, REVERSE=reverse, num_stages=2,
         )  # fmt: skip
         return new_states
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, log_decay: Tensor | None, reset: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return outputs [batch, heads, time, head_dim] and the final W; arguments as for ``delta_rule``."""
-    check_reverse("Triton's delta rule", q, k, v, beta, state, log_decay)
+def attend(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return outputs [batch, heads, time, head_dim] and the final W; arguments as for ``delta_rule``.
+
+    A decay by channel beyond float32's range in a block is computed by the chunked kernel.
+    """
+    q, k, v, beta, erase, log_decay, reset = tokens
+    check_reverse("Triton's delta rule", q, k, v, beta, state, erase, log_decay)
     cast, operand_types = operand_dtype(q), v.dtype
     if cast is not None:
         q, k, v = q.to(cast), k.to(cast), v.to(cast)
     dtype, wide = product_dtype(q, k, v), accumulator_dtype(q, k, v)
     log_decay = None if log_decay is None else log_decay.to(wide)
-    operands = q.to(dtype), k.to(dtype), v.to(dtype)
-    out, state = _forward(*operands, beta.to(wide), state.to(wide), log_decay, reset)
+    state, retained = state.to(wide), None
+    if log_decay is not None and log_decay.dim() == 4:
+        channels = fold(log_decay, block_size(q.shape[2], _largest(k.to(dtype))))
+        if channels is None:
+            return chunked(tokens, state)
+        erase = (k if erase is None else erase) * channels.read
+        q, k, state = q * channels.read, k * channels.written, state * channels.begun.unsqueeze(-1)
+        log_decay, retained = None, channels.retained
+    operands = q.to(dtype), k.to(dtype), v.to(dtype), beta.to(wide), state
+    out, state = _forward(*operands, log_decay, reset, None if erase is None else erase.to(dtype), retained)
     return out.to(operand_types), state
 
 
 @torch.library.custom_op(
     "kinformer::triton_delta", mutates_args=(), schema=f"({_SEQUENCE}) -> (Tensor out, Tensor last)"
 )
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, log_decay: Tensor | None, reset: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, *rest: Tensor | None) -> tuple[Tensor, Tensor]:
+    log_decay, reset, erase, retained = rest
     q, k, v = (x.contiguous() for x in (q, k, v))
     with torch.cuda.device_of(q):
-        cut = DeltaCut(k, beta, log_decay, reset)
+        cut = DeltaCut((k, erase), beta, log_decay, reset, retained)
         states = cut.run(v, w)
         return cut.mix(q, k, states.u, states.w), states.last.view(w.shape)
 
@@ -206,36 +242,43 @@ def _(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, *_: Any) -> tupl
     "kinformer::triton_delta_backward",
     mutates_args=(),
     schema=f"(Tensor grad_out, Tensor grad_w, {_SEQUENCE}, bool learns) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward(Y: Tensor, grad_w: Tensor, *saved_inputs: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k, v, beta, w and, if it ``learns``, of log_decay (else an empty tensor)."""
-    q, k, v, beta, w, log_decay, reset, learns = saved_inputs
+    """Return the gradients of q, k, v, beta, w, if it ``learns`` of log_decay, of erase and of ``retained`` (else empty
+    tensors)."""
+    q, k, v, beta, w, log_decay, reset, erase, retained, learns = saved_inputs
     q, k, v, Y = (x.contiguous() for x in (q, k, v, Y))
     wide, strength = w.dtype, beta.unsqueeze(-1)
     with torch.cuda.device_of(q):
-        cut = DeltaCut(k, beta, log_decay, reset)
+        cut = DeltaCut((k, erase), beta, log_decay, reset, retained)
         u, w_before, last = cut.run(v, w)
         G, dw, dw_first = cut.run(cut.mix(k, q, Y, reverse=True), grad_w, q=q, y=Y)
         dv = (G * strength).to(G.dtype)
         dq = cut.mix(Y, u, k, w_before, transposed=True)
         read = cut.mix(dv, u, k, w_before, transposed=True, strict=True, dtype=wide)
         written = cut.mix(u, Y, q, dw, transposed=True, reverse=True, dtype=wide)
-        written -= cut.mix(u, dv, k, reverse=True, strict=True, dtype=wide)
-        error = v - cut.mix(k, k, u, w_before, strict=True, dtype=wide)
+        written -= cut.mix(u, dv, cut.erase, reverse=True, strict=True, dtype=wide)
+        error = v - cut.mix(cut.erase, k, u, w_before, strict=True, dtype=wide)
     dbeta = (G * error).sum(-1)
-    dk = (written - read).to(k.dtype)
+    dk = (written - read if erase is None else written).to(k.dtype)
+    de = k.new_empty(0) if erase is None else read.neg().to(k.dtype)
     dg = w.new_empty(0)
     if learns:
-        change = (q * dq).sum(-1, dtype=wide) - (k * (written + read)).sum(-1)
+        change = (q * dq).sum(-1, dtype=wide) - (k * written + cut.erase * read).sum(-1)
         dg = cut.decay_gradient(change, cut.ended(w_before, last, dw))
-    return dq, dk, dv, dbeta, dw_first.view(w.shape), dg
+    dretained = w.new_empty(0) if retained is None else cut.retained_gradient(w_before, last, dw)
+    return dq, dk, dv, dbeta, dw_first.view(w.shape), dg, de, dretained
 
 
 @_backward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    tensors, log_decay, learns = arguments[2:7], arguments[7], arguments[-1]
-    return *(x.new_empty(x.shape) for x in tensors), tensors[4].new_empty(log_decay.shape if learns else 0)
+    tensors, (log_decay, _, erase, retained, learns) = arguments[2:7], arguments[7:]
+    de = tensors[1].new_empty(0 if erase is None else erase.shape)
+    dg, dretained = (
+        tensors[4].new_empty(0 if x is None else x.shape) for x in (log_decay if learns else None, retained)
+    )
+    return *(x.new_empty(x.shape) for x in tensors), dg, de, dretained
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
@@ -245,8 +288,9 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 @first_order("Triton's delta rule")
 def _differentiate(ctx: Any, saved: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
     learns = ctx.needs_input_grad[5]
-    *grads, dg = _backward(*gradients, *saved, learns)
-    return *grads, dg if learns else None, None
+    *grads, dg, de, dretained = _backward(*gradients, *saved, learns)
+    needs = ctx.needs_input_grad
+    return *grads, dg if learns else None, None, de if needs[7] else None, dretained if needs[8] else None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

@@ -75,7 +75,7 @@ def linear_attention(
 
 
 def _triton(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    check_call("linear_attention", sequence.q, sequence.v, sequence.log_decay)
+    check_call("linear_attention", sequence.q, sequence.v)
     from kinformer.kernels.linear.triton import attend  # imports Triton
 
     return attend(sequence, s, z)

@@ -2,7 +2,7 @@
 
 reference   the recurrence, token by token
 chunked     blocks, in PyTorch
-triton      blocks, in Triton, on a GPU: one decay for a head and token, float32 and bfloat16, up to 256 features
+triton      blocks, in Triton, on a GPU: float32 and bfloat16, up to 256 features
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def choose_impl(name: str, impl: LinearImpl, q: Tensor, v: Tensor, log_decay: Te
     time, features and head_dim].
 
     "auto" is "triton" for chunks on a GPU that Triton's kernels take, else "chunked". On an H200 they take 0.07 to 0.5
-    of the time (benchmarks/gpu.py, results/gpu.json, 2026-11-27).
+    of the time (benchmarks/gpu.py, results/gpu.json, 2026-11-27); with a decay by channel they were not measured.
     """
     if impl not in IMPLS:
         raise KinformerError(f"{name}: impl={impl!r} is unknown; use one of {', '.join(IMPLS)}.")
@@ -45,7 +45,7 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def check_triton(name: str, features: int, head_dim: int, by_channel: bool) -> None:
+def check_triton(name: str, features: int, head_dim: int) -> None:
     """Refuse what the Triton kernels cannot do for heads of so many features and values, on behalf of ``name``."""
     use = f"{name}: impl='triton'"
     if not has_triton():
@@ -55,12 +55,10 @@ def check_triton(name: str, features: int, head_dim: int, by_channel: bool) -> N
             f"{use} takes at most {plural(WIDEST, 'feature')} and values a head, but these have {features} and "
             f"{head_dim}; use more heads, or 'chunked'."
         )
-    if by_channel:
-        raise KinformerError(f"{use} knows one decay a head and token, but here each feature has one; use 'chunked'.")
 
 
-def check_call(name: str, q: Tensor, v: Tensor, log_decay: Tensor | None) -> None:
+def check_call(name: str, q: Tensor, v: Tensor) -> None:
     """Refuse tensors that the Triton kernels do not take, [batch, heads, time, features and head_dim]."""
-    check_triton(name, q.shape[-1], v.shape[-1], log_decay is not None and log_decay.dim() == 4)
+    check_triton(name, q.shape[-1], v.shape[-1])
     if torch.float64 in (q.dtype, v.dtype):
         raise KinformerError(f"{name}: impl='triton' sums in float32, but was given float64; use 'chunked'.")

@@ -9,6 +9,8 @@ so that out = mix(Q, K, V, S) and, Y being the gradient of out, dQ = mix(Y, V, K
 dV = mix(K, Q, Y, dS) and dK = mix(V, Y, Q, dS^T). One kernel gives the states before all blocks, S <- keep S + K^T V,
 and from the last block to the first dS <- keep dS + Q^T Y. The normaliser z is one more column of S, whose values are 1
 and whose gradients are g. The backward makes the states again; sums are float32, operands bfloat16 or float32.
+
+A decay by channel stands in queries and keys (:func:`fold`), and S <- retained (S + K^T V) for every block.
 """
 
 from __future__ import annotations
@@ -19,9 +21,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
 from kinformer.kernels.linear.blocks import SequenceBlocks, accumulator_dtype, number, operand_dtype, product_dtype
+from kinformer.kernels.linear.channels import RANGE, around_middle
+from kinformer.kernels.linear.chunked import chunked
 from kinformer.kernels.linear.sequence import LinearSequence
 from kinformer.runtime.derivatives import check_reverse, first_order
 from kinformer.runtime.errors import KinformerError
@@ -30,7 +35,7 @@ LARGEST = 64
 """Tokens in a block."""
 LEAST = 16
 """The least side of a product, tl.dot's; narrower operands are filled up with zeros."""
-_SEQUENCE = "Tensor q, Tensor k, Tensor v, Tensor s, Tensor z, Tensor? log_decay, Tensor? reset"
+_SEQUENCE = "Tensor q, Tensor k, Tensor v, Tensor s, Tensor z, Tensor? log_decay, Tensor? reset, Tensor? retained"
 
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -121,14 +126,15 @@ def mix(
 
 @triton.jit
 def accumulate(
-    k, v, weights, first, first_z, states, states_z, last, last_z, decay, reset, heads, time, count, m, n,
+    k, v, weights, first, first_z, states, states_z, last, last_z, decay, reset, retained, heads, time, count, m, n,
     SIZE: tl.constexpr, INNER: tl.constexpr, COLUMNS: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """Compute ``INNER`` rows and ``COLUMNS`` columns of S and z of one sequence, before every block and after the last
     one.
 
     REVERSE: k and v are Q and Y, weights g or None, and states go from the last block to the first: those after every
-    block, and that before the first.
+    block, and that before the first. retained [rows, count, m]: the logarithms of what is left of states behind a
+    block, or None.
     """
     row, f = tl.program_id(0).to(tl.int64), tl.program_id(1) * INNER + tl.arange(0, INNER)
     d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
@@ -140,6 +146,11 @@ def accumulate(
         block = count - 1 - step if REVERSE else step
         at, here = block * SIZE + tl.arange(0, SIZE), row * count + block
         tokens, inside = row * time + at, at < time
+        late = tl.full([INNER], 1.0, tl.float32)
+        if retained is not None:
+            late = tl.exp(tl.load(retained + here * m + f, inner, 0.0))
+        if REVERSE:
+            S, z = S * late[:, None], z * late
         tl.store(states + here * m * n + held, S, within)
         tl.store(states_z + here * m + f, z, once)
         _, _, enter, leave, keep = factors(decay, reset, row, heads, time, at, SIZE)
@@ -152,6 +163,8 @@ def accumulate(
             z += tl.sum(scaled * tl.load(weights + tokens, inside, 0.0)[None, :], 1)
         elif not REVERSE:
             z += tl.sum(scaled, 1)
+        if not REVERSE:
+            S, z = S * late[:, None], z * late
     tl.store(last + row * m * n + held, S, within)
     tl.store(last_z + row * m + f, z, once)
 
@@ -185,7 +198,14 @@ class States(NamedTuple):
 class Cut:
     """Sequences [batch, heads, time, ...] in blocks of ``size`` tokens, their decay and resets, and the kernels."""
 
-    def __init__(self, like: Tensor, log_decay: Tensor | None, reset: Tensor | None, largest: int = LARGEST) -> None:
+    def __init__(
+        self,
+        like: Tensor,
+        log_decay: Tensor | None,
+        reset: Tensor | None,
+        retained: Tensor | None = None,
+        largest: int = LARGEST,
+    ) -> None:
         if like.device.type == "cpu" and not INTERPRETED:
             raise KinformerError(
                 "impl='triton' runs on a GPU, but the tensors are on the CPU; use impl='chunked' there, or set "
@@ -196,6 +216,7 @@ class Cut:
         self.count = triton.cdiv(self.time, self.size)
         self.decay = None if log_decay is None else log_decay.contiguous()
         self.reset = None if reset is None else reset.to(torch.int8).contiguous()
+        self.retained = None if retained is None else retained.contiguous()
 
     @property
     def sequence(self) -> tuple[Any, ...]:
@@ -227,7 +248,8 @@ class Cut:
         new_states = States(*states, s.new_empty(self.rows, m, n), z.new_empty(self.rows, m))
         inner, columns = tile(m, k.dtype), tile(n, k.dtype)
         accumulate[self.rows, triton.cdiv(m, inner), triton.cdiv(n, columns)](
-            k, v, weights, s.contiguous(), z.contiguous(), *new_states, self.decay, self.reset, *self.sequence, m, n,
+            k, v, weights, s.contiguous(), z.contiguous(), *new_states, self.decay, self.reset, self.retained,
+            *self.sequence, m, n,
             SIZE=self.size, INNER=inner, COLUMNS=columns, REVERSE=reverse,
         )  # fmt: skip
         return new_states
@@ -238,6 +260,13 @@ class Cut:
         after = torch.cat([states[:, 1:].to(last.dtype), last.unsqueeze(1)], 1)
         return (after * slopes.to(last.dtype)).flatten(2).sum(-1).view(-1, 1)
 
+    def retained_gradient(self, states: Tensor, last: Tensor, slopes: Tensor) -> Tensor:
+        """Return the gradient of ``retained``, from the states [rows, count, m, n] before the blocks, the last one, and
+        the gradients of states behind each block, before they are reduced to what is retained."""
+        assert self.retained is not None
+        after = torch.cat([states[:, 1:].to(last.dtype), last.unsqueeze(1)], 1)
+        return (after * slopes.to(last.dtype)).sum(-1) / self.retained.exp()
+
     def decay_gradient(self, change: Tensor, ended: Tensor) -> Tensor:
         """Return the gradient of log_decay, from q dq - k dk summed over features,
         [batch, heads, time] float32, and S dS."""
@@ -246,8 +275,38 @@ class Cut:
         return blocks.decay_gradient(blocks.split(change.unsqueeze(-1)), ended).squeeze(-1).contiguous()
 
 
+class Fold(NamedTuple):
+    """A decay by channel that queries and keys take up (``blocks.Fold``): factors ``read`` of queries and keys that are
+    read by, ``written`` of keys [batch, heads, time, m], ``begun`` of the state [batch, heads, m], and the logarithms
+    of what is ``retained`` of a state behind each block [rows, count, m]."""
+
+    read: Tensor
+    written: Tensor
+    begun: Tensor
+    retained: Tensor
+
+
+def fold(log_decay: Tensor, size: int) -> Fold | None:
+    """Return the fold of a decay by channel [batch, heads, time, m] in blocks of ``size`` tokens; None where the decays
+    of a block add up to more than RANGE. Looking at them waits for the GPU."""
+    batch, heads, time, m = log_decay.shape
+    count = triton.cdiv(time, size)
+    padded = functional.pad(log_decay, (0, 0, 0, count * size - time))
+    sums = padded.reshape(-1, size, m).cumsum(1)
+    if not bool((sums[:, 0] - sums[:, -1]).amax() <= RANGE):
+        return None
+    middle, away = around_middle(sums)
+    by_row = middle.view(batch * heads, count, m)
+    retained = sums[:, -1].view_as(by_row) - by_row + functional.pad(by_row[:, 1:], (0, 0, 0, 1))
+    read, written = (x.exp().view(batch, heads, -1, m)[:, :, :time] for x in (away, -away))
+    return Fold(read, written, by_row[:, 0].exp().view(batch, heads, m), retained)
+
+
 def attend(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return outputs [batch, heads, time, head_dim] and the final S and z; arguments as for ``linear_attention``."""
+    """Return outputs [batch, heads, time, head_dim] and the final S and z; arguments as for ``linear_attention``.
+
+    A decay by channel beyond float32's range in a block is computed by the chunked kernel.
+    """
     q, k, v, log_decay, eps, reset = sequence
     check_reverse("Triton's linear attention", q, k, v, s, z, log_decay)
     cast, operand_types = operand_dtype(q), v.dtype
@@ -255,8 +314,14 @@ def attend(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tens
         q, k, v = q.to(cast), k.to(cast), v.to(cast)
     dtype, accumulator = product_dtype(q, k, v), accumulator_dtype(q, k, v)
     log_decay = None if log_decay is None else log_decay.to(accumulator)
-    state = s.to(accumulator), z.to(accumulator)
-    out, s, z, _ = _forward(q.to(dtype), k.to(dtype), v.to(dtype), *state, log_decay, reset, eps)
+    s, z, retained = s.to(accumulator), z.to(accumulator), None
+    if log_decay is not None and log_decay.dim() == 4:
+        channels = fold(log_decay, block_size(q.shape[2]))
+        if channels is None:
+            return chunked(sequence, s, z)
+        q, k, log_decay, retained = q * channels.read, k * channels.written, None, channels.retained
+        s, z = s * channels.begun.unsqueeze(-1), z * channels.begun
+    out, s, z, _ = _forward(q.to(dtype), k.to(dtype), v.to(dtype), s, z, log_decay, reset, retained, eps)
     return out.to(operand_types), s, z
 
 
@@ -266,8 +331,8 @@ def attend(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tens
     schema=f"({_SEQUENCE}, float? eps) -> (Tensor out, Tensor last_s, Tensor last_z, Tensor divisor)",
 )
 def _forward(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    log_decay, reset, eps = rest
-    cut, (q, k, v) = Cut(q, log_decay, reset), (x.contiguous() for x in (q, k, v))
+    log_decay, reset, retained, eps = rest
+    cut, (q, k, v) = Cut(q, log_decay, reset, retained), (x.contiguous() for x in (q, k, v))
     with torch.cuda.device_of(q):
         states = cut.accumulate(k, v, s, z)
         if eps is None:
@@ -280,7 +345,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *rest: Any) 
 
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    divisor = z.new_empty(0 if rest[2] is None else q.shape[:3])
+    divisor = z.new_empty(0 if rest[3] is None else q.shape[:3])
     return v.new_empty(v.shape), s.new_empty(s.shape), z.new_empty(z.shape), divisor
 
 
@@ -288,14 +353,14 @@ def _(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *rest: Any) -> tupl
     "kinformer::triton_linear_backward",
     mutates_args=(),
     schema=f"(Tensor grad_out, Tensor grad_s, Tensor grad_z, Tensor out, Tensor divisor, {_SEQUENCE}, "
-    "bool normalised, bool learns) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "bool normalised, bool learns) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward(Y: Tensor, grad_s: Tensor, grad_z: Tensor, out: Tensor, divisor: Tensor, *saved_inputs: Any) -> Any:
-    """Return the gradients of q, k, v, s, z and, if it ``learns``, of log_decay (else an empty tensor)."""
-    *tensors, log_decay, reset, normalised, learns = saved_inputs
+    """Return the gradients of q, k, v, s, z, if it ``learns`` of log_decay, and of ``retained``, else empty tensors."""
+    *tensors, log_decay, reset, retained, normalised, learns = saved_inputs
     s, z = tensors[3:]
     q, k, v = (x.contiguous() for x in tensors[:3])
-    cut, g = Cut(q, log_decay, reset), None
+    cut, g = Cut(q, log_decay, reset, retained), None
     if normalised:
         g = -(Y.to(divisor.dtype) * out).sum(-1).div_(divisor)
         Y = (Y / divisor.unsqueeze(-1)).to(q.dtype)
@@ -311,13 +376,18 @@ def _backward(Y: Tensor, grad_s: Tensor, grad_z: Tensor, out: Tensor, divisor: T
         change = (q * dq).sum(-1, dtype=z.dtype) - (k * dk).sum(-1, dtype=z.dtype)
         ended = cut.ended(states.s, states.last, slopes.s) + cut.ended(states.z, states.last_z, slopes.z)
         dg = cut.decay_gradient(change, ended)
-    return dq, dk, dv, slopes.last.view(s.shape), slopes.last_z.view(z.shape), dg
+    dretained = z.new_empty(0)
+    if retained is not None:
+        dretained = cut.retained_gradient(states.s, states.last, slopes.s)
+        dretained += cut.retained_gradient(*(x.unsqueeze(-1) for x in (states.z, states.last_z, slopes.z)))
+    return dq, dk, dv, slopes.last.view(s.shape), slopes.last_z.view(z.shape), dg, dretained
 
 
 @_backward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    tensors, log_decay, learns = arguments[5:10], arguments[10], arguments[-1]
-    return *(x.new_empty(x.shape) for x in tensors), tensors[4].new_empty(log_decay.shape if learns else 0)
+    tensors, log_decay, retained, learns = arguments[5:10], arguments[10], arguments[12], arguments[-1]
+    decays = (log_decay.shape if learns else 0), (0 if retained is None else retained.shape)
+    return *(x.new_empty(x.shape) for x in tensors), *map(tensors[4].new_empty, decays)
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
@@ -330,8 +400,8 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 @first_order("Triton's linear attention")
 def _differentiate(ctx: Any, saved: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
     learns = ctx.needs_input_grad[5]
-    *grads, dg = _backward(*gradients[:3], *saved, ctx.normalised, learns)
-    return *grads, dg if learns else None, None, None
+    *grads, dg, dretained = _backward(*gradients[:3], *saved, ctx.normalised, learns)
+    return *grads, dg if learns else None, None, dretained if ctx.needs_input_grad[7] else None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

@@ -74,7 +74,7 @@ def check_parts(mixer: LinearAttention, columns: int) -> None:
             "softplus."
         )
     if config.impl == "triton":
-        check_triton("linear", mixer.features, columns, decay is not None and decay.by_channel)
+        check_triton("linear", mixer.features, columns)
     if config.normaliser != "none":
         check_normaliser(mixer.feature_map, kind, config.floor, ", or normaliser = 'none'")
     if mixer.feature_map.scaled and config.normaliser != "sum":
