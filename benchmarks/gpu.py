@@ -48,7 +48,7 @@ from peers import PeerShape, hugging_face, x_transformers
 
 Attend = Callable[..., Tensor]
 Rows = Iterator[dict[str, Any]]
-RULES = ("sums", "decayed sums", "gated delta")
+RULES = ("sums", "decayed sums", "gated delta", "sums by channel", "delta by channel")
 chosen = list(RULES)
 """The rules that kernels and peers are timed for."""
 MEMBERS = ("gpt", "linear-transformer", "fast-weights", "gated-deltanet", "local")
@@ -68,9 +68,11 @@ def rule(name: str, impl: str) -> Attend:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
         empty = q.new_zeros(*q.shape[:2], q.shape[3], v.shape[3], dtype=torch.float32)
-        if name == "gated delta":
+        if name.endswith("by channel"):
+            decay = decay.unsqueeze(-1) * torch.linspace(0.5, 1.5, q.shape[3], device=q.device)
+        if "delta" in name:
             return delta_rule(q, k, v, beta, empty, log_decay=decay, impl=impl)[0]  # type: ignore[arg-type]
-        log_decay = decay if name == "decayed sums" else None
+        log_decay = None if name == "sums" else decay
         state = LinearState(empty, empty[..., 0])
         return linear_attention(q, k, v, state, log_decay=log_decay, eps=None, impl=impl)[0]  # type: ignore[arg-type]
 
@@ -79,7 +81,7 @@ def rule(name: str, impl: str) -> Attend:
 
 def fla(name: str) -> Attend | None:
     """The same rule by the package fla on a CUDA device, of tensors [batch, time, heads, ...], or None."""
-    if not torch.cuda.is_available() or peer("fla.ops") is None:
+    if not torch.cuda.is_available() or name.endswith("by channel") or peer("fla.ops") is None:
         return None
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     from fla.ops.linear_attn import chunk_linear_attn
@@ -151,7 +153,7 @@ def peers(device: str, quick: bool, rounds: int) -> Rows:
         for name in chosen:
             theirs = fla(name)
             if theirs is None:
-                return
+                continue
             begun = time.monotonic()
             short = tokens((1, 2, 200, shape[3]), device, torch.bfloat16)
             expected = differentiated(rule(name, "reference"), short)
