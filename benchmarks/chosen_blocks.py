@@ -11,15 +11,13 @@ layers must give softmax attention's outputs and gradients, and the tiles must g
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from common import arguments, gate_equal, prepare, save, show
+from common import arguments, gate_equal, medians, prepare, save, show
 from kinformer.core.contract import CausalMixer, Chunk
 from kinformer.core.state import nbytes, reserve
 from kinformer.mixers.chosen_blocks import ChosenBlocks
@@ -66,19 +64,6 @@ def gate() -> float:
     for config in (MOBA.replace(block=64, count=3), NSA.replace(count=4, window=64)):
         pairs.append(("tiles", learned(built(config), x), learned(built(config.replace(impl="reference")), x)))
     return max(gate_equal(name, *pair, TOLERANCE) for name, got, want in pairs for pair in zip(got, want, strict=True))
-
-
-def medians(steps: dict[str, Callable[[], object]], rounds: int, warm_up: bool) -> dict[str, float]:
-    """Milliseconds of processor time of each step, the median of ``rounds`` in turns: what else the machine does
-    takes none of it."""
-    taken: dict[str, list[float]] = {name: [] for name in steps}
-    for index in range(rounds + warm_up):
-        for name, step in steps.items():
-            begun = time.process_time()
-            step()
-            if index >= warm_up:
-                taken[name].append((time.process_time() - begun) * 1000)
-    return {name: statistics.median(values) for name, values in taken.items()}
 
 
 def training_times(length: int, rounds: int) -> dict[str, float]:

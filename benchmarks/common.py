@@ -92,6 +92,19 @@ def interleave(contestants: Sequence[Contestant], rounds: int, warm_up: int = 1)
                 contestant.seconds.append(seconds)
 
 
+def medians(steps: Mapping[str, Callable[[], object]], rounds: int, warm_up: bool) -> dict[str, float]:
+    """Milliseconds of processor time of each step, the median of ``rounds`` in turns: what else the machine does
+    takes none of it."""
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    for index in range(rounds + warm_up):
+        for name, step in steps.items():
+            begun = time.process_time()
+            step()
+            if index >= warm_up:
+                taken[name].append((time.process_time() - begun) * 1000)
+    return {name: statistics.median(values) for name, values in taken.items()}
+
+
 def gate_equal(name: str, ours: Tensor, theirs: Tensor, tolerance: float) -> float:
     """Stop the benchmark unless both agree to ``tolerance`` of the largest value; returns the gap."""
     gap = float((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max())

@@ -10,16 +10,13 @@ in two.
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from common import arguments, gate_equal, prepare, save, show
+from common import arguments, gate_equal, medians, prepare, save, show
 from kinformer.core.contract import CausalMixer, Chunk
 from kinformer.core.state import nbytes, reserve
 from kinformer.family.build import configure
@@ -85,18 +82,6 @@ def gate(names: list[str]) -> float:
     return max(gaps)
 
 
-def taken(steps: dict[str, Callable[[], object]], rounds: int, warm_up: bool) -> dict[str, float]:
-    """Milliseconds of processor time of each step, the median of ``rounds`` in turns."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for index in range(rounds + warm_up):
-        for name, step in steps.items():
-            begun = time.process_time()
-            step()
-            if index >= warm_up:
-                times[name].append((time.process_time() - begun) * 1000)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def after(name: str, past: int, rounds: int) -> tuple[float, int]:
     """Milliseconds of a token after ``past`` others in a reserved state, and the bytes of the state before it."""
     mixer, x = built(name), torch.randn(1, past, DIM)
@@ -109,7 +94,7 @@ def after(name: str, past: int, rounds: int) -> tuple[float, int]:
             for token in x[:, :STEPS].split(1, 1):
                 _, at = mixer(Chunk(token), at)
 
-        return taken({name: run}, rounds, True)[name] / STEPS, size
+        return medians({name: run}, rounds, True)[name] / STEPS, size
 
 
 def main() -> None:
@@ -123,7 +108,7 @@ def main() -> None:
     for length in lengths:
         x, short = torch.randn(1, length, DIM), length <= LONG
         steps = {name: partial(learned, built(name), x) for name in names}
-        training[length] = taken(steps, rounds if short else 1, short)
+        training[length] = medians(steps, rounds if short else 1, short)
         measured = {name: after(name, length, rounds) for name in names}
         tokens[length], states[length] = ({name: pair[i] for name, pair in measured.items()} for i in (0, 1))
         print(f"{length} tokens: measured", flush=True)

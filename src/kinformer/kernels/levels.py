@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kinformer.kernels.impls import LinearImpl
-from kinformer.runtime.host import has_data
+from kinformer.runtime.host import host_ints
 
 TILE = 64
 """Tokens whose pairs are computed one by one."""
@@ -172,9 +172,9 @@ def _occupied(ends: Tensor, which: Tensor, levels: int) -> Tensor:
 def _host_counts(tokens: LeveledTokens, seen: Tensor) -> list[int] | None:
     """Return ``seen`` as numbers (0, where it has none and costs are counted), or None for "all levels": for one token,
     in a graph, and where the host would wait for a device."""
-    if tokens.q.shape[2] == 1 or torch.compiler.is_compiling() or seen.device.type not in ("cpu", "meta"):
+    if tokens.q.shape[2] == 1 or seen.device.type not in ("cpu", "meta"):
         return None
-    return seen.tolist() if has_data(seen) else [0] * len(seen)
+    return host_ints(seen, 0)
 
 
 def _counts_after(
@@ -183,10 +183,9 @@ def _counts_after(
     """Return the tokens of the last sequence behind a tile, and those of them in it, as :func:`_host_counts` does."""
     if counts is None:
         return None, None
-    if has_data(place.end):
-        return place.end.tolist(), place.last.sum(1).tolist()
     time = tokens.q.shape[2]
-    return [end + time for end in counts], [time] * len(counts)
+    # Where costs are counted, all rows have seen as many tokens.
+    return host_ints(place.end, max(counts, default=0) + time), host_ints(place.last.sum(1), time)
 
 
 def _levels(ends: list[int] | None, newest: list[int] | None, levels: int, device: torch.device) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import kinformer.runtime.flops  # noqa: F401 (products in place are counted)
-from kinformer.kernels.linear.channels import Channels, around_middle, tile_of
+from kinformer.kernels.linear.channels import Channels, folded, tile_of
 from kinformer.runtime.autocast import autocast_dtype
 
 SIZES = (8, 16, 32, 64)
@@ -250,11 +250,9 @@ def _with_decay(blocks: SequenceBlocks, log_decay: Tensor, dtype: torch.dtype) -
 
 def _fold(blocks: SequenceBlocks, sums: Tensor, dtype: torch.dtype) -> Fold:
     """Return the fold of a decay by channel from ``sums`` [rows * count, size, features]."""
-    middle, away = around_middle(sums)
-    by_row = blocks.by_row(middle)
-    following = F.pad(by_row[:, 1:], (0, 0, 0, 0, 0, 1))  # after the last block the state stands as it is
-    keep = (blocks.by_row(sums[:, -1:]) - by_row + following).exp_().mT
-    return Fold(away.exp().to(dtype), away.neg_().exp_().to(dtype), by_row[:, 0].mT.exp(), keep)
+    away, begun, keep = folded(sums, blocks.rows)
+    begun, keep = begun.exp().unsqueeze(-1), keep.exp_().unsqueeze(-1)
+    return Fold(away.exp().to(dtype), away.neg_().exp_().to(dtype), begun, keep)
 
 
 def gate(x: Tensor, mask: Tensor | None) -> Tensor:

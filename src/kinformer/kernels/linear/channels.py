@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
+from torch.nn import functional
 
 RANGE = 60.0
 """How far the logarithms of the decay may lie apart in a tile. A pair of the future, which nobody reads, counts up to
@@ -114,6 +115,17 @@ def around_middle(sums: Tensor) -> tuple[Tensor, Tensor]:
     from it, which is half of the range at most."""
     middle = (sums[:, :1] + sums[:, -1:]) / 2
     return middle, sums - middle
+
+
+def folded(sums: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return, for ``sums`` [rows * count, size, features] of blocks that are one tile, how far they lie from their
+    middles, and the logarithms of two factors: of the state before a row's first block [rows, features], and of the
+    state behind each block with what the block adds [rows, count, features] (``blocks.Fold``)."""
+    middle, away = around_middle(sums)
+    by_row = middle.view(rows, -1, sums.shape[2])
+    # After the last block the state stands as it is.
+    retained = sums[:, -1].view_as(by_row) - by_row + functional.pad(by_row[:, 1:], (0, 0, 0, 1))
+    return away, by_row[:, 0], retained
 
 
 def tile_of(sums: Tensor) -> int:

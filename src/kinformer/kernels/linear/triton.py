@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
 from kinformer.kernels.linear.blocks import SequenceBlocks, accumulator_dtype, number, operand_dtype, product_dtype
-from kinformer.kernels.linear.channels import RANGE, around_middle
+from kinformer.kernels.linear.channels import RANGE, folded
 from kinformer.kernels.linear.chunked import chunked
 from kinformer.kernels.linear.sequence import LinearSequence
 from kinformer.runtime.derivatives import check_reverse, first_order
@@ -295,11 +295,9 @@ def fold(log_decay: Tensor, size: int) -> Fold | None:
     sums = padded.reshape(-1, size, m).cumsum(1)
     if not bool((sums[:, 0] - sums[:, -1]).amax() <= RANGE):
         return None
-    middle, away = around_middle(sums)
-    by_row = middle.view(batch * heads, count, m)
-    retained = sums[:, -1].view_as(by_row) - by_row + functional.pad(by_row[:, 1:], (0, 0, 0, 1))
+    away, begun, retained = folded(sums, batch * heads)
     read, written = (x.exp().view(batch, heads, -1, m)[:, :, :time] for x in (away, -away))
-    return Fold(read, written, by_row[:, 0].exp().view(batch, heads, m), retained)
+    return Fold(read, written, begun.exp().view(batch, heads, m), retained)
 
 
 def attend(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
