@@ -70,6 +70,20 @@ MEMBERS: dict[str, dict[str, Any]] = {
     "routing": {"local_heads": 0, "num_clusters": 8, "window": 8},
 }
 """What is changed of each member's mixer beside the number of heads; windows are shorter than a row."""
+UNIT_LENGTH = {"projection": "normalised", "score.scale": 1 / 64}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "rfa, no gate": ("rfa", {"decay": "none"}),
+    "rfa, no gate, temperature 0.35": ("rfa", {"decay": "none", "feature_map.temperature": 0.35}),
+    "rfa, no gate, temperature 0.35, 256 features": (
+        "rfa", {"decay": "none", "feature_map.temperature": 0.35, "feature_map.features": 256}
+    ),
+    "softmax of unit length": ("gpt", UNIT_LENGTH),
+    "softmax of unit length, temperature 0.35": ("gpt", UNIT_LENGTH | {"score.scale": 1 / 8}),
+    "routing, one cluster": ("routing", {"local_heads": 0, "num_clusters": 1, "window": 64}),
+    "routing, two clusters, windows of 32": ("routing", {"local_heads": 0, "num_clusters": 2, "window": 32}),
+    "routing, four clusters, windows of 32": ("routing", {"local_heads": 0, "num_clusters": 4, "window": 32}),
+}  # fmt: skip
+"""Changes of members that have not begun to recall: which of their parts is it? Run only where --members names them."""
 RATES, SEEDS = (3e-3, 1e-2, 1e-3), (0, 1, 2)
 SOLVED, EXAM, PATIENCE = 0.99, 512, 100
 
@@ -151,8 +165,9 @@ class Recipe(NamedTuple):
 
 
 def build(member: str) -> Decoder:
-    changes = {f"layers.0.mixer.{path}": value for path, value in {**MEMBERS[member], "num_heads": 1}.items()}
-    mixer = configure(member, "small", set=changes).layers[0].mixer
+    base, further = VARIANTS[member] if member in VARIANTS else (member, MEMBERS[member])
+    changes = {f"layers.0.mixer.{path}": value for path, value in {**further, "num_heads": 1}.items()}
+    mixer = configure(base, "small", set=changes).layers[0].mixer
     layer = DecoderLayer.Config(mixer=Convolution.Config(), further_mixers=(mixer,), feed_forward=Nothing.Config())
     return Decoder.Config(
         input=Tokens.Config(vocab_size=SYMBOLS),
@@ -217,13 +232,13 @@ def best_rate(records: list[dict[str, Any]], member: str) -> float:
     return max(first, key=lambda each: (round(each["accuracy"], 2), -each["steps"]))["rate"]
 
 
-def wanted(records: list[dict[str, Any]], members: list[str]) -> Iterator[Run]:
+def wanted(records: list[dict[str, Any]], members: list[str], seeds: int) -> Iterator[Run]:
     """What is to be run and can be by now: first the rates, then further seeds at a member's best."""
     done = {Run(each["member"], each["rate"], each["seed"]) for each in records}
     solved = {each["member"] for each in records if each["curve"][-1][1] >= SOLVED}
     sweep = [Run(member, rate, SEEDS[0]) for rate in RATES for member in members if member not in solved]
     yield from (run for run in sweep if run not in done)
-    for seed in SEEDS[1:]:
+    for seed in SEEDS[1:seeds]:
         for member in members:
             if member in solved or all(Run(member, rate, SEEDS[0]) in done for rate in RATES):
                 run = Run(member, best_rate(records, member), seed)
@@ -307,16 +322,17 @@ def main() -> None:
     parser.add_argument("--length", type=int, help="tokens of a row (eight for a pair)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each of one thread")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after this long")
-    parser.add_argument("--members", nargs="+", help="only these")
+    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="of each member at its best rate")
+    parser.add_argument("--members", nargs="+", help="only these, members or variants")
     options = prepare(parser)
     chosen, begun = recipe(options), time.monotonic()
-    members = [name for name in MEMBERS if name in (options.members or MEMBERS)]
+    members = [name for name in (*MEMBERS, *VARIANTS) if name in (options.members or MEMBERS)]
     records = known(options)
     running: dict[Future[dict[str, Any]], Run] = {}
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         while True:
             late = time.monotonic() - begun > 60 * options.minutes
-            open_runs = [] if late else [run for run in wanted(records, members) if run not in running.values()]
+            open_runs = [] if late else [run for run in wanted(records, members, options.seeds) if run not in running.values()]
             for run in open_runs[: options.jobs - len(running)]:
                 running[pool.submit(train, run, chosen)] = run
             if not running:
