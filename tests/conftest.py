@@ -1,6 +1,7 @@
 """What every test shares: a deterministic Hypothesis without deadlines, processes that do not fight for cores, Triton's
-interpreter where there is no GPU, and what each test costs."""
+interpreter where there is no GPU, what each test costs, and no search for garbage in what all tests share."""
 
+import gc
 import os
 import random
 import sys
@@ -11,6 +12,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if sys.dont_write_bytecode:  # PYTHONDONTWRITEBYTECODE: every process would compile the package and the tests anew
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+gc.disable()  # until all tests are collected
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -36,6 +39,11 @@ settings.load_profile("steady")
 def pytest_configure(config):
     check_functions()
     config.pluginmanager.register(ProcessorTime())
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

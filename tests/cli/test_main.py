@@ -1,5 +1,6 @@
 """The command line as a whole: quick, and every mistake is one sentence."""
 
+import gc
 import importlib
 import io
 import json
@@ -37,6 +38,24 @@ def test_what_computes_nothing_imports_little(arguments):
     assert not {"torch", "numpy", "safetensors", "tokenizers", "transformers", "matplotlib"} & set(imported)
     assert len(imported) < 600
     assert "kinformer" in done.stdout or "linear-transformer" in done.stdout
+
+
+def test_a_command_looks_for_no_garbage_in_what_it_loads_and_a_call_leaves_that_alone(cli, monkeypatch):
+    """A command's work runs with the search for garbage on; what was loaded before it is out of the search."""
+    code = (
+        "import gc, sys\n"
+        "import kinformer.cli.show as show\n"
+        "from kinformer.cli.main import main\n"
+        "run, sys.argv = show.run, ['kinformer', 'show', 'gpt', '--brief']\n"
+        "told = lambda: print(gc.isenabled(), gc.get_freeze_count() > 100_000, file=sys.stderr)\n"
+        "show.run = lambda options: told() or run(options)\n"
+        "main()\n"
+        "print(gc.isenabled(), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stderr.split() == ["True", "True", "True"]
+    monkeypatch.setattr(gc, "freeze", lambda: pytest.fail("a caller's objects are its own"))
+    assert cli("show", "gpt", "--brief")[0] == 0 and gc.isenabled()
 
 
 def test_help_lists_the_commands(cli):

@@ -12,12 +12,12 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 from kinformer import __version__
 from kinformer.cli.output import BEGUN, age_of_process, printing_notes, telling
+from kinformer.cli.process import open_standard_streams, set_up, settle, started
 from kinformer.runtime.errors import KinformerError, as_flags, memory_sentence, nearest, spelled
 from kinformer.runtime.progress import abandon, tolerant
 
@@ -159,6 +159,8 @@ COMPUTING = (
     "index",
 )
 """Commands that run models for long."""
+WITHOUT_MODELS = ("list", "launch", "pack", "completion")
+"""Commands that load no parts of models."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -166,7 +168,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Only without ``argv`` is the process the command's own, and set up to compute (``runtime.process``).
     """
-    with as_flags():
+    if argv is not None:
+        with as_flags():
+            return _main(argv)
+    with started(), as_flags():
         return _main(argv)
 
 
@@ -174,9 +179,7 @@ def _main(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     BEGUN.set(time.monotonic() - (age_of_process() if argv is None else 0.0))
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch on Linux: large tensors fault in 2 MiB pages
-    _open_standard_streams()
-    _tolerate(sys.stdout)
-    _tolerate(sys.stderr)
+    open_standard_streams()
     try:
         status = _dispatch(arguments, is_command=argv is None)
         sys.stdout.flush()
@@ -221,24 +224,15 @@ def _dispatch(arguments: list[str], is_command: bool) -> int:
         print(f"example:\n  {command.example}")
         return 0
     try:
-        with printing_notes(options.quiet), _process(name in COMPUTING, is_command), telling(options):
+        with printing_notes(options.quiet), set_up(name in COMPUTING, is_command), telling(options):
+            if is_command:
+                settle(name not in WITHOUT_MODELS)
             return module.run(options)
     except KinformerError as error:
         status = _fail(str(error))
         if options.verbose:
             traceback.print_exception(error, file=tolerant(sys.stderr))
         return status
-
-
-def _process(computes: bool, is_command: bool) -> AbstractContextManager[None]:
-    """The process in which a command computes: set up for it where it is the command's, else left as it was."""
-    if not computes:
-        return nullcontext()
-    from kinformer.runtime.process import begin_process, preserved
-
-    if is_command:
-        begin_process()
-    return preserved()
 
 
 def _tasks_of_help(name: str, arguments: Sequence[str]) -> str:
@@ -273,19 +267,3 @@ def overview() -> str:
 def _fail(sentence: str, status: int = 2) -> int:
     print(f"kinformer: {sentence}", file=tolerant(sys.stderr))
     return status
-
-
-def _open_standard_streams() -> None:
-    """Standard streams that were closed lead nowhere; else the next file that is opened would take their place."""
-    for number in (0, 1, 2):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)
-    sys.stdout, sys.stderr = (stream or tolerant(stream) for stream in (sys.stdout, sys.stderr))
-
-
-def _tolerate(stream: TextIO) -> None:
-    """Characters that the terminal cannot show become question marks instead of a crash."""
-    if hasattr(stream, "reconfigure"):
-        stream.reconfigure(errors="replace")
