@@ -4,6 +4,7 @@
     projected   few queries over keys that are never made (kernels/attention/few.py), beside keys and values made first
     sets        small sets attended all pairs at once where oneDNN makes the products (the same file), beside SDPA
     falloff     ALiBi without the keys that are too far to count (kernels/block_sparse/falloff.py), beside all keys
+    convolution short convolutions with gradients of their own (projections/shifted.py), beside autograd's
     few rows    a step of generation by PyTorch's own products (runtime/matmul.py), beside oneDNN's
 
 Steps of generation are recorded; ``step_recording.py`` measures what recording is worth. Sets and few rows concern
@@ -36,6 +37,7 @@ from kinformer.kernels.block_sparse import tiles
 from kinformer.kernels.impls import AttentionImpl
 from kinformer.kernels.softmax.request import Projected
 from kinformer.positions.alibi import Alibi
+from kinformer.projections.shifted import by_autograd, shifted_sum
 from kinformer.runtime.process import begin_process
 from kinformer.runtime.processor import has_amx
 
@@ -124,6 +126,17 @@ def falloff(rounds: int, quick: bool) -> Iterator[Case]:
         yield "falloff", f"{length} tokens, forward and backward", partial(_both_ways, ours), partial(_both_ways, every)
 
 
+def convolution(rounds: int, quick: bool) -> Iterator[Case]:
+    """Four taps over queries, keys and values of a layer, as Gated DeltaNet has them."""
+    for batch, time in ((2, 64),) if quick else ((8, 512), (1, 4096), (64, 64)):
+        tokens = torch.randn(batch, time + 3, 3 * HEADS, HEAD_DIM).transpose(1, 2).requires_grad_()
+        weight = torch.randn(4, 3 * HEADS, HEAD_DIM).requires_grad_()
+        ours, plain = (partial(way, tokens, weight, None) for way in (shifted_sum, by_autograd))
+        gate_equal("convolution", ours().detach(), plain().detach(), 1e-6)
+        case = f"{batch} x {time} tokens, {3 * HEADS * HEAD_DIM} channels, forward and backward"
+        yield "convolution", case, partial(_both_ways, ours), partial(_both_ways, plain)
+
+
 def by_onednn(work: Way) -> Way:
     """``work`` where oneDNN makes float32 products; who times it resets the setting."""
 
@@ -182,7 +195,8 @@ def main() -> None:
         gate_equal("oneDNN's float32 products", matrix @ matrix, expected, 1e-5)
         print(json.dumps(race(chain(few_rows(rounds, quick), sets(rounds, quick)), rounds)))
         return
-    rows = race(chain(packing(rounds, quick), projected(rounds, quick), falloff(rounds, quick)), rounds)
+    parts = (packing, projected, falloff, convolution)
+    rows = race(chain.from_iterable(part(rounds, quick) for part in parts), rounds)
     if has_amx():
         os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE"
     rows += in_process(__file__, ONEDNN, "--rounds", rounds, *(["--quick"] if quick else []))  # type: ignore[arg-type]

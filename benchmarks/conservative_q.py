@@ -99,7 +99,9 @@ def transitions(data: Trajectories, inputs: Inputs, most_steps: int) -> Transiti
         after = np.concatenate([rows[1:], rows[-1:]])
         real = slice(None) if len(rows) < most_steps else slice(-1)  # what followed a cut episode nobody saw
         parts.append(tuple(each[real] for each in (rows, actions, data.rewards[steps], after, ended)))
-    before, actions, rewards, after, ended = (torch.from_numpy(np.concatenate(each)) for each in zip(*parts, strict=True))
+    before, actions, rewards, after, ended = (
+        torch.from_numpy(np.concatenate(each)) for each in zip(*parts, strict=True)
+    )
     return Transitions(before, actions, rewards.float(), after, ended)
 
 
