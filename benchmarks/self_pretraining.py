@@ -4,8 +4,10 @@ Amos et al. 2023 (arXiv 2310.02980): models that are compared from random weight
 plain Transformer that is pretrained on the task's own data gains more than from another architecture. Here nested lists
 of ListOps, a byte a symbol, so that both tasks have one vocabulary: the same encoder is trained on their values for
 --steps, and, beside it, half of the steps on masked symbols of the same lists (values unseen) and half on their values.
-What the outermost operator alone reveals (each value's share under it, from the training lists) stands beside both:
-that is the plateau of listops.py. Run folders in --runs that exist already are only measured.
+What the outermost operator alone reveals (the most frequent value under it) stands beside both: that is the plateau of
+listops.py. Run folders in --runs that exist already are only measured.
+
+The pretrained one then goes on with longer lists, those of the Long Range Arena at the end, a few hundred steps each.
 
     python benchmarks/self_pretraining.py --runs runs/lists --threads 1
 """
@@ -24,40 +26,39 @@ from kinformer.data.listops import examples
 
 LETTERS = "0123456789nxms)"
 """A byte for each of ``kinformer.data.listops.SYMBOLS``."""
-HELD_OUT = 2000
 SIZES = (
     "--recipe", "tiny", "--set", "layers=4", "--set", "dim=128", "--set", "layers.*.mixer.position=rope",
     "--set", "position=none", "--set", "input.bos_token=none", "--set", "input.eos_token=none",
 )  # fmt: skip
 
 
-def write(folder: Path, options: Any) -> dict[str, float]:
-    """The lists as files, and what the outermost operator alone makes right."""
-    trees, values = examples(options.examples + HELD_OUT, options.seed, options.bounds)
+LONGER = (((60, 400), 20_000, 400, 16), ((500, 2000), 4000, 300, 4))
+"""How many symbols longer lists have, between; how many lists; steps and rows."""
+
+
+def write(folder: Path, number: int, bounds: tuple[int, int], seed: int) -> dict[str, float]:
+    """The lists as files, and what the outermost operator alone, and always the same value, make right of them."""
+    trees, values = examples(number, seed, bounds)
     lines = ["".join(LETTERS[symbol] for symbol in tree) for tree in trees]
-    parts = {"test": slice(HELD_OUT), "train": slice(HELD_OUT, None)}
     folder.mkdir(parents=True, exist_ok=True)
-    for part, rows in parts.items():
-        table = [f"{text}\t{value}" for text, value in zip(lines[rows], values[rows].tolist(), strict=True)]
-        (folder / f"{part}.tsv").write_text("\n".join(["text\tlabel", *table, ""]), encoding="utf-8")
-    (folder / "train.txt").write_text("\n".join([*lines[parts["train"]], ""]), encoding="utf-8")
+    table = [f"{text}\t{value}" for text, value in zip(lines, values.tolist(), strict=True)]
+    (folder / "lists.tsv").write_text("\n".join(["text\tlabel", *table, ""]), encoding="utf-8")
+    (folder / "lists.txt").write_text("\n".join([*lines, ""]), encoding="utf-8")
     roots = np.array([tree[0] for tree in trees])
-    votes = {root: Counter(values[parts["train"]][roots[parts["train"]] == root].tolist()) for root in set(roots)}
-    right = [votes[root].most_common(1)[0][0] == value for root, value in zip(roots, values, strict=True)]
-    guessed = Counter(values[parts["train"]].tolist()).most_common(1)[0][0]
-    return {
-        "outermost_operator": float(np.mean(right[:HELD_OUT])),
-        "guessing": float(np.mean(values[:HELD_OUT] == guessed)),
-    }
+    under = [Counter(values[roots == root].tolist()).most_common(1)[0][1] for root in set(roots.tolist())]
+    guessed = Counter(values.tolist()).most_common(1)[0][1]
+    return {"outermost_operator": sum(under) / len(values), "guessing": guessed / len(values)}
 
 
-def classify(name: str, out: Path, steps: int, data: Path, options: Any, *begun: Any) -> dict[str, Any]:
-    """A run on the values: what it has right of the test lists, and of its validation while it was trained."""
-    task = ("--task", "classify", "--data", data / "train.tsv", "--length", options.length, "--seed", options.seed)
-    words = (*task, "--steps", steps, "--batch-size", options.rows, "--lr", options.lr, *begun)
+def classify(
+    name: str, out: Path, data: Path, sizes: tuple[int, int, int], options: Any, *begun: Any
+) -> dict[str, Any]:
+    """A run of so many steps, rows and symbols a row on the values of lists: what it has right of held-out ones."""
+    steps, rows, length = sizes
+    task = ("--task", "classify", "--data", data / "lists.tsv", "--length", length, "--seed", options.seed)
+    words = (*task, "--steps", steps, "--batch-size", rows, "--lr", options.lr, *begun)
     trained = train("bert", out, options.threads, *words, *options.further)
-    threads = ("--threads", options.threads) if options.threads else ()
-    measured = kinformer("evaluate", out, "--data", data / "test.tsv", *threads)
+    measured = kinformer("evaluate", out, *(("--threads", options.threads) if options.threads else ()))
     run = {"name": name, "steps": steps, "seconds": trained["seconds"], "parameters": trained["parameters"]}
     run |= {key: measured[key] for key in ("accuracy", "bits_per_label", "examples")}
     print(f"{name}: {run['accuracy']:.1%} right after {steps} steps", flush=True)
@@ -75,26 +76,39 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, help="keep the data and the run folders here")
     parser.add_argument("further", nargs="*", metavar="-- OPTIONS", help="further options of kinformer train")
     options = prepare(parser)
+    longer = LONGER
     if options.quick:
-        options.steps, options.examples = 8, 200
-    options.length = 16 * -(-options.bounds[1] // 16)
+        options.steps, options.examples, longer = 8, 200, (((60, 130), 200, 4, 4),)
+    length = room(options.bounds)
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.runs or Path(scratch)
-        data = folder / "lists"
-        plateau = write(data, options)
-        runs = [classify("from scratch", folder / "scratch", options.steps, data, options, *SIZES)]
-        masked = folder / "masked"
-        first = ("--task", "mlm", "--data", data / "train.txt", "--length", options.length, "--seed", options.seed)
+        data, masked = folder / "lists", folder / "masked"
+        plateau = write(data, options.examples, options.bounds, options.seed)
+        whole, half = ((steps, options.rows, length) for steps in (options.steps, options.steps - options.steps // 2))
+        runs = [classify("from scratch", folder / "scratch", data, whole, options, *SIZES) | plateau]
+        first = ("--task", "mlm", "--data", data / "lists.txt", "--length", length, "--seed", options.seed)
         words = (*first, "--steps", options.steps // 2, "--batch-size", options.rows, "--lr", options.lr, *SIZES)
         pretrained = train("bert", masked, options.threads, *words, *options.further)
-        rest = options.steps - options.steps // 2
-        runs.append(classify("pretrained", folder / "pretrained", rest, data, options, "--init", masked))
+        before = folder / "pretrained"
+        runs.append(classify("pretrained", before, data, half, options, "--init", masked) | plateau)
         runs[-1]["seconds"] += pretrained["seconds"]
-    table = [[run["name"], run["accuracy"], run["bits_per_label"], run["seconds"]] for run in runs]
-    table += [[name.replace("_", " "), value, None, None] for name, value in plateau.items()]
-    show("ListOps, test lists", ("run", "accuracy", "bits per label", "seconds"), table)
-    settings = {key: getattr(options, key) for key in ("steps", "examples", "bounds", "length", "rows", "lr", "seed")}
-    save(options, "self_pretraining", {"settings": settings | {"sizes": list(SIZES)}, **plateau, "runs": runs})
+        for bounds, number, steps, rows in longer:
+            name = f"{bounds[0]} to {bounds[1]} symbols"
+            data, out = folder / f"lists-{bounds[1]}", folder / f"longer-{bounds[1]}"
+            plateau = write(data, number, bounds, options.seed)
+            runs.append(classify(name, out, data, (steps, rows, room(bounds)), options, "--init", before) | plateau)
+            before = out
+    header = ("run", "accuracy", "bits per label", "seconds", "outermost operator", "guessing")
+    keys = ("name", "accuracy", "bits_per_label", "seconds", "outermost_operator", "guessing")
+    show("ListOps, held-out lists", header, [[run[key] for key in keys] for run in runs])
+    settings = {key: getattr(options, key) for key in ("steps", "examples", "bounds", "rows", "lr", "seed")}
+    settings |= {"sizes": list(SIZES), "longer": longer}
+    save(options, "self_pretraining", {"settings": settings, "runs": runs})
+
+
+def room(bounds: tuple[int, int]) -> int:
+    """Positions for lists of fewer symbols than the upper bound."""
+    return 16 * -(-bounds[1] // 16)
 
 
 if __name__ == "__main__":

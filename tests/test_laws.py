@@ -230,6 +230,7 @@ ACCELERATORS = (
     "kernels/attention/few.py",
     "kernels/attention/int8.py",
     "kernels/block_sparse/falloff.py",
+    "projections/shifted.py",
     "runtime/matmul.py",
 )
 """What a plain way could replace, as long as a benchmark shows what it is worth."""
