@@ -70,19 +70,13 @@ MEMBERS: dict[str, dict[str, Any]] = {
     "routing": {"local_heads": 0, "num_clusters": 8, "window": 8},
 }
 """What is changed of each member's mixer beside the number of heads; windows are shorter than a row."""
-UNIT_LENGTH = {"projection": "normalised", "score.scale": 1 / 64}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "rfa, no gate": ("rfa", {"decay": "none"}),
-    "rfa, no gate, temperature 0.35": ("rfa", {"decay": "none", "feature_map.temperature": 0.35}),
-    "rfa, no gate, temperature 0.35, 256 features": (
-        "rfa", {"decay": "none", "feature_map.temperature": 0.35, "feature_map.features": 256}
-    ),
-    "softmax of unit length": ("gpt", UNIT_LENGTH),
-    "softmax of unit length, temperature 0.35": ("gpt", UNIT_LENGTH | {"score.scale": 1 / 8}),
+    "rfa, gate of temperature 16": ("rfa", {"decay.temperature": 16.0}),
+    "forgetting, gate of temperature 16": ("forgetting", {"decay.temperature": 16.0}),
     "routing, one cluster": ("routing", {"local_heads": 0, "num_clusters": 1, "window": 64}),
     "routing, two clusters, windows of 32": ("routing", {"local_heads": 0, "num_clusters": 2, "window": 32}),
-    "routing, four clusters, windows of 32": ("routing", {"local_heads": 0, "num_clusters": 4, "window": 32}),
-}  # fmt: skip
+}
 """Changes of members that have not begun to recall: which of their parts is it? Run only where --members names them."""
 RATES, SEEDS = (3e-3, 1e-2, 1e-3), (0, 1, 2)
 SOLVED, EXAM, PATIENCE = 0.99, 512, 100
