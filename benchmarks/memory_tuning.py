@@ -1,4 +1,4 @@
-"""What does a trained model gain when it is fine-tuned to use 8,192 memories, beside more training and more weights?
+"""What does a trained model gain when it is fine-tuned to use 8,192 memories, beside more training?
 
 Wu et al. 2022, section 4.6: a model that was trained without a memory learns to use one in few steps, and then is as
 good as one of several times its weights. Here, on your own text, in bytes, by `kinformer train` and `--init`:
@@ -6,7 +6,7 @@ good as one of several times its weights. Here, on your own text, in bytes, by `
     plain       windowed softmax attention with T5's biases, --steps steps by consecutive segments
     continued   the plain model after --more further steps at the rate of the fine-tuning
     memory      the plain model as `memorizing`, whose third layer looks things up in --memory memories, after as many
-    larger      as plain, of twice the width, --steps and --more steps
+    larger      with --larger: as plain, of twice the width, --steps and --more steps
 
 All are measured with their state carried through the same held-out bytes; the one with a memory also with fewer
 memories, which need no other weights. Run folders in --runs that exist already are only measured.
@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--larger", action="store_true", help="train the larger model, too, which takes longest")
     parser.add_argument("--runs", type=Path, help="keep the run folders here")
     options = prepare(parser)
     options.bytes = 100_000
@@ -85,10 +86,11 @@ def main() -> None:
         for fewer in FEWER:
             value = bits(memory, options, *sets({place: fewer}))
             rows.append(row(f"the same, {fewer} memories", tuned, options.steps + options.more, value))
-        steps = options.steps + options.more
-        whole = ("--steps", steps, "--lr", options.lr, *shape(2 * options.dim, options))
-        larger = train("local", folder / "larger", threads, *words, *whole)
-        rows.append(row("larger", larger, steps, bits(folder / "larger", options)))
+        if options.larger:
+            steps = options.steps + options.more
+            whole = ("--steps", steps, "--lr", options.lr, *shape(2 * options.dim, options))
+            larger = train("local", folder / "larger", threads, *words, *whole)
+            rows.append(row("larger", larger, steps, bits(folder / "larger", options)))
     show("fine-tuned to a memory", tuple(rows[0]), [list(each.values()) for each in rows])
     settings = {key: getattr(options, key) for key in ("steps", "more", "memory", "dim", "rows", "lr", "seed")}
     save(options, "memory_tuning", {"settings": settings | {"segment": SEGMENT}, "rows": rows})
