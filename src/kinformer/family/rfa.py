@@ -67,7 +67,7 @@ MEMBER = Member(
     parity=("the authors' code, without its gate (tests/family/test_kernel_members.py)",),
     results=("approximation",),
     use_when="you study random features of softmax attention with a gate",
-    avoid_when="you need recall with its gate as published, which begins half open (decay.temperature = 16 mends that)",
+    avoid_when="you need recall: its gate begins half open (decay.temperature = 16 mends that)",
     recipes={
         "tiny": _recipe(ModelShape(32, 2, 2)),
         "small": _recipe(ModelShape(256, 4, 4)),
