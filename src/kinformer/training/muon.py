@@ -47,7 +47,9 @@ class StackedMuon(Muon):
             if not matrices:
                 continue
             torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
-            moved = torch._foreach_lerp(gradients, momenta, group["momentum"]) if group["nesterov"] else momenta
+            moved = momenta
+            if group["nesterov"]:  # one by one: PyTorch 2.11 has no _foreach_lerp of sharded tensors
+                moved = [torch.lerp(*pair, group["momentum"]) for pair in zip(gradients, momenta, strict=True)]
             torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
             for alike in _alike(matrices):
                 cast = [gathered(moved[index]).to(_precision(moved[index].device)) for index in alike]
