@@ -262,13 +262,13 @@ class Decoder(CommonModel):
         stack: Any = self.stack
         read, source = self.exit_logits, source_means(state, values.shape[0])
         x, logits, leaves, layers = stack.until(number, chunk, state.layers, before, read, source)
-        return (x, logits, leaves), state._replace(layers=layers, seen=seen)
+        return (x, logits, leaves), DecoderState(layers, seen, state.source)
 
     def past_exit(self, number: int, hidden: Tensor, state: DecoderState) -> tuple[tuple[()], DecoderState]:
         """Advance the state alone for tokens that left before with ``hidden`` [batch, time, dim]."""
         chunk, before, seen = self._placed(Chunk(hidden), state.seen)
         stack: Any = self.stack
-        return (), state._replace(layers=stack.past(number, chunk, state.layers, before), seen=seen)
+        return (), DecoderState(stack.past(number, chunk, state.layers, before), seen, state.source)
 
     def _placed(self, chunk: Chunk, seen: Tensor) -> tuple[Chunk, BeforeUse, Tensor]:
         """Return ``chunk`` with its positions, the function that adds to the input of each
@@ -289,4 +289,5 @@ class Decoder(CommonModel):
         chunk = chunk._replace(x=x)
         reading = self.exit_logits, source_means(state, x.shape[0])
         (x, layers, tapped), exits = self.stack.absorb_early_exits(chunk, state.layers, before, taps, *reading)
-        return Hidden(self.norm(x), state._replace(layers=layers, seen=seen), tapped), exits
+        # By name, since PyTorch 2.11 returns no NamedTuple from a graph whose class it met as that of another.
+        return Hidden(self.norm(x), DecoderState(layers, seen, state.source), tapped), exits
