@@ -5,8 +5,8 @@
 On a CPU the gradients are computed piece by piece of the time, so that what all taps read stays in the cache, and into
 one tensor: autograd would fill a tensor with zeros for every tap.
 
-``benchmarks/accelerators.py`` keeps it: by the rows ``convolution`` of ``accelerators_other.json`` it is 2.6 to 2.8 times
-as fast (an AMD EPYC). Delete :class:`_ShiftedSum` when they are all below 1.1.
+``benchmarks/accelerators.py`` keeps it: by the rows ``convolution`` of ``accelerators_other.json`` it is 2.6 to 2.8
+times as fast (an AMD EPYC). Delete :class:`_ShiftedSum` when they are all below 1.1.
 """
 
 from __future__ import annotations
