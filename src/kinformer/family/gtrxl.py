@@ -52,8 +52,8 @@ MEMBER = Member(
         "memory begins empty, where other implementations let tokens attend zeros",
         "u and v are each layer's own, and feed-forwards have no biases, as in RLlib; there is no official code",
         "recipe small is narrower than that of other members, since gates double a layer's weights",
-        "of the recipe paper the width (256), the depth, the heads and the memory are recalled from the paper, not held "
-        "to it again; segments, and feed-forwards four times as wide, are ours",
+        "of the recipe paper the width (256), the depth, the heads and the memory are recalled from the paper, not "
+        "held to it again; segments, and feed-forwards four times as wide, are ours",
     ),
     exact_limit="segment >= length: exact attention with relative positions, behind gates",
     needs={"segments": True},
