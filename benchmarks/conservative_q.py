@@ -147,11 +147,9 @@ class Greedy:
     def act(self, observations: np.ndarray, target_returns: np.ndarray) -> np.ndarray:
         self.observations.append(observations)
         recent = self.observations[-self.inputs.steps :]
-        if self.inputs.steps == 1:
-            rows = [self.inputs.rows(each[None], np.zeros(0, np.int64)) for each in observations]
-        else:
-            acted = np.array(self.actions, np.int64).reshape(-1, len(observations))
-            rows = [self.inputs.rows(np.stack(recent)[:, row], acted[:, row])[-1:] for row in range(len(observations))]
+        acted = np.array(self.actions, np.int64).reshape(-1, len(observations))
+        between = acted[len(acted) - len(recent) + 1 :]
+        rows = [self.inputs.rows(np.stack(recent)[:, row], between[:, row])[-1:] for row in range(len(observations))]
         with torch.inference_mode():
             chosen = self.values(torch.from_numpy(np.concatenate(rows))).argmax(1).numpy()
         self.actions.append(chosen)
@@ -162,13 +160,13 @@ class Greedy:
         self.actions = [each[rows] for each in self.actions]
 
 
-def episodes_of(setting: Setting, seed: int, folder: Path, recorded: int) -> Trajectories:
+def episodes_of(setting: Setting, seed: int, folder: Path, options: Any) -> Trajectories:
     """The episodes that key_to_door.py and returns.py learn from."""
     if setting.walks is not None:
-        return random_walks(setting.env, setting.walks, seed)
+        return random_walks(setting.env, min(setting.walks, options.walks), seed)
     path = folder / f"{setting.env}.npz"
     if not path.exists():
-        record(setting.env, path, recorded)
+        record(setting.env, path, options.recorded)
     return open_trajectories(str(path))
 
 
@@ -186,10 +184,8 @@ def others(setting: Setting) -> dict[str, list[float]]:
 
 def measured(setting: Setting, folder: Path, options: Any) -> Iterator[dict[str, Any]]:
     """A run for every seed and weight."""
-    walks = min(setting.walks or 0, 50) if options.quick else setting.walks
-    used = setting._replace(walks=walks if setting.walks is not None else None)
     for seed in range(options.seeds):
-        data = episodes_of(used, seed, folder, options.recorded)
+        data = episodes_of(setting, seed, folder, options)
         inputs = Inputs(data, setting.seen_steps)
         longest = 500 if setting.walks is None else int(data.lengths.max()) + 1
         seen = transitions(data, inputs, longest)
@@ -216,9 +212,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20_000, help="of training")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     options = prepare(parser)
-    options.recorded, options.episodes = RECORDED, None
+    options.recorded, options.episodes, options.walks = RECORDED, None, 10_000
     if options.quick:
-        options.steps, options.seeds, options.recorded, options.episodes = 20, 1, 12, 4
+        options.steps, options.seeds, options.recorded, options.episodes, options.walks = 20, 1, 12, 4, 50
     with tempfile.TemporaryDirectory() as scratch:
         runs = [run for setting in SETTINGS for run in measured(setting, Path(scratch), options)]
     rows = [summary(setting, runs) for setting in SETTINGS]

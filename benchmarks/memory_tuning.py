@@ -32,7 +32,7 @@ def common(options: Any) -> tuple[Any, ...]:
     return (*text, "--segments", "--length", SEGMENT, "--batch-size", options.rows, "--seed", options.seed)
 
 
-def shape(dim: int, options: Any) -> list[str]:
+def shape(dim: int) -> list[str]:
     """The plain model's sizes."""
     attention = {"layers.*.mixer.position": "t5", "layers.*.mixer.pattern.window": SEGMENT, "position": "none"}
     return sets(of_width(dim) | {"layers": LAYERS} | attention)
@@ -73,7 +73,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.runs or Path(scratch)
         words, threads = common(options), options.threads
-        plain, small = folder / "plain", shape(options.dim, options)
+        plain, small = folder / "plain", shape(options.dim)
         first = train("local", plain, threads, *words, "--steps", options.steps, "--lr", options.lr, *small)
         rows = [row("plain", first, options.steps, bits(plain, options))]
         tuning = ("--init", plain, "--steps", options.more, "--lr", options.lr / 4)
@@ -88,7 +88,7 @@ def main() -> None:
             rows.append(row(f"the same, {fewer} memories", tuned, options.steps + options.more, value))
         if options.larger:
             steps = options.steps + options.more
-            whole = ("--steps", steps, "--lr", options.lr, *shape(2 * options.dim, options))
+            whole = ("--steps", steps, "--lr", options.lr, *shape(2 * options.dim))
             larger = train("local", folder / "larger", threads, *words, *whole)
             rows.append(row("larger", larger, steps, bits(folder / "larger", options)))
     show("fine-tuned to a memory", tuple(rows[0]), [list(each.values()) for each in rows])

@@ -326,9 +326,8 @@ def main() -> None:
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         while True:
             late = time.monotonic() - begun > 60 * options.minutes
-            open_runs = (
-                [] if late else [run for run in wanted(records, members, options.seeds) if run not in running.values()]
-            )
+            runs = () if late else wanted(records, members, options.seeds)
+            open_runs = [run for run in runs if run not in running.values()]
             for run in open_runs[: options.jobs - len(running)]:
                 running[pool.submit(train, run, chosen)] = run
             if not running:

@@ -13,8 +13,6 @@ if sys.dont_write_bytecode:  # PYTHONDONTWRITEBYTECODE: every process would comp
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-gc.disable()  # until all tests are collected
-
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
@@ -41,9 +39,15 @@ def pytest_configure(config):
     config.pluginmanager.register(ProcessorTime())
 
 
-def pytest_collection_finish():
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is loaded while tests are collected stays, and is not searched for garbage, then or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -44,11 +44,11 @@ def test_a_command_looks_for_no_garbage_in_what_it_loads_and_a_call_leaves_that_
     """A command's work runs with the search for garbage on; what was loaded before it is out of the search."""
     code = (
         "import gc, sys\n"
-        "import kinformer.cli.show as show\n"
+        "import kinformer.cli.bench as bench\n"
         "from kinformer.cli.main import main\n"
-        "run, sys.argv = show.run, ['kinformer', 'show', 'gpt', '--brief']\n"
+        "sys.argv = ['kinformer', 'bench', 'gpt']\n"
         "told = lambda: print(gc.isenabled(), gc.get_freeze_count() > 100_000, file=sys.stderr)\n"
-        "show.run = lambda options: told() or run(options)\n"
+        "bench.run = lambda options: told() or 0\n"
         "main()\n"
         "print(gc.isenabled(), file=sys.stderr)"
     )

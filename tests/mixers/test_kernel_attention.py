@@ -72,6 +72,9 @@ PUBLISHED = {
         decay=Softplus.Config(coupled=True), normaliser="none", convolution=4, skip=True, head_norm="rms_group",
         gate=True, gate_first=True, bias=False,
     ),
+    "rfa, gates that begin nearly open": LinearAttention.Config(
+        num_heads=2, feature_map=RandomFourier.Config(features=12), decay=Sigmoid.Config(temperature=16.0), floor=1e-2
+    ),
     "log-linear mamba-2": LinearAttention.Config(
         num_heads=4, head_dim=3, value_dim=2, key_heads=2, feature_map=Identity.Config(), levels=3,
         decay=Softplus.Config(coupled=True), normaliser="none", convolution=4, skip=True, head_norm="rms_group",
@@ -280,3 +283,13 @@ def test_random_features_are_safe_and_blind_to_the_future_at_every_scale(name, f
     if factor <= 1:
         wide, _ = mixed(mixer.double(), x.double())
         assert (wide - y).abs().max() < 1e-3 * wide.abs().max()
+
+
+def test_a_gates_temperature_is_the_root_of_its_decays_and_without_end_there_is_none():
+    """exp(log a / temperature); far above all numbers of a gate, nothing of the past is lost."""
+    x, built = torch.randn(2, 5, DIM, dtype=torch.float64), {}
+    for temperature in (1.0, 16.0, 1e300):
+        torch.manual_seed(0)
+        built[temperature] = Sigmoid.Config(temperature=temperature).build(DIM, 2, 4).double()(x).exp()
+    torch.testing.assert_close(built[16.0] ** 16, built[1.0], rtol=1e-12, atol=0)
+    assert (built[1e300] == 1).all() and not (built[1.0] == 1).any()

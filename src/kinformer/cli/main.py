@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from kinformer import __version__
 from kinformer.cli.output import BEGUN, age_of_process, printing_notes, telling
-from kinformer.cli.process import open_standard_streams, set_up, settle, started
+from kinformer.cli.process import open_standard_streams, set_up, started
 from kinformer.runtime.errors import KinformerError, as_flags, memory_sentence, nearest, spelled
 from kinformer.runtime.progress import abandon, tolerant
 
@@ -159,8 +159,6 @@ COMPUTING = (
     "index",
 )
 """Commands that run models for long."""
-WITHOUT_MODELS = ("list", "launch", "pack", "completion")
-"""Commands that load no parts of models."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -168,10 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Only without ``argv`` is the process the command's own, and set up to compute (``runtime.process``).
     """
-    if argv is not None:
-        with as_flags():
-            return _main(argv)
-    with started(), as_flags():
+    with started(is_command=argv is None), as_flags():
         return _main(argv)
 
 
@@ -225,8 +220,6 @@ def _dispatch(arguments: list[str], is_command: bool) -> int:
         return 0
     try:
         with printing_notes(options.quiet), set_up(name in COMPUTING, is_command), telling(options):
-            if is_command:
-                settle(name not in WITHOUT_MODELS)
             return module.run(options)
     except KinformerError as error:
         status = _fail(str(error))

@@ -13,8 +13,11 @@ from kinformer.runtime.progress import tolerant
 
 
 @contextmanager
-def started() -> Iterator[None]:
-    """A process of the command line, which looks for no garbage before :func:`settle`: imports make none."""
+def started(is_command: bool) -> Iterator[None]:
+    """The command line: a process of its own looks for no garbage before :func:`set_up`, since imports make none."""
+    if not is_command:
+        yield
+        return
     gc.disable()
     try:
         yield
@@ -22,26 +25,24 @@ def started() -> Iterator[None]:
         gc.enable()
 
 
-def settle(with_models: bool) -> None:
-    """Load the parts of models, if the command needs them, and let Python look for garbage from here on, but never in
-    what is loaded: that would take two fifths of a short command's time (``benchmarks/first_seconds.py``)."""
-    if with_models:
-        from kinformer.family.kinds import kinds
-
-        kinds()
-    gc.freeze()
-    gc.enable()
-
-
 def set_up(computes: bool, is_command: bool) -> AbstractContextManager[None]:
-    """The process in which a command computes: set up for it where it is the command's, else left as it was."""
-    if not computes:
-        return nullcontext()
-    from kinformer.runtime.process import begin_process, preserved
+    """The process in which a command computes: set up for it where it is the command's, else left as it was.
 
+    From here on a command's process looks for garbage, but never in what is loaded by now: that would take two fifths
+    of a short command's time (``benchmarks/first_seconds.py``). So what computes loads the parts of models before.
+    """
+    if computes:
+        from kinformer.runtime.process import begin_process, preserved
+
+        if is_command:
+            from kinformer.family.kinds import kinds
+
+            begin_process()
+            kinds()
     if is_command:
-        begin_process()
-    return preserved()
+        gc.freeze()
+        gc.enable()
+    return preserved() if computes else nullcontext()
 
 
 def open_standard_streams() -> None:

@@ -7,7 +7,6 @@ from functools import cache
 from kinformer.core.config import Config
 from kinformer.family.model_kinds import blocks, encoders, models
 from kinformer.runtime.plugins import PARTS, Registry, entry_points_of
-from kinformer.runtime.process import without_collections
 
 
 def kinds() -> dict[str, Registry[type[Config]]]:
@@ -31,18 +30,17 @@ def _kinds_of(slot: str, builtin: dict[str, type[Config]]) -> Registry[type[Conf
 def _builtin_kinds() -> dict[str, dict[str, type[Config]]]:
     """Return Kinformer's own slots, kinds and config classes."""
     table: dict[str, dict[str, type[Config]]] = {}
-    with without_collections():
-        parts = (
-            _mixers(),
-            _mixers_over_a_source(),
-            _positions(),
-            _patterns(),
-            _scores_and_projections(),
-            _features_and_decays(),
-        )
-        for some in (models(), encoders(), blocks(), *parts):
-            for config in some:
-                table.setdefault(config.slot, {})[config.kind] = config
+    parts = (
+        _mixers(),
+        _mixers_over_a_source(),
+        _positions(),
+        _patterns(),
+        _scores_and_projections(),
+        _features_and_decays(),
+    )
+    for some in (models(), encoders(), blocks(), *parts):
+        for config in some:
+            table.setdefault(config.slot, {})[config.kind] = config
     return table
 
 

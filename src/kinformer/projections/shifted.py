@@ -42,11 +42,9 @@ def shifted_sum(tokens: Tensor, weight: Tensor, inside: Callable[[int], Tensor] 
 def by_autograd(tokens: Tensor, weight: Tensor, inside: Callable[[int], Tensor] | None) -> Tensor:
     """Return the sum of :func:`shifted_sum` by PyTorch's operations, whose gradients are autograd's."""
     weight = weight[:, :, None]
-    context = len(weight) - 1
-    mixed = tokens[:, :, context:] * weight[0]
-    time = mixed.shape[2]
-    for back in range(1, context + 1):
-        earlier = tokens[:, :, context - back :][:, :, :time]
+    present, *past = _shifted(tokens, len(weight))
+    mixed = present * weight[0]
+    for back, earlier in enumerate(past, 1):
         if inside is not None:
             earlier = torch.where(inside(back)[:, None, :, None], earlier, earlier.new_zeros(()))
         mixed = torch.addcmul(mixed, earlier, weight[back])

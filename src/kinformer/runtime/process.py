@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import platform
 import sys
 from collections.abc import Iterator
@@ -70,19 +69,6 @@ def keep_memory() -> None:
     if mallopt is not None:
         mallopt(_TRIM_THRESHOLD, _RETAINED)
         mallopt(_MMAP_THRESHOLD, _MAPPED)
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Let Python look for no garbage meanwhile: importing hundreds of modules makes none, and searching what they make
-    takes two fifths of the time (``benchmarks/first_seconds.py``)."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextmanager
