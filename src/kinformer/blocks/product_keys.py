@@ -10,7 +10,7 @@ each half: exactly, at the cost of 2 n products. With topk = n^2 it is a softmax
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from kinformer.core.contract import state_dtype
 from kinformer.core.feed_forward import FeedForwardConfig, PartlyUsed, ReadsPadding
 from kinformer.runtime.compiling import uncompiled
+from kinformer.runtime.derivatives import Context
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import has_data
 from kinformer.runtime.words import plural
@@ -142,12 +143,12 @@ class _Sum(torch.autograd.Function):
     only shapes (PyTorch's own fails there)."""
 
     @staticmethod
-    def forward(ctx: Any, slots: Tensor, weights: Tensor, table: Tensor) -> Tensor:
+    def forward(ctx: Context, slots: Tensor, weights: Tensor, table: Tensor) -> Tensor:
         ctx.save_for_backward(slots, weights, table)
         return nn.functional.embedding_bag(slots, table, mode="sum", per_sample_weights=weights)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor]:
+    def backward(ctx: Context, *gradients: Tensor) -> tuple[None, Tensor, Tensor]:
         (gradient,) = gradients
         slots, weights, table = ctx.saved_tensors
         tokens = max(1, _GATHERED // (slots.shape[1] * table.shape[1]))

@@ -8,14 +8,16 @@ called.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
     from kinformer.core.input import Input
+    from kinformer.core.model_config import ModelConfig
+    from kinformer.core.stack import Stack
     from kinformer.core.state import State
 
 M = TypeVar("M")
@@ -30,13 +32,9 @@ class Hidden(NamedTuple):
     taps: tuple[Tensor, ...] = ()
 
 
-class CausalModel(Protocol):
-    """A model of sequences that grow: ``logits, state = model(values, state)`` for chunks of any length.
-
-    Values are what the model's input takes: [batch, time], or [batch, time, ...] where a position is more than one
-    number. ``state`` None begins new sequences; ``kinformer.core.contract`` says which law all chunks obey.
-    ``max_length`` is how long a sequence may get, None where its positions do not end.
-    """
+class Model(Protocol):
+    """What all models are: modules with an input. ``max_length`` is how long a sequence may get, None where its
+    positions do not end."""
 
     training: bool
 
@@ -44,12 +42,45 @@ class CausalModel(Protocol):
     def input(self) -> Input: ...
 
     @property
+    def max_length(self) -> int | None: ...
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]: ...
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]: ...
+
+    def modules(self) -> Iterator[nn.Module]: ...
+
+    def train(self, mode: bool = True) -> Self: ...
+
+    def eval(self) -> Self: ...
+
+
+class StackedModel(Model, Protocol):
+    """A model of this library: input, stack and head, as its ``config`` says."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def stack(self) -> Stack: ...
+
+    @property
+    def head(self) -> nn.Module: ...
+
+
+class CausalModel(Model, Protocol):
+    """A model of sequences that grow: ``logits, state = model(values, state)`` for chunks of any length.
+
+    Values are what the model's input takes: [batch, time], or [batch, time, ...] where a position is more than one
+    number. ``state`` None begins new sequences; ``kinformer.core.contract`` says which law all chunks obey.
+    """
+
+    @property
     def vocab_size(self) -> int:
         """Return how many ids a model of tokens takes."""
         ...
-
-    @property
-    def max_length(self) -> int | None: ...
 
     def initial_state(
         self,
@@ -94,16 +125,8 @@ class CausalModel(Protocol):
         ...
 
 
-class WholeModel(Protocol):
+class WholeModel(Model, Protocol):
     """A model that encodes whole inputs [batch, time] or [batch, time, ...] at once and has no state: an encoder."""
-
-    training: bool
-
-    @property
-    def input(self) -> Input: ...
-
-    @property
-    def max_length(self) -> int | None: ...
 
     def __call__(self, values: Tensor, *, valid: Tensor | None = None) -> Tensor:
         """Return the logits of every position or of every row."""
@@ -152,6 +175,6 @@ def modules_of(model: nn.Module, kind: type[M]) -> list[M]:
     return [module for module in model.modules() if isinstance(module, kind)]
 
 
-def device_of(model: Any) -> torch.device:
+def device_of(model: Model | nn.Module) -> torch.device:
     """Return the device of the model's weights."""
     return next(model.parameters()).device

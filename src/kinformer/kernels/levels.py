@@ -14,12 +14,13 @@ So a tile of tokens reads its pairs, and every level of the state that is not em
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kinformer.kernels.impls import LinearImpl
+from kinformer.runtime.derivatives import Context
 from kinformer.runtime.host import host_ints
 
 TILE = 64
@@ -80,11 +81,11 @@ class _Laid(torch.autograd.Function):
     which decays are made by, takes no other."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
         return grad.contiguous()
 
 

@@ -12,13 +12,13 @@ times as fast (an AMD EPYC). Delete :class:`_ShiftedSum` when they are all below
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from kinformer.core.contract import state_dtype
+from kinformer.runtime.derivatives import Context
 
 PIECE = 1 << 17
 """Elements of a piece of one row: half a megabyte in float32."""
@@ -61,12 +61,12 @@ class _ShiftedSum(torch.autograd.Function):
         return by_autograd(tokens, weight, None)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    def setup_context(ctx: Context, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
         ctx.save_for_forward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
         tokens, weight = ctx.saved_tensors
         if torch.is_grad_enabled():  # to be differentiated again
             context = len(weight) - 1
@@ -75,7 +75,7 @@ class _ShiftedSum(torch.autograd.Function):
         return _gradients(tokens, weight, gradient)
 
     @staticmethod
-    def jvp(ctx: Any, tokens_tangent: Tensor | None, weight_tangent: Tensor | None) -> Tensor:
+    def jvp(ctx: Context, tokens_tangent: Tensor | None, weight_tangent: Tensor | None) -> Tensor:
         tokens, weight = ctx.saved_tensors
         parts = [(tokens_tangent, weight), (tokens, weight_tangent)]
         return sum(shifted_sum(x, w, None) for x, w in parts if x is not None and w is not None)  # type: ignore[return-value]

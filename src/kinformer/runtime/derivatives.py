@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.function import FunctionCtx
 
 from kinformer.runtime.errors import KinformerError
 
@@ -29,7 +30,7 @@ def first_order(name: str, remedy: str = REMEDY) -> Callable[[Callable[..., Grad
 
     def decorate(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
         @wraps(backward)
-        def connected(ctx: Any, *gradients: Tensor) -> Gradients:
+        def connected(ctx: Context, *gradients: Tensor) -> Gradients:
             saved = ctx.saved_tensors  # read once: a checkpoint computes them for one reading
             if not torch.is_grad_enabled():
                 return backward(ctx, saved, *gradients)
@@ -47,16 +48,32 @@ def first_order(name: str, remedy: str = REMEDY) -> Callable[[Callable[..., Grad
     return decorate
 
 
+class Context(FunctionCtx):
+    """What autograd hands to ``forward`` and ``backward`` of a function: saved tensors, and whatever ``forward``
+    leaves there for ``backward``."""
+
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    if TYPE_CHECKING:
+
+        def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+
 class _Gradients(torch.autograd.Function):
     """The function that returns the first ``count`` of its tensors as they are, and whose gradient raises."""
 
     @staticmethod
-    def forward(ctx: Any, named: tuple[str, str], count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Context, named: tuple[str, str], count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.name, ctx.remedy = named
         return tensors[:count]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+    def backward(ctx: Context, *gradients: Tensor) -> Gradients:
         raise KinformerError(
             f"{ctx.name} has no second derivative, but a gradient was differentiated again; {ctx.remedy}."
         )

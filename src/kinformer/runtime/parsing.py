@@ -14,9 +14,12 @@ import typing
 from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from kinformer.runtime.errors import LARGEST, KinformerError
+
+JsonObject: TypeAlias = dict[str, Any]
+"""An object of JSON or a table of TOML from outside, whose values its reader checks."""
 
 MOST_DEPTH = 200
 """Lists and tables inside one another; what we write nests less than a tenth of it."""
@@ -56,7 +59,7 @@ def parse_json_line(path: Path | str, number: int, line: str | bytes, remedy: st
         raise KinformerError(f"{path}, line {number}: is not JSON ({error}); {remedy}.") from None
 
 
-def parse_toml(text: str) -> dict[str, Any]:
+def parse_toml(text: str) -> JsonObject:
     """The table that ``text`` spells. Errors: ``ValueError`` as in :func:`parse_json`."""
     try:
         table = tomllib.loads(text)

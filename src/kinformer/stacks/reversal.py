@@ -15,7 +15,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from kinformer.core import state as states
 from kinformer.core.stack import Branch
 from kinformer.core.state import State
-from kinformer.runtime.derivatives import Gradients, first_order
+from kinformer.runtime.derivatives import Context, Gradients, first_order
 from kinformer.runtime.errors import KinformerError
 
 NAME = "the reversible stack"
@@ -135,7 +135,7 @@ class UseLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         use: LayerUse,
         trail: Trail,
         state: State,
@@ -153,7 +153,7 @@ class UseLayer(torch.autograd.Function):
 
     @staticmethod
     @first_order(NAME, REMEDY)
-    def backward(ctx: Any, saved: tuple[Tensor, ...], *gradients: Tensor | None) -> Gradients:
+    def backward(ctx: Context, saved: tuple[Tensor, ...], *gradients: Tensor | None) -> Gradients:
         weights = ctx.weights()
         _check_same(weights, saved[len(saved) - len(weights) :])
         inputs, of_after, before = iter(saved), iter(gradients[2:]), []
@@ -173,7 +173,7 @@ class Join(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, trail: Trail, mean: bool, dtype: torch.dtype, a: Tensor, b: Tensor, *others: Tensor
+        ctx: Context, trail: Trail, mean: bool, dtype: torch.dtype, a: Tensor, b: Tensor, *others: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         y = joined(a, b, mean, dtype)
@@ -183,7 +183,7 @@ class Join(torch.autograd.Function):
 
     @staticmethod
     @first_order(NAME, REMEDY)
-    def backward(ctx: Any, saved: tuple[Tensor, ...], of_y: Tensor | None, *of_others: Tensor | None) -> Gradients:
+    def backward(ctx: Context, saved: tuple[Tensor, ...], of_y: Tensor | None, *of_others: Tensor | None) -> Gradients:
         a, b = saved if len(saved) == 2 else saved[0].chunk(2, dim=-1)
         ctx.trail.streams = a, b
         of_streams: tuple[Tensor | None, ...] = (None, None)

@@ -10,6 +10,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from kinformer.runtime.derivatives import Context
+
 
 def copied(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return ``x``, which all processes of ``mesh`` have; its gradient is the sum of theirs."""
@@ -29,13 +31,13 @@ def joined(y: Tensor, mesh: DeviceMesh) -> Tensor:
 
 class _Copied(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, processes: Any) -> Tensor:
+    def forward(ctx: Context, x: Tensor, processes: Any) -> Tensor:
         ctx.processes = processes
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
         return _all_reduced(gradient, ctx.processes), None
 
 

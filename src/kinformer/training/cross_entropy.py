@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kinformer.core.head import OutputProduct
 from kinformer.runtime.autocast import autocast_dtype, no_autocast
-from kinformer.runtime.derivatives import check_reverse, first_order
+from kinformer.runtime.derivatives import Context, check_reverse, first_order
 
 LOGITS = 1 << 22
 """Elements from which on logits are made in pieces, on a CPU: 16 MiB in float32."""
@@ -66,7 +66,9 @@ def summed(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> T
 
 class _InPieces(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, learning: bool) -> Tensor:
+    def forward(
+        ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, learning: bool
+    ) -> Tensor:
         narrow = autocast_dtype(x.device) or x.dtype
         wide = torch.promote_types(x.dtype, torch.float32)
         total = x.new_zeros((), dtype=wide)
@@ -103,7 +105,7 @@ class _InPieces(torch.autograd.Function):
 
     @staticmethod
     @first_order(_NAME, _REMEDY)
-    def backward(ctx: Any, saved: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, saved: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         # The gradients are ready; the chain rule only scales them by that of the loss.
         x, weight, *bias = (item * gradient.to(item.dtype) for item in saved[2:])
         return x, weight, bias[0] if bias else None, None, None

@@ -15,6 +15,7 @@ from torch import Tensor, distributed
 from torch.autograd.function import once_differentiable
 
 from kinformer.core.crossing import Crossing, sent_by_neighbours
+from kinformer.runtime.derivatives import Context
 
 # PyTorch 2.13 has other names for these.
 all_gather: Any = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)
@@ -56,7 +57,7 @@ class _Gathered(torch.autograd.Function):
     this, whether or not its outputs depend on what the others sent."""
 
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, tied: Tensor, stretches: Stretches) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Context, mine: Tensor, tied: Tensor, stretches: Stretches) -> tuple[Tensor, Tensor]:
         ctx.stretches, ctx.form = stretches, mine
         everyone = mine.new_empty(stretches.count, *mine.shape)
         all_gather(everyone.flatten(), mine.contiguous().flatten(), group=stretches.processes)
@@ -64,7 +65,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, tied: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Context, gradient: Tensor, tied: Tensor) -> tuple[Tensor, Tensor, None]:
         mine = torch.empty_like(ctx.form, memory_format=torch.contiguous_format)
         reduce_scatter(mine.view(-1), gradient.contiguous().flatten(), group=ctx.stretches.processes)
         return mine, tied, None
@@ -75,7 +76,7 @@ class _FromNeighbours(torch.autograd.Function):
     through."""
 
     @staticmethod
-    def forward(ctx: Any, slots: Tensor, stretches: Stretches, most: int) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Context, slots: Tensor, stretches: Stretches, most: int) -> tuple[Tensor, Tensor]:
         ctx.stretches, ctx.form = stretches, slots
         time, received = slots.shape[2], list[Tensor]()
         ctx.widths = sent_by_neighbours(time, most, stretches.count)
@@ -88,7 +89,7 @@ class _FromNeighbours(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, passed: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, gradient: Tensor, passed: Tensor) -> tuple[Tensor, None, None]:
         stretches, time, end = ctx.stretches, ctx.form.shape[2], gradient.shape[2]
         total = passed.clone(memory_format=torch.contiguous_format)
         for distance, width in enumerate(ctx.widths, start=1):
@@ -102,7 +103,7 @@ class _FromNeighbours(torch.autograd.Function):
 
 class _Last(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, slots: Tensor, stretches: Stretches, count: int) -> Tensor:
+    def forward(ctx: Context, slots: Tensor, stretches: Stretches, count: int) -> Tensor:
         ctx.stretches, ctx.form = stretches, slots
         ours = stretches.number == stretches.count - 1
         last = slots.clone(memory_format=torch.contiguous_format) if ours else None
@@ -113,7 +114,7 @@ class _Last(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None, None]:
         stretches, total = ctx.stretches, gradient.clone(memory_format=torch.contiguous_format)
         distributed.reduce(total, stretches.peers[-1], group=stretches.processes)
         return total if stretches.number == stretches.count - 1 else torch.zeros_like(ctx.form), None, None

@@ -14,6 +14,7 @@ from torch import Tensor, distributed, nn
 from torch.autograd.function import once_differentiable
 
 from kinformer.core import state as states
+from kinformer.runtime.derivatives import Context
 from kinformer.training.crossing import Stretches
 
 _AXES = 8
@@ -89,7 +90,7 @@ class _Sent(torch.autograd.Function):
     """The leaves of a state, sent to the next process; y passes through, and brings their gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, marker: Tensor, stretches: Stretches, *leaves: Tensor) -> Tensor:
+    def forward(ctx: Context, y: Tensor, marker: Tensor, stretches: Stretches, *leaves: Tensor) -> Tensor:
         ctx.stretches, ctx.forms = stretches, leaves
         for sent in (_forms(list(leaves)), *(leaf for leaf in leaves if leaf.numel())):
             stretches.exchange(sent, stretches.number + 1, None, -1)
@@ -97,7 +98,7 @@ class _Sent(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         received: list[Tensor | None] = []
         for leaf in ctx.forms:
             room = torch.empty_like(leaf, memory_format=torch.contiguous_format) if _learns(leaf) else None
@@ -110,7 +111,9 @@ class _Received(torch.autograd.Function):
     """The leaves of a state from the process before, behind x, which passes through."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, marker: Tensor, stretches: Stretches, *dtypes: torch.dtype) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Context, x: Tensor, marker: Tensor, stretches: Stretches, *dtypes: torch.dtype
+    ) -> tuple[Tensor, ...]:
         ctx.stretches = stretches
         forms = torch.empty(len(dtypes), _AXES, dtype=torch.int64, device=x.device)
         stretches.exchange(None, -1, forms, stretches.number - 1)
@@ -126,7 +129,7 @@ class _Received(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, x: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, x: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         for gradient, learns in zip(gradients, ctx.learns, strict=True):
             if learns:
                 ctx.stretches.exchange(gradient, ctx.stretches.number - 1, None, -1)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from torch.nn.functional import embedding_bag
 
 from kinformer.core.contract import state_dtype
 from kinformer.kernels.softmax.request import Attended, Gathered
+from kinformer.runtime.derivatives import Context
 
 
 def attend(q: Tensor, k: Gathered, v: Gathered, scale: float, lse: bool) -> Attended:
@@ -78,12 +78,12 @@ class _Scores(torch.autograd.Function):
     """The function :func:`_dot` with a gradient that is a sum of rows: each of the two is the other's transpose."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, slots: Tensor, tables: list[Tensor]) -> Tensor:
+    def forward(ctx: Context, q: Tensor, slots: Tensor, tables: list[Tensor]) -> Tensor:
         ctx.save_for_backward(slots, *tables)
         return _dot(q, slots, tables)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None, None]:
         slots, *tables = ctx.saved_tensors
         return _Mixed.apply(gradients[0], slots, tables), None, None
 
@@ -92,12 +92,12 @@ class _Mixed(torch.autograd.Function):
     """The function :func:`_sum` with a gradient that is a product with rows."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, slots: Tensor, tables: list[Tensor]) -> Tensor:
+    def forward(ctx: Context, weights: Tensor, slots: Tensor, tables: list[Tensor]) -> Tensor:
         ctx.save_for_backward(slots, *tables)
         return _sum(slots, weights, tables)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None, None]:
         slots, *tables = ctx.saved_tensors
         return _Scores.apply(gradients[0], slots, tables), None, None
 

@@ -23,6 +23,7 @@ from kinformer.kernels.attention import attention
 from kinformer.kernels.impls import AttentionImpl
 from kinformer.kernels.softmax.merge import merge
 from kinformer.kernels.softmax.request import Attended, Scoring, Visibility
+from kinformer.runtime.derivatives import Context
 
 _EVERY = Band(ahead=None)
 
@@ -62,7 +63,7 @@ class _Around(torch.autograd.Function):
     """Output and log-sum-exp over the keys and values of earlier stretches."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, crossing: Crossing, call: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Context, q: Tensor, kv: Tensor, crossing: Crossing, call: Any) -> tuple[Tensor, Tensor]:
         total = None
         for distance, piece in _pieces(kv, crossing):
             part = Attended(*_piece(q, piece, distance, call))
@@ -78,7 +79,7 @@ class _Around(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Context, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor, Tensor, None, None]:
         q, kv, out, lse = ctx.saved_tensors
         crossing: Crossing = ctx.crossing
         d_q, d_kv = torch.zeros_like(q), torch.zeros_like(kv, memory_format=torch.contiguous_format)

@@ -18,7 +18,7 @@ from torch import Tensor
 from kinformer.core.contract import state_dtype
 from kinformer.kernels.band.tiles import interval, limits
 from kinformer.kernels.softmax.request import Attended, Scoring, Visibility
-from kinformer.runtime.derivatives import check_reverse, first_order
+from kinformer.runtime.derivatives import Context, check_reverse, first_order
 from kinformer.runtime.errors import KinformerError
 
 Expressed = Literal["all", "causal", "masked"]
@@ -122,7 +122,7 @@ class _WithSink(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor | None, causal: bool, scale: float
+        ctx: Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor | None, causal: bool, scale: float
     ) -> Tensor:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=mask, scale=scale
@@ -138,7 +138,7 @@ class _WithSink(torch.autograd.Function):
 
     @staticmethod
     @first_order(_NAME)
-    def backward(ctx: Any, saved: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, saved: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sink, mask, out, total = saved
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, total, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale

@@ -21,7 +21,7 @@ from kinformer.kernels.softmax.dropout import dropout_words, keep
 from kinformer.kernels.softmax.request import Attended, Scoring, Visibility, unfilled
 from kinformer.kernels.tiling import tile_size
 from kinformer.runtime.compiling import spare_operators
-from kinformer.runtime.derivatives import check_reverse, first_order
+from kinformer.runtime.derivatives import Context, check_reverse, first_order
 
 _LOG2_E = math.log2(math.e)
 
@@ -247,13 +247,13 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.add_(torch.bmm(left, right))
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
+def _save(ctx: Context, inputs: Any, output: Any) -> None:
     q, k, v, lookback, *ctx.plain = inputs
     ctx.save_for_backward(*output, q, k, v, lookback)
 
 
 @first_order("chunked attention")
-def _differentiate(ctx: Any, saved: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Context, saved: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     return *_backward(grad_out, grad_lse, *saved, *ctx.plain), None, None, None, None, None, None
 
 

@@ -25,7 +25,7 @@ from kinformer.kernels.softmax.dropout import dropout_words
 from kinformer.kernels.softmax.merge import merge
 from kinformer.kernels.softmax.request import Attended, Scoring, Visibility, query_positions, unfilled
 from kinformer.runtime.compiling import spare_operators
-from kinformer.runtime.derivatives import check_reverse, first_order
+from kinformer.runtime.derivatives import Context, check_reverse, first_order
 
 
 class Call(NamedTuple):
@@ -237,13 +237,13 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     return tuple(call.q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (*call[:3], *learned))
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
+def _save(ctx: Context, inputs: Any, output: Any) -> None:
     ctx.plain = inputs[_TENSORS:]
     ctx.save_for_backward(*output, *inputs[:_TENSORS])
 
 
 @first_order("chunked attention")
-def _differentiate(ctx: Any, saved: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Context, saved: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     call = Call(*saved[2:], *ctx.plain)
     learned = (ctx.needs_input_grad[Call._fields.index(name)] for name in ("bias", "factor"))
     dq, dk, dv, *others = _backward(grad_out, grad_lse, *saved, *ctx.plain, *learned)

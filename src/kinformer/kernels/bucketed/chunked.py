@@ -22,7 +22,7 @@ from kinformer.kernels.bucketed.membership import Membership
 from kinformer.kernels.softmax.request import Attended, unfilled
 from kinformer.runtime.autocast import autocast_together
 from kinformer.runtime.compiling import spare_operators
-from kinformer.runtime.derivatives import check_reverse, first_order
+from kinformer.runtime.derivatives import Context, check_reverse, first_order
 
 _LOG2_E = math.log2(math.e)
 SPARE = 1.25
@@ -260,13 +260,13 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
+def _save(ctx: Context, inputs: Any, output: Any) -> None:
     q, k, v, runs, ranks, *ctx.plain = inputs
     ctx.save_for_backward(*output, q, k, v, runs, ranks)
 
 
 @first_order("bucketed attention")
-def _differentiate(ctx: Any, saved: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Context, saved: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     return *_backward(grad_out, grad_lse, *saved, *ctx.plain), None, None, None, None, None, None
 
 

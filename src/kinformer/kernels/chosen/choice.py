@@ -21,7 +21,7 @@ from kinformer.kernels.chosen.rule import Choosing, Cover, Numbers, pick
 from kinformer.kernels.tiling import tile_size
 from kinformer.runtime.autocast import autocast_together, without_autocast
 from kinformer.runtime.compiling import spare_operators
-from kinformer.runtime.derivatives import check_reverse, first_order
+from kinformer.runtime.derivatives import Context, check_reverse, first_order
 
 SCORES = 1 << 22
 """Scores that are held at a time."""
@@ -256,14 +256,14 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
+def _save(ctx: Context, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*output[:2], *inputs[:6])
     ctx.plain = inputs[6:11]
     ctx.mark_non_differentiable(output[2])
 
 
 @first_order("attention to chosen blocks")
-def _differentiate(ctx: Any, saved: Any, grad_out: Tensor, grad_lse: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Context, saved: Any, grad_out: Tensor, grad_lse: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     return *_backward(grad_out.contiguous(), grad_lse, *saved, *ctx.plain), *(None,) * 13
 
 

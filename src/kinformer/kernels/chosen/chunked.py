@@ -23,7 +23,7 @@ from kinformer.kernels.softmax.request import unfilled
 from kinformer.kernels.tiling import tile_size
 from kinformer.runtime.autocast import autocast_together, without_autocast
 from kinformer.runtime.compiling import spare_operators
-from kinformer.runtime.derivatives import check_reverse, first_order
+from kinformer.runtime.derivatives import Context, check_reverse, first_order
 
 _LOG2_E = math.log2(math.e)
 PAIRS = 1 << 19
@@ -260,14 +260,14 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
+def _save(ctx: Context, inputs: Any, output: Any) -> None:
     *tensors, ctx.size, ctx.aligned, ctx.scale = inputs
     ctx.save_for_backward(*output, *tensors)
     ctx.mark_non_differentiable(output[1])
 
 
 @first_order("attention to chosen blocks")
-def _differentiate(ctx: Any, saved: Any, grad_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Context, saved: Any, grad_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     plain = ctx.size, ctx.aligned, ctx.scale
     return *_backward(grad_out.contiguous(), *saved, *plain), *(None,) * 7
 

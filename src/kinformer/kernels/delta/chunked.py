@@ -33,7 +33,7 @@ from kinformer.kernels.linear.blocks import (
     tiles,
 )
 from kinformer.runtime.autocast import no_autocast
-from kinformer.runtime.derivatives import first_order
+from kinformer.runtime.derivatives import Context, first_order
 
 
 def chunked(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,7 +77,7 @@ class _Chunked(torch.autograd.Function):
     the products, log_decay and w in that of the accumulators."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Context, *arguments: Any) -> tuple[Tensor, Tensor]:
         tokens, w = DeltaTokens(*arguments[:-1]), arguments[-1]
         out, last = torch.empty_like(tokens.v), w.clone()
         states = []
@@ -89,7 +89,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     @first_order("the chunked delta rule")
-    def backward(ctx: Any, saved: Any, grad_out: Tensor, grad_w: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, saved: Any, grad_out: Tensor, grad_w: Tensor) -> tuple[Tensor | None, ...]:
         tokens, states = DeltaTokens(*saved[:7]), list(saved[7:])
         learns = ctx.needs_input_grad[5]
         wanted = (*tokens[:5], tokens.log_decay if learns else None)

@@ -35,7 +35,7 @@ from kinformer.kernels.linear.triton import (
     side,
     tile,
 )
-from kinformer.runtime.derivatives import check_reverse, first_order
+from kinformer.runtime.derivatives import Context, check_reverse, first_order
 
 _SEQUENCE = (
     "Tensor q, Tensor k, Tensor v, Tensor beta, Tensor w, Tensor? log_decay, Tensor? reset, Tensor? erase, "
@@ -281,12 +281,12 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     return *(x.new_empty(x.shape) for x in tensors), dg, de, dretained
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
+def _save(ctx: Context, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*inputs)
 
 
 @first_order("Triton's delta rule")
-def _differentiate(ctx: Any, saved: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Context, saved: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
     learns = ctx.needs_input_grad[5]
     *grads, dg, de, dretained = _backward(*gradients, *saved, learns)
     needs = ctx.needs_input_grad

@@ -32,7 +32,7 @@ from kinformer.kernels.linear.blocks import (
 )
 from kinformer.kernels.linear.sequence import LinearSequence
 from kinformer.runtime.autocast import no_autocast
-from kinformer.runtime.derivatives import first_order
+from kinformer.runtime.derivatives import Context, Gradients, first_order
 
 
 def chunked(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,7 +81,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *rest: Any
+        ctx: Context, q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         sequence = LinearSequence(q, k, v, *rest)
         out, last_s, last_z = torch.empty_like(v), s.clone(), z.clone()
@@ -96,7 +96,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     @first_order("chunked linear attention")
-    def backward(ctx: Any, saved: Any, grad_out: Tensor, grad_s: Tensor, grad_z: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, saved: Any, grad_out: Tensor, grad_s: Tensor, grad_z: Tensor) -> Gradients:
         q, k, v, log_decay, reset = saved[:5]
         begun = list(saved[5:])  # Dynamo of PyTorch 2.11 takes a starred name for a tuple
         sequence = LinearSequence(q, k, v, log_decay, ctx.eps, reset)

@@ -28,7 +28,7 @@ from kinformer.kernels.linear.blocks import SequenceBlocks, accumulator_dtype, n
 from kinformer.kernels.linear.channels import RANGE, folded
 from kinformer.kernels.linear.chunked import chunked
 from kinformer.kernels.linear.sequence import LinearSequence
-from kinformer.runtime.derivatives import check_reverse, first_order
+from kinformer.runtime.derivatives import Context, check_reverse, first_order
 from kinformer.runtime.errors import KinformerError
 
 LARGEST = 64
@@ -388,7 +388,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     return *(x.new_empty(x.shape) for x in tensors), *map(tensors[4].new_empty, decays)
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
+def _save(ctx: Context, inputs: Any, output: Any) -> None:
     *tensors, eps = inputs
     ctx.normalised = eps is not None
     out = output[0] if ctx.normalised else output[3]
@@ -396,7 +396,7 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 @first_order("Triton's linear attention")
-def _differentiate(ctx: Any, saved: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Context, saved: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
     learns = ctx.needs_input_grad[5]
     *grads, dg, dretained = _backward(*gradients[:3], *saved, ctx.normalised, learns)
     return *grads, dg if learns else None, None, dretained if ctx.needs_input_grad[7] else None, None

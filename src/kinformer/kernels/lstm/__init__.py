@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch.nn.functional import linear
 from kinformer.kernels.impls import LstmImpl, names_of
 from kinformer.kernels.lstm import reference
 from kinformer.runtime.compiling import uncompiled
+from kinformer.runtime.derivatives import Context
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.substitutes import substitute
 
@@ -93,7 +94,7 @@ def _stand_in(x: Tensor, h: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, 
 
 class _Work(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, left: Tensor, right: Tensor, wider: int) -> Tensor:
+    def forward(ctx: Context, left: Tensor, right: Tensor, wider: int) -> Tensor:
         batch, time, gates = left.shape
         y = left.new_empty(batch, time, gates // 4)
         bytes_needed = batch * time * (gates // 4 * _NUMBERS // 2 + _WIDER * wider) + _PAGES // left.itemsize
