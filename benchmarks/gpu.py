@@ -27,6 +27,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from common import RESULTS, Contestant, arguments, gate_equal, gate_learning, in
 from common import kinformer as kinformer_command
 from kinformer.core import state as states
 from kinformer.kernels.attention import Scoring, Visibility, attention
-from kinformer.kernels.delta import delta_rule
+from kinformer.kernels.delta import DeltaTokens, delta_rule, delta_steps
 from kinformer.kernels.linear import LinearState, linear_attention
 from kinformer.patterns.causal import Causal
 from kinformer.patterns.local import Local
@@ -48,7 +49,7 @@ from peers import PeerShape, hugging_face, x_transformers
 
 Attend = Callable[..., Tensor]
 Rows = Iterator[dict[str, Any]]
-RULES = ("sums", "decayed sums", "gated delta", "sums by channel", "delta by channel")
+RULES = ("sums", "decayed sums", "gated delta", "sums by channel", "delta by channel", "erased by channel")
 chosen = list(RULES)
 """The rules that kernels and peers are timed for."""
 MEMBERS = ("gpt", "linear-transformer", "fast-weights", "gated-deltanet", "local")
@@ -70,6 +71,10 @@ def rule(name: str, impl: str) -> Attend:
         empty = q.new_zeros(*q.shape[:2], q.shape[3], v.shape[3], dtype=torch.float32)
         if name.endswith("by channel"):
             decay = decay.unsqueeze(-1) * torch.linspace(0.5, 1.5, q.shape[3], device=q.device)
+        if name.startswith("erased"):  # as in RWKV-7: other keys are erased than those that are written
+            erase = (k * torch.linspace(0.5, 1.0, k.shape[3], device=k.device, dtype=k.dtype)).unsqueeze(3)
+            steps = DeltaTokens(q, k.unsqueeze(3), v.unsqueeze(3), beta.unsqueeze(3), erase, decay)
+            return delta_steps(steps, empty, impl=impl)[0]  # type: ignore[arg-type]
         if "delta" in name:
             return delta_rule(q, k, v, beta, empty, log_decay=decay, impl=impl)[0]  # type: ignore[arg-type]
         log_decay = None if name == "sums" else decay
@@ -170,25 +175,28 @@ def peers(device: str, quick: bool, rounds: int) -> Rows:
 
 def patterns(device: str, quick: bool, rounds: int) -> Rows:
     """Rows of softmax attention by pattern and dtype, beside dense SDPA of the causal triangle."""
-    shape, short = ((1, 2, 64, 16), 64) if quick else ((1, 16, 16384, 64), 1024)
+    long, short = ([(1, 2, 64, 16)], 64) if quick else ([(16, 16, 1024, 64), (1, 16, 16384, 64)], 1024)
     configs = {
         "causal": Causal.Config(),
         "window": Local.Config(window=short // 4),
         "strided": Strided(stride=8 if quick else 128),
     }
-    for dtype in (torch.float32,) if quick else (torch.bfloat16, torch.float32):
-        for name, config in configs.items():
-            impls = ("chunked",) if device == "cpu" else ("chunked", "flex")
-            ways = {impl: patterned(config, impl) for impl in impls}
-            inputs = tokens((1, 2, short, shape[3]), device, dtype)[:3]
-            expected = differentiated(patterned(config, "reference"), inputs)
-            for way, attend in ways.items():
-                for ours, theirs in zip(differentiated(attend, inputs), expected, strict=True):
-                    gate_equal(f"{name}, {way}", ours.float(), theirs.float(), TOLERANCE[dtype])
-            ways["dense SDPA"] = partial(functional.scaled_dot_product_attention, is_causal=True)
-            inputs = tokens(shape, device, dtype)[:3]
-            seconds = timed({way: partial(differentiated, ways[way], inputs) for way in ways}, rounds)
-            yield {"pattern": name, "dtype": str(dtype), "shape": shape, "seconds": seconds}
+    for dtype, (name, config), shape in product(
+        (torch.float32,) if quick else (torch.bfloat16, torch.float32), configs.items(), long
+    ):
+        impls = ("chunked",) if device == "cpu" else ("chunked", "flex")
+        ways = {impl: patterned(config, impl) for impl in impls}
+        if name == "window":
+            ways["masked SDPA"] = patterned(config, "sdpa")
+        inputs = tokens((1, 2, short, shape[3]), device, dtype)[:3]
+        expected = differentiated(patterned(config, "reference"), inputs)
+        for way, attend in ways.items():
+            for ours, theirs in zip(differentiated(attend, inputs), expected, strict=True):
+                gate_equal(f"{name}, {way}", ours.float(), theirs.float(), TOLERANCE[dtype])
+        ways["dense SDPA"] = partial(functional.scaled_dot_product_attention, is_causal=True)
+        inputs = tokens(shape, device, dtype)[:3]
+        seconds = timed({way: partial(differentiated, ways[way], inputs) for way in ways}, rounds)
+        yield {"pattern": name, "dtype": str(dtype), "shape": shape, "seconds": seconds}
 
 
 def patterned(config: Any, impl: str) -> Attend:
@@ -376,6 +384,17 @@ def table(rows: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[list[Any]]]
     return (*names, *(f"{way} ms" for way in ways or ("",))), cells
 
 
+def merged(earlier: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``earlier`` rows with those that were measured again replaced, and the new ones behind them."""
+    names = ("rule", "pattern", "model", "member", "dtype", "shape", "bf16", "batch", "length")
+
+    def what(row: dict[str, Any]) -> str:
+        return json.dumps([row.get(name) for name in names])
+
+    again = {what(row): row for row in rows}
+    return [again.pop(what(row), row) for row in earlier] + list(again.values())
+
+
 def before(options: argparse.Namespace, device: str) -> dict[str, Any]:
     """The parts that the result file has of this device, which stay unless they are measured anew."""
     path = options.out or RESULTS / "gpu.json"
@@ -406,9 +425,10 @@ def main() -> None:
             if part == "comparison":
                 result[part] = comparison(options.quick)
             else:
-                result[part] = rows = []
+                rows, earlier = [], result.get(part, [])
                 for row in PARTS[part](device, options.quick, rounds):
                     rows.append(row)
+                    result[part] = merged(earlier, rows)
                     save(options, "gpu", result)
                     if time.monotonic() - begun > options.seconds:
                         print(f"{part}: ends after {len(rows)} rows, as --seconds has it", flush=True)

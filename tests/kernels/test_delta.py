@@ -241,8 +241,8 @@ def test_user_errors_name_the_remedy() -> None:
     with pytest.raises(KinformerError, match="reset"):
         delta_rule(q, k, v, beta, w, reset=torch.zeros(2, 3, dtype=torch.bool))
     x = torch.zeros(1, 1, 2, 4)
-    assert choose_impl("delta_rule", "auto", x, x, None) == "chunked"
-    assert choose_impl("delta_rule", "reference", x, x, None) == "reference"
+    assert choose_impl("delta_rule", "auto", x, x) == "chunked"
+    assert choose_impl("delta_rule", "reference", x, x) == "reference"
 
 
 @pytest.mark.gpu

@@ -248,8 +248,8 @@ def test_user_errors_name_the_remedy() -> None:
     with pytest.raises(KinformerError, match="reset"):
         linear_attention(q, k, v, state, reset=torch.zeros(2, 3, dtype=torch.bool))
     x = torch.zeros(1, 1, 2, 4)
-    assert choose_impl("linear_attention", "auto", x, x, None) == "chunked"
-    assert choose_impl("linear_attention", "reference", x, x, None) == "reference"
+    assert choose_impl("linear_attention", "auto", x, x) == "chunked"
+    assert choose_impl("linear_attention", "reference", x, x) == "reference"
 
 
 @pytest.mark.gpu

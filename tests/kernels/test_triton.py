@@ -284,7 +284,7 @@ def test_what_is_refused_when_a_mixer_is_built(changes, sentence):
 
 
 def test_without_triton(monkeypatch):
-    monkeypatch.setattr(impls, "find_spec", lambda name: None)
+    monkeypatch.setattr(impls, "has_triton", lambda: False)
     with pytest.raises(
         KinformerError, match=r"linear: impl='triton' needs Triton; pip install .*kinformer.triton.* brings it"
     ):

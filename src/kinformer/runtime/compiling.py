@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from functools import wraps
+from importlib.util import find_spec
 from typing import Any, TypeVar, cast
 
 import torch
@@ -69,3 +70,9 @@ def constant(function: F) -> F:
     ``torch.compiler.assume_constant_result``."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+@constant
+def has_triton() -> bool:
+    """Return whether Triton is installed; graphs take it as a constant, as PyTorch 2.11 cannot trace the search."""
+    return find_spec("triton") is not None

@@ -37,8 +37,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
     assert visibility.pattern is not None
     if q.dtype == torch.float64 and q.device.type == "cuda":
         raise KinformerError("attention: impl='flex' knows no float64 on a GPU; use impl='chunked'.")
-    first = _first(query_positions(visibility, q, k.shape[2]))
     past = k.shape[2] - q.shape[2]
+    # Sequences that begin with the call do so at position 0, and the device need not be waited for.
+    first = 0 if visibility.whole and not past else _first(query_positions(visibility, q, k.shape[2]))
     # Slots before ``oldest`` have negative positions: they hold no token of the sequence.
     oldest = max(0, past - first)
     interval = Interval(first - (past - oldest), first, first + q.shape[2])
@@ -48,7 +49,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
     padding = None if visibility.key_padding_mask is None else visibility.key_padding_mask[:, oldest:]
     with torch._dynamo.config.patch(recompile_limit=_GRAPHS):
         out, sums = run(
-            q, k, v, score_mod=_score(scoring, past - oldest, padding), block_mask=mask, scale=scoring.scale,
+            q, k, v, score_mod=_score(scoring, past - oldest, padding, q.dtype), block_mask=mask, scale=scoring.scale,
             enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=scoring.sink is not None),
         )  # fmt: skip
     return with_sink(Attended(out, sums.lse), scoring.sink)
@@ -73,7 +74,7 @@ def _first(positions: Tensor) -> int:
     return int(positions[0, 0])
 
 
-def _score(scoring: Scoring, past: int, padding: Tensor | None) -> Callable[..., Tensor] | None:
+def _score(scoring: Scoring, past: int, padding: Tensor | None, dtype: torch.dtype) -> Callable[..., Tensor] | None:
     """Return the ``score_mod`` of a call: it adds the bias by distance, and -inf at keys that are padding."""
     relative = scoring.relative
     bias = None if relative is None else relative.bias
@@ -82,6 +83,7 @@ def _score(scoring: Scoring, past: int, padding: Tensor | None) -> Callable[...,
             return None
         return lambda score, batch, head, query, key: torch.where(padding[batch, key], -torch.inf, score)
     lowest = relative.lowest
+    bias = bias.to(torch.promote_types(dtype, torch.float32))  # the scores' type, which Triton adds no other to
 
     def score(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         index = past + query - key - lowest

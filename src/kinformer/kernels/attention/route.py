@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from kinformer.core.parts import Position, Score
@@ -20,6 +21,7 @@ from kinformer.core.pattern import Pattern
 from kinformer.kernels.attention import sdpa
 from kinformer.kernels.impls import AttentionImpl, names_of
 from kinformer.kernels.softmax.request import Scoring, Visibility
+from kinformer.runtime.compiling import has_triton
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.matmul import ONEDNN_FROM, by_onednn
 from kinformer.runtime.processor import processor_class
@@ -159,6 +161,34 @@ def _slow_to_begin(q: Tensor, k: Tensor) -> bool:
 _CPU = processor_class()  # found when imported, not while a graph is captured
 
 
+_FLEX_FROM, _FLEX_BANDS_FROM = 1024, 2048
+"""The queries from which "auto" takes FlexAttention on a GPU: for a pattern, of which each tile of ours costs a launch
+(0.09 of the time, H200, results/gpu.json), and for a band, beside torch's kernel with a dense mask (0.11 at 16,384
+queries, equal at 1,024)."""
+_FLEX_STEP = 128
+"""It is compiled for every length, so that "auto" takes it for those of whole blocks alone, as training has them."""
+
+
+def _flex_pays(q: Tensor, visibility: Visibility, scoring: Scoring, slots: int, width: int) -> bool:
+    """Return whether "auto" takes FlexAttention: on a GPU, for full rows of sequences that begin with the call, of
+    which torch's own kernel would compute every pair.
+
+    Not in float32, which takes it 8 times the time of our tiles (H200, 1,024 queries), nor with a bias by distance,
+    for which its kernel does not fit the chip.
+    """
+    time, pattern = q.shape[2], visibility.pattern
+    if q.device.type != "cuda" or pattern is None or torch.compiler.is_compiling():
+        return False
+    if scoring.relative is not None or scoring.decay is not None or scoring.sink is not None:
+        return False
+    begins = time == slots and (visibility.whole or visibility.positions is None) and pattern.horizon != 0
+    sized = time >= (_FLEX_FROM if pattern.band is None else _FLEX_BANDS_FROM) and time % _FLEX_STEP == 0
+    fits = q.element_size() == 2 and min(q.shape[3], width) >= 16 and max(q.shape[3], width) <= 128
+    if not (begins and sized and fits and has_triton()):
+        return False
+    return pattern.band is None or sdpa.expressed(visibility, time, slots) == "masked"
+
+
 def choose_impl(
     q: Tensor, k: Tensor, visibility: Visibility, scoring: Scoring, lse: bool = False, width: int | None = None
 ) -> AttentionImpl:
@@ -167,6 +197,9 @@ def choose_impl(
     pattern = visibility.pattern
     if q.is_meta or lse or scoring.dropout is not None or scoring.relative is not None or scoring.form != "dot":
         return "chunked"  # costs are counted on the meta device, which decomposes torch's kernel into dense products
+    time, slots = q.shape[2], k.shape[2]
+    if _flex_pays(q, visibility, scoring, slots, width or q.shape[3]):
+        return "flex"
     if visibility.attn_mask is not None or scoring.bias is not None:
         return "chunked"
     padded = q.device.type == "cpu" and width not in (None, q.shape[3])
@@ -175,7 +208,6 @@ def choose_impl(
     if scoring.sink is not None and q.device.type != "cpu":
         return "chunked"  # of PyTorch's kernels, we take a log-sum-exp from that of the CPU alone
     table = TABLE["cuda" if q.device.type == "cuda" else _CPU]
-    time, slots = q.shape[2], k.shape[2]
     pairs = time * slots
     if pattern is None:
         # Sets: PyTorch's kernel makes many small products, each of which oneDNN sets up anew; tiles of ours make few.

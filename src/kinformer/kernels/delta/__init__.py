@@ -127,7 +127,7 @@ def _absorb(tokens: DeltaTokens, state: Tensor, impl: LinearImpl, name: str) -> 
     _validate(tokens, state, name)
     if (operator := substitute("delta_rule")) is not None and tokens.reset is None and tokens.erase is None:
         return operator(tokens.q, tokens.k, tokens.v, tokens.beta, state, tokens.log_decay)
-    chosen = choose_impl(name, impl, tokens.q, tokens.v, tokens.log_decay)
+    chosen = choose_impl(name, impl, tokens.q, tokens.v)
     if impl == "auto" and chosen == "triton" and not _triton_pays(tokens):
         chosen = "chunked"
     kernel = {"reference": recurrence, "chunked": chunked, "triton": _triton}[chosen]
@@ -136,9 +136,10 @@ def _absorb(tokens: DeltaTokens, state: Tensor, impl: LinearImpl, name: str) -> 
 
 def _triton_pays(tokens: DeltaTokens) -> bool:
     """Return whether "auto" takes Triton's kernel: of float32, which has no tensor cores, it takes 1.2 times the time
-    of the chunked one at 128 features, 0.3 at 64 (H200, results/gpu.json). With keys to erase it was not measured."""
+    of the chunked one at 128 features, 0.3 at 64, and 0.9 and 0.2 with a decay by channel (H200, results/gpu.json)."""
     narrow = torch.bfloat16 in (tokens.q.dtype, operand_dtype(tokens.q))
-    return tokens.erase is None and (narrow or max(tokens.q.shape[-1], tokens.v.shape[-1]) <= 64)
+    by_channel = tokens.log_decay is not None and tokens.log_decay.dim() == 4
+    return narrow or by_channel or max(tokens.q.shape[-1], tokens.v.shape[-1]) <= 64
 
 
 def _triton(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -68,7 +68,7 @@ def linear_attention(
     if (operator := substitute("linear_attention")) is not None and reset is None:
         out, s, z = operator(q, k, v, state.s, state.z, log_decay, eps)
         return out, LinearState(s, z)
-    chosen = choose_impl("linear_attention", impl, q, v, log_decay)
+    chosen = choose_impl("linear_attention", impl, q, v)
     kernel = {"reference": recurrence, "chunked": chunked, "triton": _triton}[chosen]
     out, s, z = kernel(LinearSequence(q, k, v, log_decay, eps, reset), state.s, state.z)
     return out, LinearState(s, z)

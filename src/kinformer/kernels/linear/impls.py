@@ -7,13 +7,11 @@ triton      blocks, in Triton, on a GPU: float32 and bfloat16, up to 256 feature
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
 from kinformer.kernels.impls import LinearImpl, names_of
-from kinformer.runtime.compiling import constant
+from kinformer.runtime.compiling import has_triton
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 
@@ -22,12 +20,12 @@ WIDEST = 256
 """Features, and values, of a head that the Triton kernels hold."""
 
 
-def choose_impl(name: str, impl: LinearImpl, q: Tensor, v: Tensor, log_decay: Tensor | None) -> str:
+def choose_impl(name: str, impl: LinearImpl, q: Tensor, v: Tensor) -> str:
     """Return the implementation that ``impl`` stands for in the function called ``name``, of q and v [batch, heads,
     time, features and head_dim].
 
-    "auto" is "triton" for chunks on a GPU that Triton's kernels take, else "chunked". On an H200 they take 0.07 to 0.5
-    of the time (benchmarks/gpu.py, results/gpu.json, 2026-11-27); with a decay by channel they were not measured.
+    "auto" is "triton" for chunks on a GPU that Triton's kernels take, else "chunked". On an H200 they take 0.05 to 0.5
+    of the time, also with a decay by channel (benchmarks/gpu.py, results/gpu.json, 2026-11-27).
     """
     if impl not in IMPLS:
         raise KinformerError(f"{name}: impl={impl!r} is unknown; use one of {', '.join(IMPLS)}.")
@@ -36,13 +34,7 @@ def choose_impl(name: str, impl: LinearImpl, q: Tensor, v: Tensor, log_decay: Te
     if q.device.type != "cuda" or q.shape[2] == 1 or not has_triton():
         return "chunked"
     fits = max(q.shape[-1], v.shape[-1]) <= WIDEST and torch.float64 not in (q.dtype, v.dtype)
-    return "triton" if fits and (log_decay is None or log_decay.dim() == 3) else "chunked"
-
-
-@constant
-def has_triton() -> bool:
-    """Return whether Triton is installed; graphs take it as a constant, as PyTorch 2.11 cannot trace the search."""
-    return find_spec("triton") is not None
+    return "triton" if fits else "chunked"
 
 
 def check_triton(name: str, features: int, head_dim: int) -> None:
