@@ -11,18 +11,18 @@ after the row, in all processes alike.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, distributed, nn
 
 from kinformer.core import state as states
-from kinformer.core.config import describe
+from kinformer.core.config import Config, describe
 from kinformer.core.contract import CausalMixer, Chunk, advance, positions_of
 from kinformer.core.crossing import Crosses
 from kinformer.core.encoder import EncoderMixer
 from kinformer.core.learning import AuxLoss
-from kinformer.core.model import modules_of
+from kinformer.core.model import CausalModel, StackedModel, modules_of
 from kinformer.core.source import SourceMixer
 from kinformer.core.stack import Stack
 from kinformer.runtime.errors import KinformerError
@@ -31,7 +31,7 @@ from kinformer.training.handing import hand_on
 from kinformer.training.objective import PREDICTED, ObjectiveModule, ObjectiveOutput
 
 
-def check_time(model: Any, ring: bool) -> None:
+def check_time(model: nn.Module, ring: bool) -> None:
     """Refuse a ``model`` whose rows cannot be shared by time."""
     config, stack = getattr(model, "config", None), getattr(model, "stack", None)
     if getattr(config, "kind", None) not in ("decoder", "encoder", "encoder_decoder") or not isinstance(stack, Stack):
@@ -50,8 +50,8 @@ def check_time(model: Any, ring: bool) -> None:
             f"the mixer {type(waiting[0]).__name__} would receive states again in the backward pass; set "
             "stack.checkpoint = false",
         )
-    begun = tuple(mixer.initial_state(1) for mixer in mixers_of(stack) if not isinstance(mixer, SourceMixer))
-    if modules_of(model, AuxLoss) or states.pop_aux(begun)[0]:
+    initial_states = tuple(mixer.initial_state(1) for mixer in mixers_of(stack) if not isinstance(mixer, SourceMixer))
+    if modules_of(model, AuxLoss) or states.pop_aux(initial_states)[0]:
         raise _unshared(config, "it has costs beside the loss, which are means over rows")
     for mixer in mixers_of(stack) if ring else ():
         if getattr(mixer, "growth", None) == "linear" and not getattr(mixer, "rings", False):
@@ -90,7 +90,7 @@ def _check_stack(stack: Stack) -> None:
         raise _unshared(stack.config, "it drops sublayers for whole rows, but processes draw for themselves")
 
 
-def _unshared(config: Any, why: str) -> KinformerError:
+def _unshared(config: Config | None, why: str) -> KinformerError:
     what = "this model" if config is None else describe(config)
     return KinformerError(f"{what} cannot share the time of rows: {why}; leave `parallel` cp out.")
 
@@ -121,7 +121,7 @@ def mixers_of(stack: Stack) -> list[CausalMixer]:
     return list(mixers)
 
 
-def share_time(step: ObjectiveModule, processes: Any, keeps: bool, ring: bool) -> None:
+def share_time(step: ObjectiveModule, processes: distributed.ProcessGroup, keeps: bool, ring: bool) -> None:
     """Let ``step`` compute one stretch of its rows, of which the ``processes`` have the others, in place; ``keeps``:
     whether the states after the rows are wanted."""
     model: Any = step.model
@@ -139,13 +139,17 @@ def share_time(step: ObjectiveModule, processes: Any, keeps: bool, ring: bool) -
     step.register_forward_hook(edge.leave)
 
 
-class _Edge:
-    """What stands between the rows and a model that reads one stretch of them."""
+class _Decoder(StackedModel, CausalModel, Protocol):
+    """A decoder of tokens, alone or behind an encoder."""
 
-    def __init__(self, model: Any, stretches: Stretches) -> None:
+
+class _Edge:
+    """Hooks between the rows and a model that reads one stretch of them; before an encoder they change nothing."""
+
+    def __init__(self, model: _Decoder, stretches: Stretches) -> None:
         self.model, self.stretches = model, stretches
 
-    def enter(self, _: nn.Module, inputs: Any) -> Any:
+    def enter(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[object, ...]:
         """Give the model the number of tokens that each row's sequence has before this stretch."""
         batch, state, *rest = inputs
         stretches, kind = self.stretches, self.model.config.kind
@@ -159,7 +163,7 @@ class _Edge:
         stretches.before, stretches.seen = self._counted(Chunk(tokens, batch.valid, batch.reset), state.seen)
         return batch, state._replace(seen=stretches.before), *rest
 
-    def leave(self, _: nn.Module, __: Any, outputs: ObjectiveOutput) -> ObjectiveOutput:
+    def leave(self, _: nn.Module, __: object, outputs: ObjectiveOutput) -> ObjectiveOutput:
         """Weigh the loss by this stretch's share of the predictions, and sum the metrics over the row; give the state
         the number after the row."""
         loss, metrics, state = outputs
@@ -186,7 +190,7 @@ class _Edge:
         return before, after
 
 
-def groups_of(replicas: int, context: int, tensor: int) -> Any:
+def groups_of(replicas: int, context: int, tensor: int) -> distributed.ProcessGroup:
     """Return the group of processes that share rows with this one; all processes of the job must call together."""
     size = context * tensor
     members = [
@@ -194,4 +198,4 @@ def groups_of(replicas: int, context: int, tensor: int) -> Any:
         for replica in range(replicas)
         for part in range(tensor)
     ]
-    return cast(Any, distributed.new_subgroups_by_enumeration(members)[0])
+    return distributed.new_subgroups_by_enumeration(members)[0]

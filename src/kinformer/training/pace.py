@@ -1,5 +1,5 @@
-"""The pace of a run of limited time: how many steps it buys, foreseen from a few
-trial steps, then again from real ones."""
+"""The pace of a run of limited time: how many steps fit in it, estimated from a few trial steps and then from real
+ones."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def seconds_per_step(step: Callable[[int], object], limit: float, clock: Callabl
     limit: seconds after which no further step is tried, from the third on.
     clock: gives seconds; with several processes the same to all, so that they try as many.
     """
-    begun = clock()
+    started_at = clock()
     step(0)
     marks = [clock()]
-    if 0 < ENOUGH * limit < marks[0] - begun:
-        return marks[0] - begun
+    if 0 < ENOUGH * limit < marks[0] - started_at:
+        return marks[0] - started_at
     while len(marks) < 3 or (len(marks) <= PROBES and marks[-1] - marks[0] < limit):
         step(len(marks))
         marks.append(clock())
@@ -44,9 +44,9 @@ def seconds_per_step(step: Callable[[int], object], limit: float, clock: Callabl
 
 def seconds_of(work: Callable[..., object], *arguments: object) -> float:
     """Return how many seconds ``work`` takes with ``arguments``."""
-    begun = time.monotonic()
+    started_at = time.monotonic()
     work(*arguments)
-    return time.monotonic() - begun
+    return time.monotonic() - started_at
 
 
 @dataclass
@@ -76,8 +76,8 @@ class Course:
 class Pace:
     """The times of a run of limited time, by what took them.
 
-    each: seconds of a step. validation, checkpoint: seconds of one. every: steps from one validation to the next, and
-    from one checkpoint to the next; 0 where there is none but the last. aside: seconds that were no steps.
+    per_step: seconds of a step. validation, checkpoint: seconds of one. every: steps from one validation to the next,
+    and from one checkpoint to the next; 0 where there is none but the last. aside: seconds spent on anything but steps.
     """
 
     per_step: float
@@ -96,8 +96,8 @@ class Pace:
         """Return how many steps can be made in ``seconds``, with the validations and
         checkpoints between them and the end."""
         costs = zip((self.validation, self.checkpoint), self.every, strict=True)
-        item = self.per_step + sum(cost / every for cost, every in costs if every)
-        return max(0, math.floor((seconds - self.end) / item))
+        per_step = self.per_step + sum(cost / every for cost, every in costs if every)
+        return max(0, math.floor((seconds - self.end) / per_step))
 
     def validations(self, seconds: float) -> int:
         """Return how many validations are made in ``seconds`` of training: as many as parts
