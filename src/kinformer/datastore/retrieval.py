@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from kinformer.core.head import Searcher
     from kinformer.core.model_config import ModelConfig
     from kinformer.datastore.attached import KeyedDecoder
+    from kinformer.datastore.options import TrainingOptions
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class TakesNeighbours(Protocol):
         ...
 
 
-def choose_retrieval(options: Any, config: ModelConfig) -> dict[str, Any]:
+def choose_retrieval(options: TrainingOptions, config: ModelConfig) -> dict[str, object]:
     """Return the retrieval entry of a new run's ``data``."""
     named = {name: getattr(options, name) for name in ("retriever", "neighbours", "probes")}
     if options.datastore is None:
@@ -95,7 +96,7 @@ def choose_retrieval(options: Any, config: ModelConfig) -> dict[str, Any]:
     return {RETRIEVAL: paths | {"neighbours": options.neighbours or GATED_NEIGHBOURS, "probes": probes}}
 
 
-def resume_retrieval(run: StoredRun, options: object) -> dict[str, Any]:
+def resume_retrieval(run: StoredRun, options: TrainingOptions) -> dict[str, object]:
     """Return the retrieval entry of a resumed run's ``data``: as it was, but for folders that were moved."""
     retrieval = run.data.get(RETRIEVAL)
     for name in ("datastore", "retriever", "neighbours", "probes"):
