@@ -121,7 +121,7 @@ def test_a_short_run_validates_seldom(corpus: Corpus, tmp_path: Path, monkeypatc
 def test_steps_given_at_once_are_taken_as_they_come() -> None:
     course = Course(100)
     assert [course.at(step) for step in range(100)] == list(range(100))
-    course.turn(50, 200)
+    course.revise(50, 200)
     assert course.at(50) == 100 and course.at(200) == 200 and 100 < course.at(51) < 101
 
 

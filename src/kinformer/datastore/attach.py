@@ -142,15 +142,6 @@ def _retrieving(
     return RetrievingDecoder(model, keys, searcher(store, record["probes"]), record["neighbours"])
 
 
-def store_of(model: object) -> Datastore | None:
-    """Return the datastore of a model that :func:`attach_store` attached with a trained search."""
-    from kinformer.datastore.retrieving import RetrievingDecoder
-
-    if not isinstance(model, RetrievingDecoder):
-        return None
-    return model.searcher.store
-
-
 def lookup_facts(model: object) -> dict[str, object] | None:
     """Return the facts of the attached datastore as JSON, with the number of neighbours."""
     from kinformer.datastore.retrieving import RetrievingDecoder

@@ -98,11 +98,11 @@ def _written(record: Path, plan: NeighbourTable) -> tuple[int, int]:
     """Return how many rows are on the disk, and their checksum."""
     if not record.exists():
         return 0, 0
-    record_ = read_json(record)
-    if not isinstance(record_, dict) or any(record_.get(name) != value for name, value in plan.identity.items()):
+    content = read_json(record)
+    if not isinstance(content, dict) or any(content.get(name) != value for name, value in plan.identity.items()):
         raise KinformerError(f"{record}: is not what it should be; remove it and try again.")
     with reading(record, remedy="remove it and try again"):
-        return int(record_["written"]), int(record_["crc"])
+        return int(content["written"]), int(content["crc"])
 
 
 def neighbours_without_self(store: Datastore, searcher: Searcher, first: int, plan: NeighbourTable) -> Blocks:

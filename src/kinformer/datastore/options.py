@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import Field, dataclass, fields
-from typing import Literal, Protocol
+from typing import Literal
 
 from kinformer.runtime.errors import KinformerError, marked, require, require_above
 from kinformer.runtime.fields import Checked
@@ -47,21 +47,6 @@ class StoreOptions(Checked):
         """Whether an option of a store, but not the store itself, differs from its default."""
         store_names = {field.name for field in fields(StoreOptions)} | {"tune", "sizes"}
         return option.name in store_names - {"datastore"} and getattr(self, option.name) != option.default
-
-
-class TrainingOptions(Protocol):
-    """The options of a training run that choose its datastore (``runs.options.TrainOptions``)."""
-
-    @property
-    def member(self) -> str: ...
-    @property
-    def datastore(self) -> str | None: ...
-    @property
-    def retriever(self) -> str | None: ...
-    @property
-    def neighbours(self) -> int | None: ...
-    @property
-    def probes(self) -> int | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What training a model on many devices takes of each: bytes of memory, bytes exchanged, and time, for every mesh.
+"""The cost for each device of training a model on many: bytes of memory, bytes exchanged, and time, for every mesh.
 
 A device of tensor parallelism has a part of the model, so it costs what that part costs, measured as any model is
 (``training.division``). What is exchanged in a step, in bytes of a collective's tensor (float32 parameters):
@@ -34,9 +34,9 @@ from kinformer.runtime.errors import KinformerError
 
 @dataclass(frozen=True, kw_only=True)
 class MeshCost:
-    """What a step on ``mesh`` takes of each device: ``train_bytes``, which ``memory`` breaks down, the ``payload`` of
-    its collectives, and ``seconds`` by what they pass with; ``step`` are those of the step. The rows of a replica come
-    in ``accumulate`` parts, as few as memory allows. Each device sends ``data_bytes`` of gradients and weights,
+    """The cost of a step on ``mesh`` for each device: ``train_bytes``, which ``memory`` breaks down, the ``payload`` of
+    its collectives, and ``seconds`` by what takes them; ``step`` is the time of the whole step. The rows of a replica
+    come in ``accumulate`` parts, as few as memory allows. Each device sends ``data_bytes`` of gradients and weights,
     ``tensor_bytes`` and ``context_bytes`` of rows that are shared."""
 
     mesh: str

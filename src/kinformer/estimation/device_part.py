@@ -25,7 +25,7 @@ PREFETCHED = 2
 
 
 class PartConfig:
-    """A model config whose model is one of ``parts`` parts of the model of ``config``, which computes one of
+    """A model config whose model is one of ``parts`` parts of the model of ``config``, and computes one of
     ``stretches`` where there are some."""
 
     def __init__(self, config: ModelSpec, parts: int, stretches: PaperStretches | None = None) -> None:
@@ -60,7 +60,7 @@ class Shared(NamedTuple):
 
 
 class Part:
-    """What a device that has a share of every row does in training, for any number of rows.
+    """The work in training of a device that has a share of every row, for any number of rows.
 
     Errors: ``KinformerError`` where rows of the model cannot be ``shared`` so.
     """

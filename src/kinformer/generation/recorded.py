@@ -81,7 +81,7 @@ class Recording:
         self.holds = Unchanged(parts).holds
 
     def begin(self, state: State, time: int = 1) -> RecordedStep | None:
-        """Return steps of ``time`` tokens from ``state`` on; None where these are others, or the sizes of ``state``,
+        """Return steps of ``time`` tokens from ``state`` on; None where the time or the sizes of ``state`` are others
         than it was checked for."""
         narrow = autocast_dtype(next(states.tensors(state)).device) is not None
         if narrow or time != self.time or _form(state) != self._form:

@@ -55,7 +55,7 @@ class Steps:
             return self.running.step(tokens), state
 
     def require_dtype(self) -> None:
-        """Raise where the weights have another dtype than when the session began, whose state has that."""
+        """Raise where the weights no longer have the dtype of when the session began, which its state has."""
         if (now := _dtype(self.model)) != self._dtype:
             raise KinformerError(
                 f"the model's weights are {now}, but this session began with {self._dtype}, which its state has; begin "

@@ -37,8 +37,8 @@ class Carried:
         self.states[part] = states.detach(state)
 
     def divide(self, whole: State, model: Any, group: Group) -> None:
-        """Keep what this process's part of a divided ``model`` has of the states of ``whole``, one of the undivided
-        model: its heads. Leaves that have no heads are the same in all parts."""
+        """Keep this process's heads of the carried states: ``whole`` is a state of the undivided model, ``model`` this
+        process's part of it. Leaves that have no heads are the same in all parts."""
         pairs = zip(states.tensors(whole), states.tensors(model.initial_state(1)), strict=True)
         for leaf, fewer in pairs:
             dims = [dim for dim, (a, b) in enumerate(zip(leaf.shape, fewer.shape, strict=True)) if a != b]

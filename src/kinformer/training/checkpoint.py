@@ -128,7 +128,7 @@ class Checkpoints:
         self.tidy()
 
     def save_sharded(self, checkpoint: Checkpoint, part: Part, group: Group) -> None:
-        """Write the first one's ``checkpoint``, and of each process of ``group`` its ``part``; all call together."""
+        """Write the first process's ``checkpoint`` and the ``part`` of each of ``group``; all must call together."""
         from kinformer.training.shards import opened_part
 
         place, partial = self.path(checkpoint.step), self._partial(checkpoint.step)

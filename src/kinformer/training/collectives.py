@@ -1,4 +1,4 @@
-"""What processes that share tokens exchange, with gradients (Shoeybi et al. 2019, Megatron-LM, section 3: f and g)."""
+"""Collectives with gradients among processes that share tokens (Shoeybi et al. 2019, Megatron-LM, section 3: f, g)."""
 
 from __future__ import annotations
 

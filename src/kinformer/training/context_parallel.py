@@ -5,13 +5,13 @@
     encoders' mixers                          gather the keys and values of the row
     cross-attention                           sees the encoded source, which is gathered once
 
-A loss is a sum over predictions divided by the number of all of the row's processes. States are those before and
-after the row, in all processes alike.
+The loss of a stretch is a sum over its predictions, divided by their number in the whole row. States are those before
+and after the row, the same in all processes.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -22,7 +22,7 @@ from kinformer.core.contract import CausalMixer, Chunk, advance, positions_of
 from kinformer.core.crossing import Crosses
 from kinformer.core.encoder import EncoderMixer
 from kinformer.core.learning import AuxLoss
-from kinformer.core.model import CausalModel, StackedModel, modules_of
+from kinformer.core.model import modules_of
 from kinformer.core.source import SourceMixer
 from kinformer.core.stack import Stack
 from kinformer.runtime.errors import KinformerError
@@ -139,14 +139,10 @@ def share_time(step: ObjectiveModule, processes: distributed.ProcessGroup, keeps
     step.register_forward_hook(edge.leave)
 
 
-class _Decoder(StackedModel, CausalModel, Protocol):
-    """A decoder of tokens, alone or behind an encoder."""
-
-
 class _Edge:
     """Hooks between the rows and a model that reads one stretch of them; before an encoder they change nothing."""
 
-    def __init__(self, model: _Decoder, stretches: Stretches) -> None:
+    def __init__(self, model: Any, stretches: Stretches) -> None:
         self.model, self.stretches = model, stretches
 
     def enter(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[object, ...]:
@@ -164,8 +160,8 @@ class _Edge:
         return batch, state._replace(seen=stretches.before), *rest
 
     def leave(self, _: nn.Module, __: object, outputs: ObjectiveOutput) -> ObjectiveOutput:
-        """Weigh the loss by this stretch's share of the predictions, and sum the metrics over the row; give the state
-        the number after the row."""
+        """Weight the loss by this stretch's share of the predictions and sum the metrics over the row; give the state
+        the number of tokens after the row."""
         loss, metrics, state = outputs
         predicted = metrics[PREDICTED].to(loss.dtype)
         sums = torch.stack([metric.detach().to(torch.float64) for metric in metrics.values()])
@@ -178,15 +174,15 @@ class _Edge:
         """Return the tokens of each row's sequence before this stretch, and after the row, from ``seen`` before it."""
         nothing = torch.zeros_like(seen)
         count = advance(nothing, chunk, positions_of(chunk, nothing))
-        begun = nothing.bool() if chunk.reset is None else chunk.reset.any(1)
-        mine = torch.stack([count, begun.to(count.dtype)])
-        everyone = mine.new_empty(self.stretches.count, *mine.shape)
-        all_gather(everyone.flatten(), mine.flatten(), group=self.stretches.processes)
+        resets = nothing.bool() if chunk.reset is None else chunk.reset.any(1)
+        local = torch.stack([count, resets.to(count.dtype)])
+        gathered = local.new_empty(self.stretches.count, *local.shape)
+        all_gather(gathered.flatten(), local.flatten(), group=self.stretches.processes)
         before = after = seen
-        for number, (count, begun) in enumerate(everyone.unbind(0)):
+        for number, (count, resets) in enumerate(gathered.unbind(0)):
             if number == self.stretches.number:
                 before = after
-            after = count + torch.where(begun > 0, 0, after)
+            after = count + torch.where(resets > 0, 0, after)
         return before, after
 
 

@@ -1,4 +1,4 @@
-"""The means of :mod:`kinformer.core.crossing` on ``torch.distributed``, with gradients.
+"""The operations of :mod:`kinformer.core.crossing` on ``torch.distributed``, with gradients.
 
 composed   all-gather of summaries; the gradient is a reduce-scatter          (LASP-2, Sun et al. 2025, 2502.07563)
 past       all-gather, or from the neighbours that have a window's slots; gradients go back the same way

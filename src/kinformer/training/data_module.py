@@ -47,12 +47,12 @@ class DataModule:
         raise NotImplementedError
 
     def validation(self, rank: int, world: int) -> Iterator[Batch]:
-        """Yield the process's rows of a fixed part of the validation split, as many batches for all processes."""
+        """Yield the process's rows of a fixed part of the validation split; all processes get as many batches."""
         raise NotImplementedError
 
     def validate(self) -> dict[str, float] | None:
-        """Return the means of :attr:`sums` where validating is acting, with the model of :meth:`begin` in eval mode;
-        None where the objective scores the rows of :meth:`validation`."""
+        """Return the means of :attr:`sums` where validation acts in an environment, with the model of :meth:`begin` in
+        eval mode; None where the objective scores the rows of :meth:`validation`."""
         return None
 
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:

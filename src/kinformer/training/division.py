@@ -4,7 +4,7 @@ section 3; arXiv 1909.08053).
     mixer, feed-forward   y = sum over parts of F_part(x), F_part with 1 / parts of the heads, or of the hidden features
     table, logits         rows of the vocabulary
 
-A config says what one part of it is (``part``); a part is built and computes as any other module of fewer heads does.
+A config says what one part of it is (``part``), which is built and computes like any other module of fewer heads.
 Which rows of a weight a part takes follows from the shapes of both, and from the ``blocks`` of products that make
 several things side by side, such as queries, keys and values.
 """
@@ -55,7 +55,7 @@ class Cut(NamedTuple):
 
 @dataclass
 class Division:
-    """What each of ``parts`` has of a model, by the names of its parameters and modules.
+    """The division of a model into ``parts``, by the names of its parameters and modules.
 
     ``cuts``: the tensors that are cut. ``partial``: whole ones of divided modules, whose gradients are sums over parts.
     ``added``: biases behind such a sum, of which each part adds its share. ``mixers``: the divided

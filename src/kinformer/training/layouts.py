@@ -48,14 +48,14 @@ class Layouts:
         """Return ``value``, whole or cut into rows, as ``parameter`` lies, where it has its shape."""
         cut = self._cut(name)
         if not is_sharded(parameter) and cut and value.shape != parameter.shape:
-            return value.index_select(cut.dim, self._ours(cut))
+            return value.index_select(cut.dim, self._local_rows(cut))
         if self.mesh is None or not is_sharded(parameter) or value.shape != parameter.shape:
             return like(parameter, value)
         whole = gathered(value).to(parameter.device)
         target = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
         assert is_sharded(target)
         if cut:
-            whole = whole.index_select(cut.dim, self._ours(cut).to(whole.device))
+            whole = whole.index_select(cut.dim, self._local_rows(cut).to(whole.device))
         local = target.to_local()
         if target.device_mesh.ndim > 1 and whole.dim():  # FSDP cuts what is left into rows, the last ones fewer
             size = -(-len(whole) // target.device_mesh.size(0))
@@ -78,7 +78,7 @@ class Layouts:
             whole = torch.empty_like(whole).index_copy_(cut.dim, order, whole)
         return whole if buffer or not whole.dim() else self._rows(whole)
 
-    def _ours(self, cut: Cut) -> Tensor:
+    def _local_rows(self, cut: Cut) -> Tensor:
         assert self.mesh is not None
         return cut.rows(self.mesh.get_local_rank(), self.parts)
 
@@ -101,4 +101,5 @@ class Layouts:
         )
 
 
-AS_THEY_LIE = Layouts()
+UNDIVIDED = Layouts()
+"""The layouts of a model that no processes divide."""

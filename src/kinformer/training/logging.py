@@ -176,10 +176,10 @@ class Silence(TrainingProgress):
         self._bar = None
 
     def update(self, done: int, metrics: str, tokens: int, seconds: float) -> None:
-        """Do nothing, where a progress would be shown."""
+        """Show nothing where progress would be shown."""
 
     def say(self, text: str) -> None:
-        """Do nothing, where a line would be printed."""
+        """Print nothing where a line would be printed."""
 
 
 def _clock(seconds: float) -> str:

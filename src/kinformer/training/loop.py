@@ -1,4 +1,4 @@
-"""The loop: one update after the other, measured now and then, in a folder from which it can go on at any moment.
+"""The training loop: updates, validations and checkpoints, in a folder from which it can go on at any moment.
 
 What a step does is a function of the weights, the optimiser's state, the carried states and the step's number alone.
 All of that is in a checkpoint, so a run that was killed and resumed ends with the weights of one that was not.
@@ -38,8 +38,8 @@ from kinformer.training.validation import Validation
 
 
 class Trainer:
-    """The trainer of ``model`` on ``data`` for ``objective``; it goes on from the newest checkpoint in ``folder``, to
-    the end of the stage (``training.stages``) that this one is in: ``model`` and ``data`` are those of that stage.
+    """The trainer of ``model`` on ``data`` for ``objective``; it goes on from the newest checkpoint in ``folder`` to
+    the end of that checkpoint's stage (``training.stages``), to which ``model`` and ``data`` belong.
 
     ``model`` is any module that the objective can call; where the data carries, one with ``initial_state(batch)``. It
     is changed in place; with several processes it belongs to the trainer from then on. ``quiet``: it reports nothing.
@@ -151,7 +151,7 @@ class Trainer:
         validate_every, checkpoint_every = pace.every if pace else self.settings.cadences(self.total, validation)
         look, border = self.step + 1, self.stage.end
         if self._out_of_patience(validate_every):  # it had ended before it was resumed
-            self.course.turn(self.step, self.step)
+            self.course.revise(self.step, self.step)
         while self.step < self.total:
             rate = self.rate(at := self.course.at(self.step), self.total)
             self.window.add(self.update(self.step, rate, at / self.total))
@@ -189,10 +189,10 @@ class Trainer:
                 self.log.write(self.step + 1, self.stage.record)
 
     def _look(self, pace: Pace) -> int:
-        """Foresee again how many steps the minutes buy; return the step after which to do so the next time."""
+        """Estimate again how many steps the minutes buy; return the step after which to do so next."""
         pace.look(self.step, time.monotonic())
         total = self.group.on_first(lambda: self.step + pace.steps(60 * (self.settings.minutes or 0) - self.seconds))
-        self.course.turn(self.step, max(self.step, total))
+        self.course.revise(self.step, max(self.step, total))
         self.progress.expect(self.total)
         return pace.next_look(self.step, self.total)
 
@@ -240,7 +240,7 @@ class Trainer:
         """Do all that belongs to the end of a run before the last checkpoint, which says that the run is over: a run
         that is killed here repeats its last steps and its end."""
         if self.step < self.total:  # the time or the patience is over
-            self.course.turn(self.step, self.step)
+            self.course.revise(self.step, self.step)
         self.rounds.after(self.step, ends=True)
         self.storage.saves.wait()
         earlier = self.checkpoints.regular_steps()[-(self.settings.average - 1) :] if self.settings.average > 1 else []

@@ -15,7 +15,7 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.sharding import gathered, whole
 from kinformer.training.lamb import Lamb
 from kinformer.training.layer_decay import rate_factors
-from kinformer.training.layouts import AS_THEY_LIE, Layouts
+from kinformer.training.layouts import UNDIVIDED, Layouts
 from kinformer.training.muon import StackedMuon
 from kinformer.training.per_parameter import ParameterGroup, PerParameter, scale_
 from kinformer.training.settings import Settings
@@ -41,7 +41,7 @@ class Optimiser:
         model: nn.Module,
         settings: Settings,
         extras: nn.Module | None = None,
-        layouts: Layouts = AS_THEY_LIE,
+        layouts: Layouts = UNDIVIDED,
     ) -> None:
         self.layouts = layouts
         named = list(model.named_parameters())

@@ -53,8 +53,8 @@ def seconds_of(work: Callable[..., object], *arguments: object) -> float:
 class Course:
     """The course of a run: how many steps it has in all, and how far it is.
 
-    Where the ``total`` is foreseen anew, the learning rate goes on from where it is, and the rest of its way is spread
-    over the steps that are left: ``since`` is the step at which that was done last, ``share`` how far the run was then.
+    Where ``total`` is estimated anew, the learning rate goes on from where it is, and the rest of its course is spread
+    over the steps that are left: ``since`` is the step of the last estimate, ``share`` how far the run was then.
     """
 
     total: int
@@ -62,13 +62,13 @@ class Course:
     share: float = 0.0
 
     def at(self, step: int) -> float:
-        """Return where in a run of ``total`` steps, all foreseen at once, update number ``step``
-        stands: ``step`` itself, if they were."""
+        """Return where update number ``step`` would stand had ``total`` been known from the start; ``step`` itself
+        where it was."""
         left = max(1, self.total - self.since)
         return self.share * self.total + (1 - self.share) * self.total * (step - self.since) / left
 
-    def turn(self, step: int, total: int) -> None:
-        """Change the forecast to ``total`` steps from number ``step`` on."""
+    def revise(self, step: int, total: int) -> None:
+        """Revise the forecast to ``total`` steps from number ``step`` on."""
         self.share, self.since, self.total = self.at(step) / self.total, step, total
 
 

@@ -16,7 +16,7 @@ ParameterGroup: TypeAlias = dict[str, Any]
 
 
 class PerParameter(Optimizer):
-    """The base; a subclass says by :meth:`move` what a gradient does to its parameter."""
+    """The base class; a subclass defines in :meth:`move` how a gradient changes its parameter."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

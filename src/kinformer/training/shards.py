@@ -45,8 +45,8 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True)
 class Part:
-    """What this process writes of tensors that a group of processes shares: ``rows`` of a tensor, by its name, and the
-    number of the first; ``aliases``, the same in all processes, are names of tensors that are another one."""
+    """This process's part of tensors that a group of processes writes: ``rows`` has some rows of each, by name, and the
+    number of the first; ``aliases``, the same in all processes, are second names of tensors."""
 
     rows: Mapping[str, tuple[Tensor, int]]
     aliases: Mapping[str, str]

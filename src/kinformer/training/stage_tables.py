@@ -25,7 +25,8 @@ _EXAMPLE = '`set` training.stages=\'[{"steps": 900, "length": 128}, {}]\''
 def checked_stages(stages: object) -> tuple[JsonObject, ...] | None:
     """Return ``stages`` as tables of known names and types; None for None.
 
-    Errors: ``KinformerError`` for anything else, and for stages that say too little or what only the run can say.
+    Errors: ``KinformerError`` for anything else, and for stages that lack a setting, or have one that belongs to
+    the run.
     """
     if stages is None:
         return None

@@ -21,7 +21,7 @@ from kinformer.runtime.sharding import is_sharded
 from kinformer.training.best import SHARDED, WEIGHTS, Best
 from kinformer.training.checkpoint import CHECKPOINTS, Checkpoint, Checkpoints
 from kinformer.training.distributed import Group
-from kinformer.training.layouts import AS_THEY_LIE
+from kinformer.training.layouts import UNDIVIDED
 from kinformer.training.metric import Metric
 from kinformer.training.optimiser import finite, gather
 from kinformer.training.saves import Saves
@@ -39,7 +39,7 @@ class Storage:
 
     def __init__(self, folder: Path, settings: Settings, metrics: Sequence[Metric], group: Group) -> None:
         self.folder, self.settings, self.group = folder, settings, group
-        self.layouts = AS_THEY_LIE
+        self.layouts = UNDIVIDED
         self.checkpoints = Checkpoints(folder / CHECKPOINTS, settings.keep, settings.average)
         self.best = Best(folder, metrics)
         self.home = folder.stat() if folder.exists() else None

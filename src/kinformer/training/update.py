@@ -73,7 +73,7 @@ class Updater:
 
     def __call__(self, step: int, rate: float, progress: float) -> UpdateResult:
         """Make update number ``step``; return the results of this process's rows, still on the device."""
-        self._draw_anew(step)
+        self._resample(step)
         self._seed_masks(step)
         batch = self._batch(step)
         parts = self.settings.accumulate
@@ -103,14 +103,14 @@ class Updater:
         means = [metrics[name] / metrics[PREDICTED].clamp_min(1) for name in self.data.sums]
         return torch.stack([loss.detach(), *means])
 
-    def _draw_anew(self, step: int) -> None:
+    def _resample(self, step: int) -> None:
         """Resample random features, which all processes share; states made with the old ones are dropped."""
         for number, module in due_for_resampling(self.resampled, step):
             module.draw(int(mix(self.settings.seed, _FEATURES, number, step)[0] >> np.uint64(1)))
             self.carried.clear()
 
     def _seed_masks(self, step: int) -> None:
-        """Begin the step's random masks: they depend on nothing before, so a resumed run draws the same."""
+        """Seed the step's random masks, which depend on no earlier step, so that a resumed run draws the same."""
         seed = int(mix(self.settings.seed, step, self.group.rank // self.group.tensor)[0])
         torch.default_generator.manual_seed(seed)
         if self.group.device.type == "cuda":
