@@ -1,4 +1,4 @@
-"""The one hook by which runs come to datastores, with a method for every stage of a run's life."""
+"""The interface by which runs use datastores, with a method for every stage of a run's life."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ def build(
     """Sort the entries of ``store`` into ``count`` lists, by default the root of their number; ``key_bytes``: a key has
     so many bytes there, by product quantisation, or None: one for each number.
 
-    Lists that are there take in what was appended, in their way where ``count``, ``key_bytes`` and ``similarity`` are
-    None, unless these differ, or the store has grown by more than half since their centroids were learnt: then they are
+    Existing lists take in what was appended, with their own ``count``, ``key_bytes`` and ``similarity`` where these are
+    None. Where one of them differs, or the store has grown by more than half since the centroids were learnt, these are
     learnt again.
     """
     folder = store.folder / FOLDER

@@ -69,7 +69,7 @@ class _Absorbed(NamedTuple):
 class ContinuationScorer:
     """A scorer of continuations by ``model`` (in eval mode).
 
-    ``length`` is how many tokens the model reads at most, None for any number: of more, the end counts. At most
+    ``length`` is how many tokens the model reads at most, None for any number; of more, it reads the last. At most
     ``chunk`` tokens are computed at a time, and at most ``rows`` contexts (None: any number).
     """
 

@@ -17,7 +17,7 @@ from kinformer.training.metric import Metric
 
 class Depths:
     """The depths of tokens: ``last`` [batch, time] int64 are the steps or layers of the last call, 0 where not valid,
-    in the order in which the model left-aligned them; ``metric`` is the unit of both."""
+    in the order in which the model left-aligned them; ``metric`` says what they count."""
 
     def __init__(self, metric: Metric) -> None:
         self.metric = metric

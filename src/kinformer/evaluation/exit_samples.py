@@ -24,7 +24,7 @@ Written = Sequence[Sequence[int]] | np.ndarray
 class Sampling(NamedTuple):
     """How samples are drawn and written: ``size`` of them from the part ``split`` of ``data`` (None: the run's), by
     ``seed``, ``batch_size`` side by side. ``prompt_tokens`` and ``new_tokens`` are those of running text, ``beam`` that
-    of translations; None where nothing was said of them."""
+    of translations; None where they do not apply."""
 
     size: int
     data: str | None
@@ -40,8 +40,8 @@ class Samples:
     """Samples of a task's data. A subclass sets ``truth``, the references in the data, defines ``write()`` and
     ``saved(threshold)``, and then calls ``begin()``.
 
-    ``identity``: that of the data. ``how``: by what sequences were written, for JSON. ``exits``: by threshold, of the
-    tokens that were written.
+    ``identity``: that of the data. ``how``: the settings of generation, for JSON. ``exits``: those of the tokens that
+    were written, by threshold.
     """
 
     truth: Written
