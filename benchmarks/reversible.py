@@ -88,10 +88,10 @@ def point(member: str, stack: str, depth: int, length: int) -> dict[str, Any]:
     start = model.initial_state(1)
     with Live([*model.parameters(), *gradients, *states.tensors(start), window]) as live:
         loss, _ = loss_of(model, window, start)
-        until_loss = live.most - handed
-        live.most = live.now
+        until_loss = live.peak - handed
+        live.peak = live.now
         loss.backward()
-    return found | {"alive": max(until_loss, live.most), "saved": saved(model, window)}
+    return found | {"alive": max(until_loss, live.peak), "saved": saved(model, window)}
 
 
 def keeping(model: Any) -> Any:

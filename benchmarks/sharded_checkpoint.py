@@ -99,8 +99,8 @@ def write(
     if way == "sharded":
         checkpoints.save_sharded(Checkpoint(number, {}, {}), part_of(named, group), group)
         return
-    with Saves(beside=True) as saves:
-        part, writers = part_of(named, group).staged(), group.beside()
+    with Saves(in_thread=True) as saves:
+        part, writers = part_of(named, group).staged(), group.with_new_channel()
         saves.add(lambda: checkpoints.save_sharded(Checkpoint(number, {}, {}), part, writers))
         stood.append(time.perf_counter() - begun)
 

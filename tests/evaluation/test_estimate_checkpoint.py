@@ -42,7 +42,7 @@ def alive(config, batch, length, autocast=False):
             loss = cross_entropy(logits.flatten(0, 1), tokens.flatten())
         del logits, state
         loss.backward()
-    return live.most
+    return live.peak
 
 
 def activations(config, **options):
@@ -72,11 +72,11 @@ def test_live_counts_views_once_and_forgets_what_is_gone():
         y = x.view(10, 10)[2:]
         assert live.now == 400
         z = y + 1
-        assert live.now == live.most == 400 + 320
+        assert live.now == live.peak == 400 + 320
         del x, y
         assert live.now == 320
         z += 1
-        assert live.now == 320 and live.most == 720
+        assert live.now == 320 and live.peak == 720
 
 
 @each_config

@@ -36,7 +36,7 @@ def test_peak_of_a_process_is_what_a_step_holds_and_more():
         loss = cross_entropy(outputs(model, tokens)[0].flatten(0, 1), tokens.flatten())
         loss.backward()
     moving = found.memory["train"]["activations"] + told["temporaries"]
-    assert abs(moving / live.most - 1) < 0.1
+    assert abs(moving / live.peak - 1) < 0.1
 
 
 def test_peak_of_sparse_tables_and_of_checkpoints_is_told():
@@ -116,7 +116,7 @@ def test_the_interpreter_is_asked_and_what_is_usual_is_said_where_it_does_not_an
     assert 150 << 20 < asked < 8 << 30
     config = configure("gpt", "tiny", 64)
     assert peak(config, estimate(config, length=8), length=8, batch=1, interpreter=asked)["interpreter"] == asked
-    monkeypatch.setattr(estimate_peak, "BEGUN", "raise SystemExit(1)")
+    monkeypatch.setattr(estimate_peak, "PROBE", "raise SystemExit(1)")
     estimate_peak.interpreter_bytes.cache_clear()
     assert estimate_peak.interpreter_bytes() == estimate_peak.INTERPRETER
     estimate_peak.interpreter_bytes.cache_clear()

@@ -383,8 +383,8 @@ def test_a_tape_takes_sizes_in_place_writes_lists_and_types():
         )
 
     tape, output = taped(step, torch.randn(2, 4))
-    assert any(tensor is weight for tensor in tape.held) and output.number > 0
-    run = compiled(tape.calls, 1, len(tape.held), [output, Ref(0)])
+    assert any(tensor is weight for tensor in tape.captured) and output.number > 0
+    run = compiled(tape.calls, 1, len(tape.captured), [output, Ref(0)])
     with torch.inference_mode():
         x = torch.randn(2, 4)
-        torch.testing.assert_close(run(x, *tape.held), (step(x), x), rtol=0, atol=0)
+        torch.testing.assert_close(run(x, *tape.captured), (step(x), x), rtol=0, atol=0)

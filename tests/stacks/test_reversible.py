@@ -194,7 +194,7 @@ def saved(config, length=48):
         storages.clear()
         del logits, state
         loss.backward()
-    return kept, live.most
+    return kept, live.peak
 
 
 @pytest.mark.parametrize("member", ["linear-transformer", "local"])

@@ -86,7 +86,7 @@ def laws(place: Path, text: str) -> Callable[[Group], object]:
         results["hybrid"] = outcome(tiny("hybrid"), processes)
         results["ring"] = outcome(tiny("rope"), processes, ring=True)
         results |= {name: encoded(name, processes) for name in TWO_SIDED}
-        gaps = group.most(*results.values())
+        gaps = group.largest(*results.values())
         group.on_first(
             lambda: (place / f"laws {group.world}.json").write_text(json.dumps(dict(zip(results, gaps, strict=True))))
         )

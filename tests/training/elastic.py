@@ -25,7 +25,7 @@ import kinformer.runs.train  # noqa: F401
 import kinformer.training.loop  # noqa: F401
 from kinformer.cli.main import main
 from kinformer.family.kinds import kinds
-from kinformer.training.update import Done, Updater
+from kinformer.training.update import Updater, UpdateResult
 
 KILLED_BEFORE, PROCESSES, LATE = 5, 2, 2
 
@@ -75,7 +75,7 @@ def die_before(number: int) -> None:
     """Kill this process before update ``number``."""
     update = Updater.__call__
 
-    def killed(self: Updater, step: int, rate: float, progress: float) -> Done:
+    def killed(self: Updater, step: int, rate: float, progress: float) -> UpdateResult:
         if step == number:
             os.kill(os.getpid(), signal.SIGKILL)
         return update(self, step, rate, progress)

@@ -23,7 +23,7 @@ import torch.utils.tensorboard  # noqa: F401
 
 from kinformer.data import Corpus, open_corpus
 from kinformer.family.kinds import kinds
-from kinformer.training.update import Done, Updater
+from kinformer.training.update import Updater, UpdateResult
 from tests.training.tiny import train
 
 STEPS = 6
@@ -88,7 +88,7 @@ def kill_everywhere(place: Path, corpus: Corpus, options: dict[str, Any]) -> lis
     def begin() -> None:
         update = Updater.__call__
 
-        def killed(self: Updater, step: int, rate: float, progress: float) -> Done:
+        def killed(self: Updater, step: int, rate: float, progress: float) -> UpdateResult:
             if step == STEPS - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             return update(self, step, rate, progress)

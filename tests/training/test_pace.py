@@ -13,7 +13,7 @@ from kinformer.data import Corpus
 from kinformer.training.loop import Result
 from kinformer.training.pace import PROBES, Course, seconds_per_step
 from kinformer.training.settings import Settings
-from kinformer.training.update import Done
+from kinformer.training.update import UpdateResult
 from tests.training.tiny import train, trainer
 
 
@@ -68,7 +68,7 @@ def live(clock: Clock, monkeypatch: pytest.MonkeyPatch, corpus: Corpus, folder: 
     monkeypatch.setattr("kinformer.training.pace.time", clock)
     run = trainer(corpus, folder, steps=None, minutes=10.0, **{"checkpoint_every": 0, "validate_every": 0} | changes)
     update, validation, rates = run.update, run.validation, list[float]()
-    done = Done(torch.tensor(1.0), torch.tensor(1.0), torch.ones(1), 64)
+    done = UpdateResult(torch.tensor(1.0), torch.tensor(1.0), torch.ones(1), 64)
 
     class Timed:
         forget, optimiser, carried = update.forget, update.optimiser, update.carried
@@ -76,7 +76,7 @@ def live(clock: Clock, monkeypatch: pytest.MonkeyPatch, corpus: Corpus, folder: 
         def seconds_per_step(self, limit: float) -> float:
             return seconds_per_step(clock.step, limit, clock.monotonic)
 
-        def __call__(self, step: int, rate: float, progress: float) -> Done:
+        def __call__(self, step: int, rate: float, progress: float) -> UpdateResult:
             clock.step(step)
             rates.append(rate)
             return done
@@ -121,7 +121,7 @@ def test_a_short_run_validates_seldom(corpus: Corpus, tmp_path: Path, monkeypatc
 def test_steps_given_at_once_are_taken_as_they_come() -> None:
     course = Course(100)
     assert [course.at(step) for step in range(100)] == list(range(100))
-    course.turn(50, 200)
+    course.revise(50, 200)
     assert course.at(50) == 100 and course.at(200) == 200 and 100 < course.at(51) < 101
 
 
@@ -141,8 +141,8 @@ def test_a_first_step_that_takes_much_of_the_time_is_the_only_one_tried() -> Non
 
 def test_more_minutes_buy_a_step_however_slow_the_start_is(corpus: Corpus, tmp_path: Path) -> None:
     options = {"steps": None, "checkpoint_every": None}
-    trainer(corpus, tmp_path, minutes=0.03, **options, begun=time.monotonic() - 100).run()
-    slow = trainer(corpus, tmp_path, minutes=3.0, **options, begun=time.monotonic() - 175)
+    trainer(corpus, tmp_path, minutes=0.03, **options, started_at=time.monotonic() - 100).run()
+    slow = trainer(corpus, tmp_path, minutes=3.0, **options, started_at=time.monotonic() - 175)
     assert slow.step == 1 and 90 < slow.spent < 110 and slow.step_seconds < 1
     assert slow.run().steps == 2
     last = trainer(corpus, tmp_path, minutes=3.0, **options)

@@ -15,7 +15,7 @@ from kinformer.estimation.optimizer_state import optimizer_bytes
 from kinformer.family.build import build
 from kinformer.family.table import MEMBERS
 from kinformer.runtime.errors import KinformerError
-from kinformer.training.plateau import Plateau
+from kinformer.training.schedule import Plateau
 from kinformer.training.settings import Settings
 from tests.training.tiny import curve, gap, rewound, train
 

@@ -13,13 +13,13 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.training.checkpoint import Checkpoint, Checkpoints
 from kinformer.training.saves import Saves
 from kinformer.training.shards import Shards, part_of
-from kinformer.training.update import Done, Updater
+from kinformer.training.update import Updater, UpdateResult
 from tests.training.sharded import tensors_of, world_of_one
 from tests.training.tiny import CPU, gap, train, trainer
 
 
 def test_saves_of_one_step_are_in_flight_and_in_order() -> None:
-    saves, done, gate = Saves(beside=True), [], threading.Event()
+    saves, done, gate = Saves(in_thread=True), [], threading.Event()
     saves.begin(1)
     saves.add(gate.wait)
     saves.add(lambda: done.append("best"))
@@ -28,13 +28,13 @@ def test_saves_of_one_step_are_in_flight_and_in_order() -> None:
     gate.set()
     saves.begin(2)
     assert done == ["best"]
-    here = Saves(beside=False)
+    here = Saves(in_thread=False)
     here.add(lambda: done.append(threading.current_thread()))
     assert done[-1] is threading.main_thread()
 
 
 def test_an_error_stops_what_comes_after_it() -> None:
-    saves, done = Saves(beside=True), []
+    saves, done = Saves(in_thread=True), []
 
     def full() -> None:
         raise KinformerError("the disk is full")
@@ -71,7 +71,7 @@ def test_training_goes_on_while_a_save_is_written(
     train(corpus, tmp_path / "at once", **options)
     update, save, made = Updater.__call__, Checkpoints.save, threading.Event()
 
-    def counted(self: Updater, step: int, rate: float, progress: float) -> Done:
+    def counted(self: Updater, step: int, rate: float, progress: float) -> UpdateResult:
         done = update(self, step, rate, progress)
         if step == 4:
             made.set()

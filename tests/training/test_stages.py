@@ -20,7 +20,7 @@ from kinformer.runs.staging import config_of
 from kinformer.runtime.errors import KinformerError
 from kinformer.training.settings import Settings
 from kinformer.training.stages import stage_at, stages_of
-from kinformer.training.update import Done, Updater
+from kinformer.training.update import Updater, UpdateResult
 from tests.training.tiny import curve, gap
 
 WINDOWS = "layers.*.mixer.pattern.window"
@@ -60,7 +60,7 @@ def test_a_run_killed_around_a_border_ends_as_one_that_was_not(
     update = Updater.__call__
     for killed_at in (2, 3, 5, 6):
 
-        def killed(self: Updater, step: int, rate: float, progress: float, at: int = killed_at) -> Done:
+        def killed(self: Updater, step: int, rate: float, progress: float, at: int = killed_at) -> UpdateResult:
             if step == at:
                 raise KilledError
             return update(self, step, rate, progress)

@@ -49,7 +49,7 @@ def trainer(
     group: Group = CPU,
     model: Overrides = None,
     segments: bool = False,
-    begun: float | None = None,
+    started_at: float | None = None,
     double: bool = False,
     **changes: Any,
 ) -> Trainer:
@@ -68,7 +68,9 @@ def trainer(
     built = built.double() if double else built
     data = rows(corpus, settings) if encodes else NextTokens(corpus, settings, segments)
     task = next(task for task in TASKS.values() if (settings.objective or "next-token") in task.objectives)
-    return Trainer(built, data, task.objective(settings.objective, built), settings, folder, group, begun=begun)
+    return Trainer(
+        built, data, task.objective(settings.objective, built), settings, folder, group, started_at=started_at
+    )
 
 
 def rows(corpus: Corpus, settings: Settings) -> DataModule:

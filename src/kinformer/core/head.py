@@ -66,7 +66,8 @@ class Searcher(Protocol):
     counts the bytes that all searches so far have read from its files.
     """
 
-    bytes_read: int
+    @property
+    def bytes_read(self) -> int: ...
 
     @property
     def entries(self) -> int:

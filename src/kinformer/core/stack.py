@@ -19,6 +19,7 @@ from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
     from kinformer.core.encoder import SequenceContext
+    from kinformer.core.model import Model
     from kinformer.core.state import State
 
 Use = Callable[[nn.Module, Tensor, int], Tensor]
@@ -247,7 +248,7 @@ def units_of(model: nn.Module) -> tuple[nn.Module, ...]:
     return stack.units if isinstance(stack, Stack) else ()
 
 
-def sparse_tables(model: nn.Module) -> frozenset[Tensor]:
+def sparse_tables(model: nn.Module | Model) -> frozenset[Tensor]:
     """Return the tables of ``model`` whose gradients are sparse."""
     lookups = (module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
     return frozenset(lookup.weight for lookup in lookups if lookup.sparse)

@@ -10,6 +10,7 @@ from kinformer.core.head import NeedsStore
 from kinformer.core.model import CausalModel
 from kinformer.datastore.options import StoreOptions
 from kinformer.runtime.errors import KinformerError, marked, spelled
+from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.progress import note
 from kinformer.tasks.runs import TrainedRun
 
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from kinformer.datastore.attached import AttachedDecoder, KeyedDecoder
     from kinformer.datastore.exact import ExactSearch, Similarity
     from kinformer.datastore.lists import ListSearch
+    from kinformer.datastore.retrieving import RetrievingDecoder
     from kinformer.datastore.store import Datastore, KeySpace, Record
+    from kinformer.models.decoder import Decoder
 
 WEIGHT, NEIGHBOURS, TEMPERATURE = 0.25, 32, 1.0
 GATED_NEIGHBOURS = 4
@@ -35,7 +38,7 @@ class StoredRun(TrainedRun, Protocol):
     def weights_digest(self) -> str: ...
 
 
-OpenRun = Callable[[Any], StoredRun]
+OpenRun = Callable[[str | Path], StoredRun]
 """Opens the run in a folder."""
 
 
@@ -44,7 +47,7 @@ def looks_up(config: ModelConfig) -> bool:
     return isinstance(getattr(config, "head", None), NeedsStore)
 
 
-def keyed(run: StoredRun, model: Any) -> KeyedDecoder:
+def keyed(run: StoredRun, model: Decoder) -> KeyedDecoder:
     """Return the model with its keys exposed; only a causal one has some."""
     from kinformer.datastore.attached import KeyedDecoder
 
@@ -74,7 +77,7 @@ def origin_of(run: StoredRun, keys: KeyedDecoder) -> KeySpace:
 
 
 def attach_store(
-    run: StoredRun, model: object, open_run: OpenRun, options: StoreOptions | None = None, rows: int | None = None
+    run: StoredRun, model: Decoder, open_run: OpenRun, options: StoreOptions | None = None, rows: int | None = None
 ) -> Any:
     """Return ``model`` with the store that its run or ``options`` name, or as it is where there is none.
 
@@ -86,7 +89,7 @@ def attach_store(
     return model if options.datastore is None else attach_mixture(run, model, options)
 
 
-def attach_mixture(run: StoredRun, model: Any, options: StoreOptions) -> AttachedDecoder:
+def attach_mixture(run: StoredRun, model: Decoder, options: StoreOptions) -> AttachedDecoder:
     """Return ``model`` with the datastore that ``options`` name at its head (kNN-LM)."""
     from kinformer.datastore.attached import AttachedDecoder
     from kinformer.datastore.store import Datastore
@@ -106,7 +109,9 @@ def attach_mixture(run: StoredRun, model: Any, options: StoreOptions) -> Attache
     return AttachedDecoder(model, head)
 
 
-def _retrieving(run: StoredRun, model: Any, open_run: OpenRun, options: StoreOptions, rows: int | None) -> Any:
+def _retrieving(
+    run: StoredRun, model: Decoder, open_run: OpenRun, options: StoreOptions, rows: int | None
+) -> Decoder | RetrievingDecoder:
     """Return ``model`` with its datastore and the retriever that made it (SPALM)."""
     from kinformer.datastore.retrieving import RetrievingDecoder
     from kinformer.datastore.store import Datastore
@@ -115,7 +120,7 @@ def _retrieving(run: StoredRun, model: Any, open_run: OpenRun, options: StoreOpt
     for name in ("weight", "knn_temperature", "tune", "sizes"):
         if getattr(options, name, None) not in (None, False):
             raise KinformerError(f"{marked(name)}: is for kNN-LM; the gate of {run.folder} was trained; leave it out.")
-    record: dict[str, Any] = {"neighbours": GATED_NEIGHBOURS} | dict(run.data.get(RETRIEVAL) or {})
+    record: JsonObject = {"neighbours": GATED_NEIGHBOURS} | dict(run.data.get(RETRIEVAL) or {})
     names = ("datastore", "retriever", "neighbours")
     record |= {name: option for name in names if (option := getattr(options, name)) is not None}
     if "datastore" not in record:
@@ -137,21 +142,13 @@ def _retrieving(run: StoredRun, model: Any, open_run: OpenRun, options: StoreOpt
     return RetrievingDecoder(model, keys, searcher(store, record["probes"]), record["neighbours"])
 
 
-def store_of(model: object) -> Datastore | None:
-    """Return the datastore of a model that :func:`attach_store` attached with a trained search."""
+def lookup_facts(model: object) -> dict[str, object] | None:
+    """Return the facts of the attached datastore as JSON, with the number of neighbours."""
     from kinformer.datastore.retrieving import RetrievingDecoder
 
     if not isinstance(model, RetrievingDecoder):
         return None
-    result: Any = model.searcher
-    return result.store
-
-
-def lookup_facts(model: Any) -> dict[str, Any] | None:
-    """Return the facts of the attached datastore as JSON, with the number of neighbours."""
-    store = store_of(model)
-    if store is None:
-        return None
+    store = model.searcher.store
     return {"datastore": str(store.folder), "entries": store.entries, "neighbours": model.neighbours}
 
 

@@ -88,12 +88,12 @@ class KeyedDecoder(nn.Module):
         """Tap the last layer's feed-forward input within the context (the last
         time counts where a layer is used again)."""
         seen: list[Tensor] = []
-        module: Any = self.decoder.stack.units[-1]
+        feed_forward = self.decoder.stack.units[-1].get_submodule("feed_forward")
 
-        def hook(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        def hook(_: nn.Module, inputs: tuple[Tensor | Chunk, *tuple[object, ...]]) -> None:
             seen.append(inputs[0].x if isinstance(inputs[0], Chunk) else inputs[0])
 
-        handle = module.feed_forward.register_forward_pre_hook(hook)
+        handle = feed_forward.register_forward_pre_hook(hook)
         try:
             yield seen
         finally:
@@ -152,7 +152,7 @@ class AttachedDecoder(nn.Module):
 
     def head_inputs(
         self, values: Tensor, state: State = None, *, valid: Tensor | None = None, reset: Tensor | None = None
-    ) -> tuple[KeyedStates, Any]:
+    ) -> tuple[KeyedStates, State]:
         """Return hidden states and keys, and the state after the chunk."""
         hidden_states, keys, state = self.keyed(values, state, valid=valid, reset=reset)
         return KeyedStates(hidden_states, keys), state

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kinformer.data import Split, first_bytes
 from kinformer.datastore.attach import (
@@ -65,11 +65,31 @@ class StoreMeasurement:
         )
 
 
+class MixtureOptions(Protocol):
+    """The options by which a store is mixed in (``runs.options.EvaluateOptions``)."""
+
+    @property
+    def weight(self) -> float | None: ...
+    @property
+    def neighbours(self) -> int | None: ...
+    @property
+    def knn_temperature(self) -> float | None: ...
+    @property
+    def tune(self) -> bool: ...
+    @property
+    def sizes(self) -> str | None: ...
+    @property
+    def max_bytes(self) -> int | None: ...
+    @property
+    def chunk(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class _Job:
     """The parts of one evaluation: its options, the run, the model, its datastore and the windows."""
 
-    options: Any
+    options: MixtureOptions
+    probes: int | None
     run: StoredRun
     model: AttachedDecoder
     store: Datastore
@@ -91,8 +111,7 @@ def evaluate_datastore(runs: Sequence[StoredRun], options: Any, task_options: An
     windows = main_windows(run, model, task_options)
     check_positions(model, windows)
     store: Datastore = attached.head.searcher.store  # type: ignore[union-attr,assignment]
-    options = replace(options, probes=probes_of(store.folder, options.probes))
-    job = _Job(options, run, attached, store, windows, quiet)
+    job = _Job(options, probes_of(store.folder, options.probes), run, attached, store, windows, quiet)
     held = held_out(run, options, task_options.holdout)
     note_stored(
         store.record, held.identity, run.data.get("holdout") if task_options.holdout is None else task_options.holdout
@@ -105,7 +124,7 @@ def evaluate_datastore(runs: Sequence[StoredRun], options: Any, task_options: An
     return _report(job, held, reported, done, task_options.plot)
 
 
-def _sizes(runs: Sequence[StoredRun], options: Any, task_options: Any) -> list[int]:
+def _sizes(runs: Sequence[StoredRun], options: MixtureOptions, task_options: object) -> list[int]:
     """Return the numbers of entries that are tried too; raise for options that conflict with a datastore."""
     for flag in ("lengths", "recl", "baseline"):
         if getattr(task_options, flag, None):
@@ -120,7 +139,7 @@ def _sizes(runs: Sequence[StoredRun], options: Any, task_options: Any) -> list[i
         ) from None
 
 
-def _parts(held: HeldOut, options: Any) -> tuple[Split | None, Split]:
+def _parts(held: HeldOut, options: MixtureOptions) -> tuple[Split | None, Split]:
     """Return the split to tune on, if any, and the split to report: never the same tokens."""
     if not options.tune:
         return None, held.split
@@ -141,30 +160,29 @@ def _parts(held: HeldOut, options: Any) -> tuple[Split | None, Split]:
 def _measure(job: _Job, tuning: Split | None, reported: Split, entries: int) -> StoreMeasurement:
     """Tune, if requested, and measure with the first ``entries`` entries; few of them, which fill no list, exactly."""
     options = job.options
-    probes = None if entries < min(EXACT_BELOW, job.store.entries) else options.probes
-    look_up: Any = searcher(job.store, probes, entries)
-    most = NEIGHBOURS if options.neighbours is None else options.neighbours
+    probes = None if entries < min(EXACT_BELOW, job.store.entries) else job.probes
+    limit = NEIGHBOURS if options.neighbours is None else options.neighbours
     with progressing(job.quiet) as progress:
         if tuning is None:
             weight = WEIGHT if options.weight is None else options.weight
             temperature = TEMPERATURE if options.knn_temperature is None else options.knn_temperature
-            setting = Setting(weight=weight, temperature=temperature, neighbours=most)
+            setting = Setting(weight=weight, temperature=temperature, neighbours=limit)
         else:
-            grid = Grid.up_to(most)
-            setting = sweep(job.model, look_up, tuning, job.windows, grid, chunk=options.chunk, progress=progress).best
-        look_up = Watched(searcher(job.store, probes, entries), len(reported) // RECALLED)
+            grid, search = Grid.up_to(limit), searcher(job.store, probes, entries)
+            setting = sweep(job.model, search, tuning, job.windows, grid, chunk=options.chunk, progress=progress).best
+        watched = Watched(searcher(job.store, probes, entries), len(reported) // RECALLED)
         grid = Grid(tuple(sorted({*WEIGHTS, setting.weight})), (setting.temperature,), (setting.neighbours,))
-        begun = time.perf_counter()
-        swept = sweep(job.model, look_up, reported, job.windows, grid, chunk=options.chunk, progress=progress)
-        seconds = time.perf_counter() - begun
+        started_at = time.perf_counter()
+        swept = sweep(job.model, watched, reported, job.windows, grid, chunk=options.chunk, progress=progress)
+        seconds = time.perf_counter() - started_at
     return StoreMeasurement(
         entries=entries,
         setting=setting,
         tuned_on=tuning,
         sweep=swept,
-        bytes_read=look_up.bytes_read,
-        recall=look_up.recall(searcher(job.store, None, entries)) if probes else None,
-        recalled=look_up.queries,
+        bytes_read=watched.bytes_read,
+        recall=watched.recall(searcher(job.store, None, entries)) if probes else None,
+        recalled=watched.queries,
         seconds=seconds,
     )
 
@@ -191,7 +209,7 @@ def _report(
     return EvaluationReport([evaluation])
 
 
-def _metrics(outcome: StoreMeasurement) -> dict[str, Any]:
+def _metrics(outcome: StoreMeasurement) -> dict[str, object]:
     return {"entries": outcome.entries} | asdict(outcome.setting) | {
         "bits_per_byte": outcome.bits,
         "bits_per_byte_alone": outcome.at(0.0),
@@ -202,14 +220,14 @@ def _metrics(outcome: StoreMeasurement) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _facts(job: _Job, held: HeldOut, reported: Split, done: list[StoreMeasurement]) -> dict[str, Any]:
+def _facts(job: _Job, held: HeldOut, reported: Split, done: list[StoreMeasurement]) -> dict[str, object]:
     whole, tuned = done[-1], done[-1].tuned_on
     return (
         {"datastore": str(job.store.folder)}
         | {"bytes": reported.bytes, "tokens": whole.sweep.tokens}
         | {"context": None if job.windows is None else job.windows.context, "carried": job.windows is None}
         | {"tuned_on": None if tuned is None else {"split": tuned.name, "bytes": tuned.bytes}}
-        | {"approximate": job.options.probes is not None, "probes": job.options.probes}
+        | {"approximate": job.probes is not None, "probes": job.probes}
         | _metrics(whole)
         | {"sizes": [_metrics(item) for item in done]}
     )
@@ -226,9 +244,9 @@ def _blocks(job: _Job, held: HeldOut, reported: Split, done: list[StoreMeasureme
         rest = ", the figures are of its second half" if same else ""
         blocks.append(f"tuned on the {same}{whole.tuned_on.name} split ({plural(whole.tuned_on.bytes, 'byte')}){rest}")
     way = "exact search"
-    if whole.recall is not None:
+    if whole.recall is not None and job.probes is not None:
         way = (
-            f"{plural(job.options.probes, 'probe')}, recall@{setting.neighbours} {whole.recall:.3f} of "
+            f"{plural(job.probes, 'probe')}, recall@{setting.neighbours} {whole.recall:.3f} of "
             f"{plural(whole.recalled, 'query')}"
         )
     blocks += [

@@ -1,18 +1,34 @@
-"""The one hook by which runs come to datastores, with a method for every stage of a run's life."""
+"""The interface by which runs use datastores, with a method for every stage of a run's life."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from kinformer.core.model_config import ModelConfig
     from kinformer.datastore.attach import OpenRun, StoredRun
     from kinformer.datastore.options import StoreOptions
+    from kinformer.models.decoder import Decoder
     from kinformer.tasks.evaluation import EvaluationReport
     from kinformer.tasks.task import TrainingPlan
     from kinformer.training.data_module import DataModule
+
+
+class TrainingOptions(Protocol):
+    """The options of a training run that choose its datastore (``runs.options.TrainOptions``)."""
+
+    @property
+    def member(self) -> str: ...
+    @property
+    def datastore(self) -> str | None: ...
+    @property
+    def retriever(self) -> str | None: ...
+    @property
+    def neighbours(self) -> int | None: ...
+    @property
+    def probes(self) -> int | None: ...
 
 
 class Stores:
@@ -21,13 +37,13 @@ class Stores:
     def __init__(self, open_run: OpenRun) -> None:
         self.open_run = open_run
 
-    def choose(self, options: object, config: ModelConfig) -> dict[str, Any]:
+    def choose(self, options: TrainingOptions, config: ModelConfig) -> dict[str, object]:
         """Return the datastore entry of a new run's ``data``; ``options`` are ``runs.options.TrainOptions``."""
         from kinformer.datastore.retrieval import choose_retrieval
 
         return choose_retrieval(options, config)
 
-    def resume(self, run: StoredRun, options: object) -> dict[str, Any]:
+    def resume(self, run: StoredRun, options: TrainingOptions) -> dict[str, object]:
         """Return the datastore entry of a resumed run's ``data``; ``options`` as of :meth:`choose`."""
         from kinformer.datastore.retrieval import resume_retrieval
 
@@ -42,7 +58,7 @@ class Stores:
         return with_neighbours(rows, run, self.open_run, plan, device, quiet)
 
     def attach(
-        self, run: StoredRun, model: object, options: StoreOptions | None = None, rows: int | None = None
+        self, run: StoredRun, model: Decoder, options: StoreOptions | None = None, rows: int | None = None
     ) -> Any:
         """Return ``model`` with the datastore that the run or ``options`` name, or as it is where there is none.
 
@@ -52,7 +68,7 @@ class Stores:
 
         return attach_store(run, model, self.open_run, options, rows)
 
-    def facts(self, model: object) -> dict[str, Any] | None:
+    def facts(self, model: object) -> dict[str, object] | None:
         """Return the facts, for JSON, of the datastore of an attached ``model`` that was trained with one."""
         from kinformer.datastore.attach import lookup_facts
 
@@ -71,11 +87,11 @@ class Stores:
 
         return evaluate_datastore(runs, options, task_options, quiet)
 
-    def note_text(self, facts: Mapping[str, Any] | None, data: Mapping[str, Any], holdout: float | None) -> None:
+    def note_text(self, facts: Mapping[str, object] | None, data: Mapping[str, object], holdout: float | None) -> None:
         """Note where the datastore of :meth:`facts` holds the very text ``data`` that was evaluated on."""
         if facts is None:
             return
         from kinformer.datastore.attach import note_stored
         from kinformer.datastore.store import read_record
 
-        note_stored(read_record(Path(facts["datastore"])), data, holdout)
+        note_stored(read_record(Path(str(facts["datastore"]))), data, holdout)

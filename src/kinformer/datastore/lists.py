@@ -18,6 +18,7 @@ import zlib
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -201,7 +202,7 @@ def stamp_of(store: Datastore, entries: int) -> int:
     return zlib.crc32(repr([block for block in store.record.blocks if block[0] <= entries]).encode())
 
 
-def faiss_module() -> Any:
+def faiss_module() -> ModuleType:
     try:
         import faiss
     except ImportError:

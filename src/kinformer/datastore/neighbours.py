@@ -1,7 +1,7 @@
 """Tables of the tokens that follow the nearest entries of a store, at every token of a text, searched once and stored.
 
 ``NAME.bin`` holds int32 [tokens, k], row after row, -1 where there is no neighbour; ``NAME.json`` says what the rows
-are of, how many are safely on the disk, and their checksum. A build that is killed goes on from there.
+belong to, how many are safely on the disk, and their checksum. A build that is killed goes on from there.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -39,10 +39,10 @@ class NeighbourTable:
     name: str
     tokens: int
     neighbours: int
-    source: Mapping[str, Any]
+    source: Mapping[str, object]
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         return {"schema": SCHEMA, "tokens": self.tokens, "neighbours": self.neighbours, "source": dict(self.source)}
 
     def path(self, store: Datastore) -> Path:
@@ -98,11 +98,11 @@ def _written(record: Path, plan: NeighbourTable) -> tuple[int, int]:
     """Return how many rows are on the disk, and their checksum."""
     if not record.exists():
         return 0, 0
-    record_ = read_json(record)
-    if not isinstance(record_, dict) or any(record_.get(name) != value for name, value in plan.identity.items()):
+    content = read_json(record)
+    if not isinstance(content, dict) or any(content.get(name) != value for name, value in plan.identity.items()):
         raise KinformerError(f"{record}: is not what it should be; remove it and try again.")
     with reading(record, remedy="remove it and try again"):
-        return int(record_["written"]), int(record_["crc"])
+        return int(content["written"]), int(content["crc"])
 
 
 def neighbours_without_self(store: Datastore, searcher: Searcher, first: int, plan: NeighbourTable) -> Blocks:

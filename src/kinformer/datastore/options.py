@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import Field, dataclass, fields
-from typing import Any, Literal
+from typing import Literal
 
 from kinformer.runtime.errors import KinformerError, marked, require, require_above
 from kinformer.runtime.fields import Checked
@@ -43,7 +43,7 @@ class StoreOptions(Checked):
         if named and self.datastore is None:
             raise KinformerError(f"{marked(named[0])}: says how a datastore is used; give `datastore` FOLDER too.")
 
-    def _is_set(self, option: Field[Any]) -> bool:
+    def _is_set(self, option: Field[object]) -> bool:
         """Whether an option of a store, but not the store itself, differs from its default."""
         store_names = {field.name for field in fields(StoreOptions)} | {"tune", "sizes"}
         return option.name in store_names - {"datastore"} and getattr(self, option.name) != option.default

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from kinformer.core.head import Searcher
     from kinformer.core.model_config import ModelConfig
     from kinformer.datastore.attached import KeyedDecoder
+    from kinformer.datastore.hook import TrainingOptions
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class TakesNeighbours(Protocol):
         ...
 
 
-def choose_retrieval(options: Any, config: ModelConfig) -> dict[str, Any]:
+def choose_retrieval(options: TrainingOptions, config: ModelConfig) -> dict[str, object]:
     """Return the retrieval entry of a new run's ``data``."""
     named = {name: getattr(options, name) for name in ("retriever", "neighbours", "probes")}
     if options.datastore is None:
@@ -95,7 +96,7 @@ def choose_retrieval(options: Any, config: ModelConfig) -> dict[str, Any]:
     return {RETRIEVAL: paths | {"neighbours": options.neighbours or GATED_NEIGHBOURS, "probes": probes}}
 
 
-def resume_retrieval(run: StoredRun, options: object) -> dict[str, Any]:
+def resume_retrieval(run: StoredRun, options: TrainingOptions) -> dict[str, object]:
     """Return the retrieval entry of a resumed run's ``data``: as it was, but for folders that were moved."""
     retrieval = run.data.get(RETRIEVAL)
     for name in ("datastore", "retriever", "neighbours", "probes"):
@@ -123,26 +124,26 @@ def with_neighbours(
     if not isinstance(rows, TakesNeighbours):
         raise KinformerError("`datastore`: this task looks nothing up; leave it out.")
     corpus, settings = plan.data, plan.settings
-    searcher_ = _open(run, open_run, corpus, device)
-    _check_settings(run, searcher_, settings, rows.carries)
-    rows_plan = _plan(searcher_, "train", len(corpus.splits["train"]) - 1, {})
-    if not is_whole(searcher_.store, rows_plan):
-        how = search_words(searcher_.probes)
+    retrieval = _open(run, open_run, corpus, device)
+    _check_settings(run, retrieval, settings, rows.carries)
+    train_plan = _plan(retrieval, "train", len(corpus.splits["train"]) - 1, {})
+    if not is_whole(retrieval.store, train_plan):
+        how = search_words(retrieval.probes)
         note(f"neighbours of every token are looked up {how}, once for all runs that ask for as many")
     with progressing(quiet, "looking up neighbours") as progress:
         train = table(
-            searcher_.store,
-            rows_plan,
-            neighbours_without_self(searcher_.store, searcher_.searcher, searcher_.first, rows_plan),
+            retrieval.store,
+            train_plan,
+            neighbours_without_self(retrieval.store, retrieval.searcher, retrieval.first, train_plan),
             progress,
         )
         held_out = corpus.splits["validation"].take(settings.validation_tokens)
         source = {"fingerprint": corpus.fingerprint, "holdout": run.data.get("holdout"), "split": "validation"}
-        rows_plan = _plan(searcher_, "validation", len(held_out) - 1, source)
+        held_out_plan = _plan(retrieval, "validation", len(held_out) - 1, source)
         validation = table(
-            searcher_.store,
-            rows_plan,
-            lambda done: neighbours_of(_keys(searcher_, held_out), searcher_.searcher, rows_plan, done),
+            retrieval.store,
+            held_out_plan,
+            lambda done: neighbours_of(_keys(retrieval, held_out), retrieval.searcher, held_out_plan, done),
             progress,
         )
     return rows.with_neighbours(train, validation)
@@ -154,8 +155,9 @@ def _open(run: StoredRun, open_run: OpenRun, corpus: Corpus, device: str) -> _Re
     keys = keyed(retriever, retriever.model().to(device))
     store = Datastore(record["datastore"], origin_of(retriever, keys))
     part, first = _train_part(store, run, corpus)
-    searcher_ = searcher(store, record["probes"])
-    return _Retrieval(keys, store, searcher_, record["neighbours"], record["probes"], part, first)
+    return _Retrieval(
+        keys, store, searcher(store, record["probes"]), record["neighbours"], record["probes"], part, first
+    )
 
 
 def _train_part(store: Datastore, run: StoredRun, corpus: Corpus) -> tuple[StoredText, int]:
@@ -164,19 +166,19 @@ def _train_part(store: Datastore, run: StoredRun, corpus: Corpus) -> tuple[Store
     assert tokenizer is not None
     if store.record.origin.tokenizer != tokenizer.fingerprint:
         raise _foreign(store, run, corpus, "its tokens are those of another tokenizer")
-    first, searcher_ = 0, []
+    first, matches = 0, []
     for part in store.record.parts:
         source = part.source
         if source.get("fingerprint") == corpus.fingerprint:
-            retrieval = (source.get("splits"), source.get("holdout"), source.get("max_bytes"))
-            if retrieval == (["train"], run.data.get("holdout"), None):
-                searcher_.append((part, first))
+            read_as = (source.get("splits"), source.get("holdout"), source.get("max_bytes"))
+            if read_as == (["train"], run.data.get("holdout"), None):
+                matches.append((part, first))
             else:
                 reason = "it holds another part of it"
         first += part.total
-    if len(searcher_) != 1 or reason != "it holds other data" or not _same_tokens(store, *searcher_[0], corpus):
+    if len(matches) != 1 or reason != "it holds other data" or not _same_tokens(store, *matches[0], corpus):
         raise _foreign(store, run, corpus, reason)
-    return searcher_[0]
+    return matches[0]
 
 
 def _same_tokens(store: Datastore, part: StoredText, first: int, corpus: Corpus) -> bool:
@@ -200,10 +202,10 @@ def _foreign(store: Datastore, run: StoredRun, corpus: Corpus, reason: str) -> K
     )
 
 
-def _check_settings(run: StoredRun, retrieval_: _Retrieval, settings: Settings, segments: bool) -> None:
+def _check_settings(run: StoredRun, retrieval: _Retrieval, settings: Settings, segments: bool) -> None:
     """Raise unless the objective uses neighbours and the retriever reads what the
     model reads, and does not end before it."""
-    reader, where = retrieval_.keys.decoder, run.data[RETRIEVAL]["retriever"]
+    reader, where = retrieval.keys.decoder, run.data[RETRIEVAL]["retriever"]
     if settings.objective not in (None, "next-token"):
         raise KinformerError(f"`objective` {settings.objective}: looks nothing up; take next-token.")
     if segments and not streamable(reader):
@@ -218,17 +220,17 @@ def _check_settings(run: StoredRun, retrieval_: _Retrieval, settings: Settings, 
         )
 
 
-def _plan(retrieval_: _Retrieval, name: str, tokens: int, source: Mapping[str, object]) -> NeighbourTable:
-    settings: dict[str, object] = {"first": retrieval_.first, "probes": retrieval_.probes}
-    if (similarity := similarity_of(retrieval_.store.folder, None)) != "l2":
+def _plan(retrieval: _Retrieval, name: str, tokens: int, source: Mapping[str, object]) -> NeighbourTable:
+    settings: dict[str, object] = {"first": retrieval.first, "probes": retrieval.probes}
+    if (similarity := similarity_of(retrieval.store.folder, None)) != "l2":
         settings["similarity"] = similarity
-    return NeighbourTable(name=name, tokens=tokens, neighbours=retrieval_.neighbours, source=settings | dict(source))
+    return NeighbourTable(name=name, tokens=tokens, neighbours=retrieval.neighbours, source=settings | dict(source))
 
 
-def _keys(retrieval_: _Retrieval, split: Split) -> Iterator[Tensor]:
+def _keys(retrieval: _Retrieval, split: Split) -> Iterator[Tensor]:
     """Yield the retriever's keys of ``split``, read as the datastore's text was."""
-    source = retrieval_.part.source
+    source = retrieval.part.source
     context = source.get("context")
     windows = None if context is None else Windows(context=context, overlap=source.get("overlap", 0.0))
     text = IndexedText([split], windows, source["chunk"], {})
-    return (keys for keys, _, _ in entries_of(retrieval_.keys, text, 0, ()))
+    return (keys for keys, _, _ in entries_of(retrieval.keys, text, 0, ()))

@@ -12,18 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import select_valid
-from kinformer.core.head import Neighbours, Searcher
+from kinformer.core.head import Neighbours
 from kinformer.core.input import Input
 from kinformer.core.model import Hidden
+from kinformer.core.state import State
 from kinformer.datastore.attached import KeyedDecoder, KeyedStates
+from kinformer.datastore.exact import ExactSearch
+from kinformer.datastore.lists import ListSearch
 from kinformer.models.decoder import Decoder
 
 
 class RetrievingState(NamedTuple):
     """The state: ``decoder`` is that of the model itself, ``retriever`` that of the model that makes its queries."""
 
-    decoder: Any
-    retriever: Any
+    decoder: State
+    retriever: State
 
 
 class RetrievingDecoder(nn.Module):
@@ -32,7 +35,9 @@ class RetrievingDecoder(nn.Module):
     ``retriever`` made the store's keys; it is frozen. Only :meth:`logits` searches the store.
     """
 
-    def __init__(self, decoder: Decoder, retriever: KeyedDecoder, searcher: Searcher, neighbours: int) -> None:
+    def __init__(
+        self, decoder: Decoder, retriever: KeyedDecoder, searcher: ExactSearch | ListSearch, neighbours: int
+    ) -> None:
         super().__init__()
         self.decoder, self.retriever = decoder, retriever.requires_grad_(False)
         self.searcher, self.neighbours = searcher, neighbours
@@ -89,8 +94,8 @@ class RetrievingDecoder(nn.Module):
         before = state or RetrievingState(None, None)
         hidden_states, after, tapped = self.decoder.hidden(values, before.decoder, valid=valid, reset=reset, taps=taps)
         with torch.no_grad():
-            _, retriever_output, _ = self.retriever.decoder.hidden(values, before.retriever, valid=valid, reset=reset)
-        return Hidden(hidden_states, RetrievingState(after, retriever_output), tapped)
+            _, retriever_state, _ = self.retriever.decoder.hidden(values, before.retriever, valid=valid, reset=reset)
+        return Hidden(hidden_states, RetrievingState(after, retriever_state), tapped)
 
     def head_inputs(
         self,
@@ -104,8 +109,8 @@ class RetrievingDecoder(nn.Module):
         before = state or RetrievingState(None, None)
         hidden_states, after, _ = self.decoder.hidden(values, before.decoder, valid=valid, reset=reset)
         with torch.no_grad():
-            _, keys, result = self.retriever(values, before.retriever, valid=valid, reset=reset)
-        return KeyedStates(hidden_states, keys), RetrievingState(after, result)
+            _, keys, retriever_state = self.retriever(values, before.retriever, valid=valid, reset=reset)
+        return KeyedStates(hidden_states, keys), RetrievingState(after, retriever_state)
 
     def logits(self, inputs: KeyedStates) -> Tensor:
         """Return logits [batch, time, vocab] of head inputs [batch, time, ...]."""

@@ -54,27 +54,27 @@ def build(
     """Sort the entries of ``store`` into ``count`` lists, by default the root of their number; ``key_bytes``: a key has
     so many bytes there, by product quantisation, or None: one for each number.
 
-    Lists that are there take in what was appended, in their way where ``count``, ``key_bytes`` and ``similarity`` are
-    None, unless these differ, or the store has grown by more than half since their centroids were learnt: then they are
+    Existing lists take in what was appended, with their own ``count``, ``key_bytes`` and ``similarity`` where these are
+    None. Where one of them differs, or the store has grown by more than half since the centroids were learnt, these are
     learnt again.
     """
     folder = store.folder / FOLDER
     folder.mkdir(exist_ok=True)
-    result = read_lists(store.folder) if has_lists(store.folder) else None
-    codec = (result.codec if result else CODEC) if key_bytes is None else f"PQ{key_bytes}"
-    similarity = similarity or (result.similarity if result else "l2")
-    if result is not None and store.entries > _MOST_GROWTH * result.trained_on:
-        result = None
-    count = count or (result.count if result else isqrt(store.entries))
+    existing = read_lists(store.folder) if has_lists(store.folder) else None
+    codec = (existing.codec if existing else CODEC) if key_bytes is None else f"PQ{key_bytes}"
+    similarity = similarity or (existing.similarity if existing else "l2")
+    if existing is not None and store.entries > _MOST_GROWTH * existing.trained_on:
+        existing = None
+    count = count or (existing.count if existing else isqrt(store.entries))
     _check(store, count, key_bytes)
     plan = {"codec": codec, "similarity": similarity, "count": count}
     if (
-        result is not None
-        and plan.items() <= asdict(result).items()
-        and result.stamp == stamp_of(store, result.entries)
+        existing is not None
+        and plan.items() <= asdict(existing).items()
+        and existing.stamp == stamp_of(store, existing.entries)
     ):
         trained = read_index(folder / TRAINED)
-        seed, trained_on = result.seed, result.trained_on
+        seed, trained_on = existing.seed, existing.trained_on
     else:
         trained, trained_on = _trained(store, folder, plan | {"seed": seed}), store.entries
     paths = _shards(store, folder, trained, progress)
@@ -95,7 +95,7 @@ def build(
 
 
 def _remove_others(folder: Path, paths: list[Path]) -> None:
-    """Remove shards beside ``paths``, and what killed builds left."""
+    """Remove shards other than ``paths``, and what killed builds left behind."""
     for path in folder.glob("shard-*"):
         if path not in paths:
             path.unlink()

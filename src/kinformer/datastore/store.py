@@ -8,10 +8,9 @@ what is safely on the disk, so both files may be longer than it says, and never 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import read_json, require_signature, signed
+from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.words import plural
 
 SCHEMA = 1
@@ -44,7 +44,7 @@ class KeySpace:
 class StoredText:
     """A text in the store: ``source`` names it and how it was read; ``written`` of ``total`` entries."""
 
-    source: Mapping[str, Any]
+    source: JsonObject
     written: int
     total: int
 
@@ -68,7 +68,7 @@ class Record:
         """Return the bytes of one key."""
         return self.origin.dim * np.dtype(self.dtype).itemsize
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return signed({"schema": SCHEMA, "entries": self.entries} | asdict(self))
 
 

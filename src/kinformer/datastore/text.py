@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from kinformer.data import EvaluationStream, Split, first_bytes, open_corpus
 from kinformer.datastore.attach import StoredRun
 from kinformer.evaluation.windows import Windows, batches
 from kinformer.runtime.errors import choose
-from kinformer.tasks.shared.text import check_positions, main_windows, spec_of
+from kinformer.tasks.shared.text import WindowOptions, check_positions, main_windows, spec_of
 
 if TYPE_CHECKING:
     from kinformer.core.state import State
@@ -30,7 +30,7 @@ class IndexedText:
     splits: Sequence[Split]
     windows: Windows | None
     chunk: int
-    identity: dict[str, Any]
+    identity: dict[str, object]
 
     @property
     def entries(self) -> int:
@@ -38,8 +38,23 @@ class IndexedText:
         return sum(len(split) - 1 for split in self.splits)
 
 
-def open_source(run: StoredRun, model: Decoder, options: Any) -> IndexedText:
-    """Return the text that ``options`` (``runs.options.IndexOptions``) name."""
+class SourceOptions(WindowOptions, Protocol):
+    """The options that name a text and how it is read (``runs.options.IndexOptions``)."""
+
+    @property
+    def data(self) -> str | None: ...
+    @property
+    def split(self) -> str: ...
+    @property
+    def holdout(self) -> float | None: ...
+    @property
+    def max_bytes(self) -> int | None: ...
+    @property
+    def chunk(self) -> int: ...
+
+
+def open_source(run: StoredRun, model: Decoder, options: SourceOptions) -> IndexedText:
+    """Return the text that ``options`` name."""
     holdout = run.data.get("holdout") if options.holdout is None else options.holdout
     corpus = open_corpus(spec_of(run, options.data), tokenizer=run.tokenizer, holdout=holdout)
     names = ["train", "validation", "test"] if holdout is None else ["train", "test"]

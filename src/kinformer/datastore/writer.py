@@ -49,15 +49,15 @@ class Writer:
         self.folder = Path(folder)
         if dtype not in DTYPES:
             raise KinformerError(f"dtype is {dtype!r} but must be one of {', '.join(DTYPES)}.")
-        with ExitStack() as held:
+        with ExitStack() as resources:
             require_utf8(self.folder)
-            held.enter_context(locked(self.folder))
+            resources.enter_context(locked(self.folder))
             self.record = self._open_record(origin, dtype)
             remove_partials(self.folder, (RECORD, self._state_file("*").name))
-            self._keys, self._tokens = (held.enter_context(self._open(name)) for name in (KEYS, TOKENS))
+            self._keys, self._tokens = (resources.enter_context(self._open(name)) for name in (KEYS, TOKENS))
             self._cut(self._keys, self.record.entries * self.record.key_bytes)
             self._cut(self._tokens, self.record.entries * TOKEN.itemsize)
-            self._held = held.pop_all()
+            self._resources = resources.pop_all()
         self._pending, self._crcs = 0, [0, 0]
 
     def _open_record(self, origin: KeySpace, dtype: str) -> Record:
@@ -78,10 +78,10 @@ class Writer:
         return open(self.folder / name, "ab")
 
     def _cut(self, file: BinaryIO, size: int) -> None:
-        result = os.fstat(file.fileno()).st_size
-        if result < size:
+        present = os.fstat(file.fileno()).st_size
+        if present < size:
             raise KinformerError(
-                f"{file.name}: is truncated ({result:,} of {plural(size, 'byte')}); restore it from a copy, or "
+                f"{file.name}: is truncated ({present:,} of {plural(size, 'byte')}); restore it from a copy, or "
                 "rebuild it."
             )
         os.ftruncate(file.fileno(), size)
@@ -91,7 +91,7 @@ class Writer:
         return not self.record.parts or any(part.source == source for part in self.record.parts)
 
     def begin(self, source: Mapping[str, object], total: int) -> int:
-        """Begin to write ``source``, a text of ``total`` entries; return how many it has yet."""
+        """Begin to write ``source``, a text of ``total`` entries; return how many of them it has already."""
         parts = self.record.parts
         if parts and parts[-1].source == source:
             return parts[-1].written
@@ -158,7 +158,7 @@ class Writer:
 
     def close(self) -> None:
         """Release the folder and its files; entries that were not flushed are not counted."""
-        self._held.close()
+        self._resources.close()
 
     def __enter__(self) -> Writer:
         return self

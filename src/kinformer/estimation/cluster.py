@@ -1,4 +1,4 @@
-"""What training a model on many devices takes of each: bytes of memory, bytes exchanged, and time, for every mesh.
+"""The cost for each device of training a model on many: bytes of memory, bytes exchanged, and time, for every mesh.
 
 A device of tensor parallelism has a part of the model, so it costs what that part costs, measured as any model is
 (``training.division``). What is exchanged in a step, in bytes of a collective's tensor (float32 parameters):
@@ -22,21 +22,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kinformer.estimation.device_part import Part, Shared
 from kinformer.estimation.estimate import Precision
 from kinformer.estimation.machines import Device
 from kinformer.estimation.mesh import Mesh, meshes, powers
+from kinformer.estimation.parts import ModelSpec
 from kinformer.estimation.stretches import rings
 from kinformer.runtime.errors import KinformerError
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshCost:
-    """What a step on ``mesh`` takes of each device: ``train_bytes``, which ``memory`` breaks down, the ``payload`` of
-    its collectives, and ``seconds`` by what they pass with; ``step`` are those of the step. The rows of a replica come
-    in ``accumulate`` parts, as few as memory allows. Each device sends ``data_bytes`` of gradients and weights,
+    """The cost of a step on ``mesh`` for each device: ``train_bytes``, which ``memory`` breaks down, the ``payload`` of
+    its collectives, and ``seconds`` by what takes them; ``step`` is the time of the whole step. The rows of a replica
+    come in ``accumulate`` parts, as few as memory allows. Each device sends ``data_bytes`` of gradients and weights,
     ``tensor_bytes`` and ``context_bytes`` of rows that are shared."""
 
     mesh: str
@@ -59,11 +59,21 @@ class Cluster:
     ``tensor``: how many devices may share a row, if not all powers of two up to a node. ``rounds``: the steps of a
     round of DiLoCo, which is then a mesh, too."""
 
-    def __init__(self, config: Any, device: Device, efficiency: float, **sizes: Any) -> None:
+    def __init__(
+        self,
+        config: ModelSpec,
+        device: Device,
+        efficiency: float,
+        *,
+        batch: int,
+        length: int,
+        optimizer: str,
+        precision: Precision,
+        rounds: int | None = None,
+    ) -> None:
         self.config, self.device, self.efficiency = config, device, efficiency
-        self.batch: int = sizes.pop("batch")
-        self.rounds: int | None = sizes.pop("rounds", None)
-        self.sizes, self.refused = sizes, ""
+        self.batch, self.length, self.rounds = batch, length, rounds
+        self.optimizer, self.precision, self.refused = optimizer, precision, ""
         self.tensor: Sequence[int] = ()
         self._parts: dict[Shared, Part] = {}
 
@@ -84,7 +94,7 @@ class Cluster:
     def _costs(self, candidates: Iterable[Mesh]) -> list[MeshCost]:
         costs = []
         for mesh in candidates:
-            if self.tensor and mesh.tensor not in self.tensor or self.sizes["length"] % mesh.context:
+            if self.tensor and mesh.tensor not in self.tensor or self.length % mesh.context:
                 continue
             if (part := self.part(Shared(mesh.tensor, mesh.context, mesh.ring))) is not None:
                 costs.append(self._cost(mesh, part))
@@ -94,7 +104,7 @@ class Cluster:
         """Return a device's part of rows that are ``shared`` so; None where they cannot be."""
         if shared not in self._parts:
             try:
-                self._parts[shared] = Part(self.config, shared, **self.sizes)
+                self._parts[shared] = Part(self.config, shared, self.length, self.optimizer, self.precision)
             except KinformerError as error:
                 if shared == Shared(1):
                     raise
@@ -134,6 +144,6 @@ class Cluster:
             context_bytes=context,
             seconds=seconds,
             step=step,
-            tokens_per_second=self.batch * self.sizes["length"] / step,
+            tokens_per_second=self.batch * self.length / step,
             fits=sum(memory.values()) <= device.memory,
         )

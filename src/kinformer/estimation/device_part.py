@@ -5,7 +5,7 @@ See :mod:`kinformer.estimation.cluster`.
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from kinformer.core.contract import ReadsSource
@@ -14,7 +14,7 @@ from kinformer.core.stack import units_of
 from kinformer.estimation.estimate import Estimate, Precision, estimate, horizon_of
 from kinformer.estimation.length import at_length
 from kinformer.estimation.mesh import Mesh, Payload, module_bytes, sharded_bytes
-from kinformer.estimation.parts import Costs, outputs
+from kinformer.estimation.parts import Costs, ModelSpec, outputs
 from kinformer.estimation.stretches import FLOAT, PaperStretches, share_on_paper
 from kinformer.runtime.unallocated import unallocated
 from kinformer.training.division import Division, divide, output_product
@@ -25,16 +25,16 @@ PREFETCHED = 2
 
 
 class PartConfig:
-    """A model config whose model is one of ``parts`` parts of the model of ``config``, which computes one of
+    """A model config whose model is one of ``parts`` parts of the model of ``config``, and computes one of
     ``stretches`` where there are some."""
 
-    def __init__(self, config: Any, parts: int, stretches: PaperStretches | None = None) -> None:
+    def __init__(self, config: ModelSpec, parts: int, stretches: PaperStretches | None = None) -> None:
         self.config, self.parts, self.stretches = config, parts, stretches
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.config, name)
 
-    def replace(self, **changes: Any) -> PartConfig:
+    def replace(self, **changes: object) -> PartConfig:
         return PartConfig(self.config.replace(**changes), self.parts, self.stretches)
 
     def divided(self) -> tuple[Any, Division | None]:
@@ -60,27 +60,27 @@ class Shared(NamedTuple):
 
 
 class Part:
-    """What a device that has a share of every row does in training, for any number of rows.
+    """The work in training of a device that has a share of every row, for any number of rows.
 
     Errors: ``KinformerError`` where rows of the model cannot be ``shared`` so.
     """
 
-    def __init__(self, config: Any, shared: Shared, length: int, optimizer: str, precision: Precision) -> None:
+    def __init__(self, config: ModelSpec, shared: Shared, length: int, optimizer: str, precision: Precision) -> None:
         narrow = FLOAT if precision == "fp32" else FLOAT // 2
         self.stretches = PaperStretches(shared.context, shared.ring, narrow) if shared.context > 1 else None
         self.config = PartConfig(config, shared.tensor, self.stretches)
         self.length, self.precision, self.narrow = length // shared.context, precision, narrow
         with unallocated():
             self.model, self.division = self.config.divided()
-        self._options: dict[str, Any] = {"length": self.length, "optimizer": optimizer, "precision": precision}
+        self._estimate = partial(estimate, self.config, length=self.length, optimizer=optimizer, precision=precision)
 
     @cached_property
     def _one(self) -> Estimate:
-        return estimate(self.config, batch=1, **self._options)
+        return self._estimate(batch=1)
 
     @cached_property
     def _two(self) -> Estimate:
-        return estimate(self.config, batch=2, **self._options)
+        return self._estimate(batch=2)
 
     def of_rows(self, name: str, rows: int) -> int:
         """Return the activations' bytes (``activations``) or the ``flops_step`` of so many rows."""

@@ -12,19 +12,30 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
 
+from kinformer.core.config import Config
 from kinformer.core.contract import CausalMixer
 from kinformer.core.encoder import EncoderMixer
 from kinformer.core.feed_forward import active_parameters
+from kinformer.core.model import Model, StackedModel
 from kinformer.core.pattern import Pattern
-from kinformer.estimation.checkpoint import held_bytes, measure_held
+from kinformer.estimation.checkpoint import live_bytes, measure_live
 from kinformer.estimation.length import at_length, through
 from kinformer.estimation.optimizer_state import OPTIMIZERS, optimizer_bytes
-from kinformer.estimation.parts import Costs, distinct, in_pieces, layer_keys, measure, measure_inference, measure_state
+from kinformer.estimation.parts import (
+    Costs,
+    ModelSpec,
+    distinct,
+    in_pieces,
+    layer_keys,
+    measure,
+    measure_inference,
+    measure_state,
+)
 from kinformer.runtime.errors import KinformerError, choose
 from kinformer.runtime.unallocated import unallocated
 
@@ -73,7 +84,7 @@ class Estimate:
 
 
 def estimate(
-    config: Any, *, length: int, batch: int = 1, optimizer: str = "adamw", precision: Precision = "fp32"
+    config: ModelSpec, *, length: int, batch: int = 1, optimizer: str = "adamw", precision: Precision = "fp32"
 ) -> Estimate:
     """Return the costs of a model config (with ``layers``, ``replace`` and ``build``) for ``batch`` rows of ``length``
     tokens.
@@ -83,7 +94,7 @@ def estimate(
 
     Training memory is weights, gradients and optimiser state in float32, and activations; with ``bf16-mixed`` these
     include the bfloat16 copies of the weights that autocast keeps. Where the stack recomputes layers, activations are
-    the most that is alive at once, and a step's FLOPs count what is computed again. Inference memory is weights and the
+    the most bytes alive at once, and a step's FLOPs count what is computed again. Inference memory is weights and the
     state after ``length`` tokens, in float32, or with ``bf16-mixed`` in bfloat16 (sums stay float32).
 
     Errors: ``KinformerError`` for an unknown optimiser, sizes below 1 and lengths beyond the model's positions.
@@ -97,8 +108,8 @@ def estimate(
     rows = _table(config, model, costs)
     if config.stack.recomputes:
         handed = _handed_on(config, model, batch, length, precision)
-        held = {part: amount for (kind, part), amount in costs.items() if kind == "held"}
-        rows = _with_recomputed(rows, held_bytes(config, held, batch * length, handed), config)
+        live = {part: amount for (kind, part), amount in costs.items() if kind == "live"}
+        rows = _with_recomputed(rows, live_bytes(config, live, batch * length, handed), config)
     memory = {
         "train": {
             "weights": 4 * parameters,
@@ -124,7 +135,7 @@ def estimate(
     )
 
 
-def _check(model: Any, length: int, batch: int) -> None:
+def _check(model: Model, length: int, batch: int) -> None:
     for name, value in (("length", length), ("batch", batch)):
         if value < 1:
             raise KinformerError(f"{name} must be 1 or more, but is {value}.")
@@ -137,7 +148,7 @@ def _check(model: Any, length: int, batch: int) -> None:
         )
 
 
-def horizon_of(model: Any) -> int:
+def horizon_of(model: Model) -> int:
     """Return the widest window of the model's mixers."""
     return max((_window(module) for module in model.modules()), default=0)
 
@@ -149,11 +160,11 @@ def _window(module: nn.Module) -> int:
     return max(pattern.behind or 0, pattern.ahead or 0) if isinstance(pattern, Pattern) else 0
 
 
-def _costs(config: Any, model: Any, batch: int, length: int, precision: Precision) -> Costs:
+def _costs(config: ModelSpec, model: StackedModel, batch: int, length: int, precision: Precision) -> Costs:
     """Return the costs of the model of distinct layers."""
     single = distinct(config)
     pieces = in_pieces(model, batch * length)
-    usual = [partial(item, pieces=pieces) for item in (measure, measure_held)]
+    usual = [partial(item, pieces=pieces) for item in (measure, measure_live)]
     measures = usual if config.stack.recomputes else usual[:1]
     costs: Costs = {}
     for one in measures:
@@ -169,11 +180,11 @@ def _costs(config: Any, model: Any, batch: int, length: int, precision: Precisio
             samples = [one(single, 1, start + i * step, autocast=True) for i in range(3)]
             fixed, row = through(samples, start, step, 0), through(samples, start, step, length)
             result = {key: fixed[key] + batch * (row[key] - fixed[key]) for key in row}
-        costs |= {key: amount for key, amount in result.items() if key[0] in ("saved", "held")}
+        costs |= {key: amount for key, amount in result.items() if key[0] in ("saved", "live")}
     return costs
 
 
-def _inference_costs(config: Any, model: Any, batch: int, length: int) -> Costs:
+def _inference_costs(config: ModelSpec, model: StackedModel, batch: int, length: int) -> Costs:
     """Return the ``inference`` costs of the model of distinct layers. Exits stand between layers, so with exits the
     whole model is run, and the first layer of each kind stands for its like."""
     single = config if config.stack.reads_exits else distinct(config)
@@ -190,7 +201,7 @@ def _inference_costs(config: Any, model: Any, batch: int, length: int) -> Costs:
     return chosen
 
 
-def _inference(config: Any, model: Any, batch: int, length: int) -> dict[str, dict[str, int]]:
+def _inference(config: ModelSpec, model: StackedModel, batch: int, length: int) -> dict[str, dict[str, int]]:
     """Return the bytes of weights and state after ``length`` tokens, in either precision."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return {
@@ -202,7 +213,7 @@ def _inference(config: Any, model: Any, batch: int, length: int) -> dict[str, di
     }
 
 
-def _state(config: Any, model: Any, batch: int, length: int, dtype: torch.dtype) -> int:
+def _state(config: ModelSpec, model: StackedModel, batch: int, length: int, dtype: torch.dtype) -> int:
     """Return the bytes of the state, like layers multiplied."""
     layers, single = Counter(config.uses), distinct(config)
     costs = at_length(lambda n: measure_state(single, batch, n, dtype), length, horizon_of(model))
@@ -212,10 +223,10 @@ def _state(config: Any, model: Any, batch: int, length: int, dtype: torch.dtype)
     return total + (batch * config.dim * dtype.itemsize if model.stack.reads_source else 0)
 
 
-def _table(config: Any, model: Any, costs: Costs) -> list[PartCost]:
+def _table(config: ModelSpec, model: StackedModel, costs: Costs) -> list[PartCost]:
     """Return the rows in the order of the model, like layers in one, and at last
     the rest between the parts and the loss."""
-    alike: dict[Any, list[int]] = {}
+    alike: dict[tuple[int, Config], list[int]] = {}
     keys = layer_keys(config)
     for index, key in enumerate(keys):
         alike.setdefault(key, []).append(index)
@@ -226,7 +237,7 @@ def _table(config: Any, model: Any, costs: Costs) -> list[PartCost]:
     for name, parameter in model.named_parameters():
         parameters[_part(name.split("."), group_of)] += parameter.numel()
     rows = []
-    for name in dict.fromkeys([*parameters, *(part for kind, part in costs if kind != "held")]):
+    for name in dict.fromkeys([*parameters, *(part for kind, part in costs if kind != "live")]):
         label, count = name, len(config.uses) // len(config.layers) if name == "halting" else 1
         if name.startswith("layers."):
             _, number, *rest = name.split(".")
@@ -237,7 +248,7 @@ def _table(config: Any, model: Any, costs: Costs) -> list[PartCost]:
     return [row for row in rows if row.parameters or any(getattr(row, field) for field in COUNTED)]
 
 
-def _handed_on(config: Any, model: Any, batch: int, length: int, precision: Precision) -> int:
+def _handed_on(config: ModelSpec, model: StackedModel, batch: int, length: int, precision: Precision) -> int:
     """Return the bytes that layers beyond the first of each kind leave until the loss
     exists: states, and autocast's copies."""
     single = distinct(config)
@@ -250,11 +261,11 @@ def _handed_on(config: Any, model: Any, batch: int, length: int, precision: Prec
     return whole - part + dtype.itemsize * (sum(parameter.numel() for parameter in model.parameters()) - parameters)
 
 
-def _with_recomputed(rows: list[PartCost], held: int, config: Any) -> list[PartCost]:
+def _with_recomputed(rows: list[PartCost], live: int, config: ModelSpec) -> list[PartCost]:
     """Return the rows with one more: the bytes of all layers together, at the highest
     moment, beyond those of the other parts."""
-    held -= sum(row.activation_bytes for row in rows)
-    recomputed = {"parameters": 0} | dict.fromkeys(COUNTED, 0) | {"activation_bytes": held}
+    live -= sum(row.activation_bytes for row in rows)
+    recomputed = {"parameters": 0} | dict.fromkeys(COUNTED, 0) | {"activation_bytes": live}
     part = "checkpoints" if config.stack.checkpoint else "recomputed"
     return [*rows, PartCost(part=part, count=len(config.uses), **recomputed)]
 

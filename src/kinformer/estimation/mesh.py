@@ -68,10 +68,10 @@ def meshes(devices: int, batch: int, largest: int, context: int = 1, ring: bool 
                 yield Mesh(tensor, replicas, "fsdp", context, ring)
 
 
-def powers(most: int) -> Iterator[int]:
-    """Yield the powers of two up to ``most``."""
+def powers(limit: int) -> Iterator[int]:
+    """Yield the powers of two up to ``limit``."""
     power = 1
-    while power <= most:
+    while power <= limit:
         yield power
         power *= 2
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from torch import nn
 
 from kinformer.core.stack import sparse_tables, units_of
 
@@ -12,7 +12,7 @@ LEAST_IN_8_BITS, SCALED_TOGETHER = 4096, 256
 """Elements of the smallest tensor whose AdamW state has 8 bits, and of those that share a scale."""
 
 
-def optimizer_bytes(model: Any, optimizer: str) -> int:
+def optimizer_bytes(model: nn.Module, optimizer: str) -> int:
     """Return the bytes of an optimiser's float32 state: two elements a parameter for AdamW, RAdam and LAMB, one for
     SGD with momentum and for Adagrad. AdamW in 8 bits has two bytes a parameter and two scales for every 256, in
     tensors of 4,096 elements or more (Dettmers et al. 2022).

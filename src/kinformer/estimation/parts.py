@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,11 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from kinformer.core import state as states
+from kinformer.core.config import Config
 from kinformer.core.contract import ReadsSource
 from kinformer.core.head import Likelihood
-from kinformer.core.stack import Stack, units_of
+from kinformer.core.model import CausalModel, Model, StackedModel
+from kinformer.core.stack import Stack, StackConfig, units_of
 from kinformer.core.state import State
 from kinformer.runtime.unallocated import unallocated
 from kinformer.training import cross_entropy
@@ -33,6 +35,35 @@ from kinformer.training import cross_entropy
 Costs = dict[tuple[str, str], int]
 """Amounts by what is counted (``forward``, ``backward`` and ``inference`` FLOPs, ``saved`` and ``state`` bytes) and by
 part."""
+
+
+Forward = Callable[[Any, Tensor], tuple[Tensor, State]]
+"""(model, tokens) -> the inputs of the loss, and the state after the tokens."""
+LossFrom = Callable[[Any, Tensor, Tensor], Tensor]
+"""(model, inputs of the loss, tokens) -> the loss."""
+
+
+class ModelSpec(Protocol):
+    """The config of a model (``core.model_config.ModelConfig``), or one that stands for it."""
+
+    @property
+    def dim(self) -> int: ...
+
+    @property
+    def layers(self) -> tuple[Config, ...]: ...
+
+    @property
+    def stack(self) -> StackConfig: ...
+
+    @property
+    def uses(self) -> tuple[Config, ...]: ...
+
+    def replace(self, **changes: object) -> Self: ...
+
+    def build(self) -> Any: ...
+
+
+S = TypeVar("S", bound=ModelSpec)
 
 
 class _Ledger:
@@ -43,7 +74,9 @@ class _Ledger:
         self._counter = counter
         self._direction, self._counted = direction, 0
         self._stack = ["model"]
-        self._keep: dict[int, Any] = {parameter.untyped_storage()._cdata: parameter for parameter in model.parameters()}
+        self._retained: dict[int, object] = {
+            parameter.untyped_storage()._cdata: parameter for parameter in model.parameters()
+        }
         for name, module in parts(model):
             module.register_forward_pre_hook(self._entering(name))
             module.register_forward_hook(self._leave)
@@ -64,8 +97,8 @@ class _Ledger:
     def save(self, tensor: Tensor) -> Tensor:
         """Book a tensor that autograd saves, unless its storage is a parameter's or already booked."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._keep:
-            self._keep[storage._cdata] = storage
+        if storage._cdata not in self._retained:
+            self._retained[storage._cdata] = storage
             self.costs["saved", self._stack[-1]] += storage.nbytes()
         return tensor
 
@@ -81,13 +114,13 @@ class _Ledger:
         self.costs["forward", part] -= moved
         self.costs["backward", part] += moved
 
-    def _entering(self, part: str) -> Any:
+    def _entering(self, part: str) -> Callable[[nn.Module, object], None]:
         return lambda module, args: self.enter(part)
 
-    def _within(self, part: str, function: Any) -> Any:
+    def _within(self, part: str, function: Callable[..., State]) -> Callable[..., State]:
         """Return ``function`` with its work booked on ``part``: a mixer projects its source where its state begins."""
 
-        def inside(*args: Any, **options: Any) -> Any:
+        def inside(*args: object, **options: object) -> State:
             self.enter(part)
             output = function(*args, **options)
             self._leave(None, (), output)
@@ -139,19 +172,19 @@ def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield from ((name, item) for item in listed)
 
 
-def layer_keys(config: Any) -> list[tuple[int, Any]]:
+def layer_keys(config: ModelSpec) -> list[tuple[int, Config]]:
     """Return for every layer a key that is equal for layers of equal costs: its width and its config."""
     return list(zip(config.stack.widths(config.dim, len(config.layers)), config.layers, strict=True))
 
 
-def distinct(config: Any) -> Any:
+def distinct(config: S) -> S:
     """Return the model config with each distinct layer once."""
     keys = layer_keys(config)
     first = sorted({keys.index(key) for key in keys})
     return config.replace(layers=tuple(config.layers[index] for index in first), stack=config.stack.select(first))
 
 
-def measure(config: object, batch: int, length: int, autocast: bool = False, pieces: bool = False) -> Costs:
+def measure(config: ModelSpec, batch: int, length: int, autocast: bool = False, pieces: bool = False) -> Costs:
     """Return the costs of one training step of ``config.build()`` on ``batch`` rows of ``length`` tokens, without data.
 
     ``pieces``: logits are made some rows at a time, as :func:`in_pieces` says; they then belong to the loss. With
@@ -159,16 +192,16 @@ def measure(config: object, batch: int, length: int, autocast: bool = False, pie
     imitated CPU tensors, which takes several times longer: keep ``length`` small.
     """
     counter = FlopCounterMode(display=False)
-    make, judge = making(pieces)
+    forward, loss_from = forward_and_loss(pieces)
     model = without_data(config)
     with FakeTensorMode() if autocast else nullcontext():
         model, tokens = imitated(model, batch, length, "cpu" if autocast else "meta")
         ledger = _Ledger(model, counter)
         with counter, saved_tensors_hooks(ledger.save, lambda tensor: tensor):
             with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-                made = make(model, tokens)[0]
+                made = forward(model, tokens)[0]
                 ledger.enter("loss")
-                loss = judge(model, made, tokens)
+                loss = loss_from(model, made, tokens)
             ledger.begin_backward(loss)
             if pieces:  # of the three products that it made, two are those of a backward
                 ledger.move("loss", 2 / 3)
@@ -177,7 +210,7 @@ def measure(config: object, batch: int, length: int, autocast: bool = False, pie
     return ledger.costs
 
 
-def measure_inference(config: object, batch: int, length: int) -> Costs:
+def measure_inference(config: ModelSpec, batch: int, length: int) -> Costs:
     """Return the FLOPs (``inference``) of one forward in evaluation mode, without gradients, of ``batch`` rows of
     ``length`` tokens: work for learning alone is left out, and memories hold their projections (``mixers``)."""
     counter = FlopCounterMode(display=False)
@@ -198,7 +231,7 @@ def outputs(model: Any, tokens: Tensor) -> tuple[Tensor, State]:
     return (output, None) if isinstance(output, Tensor) else output
 
 
-def loss_of(model: Any, logits: Tensor, tokens: Tensor) -> Tensor:
+def loss_of(model: StackedModel, logits: Tensor, tokens: Tensor) -> Tensor:
     """Return the mean cross-entropy of every token, or of every sequence where ``logits`` are [batch, classes]; of a
     head that has a likelihood of its own the mean of that."""
     if isinstance(model.head, Likelihood):
@@ -207,20 +240,19 @@ def loss_of(model: Any, logits: Tensor, tokens: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-def in_pieces(model: nn.Module, rows: int) -> bool:
+def in_pieces(model: Model, rows: int) -> bool:
     """Return whether training on the next of so many tokens makes the logits in pieces, on a CPU; processes that share
     the vocabulary make their part of them all at once."""
     causal = hasattr(model, "head_inputs") and not hasattr(model, "begin")
     return causal and not cross_entropy.divided(model) and cross_entropy.large(model, rows)
 
 
-def making(pieces: bool) -> tuple[Callable[[Any, Tensor], tuple[Tensor, Any]], Callable[[Any, Tensor, Tensor], Tensor]]:
-    """Return two functions: (model, tokens) -> the inputs of the loss, and the state after
-    them; (model, inputs, tokens) -> the loss."""
+def forward_and_loss(pieces: bool) -> tuple[Forward, LossFrom]:
+    """Return the two halves of a training step's forward pass; with ``pieces`` the second one makes the logits."""
     return (_head_inputs, _loss_in_pieces) if pieces else (outputs, loss_of)
 
 
-def _head_inputs(model: Any, tokens: Tensor) -> tuple[Tensor, State]:
+def _head_inputs(model: CausalModel, tokens: Tensor) -> tuple[Tensor, State]:
     return model.head_inputs(tokens)
 
 
@@ -231,7 +263,7 @@ def _loss_in_pieces(model: Any, hidden: Tensor, tokens: Tensor) -> Tensor:
     return cross_entropy.summed(hidden.flatten(0, -2), weight, bias, targets) / targets.numel()
 
 
-def without_data(config: Any) -> Any:
+def without_data(config: ModelSpec) -> Any:
     """Return the model of a config, shapes only."""
     with unallocated():
         return config.build()
@@ -251,7 +283,7 @@ def imitated(model: Any, batch: int, length: int, device: str) -> tuple[Any, Ten
     return model, tokens
 
 
-def measure_state(config: object, batch: int, length: int, dtype: torch.dtype) -> Costs:
+def measure_state(config: ModelSpec, batch: int, length: int, dtype: torch.dtype) -> Costs:
     """Return the bytes (``state``) of every layer's state, and of the rest, after
     ``length`` tokens with weights of ``dtype``."""
     model = without_data(config).to(dtype).eval()

@@ -14,18 +14,17 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from functools import cache, partial
-from typing import Any
 
-from kinformer.estimation.checkpoint import FLOAT, measure_held
+from kinformer.estimation.checkpoint import FLOAT, measure_live
 from kinformer.estimation.estimate import Estimate, horizon_of
 from kinformer.estimation.length import at_length
-from kinformer.estimation.parts import distinct, in_pieces, measure, without_data
+from kinformer.estimation.parts import ModelSpec, distinct, in_pieces, measure, without_data
 
 INTERPRETER = 440 << 20
 """Where it is not measured: PyTorch's CPU build with Triton beside it, on Linux."""
 LOADED_LATER = 55 << 20
-"""What a run loads beyond what :data:`BEGUN` does: readers of data, compiled products, the run's records."""
-BEGUN = """
+"""What a run loads beyond what :data:`PROBE` does: readers of data, compiled products, the run's records."""
+PROBE = """
 import torch, kinformer.runs.train
 layer = torch.nn.Linear(8, 8)
 optimiser = torch.optim.AdamW(layer.parameters(), fused=True)
@@ -39,7 +38,7 @@ LARGE = 2 << 20
 
 
 def peak(
-    config: Any,
+    config: ModelSpec,
     estimated: Estimate,
     *,
     length: int,
@@ -67,22 +66,22 @@ def peak(
 
 @cache
 def interpreter_bytes() -> int:
-    """Return the bytes of a training process before its model, by a process that is begun for that (two seconds); a
+    """Return the bytes of a training process before its model, measured in a process of its own (two seconds); a
     usual value where the system is not Linux."""
-    done = subprocess.run([sys.executable, "-c", BEGUN], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=False)
     return INTERPRETER if done.returncode else 1024 * int(done.stdout) + LOADED_LATER
 
 
-def _temporaries(config: Any, length: int, batch: int) -> int:
+def _temporaries(config: ModelSpec, length: int, batch: int) -> int:
     """Return the bytes that are alive at the highest moment of a step beyond its activations: those that autograd
-    saves, or where layers are recomputed, those that are held."""
+    saves, or where layers are recomputed, those that are live."""
     single = distinct(config)
     model = without_data(single)
-    usual = measure_held if config.stack.recomputes else measure
+    usual = measure_live if config.stack.recomputes else measure
     pieces = in_pieces(model, batch * length)
-    held = partial(measure_held, single, batch, pieces=pieces, inside=True)
-    measures = (partial(usual, single, batch, pieces=pieces), held)
-    terms, most = (at_length(item, length, horizon_of(model)) for item in measures)
+    live = partial(measure_live, single, batch, pieces=pieces, inside=True)
+    measures = (partial(usual, single, batch, pieces=pieces), live)
+    usually, at_most = (at_length(item, length, horizon_of(model)) for item in measures)
     if config.stack.recomputes:
-        return max(most.values()) - max(terms.values())
-    return max(0, max(most.values()) - sum(amount for (kind, _), amount in terms.items() if kind == "saved"))
+        return max(at_most.values()) - max(usually.values())
+    return max(0, max(at_most.values()) - sum(amount for (kind, _), amount in usually.items() if kind == "saved"))

@@ -7,7 +7,8 @@ B T L (14 E + T N) numbers (after Korthikanti et al. 2022, section 4, which coun
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+
+from kinformer.core.model_config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,7 @@ class RulesOfThumb:
 
 
 def rules_of_thumb(
-    config: Any, *, length: int, batch: int, optimizer_bytes: int, precision: str
+    config: ModelConfig, *, length: int, batch: int, optimizer_bytes: int, precision: str
 ) -> RulesOfThumb | None:
     """Return the rules for a config of tokens whose first layer's mixer has ``num_heads``; None for any other.
 

@@ -1,4 +1,4 @@
-"""What serving a model takes of devices that share every row: memory, and time as memory and products allow.
+"""The cost of serving a model on devices that share every row: memory, and time as memory and products allow.
 
     seconds a token = max(bytes of weights and states / bandwidth, FLOPs / (efficiency * FLOP/s)) + bytes of tp / link
 
@@ -15,8 +15,9 @@ from kinformer.estimation.device_part import Part, Shared
 
 @dataclass(frozen=True, kw_only=True)
 class ServingCost:
-    """What each of ``devices`` devices of a row holds: bytes of ``weights``, and of the ``state`` of a row at its full
-    length; how many ``rows`` fit; ``seconds`` a token of one row alone, and tokens a second and device of all rows."""
+    """The costs on each of the ``devices`` devices of a row: bytes of ``weights``, and of the ``state`` of a row at its
+    full length; how many ``rows`` fit; ``seconds`` a token of one row alone, and the tokens of all rows a second and
+    device."""
 
     devices: int
     weights: int

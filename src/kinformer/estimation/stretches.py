@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kinformer.core.contract import Chunk
 from kinformer.core.crossing import Crosses, Crossing, Summary, sent_by_neighbours
+from kinformer.core.model import StackedModel
 from kinformer.runtime.errors import KinformerError
 
 FLOAT = 4
@@ -28,7 +30,7 @@ class PaperStretches(Crossing):
         self.number, self.count, self.ring = count - 1, count, ring
         self.sent, self._slot, self._itemsize = 0, narrow, narrow
 
-    def enter(self, mixer: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def enter(self, mixer: nn.Module, inputs: tuple[Chunk, *tuple[object, ...]]) -> None:
         """Count tokens where the ``inputs`` of a mixer are: on the meta device, or imitated."""
         x = inputs[0].x
         self.seen = x.new_zeros(len(x), dtype=torch.int64)
@@ -58,14 +60,14 @@ class PaperStretches(Crossing):
         return slots
 
     def exchange(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> bool:
-        came = received is not None and 0 <= source < self.count
-        if came:
+        arrives = received is not None and 0 <= source < self.count
+        if arrives:
             assert received is not None
             self.sent += received.numel() * self._itemsize
-        return came
+        return arrives
 
 
-def rings(model: Any) -> bool:
+def rings(model: StackedModel) -> bool:
     """Return whether keys and values of ``model`` could go round, so that a ring differs from gathering them."""
     if model.config.kind != "decoder":  # an encoder sees both ways
         return False

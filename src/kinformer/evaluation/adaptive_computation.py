@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 
@@ -15,7 +14,7 @@ PONDER_STEPS = Metric("ponder_steps", "steps per token")
 
 
 class PonderRecorder:
-    """The steps that a model's tokens took so far; ``halts``: whether they can take fewer steps than all."""
+    """The steps that the tokens of a model have taken so far; ``halts``: whether they can take fewer than all."""
 
     def __init__(self, model: nn.Module) -> None:
         stacks = (module for module in model.modules() if isinstance(module, Stack))
@@ -32,7 +31,7 @@ class PonderRecorder:
         return self.steps / self.tokens if self.tokens else None
 
     def note(self, progress: HaltingState) -> None:
-        """Count the tokens that take the step that is over."""
+        """Count the tokens that take the step in ``progress``."""
         running = int(progress.running.sum())
         self.steps += running
         self.tokens += running if progress.number == 0 else 0
@@ -43,7 +42,7 @@ def noting_steps(model: nn.Module) -> Iterator[PonderRecorder]:
     """Count the steps of all valid tokens of ``model`` within the context."""
     recorder = PonderRecorder(model)
 
-    def hook(_: nn.Module, inputs: Any) -> None:
+    def hook(_: nn.Module, inputs: tuple[HaltingState, *tuple[object, ...]]) -> None:
         recorder.note(inputs[0])
 
     handles = [counter.register_forward_pre_hook(hook) for counter in recorder.deciding]

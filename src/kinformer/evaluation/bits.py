@@ -12,13 +12,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import isfinite, log
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import CausalMixer
-from kinformer.core.model import CausalModel
+from kinformer.core.model import CausalModel, Model
 from kinformer.core.state import map_tensors
 from kinformer.data.evaluation import EvaluationStream
 from kinformer.data.split import Split
@@ -54,7 +54,7 @@ class Measurement:
         return self.nats / log(2) / self.tokens
 
 
-def streamable(model: Any) -> bool:
+def streamable(model: Model) -> bool:
     """Return whether the state stays bounded and positions do not end, so that
     a stream of any length can be carried."""
     mixers = (module for module in model.modules() if isinstance(module, CausalMixer))

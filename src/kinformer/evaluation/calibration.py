@@ -138,12 +138,12 @@ def _rounded_up(total: float) -> int:
     return ceil(total - 1e-9)
 
 
-def _binomial(most: int, count: int, share: float) -> float:
-    """Return P(Bin(count, share) <= most)."""
+def _binomial(limit: int, count: int, share: float) -> float:
+    """Return P(Bin(count, share) <= limit)."""
     if share >= 1:
-        return float(most >= count)
+        return float(limit >= count)
     if share <= 0:
         return 1.0
     return sum(
-        exp(log(comb(count, k)) + k * log(share) + (count - k) * log(1 - share)) for k in range(min(most, count) + 1)
+        exp(log(comb(count, k)) + k * log(share) + (count - k) * log(1 - share)) for k in range(min(limit, count) + 1)
     )

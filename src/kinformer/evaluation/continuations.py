@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from math import isnan
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ _FORKED_BYTES = 1 << 30
 """Bytes of states that continuations hold at a time, one row at least."""
 
 Ids = tuple[int, ...]
+HeadInputs = Tensor | tuple[Tensor, ...]
+"""What ``CausalModel.head_inputs`` returns: a tensor or a NamedTuple of tensors."""
 T = TypeVar("T")
 
 
@@ -60,14 +62,14 @@ class _Absorbed(NamedTuple):
     """The scores of rows, what the head reads behind the last token of each, leaves [rows, 1, ...], and the state."""
 
     scores: list[Score]
-    last: Any
+    last: HeadInputs
     state: State
 
 
 class ContinuationScorer:
     """A scorer of continuations by ``model`` (in eval mode).
 
-    ``length`` is how many tokens the model reads at most, None for any number: of more, the end counts. At most
+    ``length`` is how many tokens the model reads at most, None for any number; of more, it reads the last. At most
     ``chunk`` tokens are computed at a time, and at most ``rows`` contexts (None: any number).
     """
 
@@ -159,11 +161,11 @@ class ContinuationScorer:
         targets = torch.tensor([tokens[:1] for _, _, tokens in tails], device=rows.device)
         nats, greedy = self._predicted(states.select_rows(behind.last, rows), targets)
         firsts = [Score(-loss, best) for loss, best in zip(nats.tolist(), greedy.tolist(), strict=True)]
-        most = max(1, _FORKED_BYTES * (int(rows.max()) + 1) // max(1, states.nbytes(behind.state)))
+        limit = max(1, _FORKED_BYTES * (int(rows.max()) + 1) // max(1, states.nbytes(behind.state)))
         start = 0
         while start < len(tails):
             longest = len(tails[start][2]) - 1
-            stop = start + (min(max(1, self.chunk // longest), most) if longest else len(tails))
+            stop = start + (min(max(1, self.chunk // longest), limit) if longest else len(tails))
             part, rest = tails[start:stop], [Score(0.0, True)] * len(tails[start:stop])
             if longest:
                 forked = states.select_rows(behind.state, rows[start:stop])
@@ -216,12 +218,12 @@ class ContinuationScorer:
         return torch.cat(nats), torch.cat(greedy)
 
 
-def _at(inputs: object, rows: Tensor, places: Tensor) -> Any:
+def _at(inputs: HeadInputs, rows: Tensor, places: Tensor) -> HeadInputs:
     """Return the head's ``inputs`` at ``places`` [n] of ``rows`` [n], leaves [n, 1, ...]."""
     return states.map_tensors(lambda leaf: leaf[rows, places][:, None], inputs)
 
 
-def _repeated(state: State, rows: int) -> Any:
+def _repeated(state: State, rows: int) -> State:
     """Return the ``state`` of one row for so many; None stands for new sequences."""
     return None if state is None else states.repeat_rows(state, rows)
 

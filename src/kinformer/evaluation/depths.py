@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kinformer.core.model import Model
 from kinformer.core.stack import HaltingState
 from kinformer.evaluation.adaptive_computation import PONDER_STEPS
 from kinformer.evaluation.early_exit import LAYERS_PER_TOKEN, early_exit_stack
@@ -17,15 +17,15 @@ from kinformer.training.metric import Metric
 
 class Depths:
     """The depths of tokens: ``last`` [batch, time] int64 are the steps or layers of the last call, 0 where not valid,
-    in the order in which the model left-aligned them; ``figure`` is their metric."""
+    in the order in which the model left-aligned them; ``metric`` says what they count."""
 
     def __init__(self, metric: Metric) -> None:
         self.metric = metric
         self.last = torch.zeros(0, 0, dtype=torch.int64)
 
-    def step(self, _: nn.Module, arguments: Any) -> None:
-        """Record before a step of a stack whose tokens halt which of them take it."""
-        progress: HaltingState = arguments[0]
+    def step(self, _: nn.Module, arguments: tuple[HaltingState, *tuple[object, ...]]) -> None:
+        """Record which tokens take the next step of a stack whose tokens halt."""
+        progress = arguments[0]
         running = progress.running.long()
         self.last = running if progress.number == 0 else self.last + running
 
@@ -36,10 +36,11 @@ class Depths:
 
 
 @contextmanager
-def noting_depths(model: Any) -> Iterator[Depths | None]:
+def noting_depths(model: nn.Module | Model) -> Iterator[Depths | None]:
     """Record the depths of all tokens of ``model``, a causal one, within the
     context; None where all go equally deep."""
-    halting, exits = model.stack.halting, early_exit_stack(model)
+    stack = getattr(model, "stack", None)
+    halting, exits = getattr(stack, "halting", None), early_exit_stack(model)
     if halting is not None:
         depths = Depths(PONDER_STEPS)
         hook = halting.register_forward_pre_hook(depths.step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from kinformer.core import state as states
-from kinformer.core.model import CausalModel, device_of
+from kinformer.core.model import Model, device_of
 from kinformer.core.stack import Stack
 from kinformer.runtime.words import plural
 from kinformer.stacks.exit_rules import AtExit, ExitRule
+from kinformer.stacks.exits import Exits
 from kinformer.training.metric import Metric
 
 LAYERS_PER_TOKEN = Metric("layers_per_token", "layers per token")
@@ -50,7 +51,7 @@ class Exited:
         return sum(layers * count for layers, count in pairs) / sum(self.tokens)
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """Return the values as JSON-ready data."""
         by_layer = {str(layers): count for layers, count in zip(self.layers, self.tokens, strict=True)}
         facts = {LAYERS_PER_TOKEN.name: self.layers_per_token, "layers": self.layers[-1], "tokens_by_layers": by_layer}
@@ -88,7 +89,7 @@ class EarlyExitRecorder:
         self.tokens = [before + count for before, count in zip(self.tokens, counts, strict=True)]
 
 
-def early_exit_stack(model: nn.Module | CausalModel) -> Any:
+def early_exit_stack(model: nn.Module | Model) -> Exits | None:
     """Return the model's stack where its tokens may leave early, as its rule is now; else None."""
     assert isinstance(model, nn.Module)
     stacks: Iterator[Any] = (module for module in model.modules() if isinstance(module, Stack) and module.exits)
@@ -96,7 +97,7 @@ def early_exit_stack(model: nn.Module | CausalModel) -> Any:
 
 
 @contextmanager
-def noting_exits(model: nn.Module | CausalModel) -> Iterator[EarlyExitRecorder]:
+def noting_exits(model: nn.Module | Model) -> Iterator[EarlyExitRecorder]:
     """Count by which exits all valid tokens of ``model`` leave within the context."""
     stack = early_exit_stack(model)
     early_exit = EarlyExitRecorder(stack)
@@ -109,8 +110,12 @@ def noting_exits(model: nn.Module | CausalModel) -> Iterator[EarlyExitRecorder]:
 
 
 @contextmanager
-def with_rule(stack: Any, rule: ExitRule | None) -> Iterator[None]:
-    """Use another rule within the context, or none: all tokens go through all layers."""
+def with_rule(stack: Exits | None, rule: ExitRule | None) -> Iterator[None]:
+    """Use another rule of ``stack`` within the context, or none: all tokens go through all layers. Without a stack
+    nothing changes."""
+    if stack is None:
+        yield
+        return
     previous, stack.rule = stack.rule, rule
     try:
         yield
@@ -140,22 +145,25 @@ def saved(model: Any, result: Exited, past: int, rows: int = 1, source: int = 0)
     FLOPs are counted and times measured for a token that leaves by each exit and for one that passes all layers.
     """
     stack = early_exit_stack(model)
+    assert stack is not None and stack.rule is not None
     rules = [*(Forced(stack.rule, exit) for exit in range(len(stack.exits))), None]
     flops, seconds = [0] * len(rules), [[0.0] * ROUNDS for _ in rules]
     with torch.no_grad():
         tokens = model.input.example(rows, past + 1, device_of(model))
         with with_rule(stack, None):
-            begun_with = None if not source else model.begin(model.source_input.example(rows, source, device_of(model)))
-            state = begun_with if begun_with is not None else model.initial_state(rows)
+            if source:
+                state = model.begin(model.source_input.example(rows, source, device_of(model)))
+            else:
+                state = model.initial_state(rows)
             state = model.head_inputs(tokens[:, :past], state)[1] if past else state
         state = states.reserve(state, 1)
         for round, (index, rule) in product(range(ROUNDS), enumerate(rules)):
             copy_of_state = states.fork(state)
             counting = FlopCounterMode(display=False, custom_mapping=PACKED) if round == 0 else nullcontext()
-            begun = time.perf_counter()
+            started_at = time.perf_counter()
             with with_rule(stack, rule), counting:
                 model.logits(model.head_inputs(tokens[:, past:], copy_of_state)[0])
-            seconds[index][round] = time.perf_counter() - begun
+            seconds[index][round] = time.perf_counter() - started_at
             if isinstance(counting, FlopCounterMode):
                 flops[index] = counting.get_total_flops()
     fastest = [min(times[1:]) for times in seconds]
@@ -167,7 +175,7 @@ def saved(model: Any, result: Exited, past: int, rows: int = 1, source: int = 0)
     return replace(result, flops_saved=1 - spent, speedup=1 / took)
 
 
-def _packed_flops(x: Any, *_: Any, out_shape: Any, **__: Any) -> int:
+def _packed_flops(x: Sequence[int], *_: object, out_shape: Sequence[int], **__: object) -> int:
     return 2 * prod(out_shape) * x[-1]
 
 

@@ -24,7 +24,7 @@ Written = Sequence[Sequence[int]] | np.ndarray
 class Sampling(NamedTuple):
     """How samples are drawn and written: ``size`` of them from the part ``split`` of ``data`` (None: the run's), by
     ``seed``, ``batch_size`` side by side. ``prompt_tokens`` and ``new_tokens`` are those of running text, ``beam`` that
-    of translations; None where nothing was said of them."""
+    of translations; None where they do not apply."""
 
     size: int
     data: str | None
@@ -37,11 +37,11 @@ class Sampling(NamedTuple):
 
 
 class Samples:
-    """Samples of a task's data. A subclass sets ``truth``, what the data say of each, gives ``write()``, what the model
-    makes of each, and ``saved(threshold)``, and then calls ``begin()``.
+    """Samples of a task's data. A subclass sets ``truth``, the references in the data, defines ``write()`` and
+    ``saved(threshold)``, and then calls ``begin()``.
 
-    ``identity``: that of the data. ``how``: by what sequences were written, for JSON. ``exits``: by threshold, of the
-    tokens that were written.
+    ``identity``: that of the data. ``how``: the settings of generation, for JSON. ``exits``: those of the tokens that
+    were written, by threshold.
     """
 
     truth: Written
@@ -52,23 +52,23 @@ class Samples:
         self.exits: dict[float, Exited] = {}
 
     def begin(self) -> None:
-        """Write every sample with all layers."""
+        """Generate every sample with all layers."""
         self.whole = self.write()
 
     def write(self) -> Written:
-        """Return what the model makes of every sample, by its exits as they are."""
+        """Return what the model generates for every sample, with its present exits."""
         raise NotImplementedError
 
     def saved(self, threshold: float) -> Exited:
-        """Return what a threshold that was looked at saves of one sequence that grows."""
+        """Return what a threshold that was tried saves for one growing sequence."""
         raise NotImplementedError
 
     def losses(self, threshold: float, consistency: Consistency) -> np.ndarray:
         """Return the loss of every sample, in [0, 1], shape [size]."""
-        with at_threshold(self.model, threshold), noting_exits(self.model) as noted:
+        with at_threshold(self.model, threshold), noting_exits(self.model) as recorder:
             early = self.write()
-        assert noted.result is not None
-        self.exits[threshold] = noted.result
+        assert recorder.result is not None
+        self.exits[threshold] = recorder.result
         if consistency == "textual":
             return dissimilarity(early, self.whole)
         return (dissimilarity(early, self.truth) - dissimilarity(self.whole, self.truth)).clip(0)
@@ -76,7 +76,7 @@ class Samples:
 
 @contextmanager
 def at_threshold(model: Any, threshold: float) -> Iterator[None]:
-    """One threshold for all exits of ``model`` meanwhile."""
+    """Set one threshold for all exits of ``model`` within the context."""
     rule = model.stack.rule
     before, rule.thresholds = rule.thresholds, (threshold,) * (rule.exits - 1)
     try:

@@ -1,8 +1,8 @@
 """Thresholds of every exit by random search (Depth-Adaptive Transformer, Elbayad et al. 2020, section 3.2.2).
 
-What every exit would say of every token is written down once, with all tokens in all layers (as in aligned training);
-then each draw of thresholds costs nothing but comparisons. That tokens which left earlier are looked at in later layers
-as they were is left out here, so that the result must be measured afterwards.
+The predictions of every exit for every token are recorded once, with all tokens in all layers (as in aligned training);
+then each draw of thresholds costs nothing but comparisons. It is neglected here that later layers see tokens that have
+left as they were, so the result must be measured afterwards.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.nn import functional
 from kinformer.data import Split
 from kinformer.evaluation.early_exit import with_rule
 from kinformer.evaluation.windows import Windows, batches
+from kinformer.stacks.confidence import ThresholdRule
 from kinformer.stacks.exit_rules import AtExit, ExitRule
 
 _AT_ONCE = 1 << 22
@@ -91,7 +92,7 @@ class _Recorder(ExitRule):
 
     targets: Tensor
 
-    def __init__(self, rule: Any) -> None:
+    def __init__(self, rule: ThresholdRule) -> None:
         super().__init__(rule.exits)
         self.rule = rule
         self.confidence: list[list[np.ndarray]] = [[] for _ in range(self.last)]

@@ -27,7 +27,8 @@ TEMPERATURES = tuple(float(1 << power) for power in range(11))
 
 
 class StoreModel(CausalModel, Protocol):
-    """A model whose head inputs are ``hidden``, from which ``decoder`` makes logits, and ``keys`` to search with."""
+    """A model whose head inputs are ``hidden_states``, from which ``decoder`` makes logits, and ``keys`` to search
+    with."""
 
     @property
     def decoder(self) -> CausalModel: ...

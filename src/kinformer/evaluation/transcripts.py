@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 from kinformer.runtime.errors import KinformerError
 
@@ -41,7 +42,7 @@ def count_errors(references: Sequence[Sequence[object]], hypotheses: Sequence[Se
     return Errors(words.substitutions, words.deletions, words.insertions, sum(map(len, references)))
 
 
-def jiwer() -> Any:
+def jiwer() -> ModuleType:
     """Return the library, or raise one sentence that says how to get it."""
     try:
         import jiwer

@@ -7,11 +7,10 @@ used = share of the values with z_i > 0,    kl = log n + sum_i z_i log z_i    (0
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import log
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +69,7 @@ def record_usage(model: nn.Module) -> Iterator[Usages]:
     """Record every look-up that ``model`` makes in the tables (slots, weights) of its memories within the context."""
     usages = Usages(model)
 
-    def hook(name: str) -> Any:
+    def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, Tensor]], None]:
         return lambda module, inputs: usages.note(name, *inputs)
 
     handles = [table.register_forward_pre_hook(hook(name)) for name, table in usages.tables.items()]

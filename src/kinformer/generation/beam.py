@@ -63,12 +63,12 @@ class _Running:
 
 
 @torch.inference_mode()
-def beam_search(model: CausalModel, state: State, search: Search, most: Sequence[int]) -> BeamResult:
+def beam_search(model: CausalModel, state: State, search: Search, limits: Sequence[int]) -> BeamResult:
     """Return the best continuation of every row of ``state``, which has begun over the sources (``model.begin``).
 
-    ``most``: how many tokens a row's continuation may have; one that has so many must end, at the probability of EOS,
-    so the model reads BOS and ``most`` tokens. A row's continuation does not depend on the others. The cache is
-    reordered at most once a token, and not at all where every hypothesis goes on from its own place.
+    ``limits``: how many tokens the continuation of each row may have; one that has so many must end, at the probability
+    of EOS, so the model reads BOS and that many tokens. A row's continuation does not depend on the others. The cache
+    is reordered at most once a token, and not at all where every hypothesis goes on from its own place.
 
     Errors: ``KinformerError`` for predictions that are not finite.
     """
@@ -78,22 +78,22 @@ def beam_search(model: CausalModel, state: State, search: Search, most: Sequence
         )
     device = next(states.tensors(state)).device
     with few_rows(device):
-        return _searched(model, state, search, most, device)
+        return _searched(model, state, search, limits, device)
 
 
 def _searched(
-    model: CausalModel, state: State, search: Search, most: Sequence[int], device: torch.device
+    model: CausalModel, state: State, search: Search, limits: Sequence[int], device: torch.device
 ) -> BeamResult:
-    rows = len(most)
-    hypotheses: list[list[Hypothesis]] = [[] for _ in most]
+    rows = len(limits)
+    hypotheses: list[list[Hypothesis]] = [[] for _ in limits]
     begin = torch.full((rows, 1), search.bos, device=device)
     inputs, state = model.head_inputs(begin, state)
     running = _Running(torch.arange(rows), torch.empty(rows, 1, 0, dtype=torch.int64), torch.zeros(rows, 1))
     size = states.nbytes(state)
-    state, width = states.reserve(states.repeat_rows(state, search.beam, sources=False), max(most)), 1
+    state, width = states.reserve(states.repeat_rows(state, search.beam, sources=False), max(limits)), 1
     while True:
         logits, before = model.logits(inputs)[:, -1].float().cpu(), running.sentences
-        running, origin = _continued(running, logits, search, width, hypotheses, most)
+        running, origin = _continued(running, logits, search, width, hypotheses, limits)
         if not len(running.sentences):
             return BeamResult([max(item, key=lambda hypothesis: hypothesis.score) for item in hypotheses], size)
         some_end = len(running.sentences) < len(before)
@@ -115,7 +115,7 @@ def _continued(
     search: Search,
     width: int,
     hypotheses: list[list[Hypothesis]],
-    most: Sequence[int],
+    limits: Sequence[int],
 ) -> tuple[_Running, Tensor]:
     """Return the hypotheses one token longer, of the sentences that are not done, and the row of ``logits`` of each;
     finished ones are added to ``hypotheses``. ``width``: how many a sentence has now."""
@@ -124,7 +124,7 @@ def _continued(
     require_finite(bool(odds.amin().isfinite()))  # what is no number spreads to the whole row
     if search.bos != search.eos:
         odds[:, search.bos] = -torch.inf
-    full = torch.tensor([running.length >= most[int(sentence)] for sentence in running.sentences])
+    full = torch.tensor([running.length >= limits[int(sentence)] for sentence in running.sentences])
     others = torch.arange(vocab) != search.eos
     # A hypothesis of the greatest length must end: all but EOS is impossible.
     odds.view(count, width, vocab).masked_fill_(full[:, None, None] & others, -torch.inf)
@@ -141,15 +141,17 @@ def _continued(
     parents, tokens, scores = (item.gather(1, chosen) for item in (parents, tokens, scores))
     before = running.tokens.gather(1, parents[:, :, None].expand(-1, -1, running.length))
     after = _Running(running.sentences, torch.cat([before, tokens[:, :, None]], 2), scores)
-    unfinished = torch.tensor([not _done(after, row, search, hypotheses, most) for row in range(count)])
+    unfinished = torch.tensor([not _done(after, row, search, hypotheses, limits) for row in range(count)])
     origin = (torch.arange(count)[:, None] * width + parents)[unfinished].flatten()
     return after.taken(unfinished), origin
 
 
-def _done(running: _Running, row: int, search: Search, hypotheses: list[list[Hypothesis]], most: Sequence[int]) -> bool:
+def _done(
+    running: _Running, row: int, search: Search, hypotheses: list[list[Hypothesis]], limits: Sequence[int]
+) -> bool:
     """Return whether a sentence has its translation."""
     sentence = int(running.sentences[row])
-    finished, limit, best = hypotheses[sentence], most[sentence], float(running.scores[row, 0])
+    finished, limit, best = hypotheses[sentence], limits[sentence], float(running.scores[row, 0])
     if running.length > limit or len(finished) >= search.beam:
         return True
     # The running hypotheses can only lose probability; at best they do so at the largest penalty.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from kinformer.core.model import CausalModel
@@ -11,7 +9,7 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 
 
-def require_continuing(model: Any) -> None:
+def require_continuing(model: object) -> None:
     """Raise unless ``model`` can continue texts: a causal model in eval mode."""
     if not isinstance(model, nn.Module):
         raise KinformerError(f"model is {model!r} but must be a model; kinformer.load gives that of a run.")

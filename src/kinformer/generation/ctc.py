@@ -42,20 +42,20 @@ def greedy(logits: Tensor) -> list[int]:
 
 
 class Fusion(NamedTuple):
-    """What a language model adds to the score of a labelling: ``alpha`` times the log-probability of its symbols, which
-    ``model`` reads, and ``beta`` for each. A model of None adds no probability."""
+    """The share of a language model in the score of a labelling: ``alpha`` times the log-probability of its symbols by
+    ``model``, and ``beta`` for each symbol. A model of None adds no probability."""
 
     model: SymbolModel | None = None
     alpha: float = 0.0
     beta: float = 0.0
 
     def added(self, prefix: tuple[int, ...]) -> float:
-        """Return what a prefix has beside the probability of its paths."""
+        """Return what is added to the log-probability of a prefix's paths."""
         likely = 0.0 if self.model is None else self.alpha * self.model.total(prefix)
         return likely + self.beta * len(prefix)
 
     def ended(self, prefix: tuple[int, ...]) -> float:
-        """Return what a labelling has, whose text ends."""
+        """Return what is added to the log-probability of a labelling whose text ends."""
         return self.added(prefix) + (0.0 if self.model is None else self.alpha * self.model.end(prefix))
 
 

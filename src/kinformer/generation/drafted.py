@@ -15,24 +15,40 @@ right, which it absorbs again. So a round takes one pass of the model whatever i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from kinformer.core.model import CausalModel
 from kinformer.core.reserved import cropped
+from kinformer.core.state import State
 from kinformer.generation.drafts import Draft
 from kinformer.generation.history import Entry, joined
-from kinformer.generation.passes import Passes
+from kinformer.generation.recordable import UnrecordableError
+from kinformer.generation.recorded import RecordedStep, Recording, record_ways
+from kinformer.generation.recordings import recordings_of
+from kinformer.generation.sampling import SamplingOptions
 from kinformer.generation.session import Session
+from kinformer.generation.steps import EARLY, LATE, LONG
 from kinformer.runtime.errors import require
-from kinformer.runtime.matmul import few_rows
+from kinformer.runtime.host import trusted_arguments
+from kinformer.runtime.matmul import FEW, few_rows
+
+
+class SessionOptions(SamplingOptions, total=False):
+    """The keywords of :class:`~kinformer.generation.session.Session`."""
+
+    stop: Sequence[Sequence[int]]
+    chunk: int
+    room: int
+    recorded: bool
+    rewind: int
 
 
 class Drafting(NamedTuple):
-    """What drafts did: ``passes`` of the model that drew tokens, how many tokens of a row these gave (``drawn``), and
-    how many were ``guessed``, of which ``accepted`` were right."""
+    """The effect of drafts: ``passes`` of the model that drew tokens, how many tokens of a row they gave (``drawn``),
+    and how many were ``guessed``, of which ``accepted`` were right."""
 
     passes: int
     drawn: int
@@ -40,13 +56,13 @@ class Drafting(NamedTuple):
     accepted: int
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """These numbers as data for JSON."""
+    def facts(self) -> dict[str, object]:
+        """Return these numbers as data for JSON."""
         return self._asdict() | {"tokens_per_pass": self.drawn / max(1, self.passes)}
 
     @property
     def text(self) -> str:
-        """These numbers as a sentence."""
+        """Return these numbers as a sentence."""
         share = self.accepted / max(1, self.guessed)
         return (
             f"drafts: {self.drawn / max(1, self.passes):.2f} tokens a pass of the model; {self.accepted} of "
@@ -58,21 +74,23 @@ class DraftedSession(Session):
     """A :class:`Session` whose tokens come several at a time where ``draft`` guesses them; ``length`` is how many it
     guesses at most. Rows keep step: a pass gives as many tokens as the row with the fewest right guesses has."""
 
-    def __init__(self, model: CausalModel, draft: Draft, batch: int = 1, *, length: int = 4, **options: Any) -> None:
+    def __init__(
+        self, model: CausalModel, draft: Draft, batch: int = 1, *, length: int = 4, **options: Unpack[SessionOptions]
+    ) -> None:
         require("draft_length", length, 1)
-        self._bound = options.pop("rewind", 0)
-        options["room"] = options.get("room", 256) + length + 1
-        super().__init__(model, batch, rewind=self._bound + length, **options)
+        self._bound = options.get("rewind", 0)
+        options["rewind"], options["room"] = self._bound + length, options.get("room", 256) + length + 1
+        super().__init__(model, batch, **options)
         self.draft, self._length = draft, length
         self._passes = Passes(model, length + 1, self.room, self._stepping.recorded)
         self._texts = [""] * batch
         self._queue: list[Tensor] = []
-        self._counts_of_drafting = [0, 0, 0, 0]
+        self._drafting_counts = [0, 0, 0, 0]
 
     @property
     def drafting(self) -> Drafting:
         """Return what the drafts did so far."""
-        return Drafting(*self._counts_of_drafting)
+        return Drafting(*self._drafting_counts)
 
     @property
     def length(self) -> int:
@@ -147,16 +165,17 @@ class DraftedSession(Session):
         """Return guesses [batch, n] of what follows the last token that was drawn, as many as the pass has room for
         behind what is pending; None where the next token is better drawn alone."""
         last = self._pending[-1] if self._pending else None
-        most = self._length + 1 - sum(entry.tokens.shape[1] for entry in self._pending)
-        if last is None or last.valid is not None or last.tokens.shape[1] > 1 or most < 0:
+        limit = self._length + 1 - sum(entry.tokens.shape[1] for entry in self._pending)
+        if last is None or last.valid is not None or last.tokens.shape[1] > 1 or limit < 0:
             return None
         if self.model.max_length is not None:
-            most = min(most, self.model.max_length - super().length)
-        if most < 1:
+            limit = min(limit, self.model.max_length - super().length)
+        if limit < 1:
             return last.tokens[:, :0]
         with torch.inference_mode(), few_rows(self._device):
-            hidden = getattr(self._ends, "hidden_states", self._ends) if self.draft.reads_hidden else None
-            guesses = self.draft.guess(self._texts, most, hidden)
+            ends = self._ends if self.draft.reads_hidden else None
+            hidden = ends if isinstance(ends, Tensor) else getattr(ends, "hidden_states", None)
+            guesses = self.draft.guess(self._texts, limit, hidden)
         if guesses is None:
             return None
         guesses = guesses.to(self._device)
@@ -169,7 +188,7 @@ class DraftedSession(Session):
         """Absorb what is pending and ``guesses`` [batch, n], draw what follows each, and keep what is right."""
         self.mark()
         number = guesses.shape[1]
-        tokens, valid = joined([*self._pending, Entry(guesses, None, [number] * self.batch, (None, None))])
+        tokens, valid = joined([*self._pending, Entry(guesses, None, [number] * self.batch, None)])
         self._pending = []
         logits, hidden, self._state = self._passes.go(tokens, valid, self._state)
         logits, hidden = logits[:, -number - 1 :], hidden[:, -number - 1 :]
@@ -189,4 +208,44 @@ class DraftedSession(Session):
 
     def _count(self, drawn: int, guessed: int) -> None:
         added = (1, drawn, guessed, drawn - 1)
-        self._counts_of_drafting = [old + new for old, new in zip(self._counts_of_drafting, added, strict=True)]
+        self._drafting_counts = [old + new for old, new in zip(self._drafting_counts, added, strict=True)]
+
+
+class Passes:
+    """Passes of ``model`` over the tokens that a session checks; those over ``time`` tokens are recorded as steps are
+    (``generation.recorded``) where that is possible and pays with the ``room`` tokens that are expected."""
+
+    def __init__(self, model: CausalModel, time: int, room: int, recorded: bool) -> None:
+        self.model, self.time, self.recorded = model, time, recorded
+        self._made, self._record_at = 0, EARLY if room >= LONG else LATE
+
+    def go(self, tokens: Tensor, valid: Tensor | None, state: State) -> tuple[Tensor, Tensor, State]:
+        """Return the logits [batch, time, vocab] and the hidden states [batch, time, width] of ``tokens`` [batch,
+        time], of which those ``valid`` count (None: all), and the state behind them."""
+        with few_rows(tokens.device, tokens.numel() < FEW), trusted_arguments():
+            if self.recorded and valid is None and tokens.shape[1] == self.time:
+                self._made += 1
+                running = self._recorded(tokens, state)
+                if running is not None:
+                    logits, hidden = running.go(tokens, 0)
+                    return logits, hidden, running.release()
+            (logits, hidden), state = self._pass(tokens, state, valid)
+            return logits, hidden, state
+
+    def _pass(self, tokens: Tensor, state: State, valid: Tensor | None = None) -> tuple[tuple[Tensor, ...], State]:
+        inputs, state = self.model.head_inputs(tokens, state, valid=valid)
+        return (self.model.logits(inputs), getattr(inputs, "hidden_states", inputs)), state
+
+    def _recorded(self, tokens: Tensor, state: State) -> RecordedStep | None:
+        """Return the pass from ``state`` on, recorded before or now; None where that is not worth it or cannot be."""
+        for recording in recordings_of(self.model):
+            if isinstance(recording, Recording) and (running := recording.begin(state, self.time)) is not None:
+                return running
+        if self._made > self._record_at:
+            try:
+                recording = record_ways([self._pass], [self.model], tokens, state)
+                recordings_of(self.model).keep(recording)
+                return recording.begin(state, self.time)
+            except UnrecordableError as refused:
+                self._record_at = self._made + (refused.steps or 7 * self._made) - 1
+        return None

@@ -21,14 +21,14 @@ LEAST_MATCH, MOST_MATCH = 3, 64
 
 
 class Draft(Protocol):
-    """What guesses the next tokens of texts. Nothing that it guesses changes what is drawn."""
+    """A guesser of the next tokens of texts. Its guesses never change what is drawn."""
 
     reads_hidden: bool
     """Whether it needs the hidden states that the last tokens were drawn from."""
 
-    def guess(self, texts: Sequence[str], most: int, hidden: Tensor | None) -> Tensor | None:
+    def guess(self, texts: Sequence[str], limit: int, hidden: Tensor | None) -> Tensor | None:
         """Return guesses [batch, n] int64 of the next tokens of ``texts``, a character for each token
-        (``chr(token)``), n at most ``most``; None for none. ``hidden`` [batch, 1, dim] are the head inputs that the
+        (``chr(token)``), n at most ``limit``; None for none. ``hidden`` [batch, 1, dim] are the head inputs that the
         last tokens were drawn from."""
         ...
 
@@ -38,24 +38,24 @@ class Draft(Protocol):
 
 
 class NgramDraft:
-    """A draft that looks the text's end up in the text before (prompt look-up): where the longest part of the end
-    stood last, what followed it follows again."""
+    """A draft that looks up the end of the text in the earlier text (prompt look-up) and guesses what followed the last
+    occurrence of its longest part."""
 
     reads_hidden = False
 
-    def guess(self, texts: Sequence[str], most: int, hidden: Tensor | None) -> Tensor | None:
-        guesses = [_continued(text, most) for text in texts]
+    def guess(self, texts: Sequence[str], limit: int, hidden: Tensor | None) -> Tensor | None:
+        guesses = [_continued(text, limit) for text in texts]
         if not any(guesses):
             return None
         # A row without a guess gets the token 0, which is one of every model.
-        return torch.tensor([list(map(ord, guess.ljust(most, "\0"))) for guess in guesses])
+        return torch.tensor([list(map(ord, guess.ljust(limit, "\0"))) for guess in guesses])
 
     def fork(self, copies: int) -> NgramDraft:
         return self
 
 
-def _continued(text: str, most: int) -> str:
-    """Return what follows ``text`` if it goes on as where its end stood last."""
+def _continued(text: str, limit: int) -> str:
+    """Return what follows ``text`` if it goes on as after the last occurrence of its end."""
     place, length = -1, len(text)
     for size in range(LEAST_MATCH, min(MOST_MATCH, length - 1) + 1):
         start = text.rfind(text[-size:], 0, length - 1)
@@ -64,7 +64,7 @@ def _continued(text: str, most: int) -> str:
         place = start + size
     if place < 0:
         return ""
-    for index in range(place, place + most):  # what is guessed may continue itself
+    for index in range(place, place + limit):  # what is guessed may continue itself
         text += text[index]
     return text[length:]
 
@@ -77,15 +77,15 @@ class ModelDraft:
     def __init__(self, model: CausalModel, batch: int, length: int, chunk: int = 1024) -> None:
         self.model, self.length, self.chunk = model, length, chunk
         self._texts = [""] * batch
-        self._session = self._begun(batch)
+        self._session = self._begin(batch)
 
-    def guess(self, texts: Sequence[str], most: int, hidden: Tensor | None) -> Tensor | None:
-        limit = self.model.max_length
-        if limit is not None and max(map(len, texts)) + most - 1 > limit:
+    def guess(self, texts: Sequence[str], limit: int, hidden: Tensor | None) -> Tensor | None:
+        longest = self.model.max_length
+        if longest is not None and max(map(len, texts)) + limit - 1 > longest:
             return None
         self._follow(texts)
         self._session.mark()
-        guesses = torch.stack([self._session.step() for _ in range(most)], dim=1)
+        guesses = torch.stack([self._session.step() for _ in range(limit)], dim=1)
         self._texts = [text + "".join(map(chr, row)) for text, row in zip(texts, guesses.tolist(), strict=True)]
         return guesses
 
@@ -95,7 +95,7 @@ class ModelDraft:
         forked._session = self._session.fork(copies)
         return forked
 
-    def _begun(self, batch: int) -> Session:
+    def _begin(self, batch: int) -> Session:
         return Session(self.model, batch, temperature=0.0, seed=0, rewind=self.length, chunk=self.chunk)
 
     def _follow(self, texts: Sequence[str]) -> None:
@@ -105,7 +105,7 @@ class ModelDraft:
         if any(self._texts) and max(back) <= self._session.rewindable and all(shared):
             self._session.rewind(back)
         else:
-            self._session, shared = self._begun(len(texts)), [0 for _ in texts]
+            self._session, shared = self._begin(len(texts)), [0 for _ in texts]
         rest = [list(map(ord, text[count:])) for text, count in zip(texts, shared, strict=True)]
         counts = torch.tensor([len(row) for row in rest])
         longest = int(counts.max())
@@ -122,7 +122,7 @@ def _shared(old: str, new: str, behind: int) -> int:
     return next((start + n for n, (a, b) in enumerate(pairs) if a != b), min(len(old), len(new)))
 
 
-def draft_of(draft: Any, model: CausalModel, batch: int, length: int) -> Draft:
+def draft_of(draft: object, model: CausalModel, batch: int, length: int) -> Draft:
     """Return the draft that ``draft`` names: "ngram", "mtp" (the model's own heads of further tokens), or a model.
 
     Errors: ``KinformerError`` for anything else, and for a model of other tokens.
@@ -155,11 +155,11 @@ class AheadDraft:
             )
         self.model = model
 
-    def guess(self, texts: Sequence[str], most: int, hidden: Tensor | None) -> Tensor | None:
+    def guess(self, texts: Sequence[str], limit: int, hidden: Tensor | None) -> Tensor | None:
         if hidden is None:
             return None
         last = torch.tensor([[ord(text[-1])] for text in texts], device=device_of(self.model))
-        return self.model.guesses(hidden, last, most)
+        return self.model.guesses(hidden, last, limit)
 
     def fork(self, copies: int) -> AheadDraft:
         return self

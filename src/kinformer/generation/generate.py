@@ -1,4 +1,4 @@
-"""Prompts as ids continued by a model: one call that begins a session, steps it and returns what was drawn."""
+"""Generation from prompts of ids: one call that begins a session, steps it and returns the tokens drawn."""
 
 from __future__ import annotations
 

@@ -16,6 +16,14 @@ from torch import Tensor
 
 from kinformer.core import state as states
 from kinformer.core.state import State
+from kinformer.generation.sampling import Noted
+from kinformer.generation.stops import Watched
+
+HeadInputs = Tensor | tuple[Tensor, ...]
+"""What ``CausalModel.head_inputs`` returns: a tensor or a NamedTuple of tensors [batch, time, ...]."""
+
+Snapshot = tuple[Noted, Watched]
+"""What the sampler and the stops of a session know of its text."""
 
 _APART = 32
 """Tokens between the marks of a session that steps: stepping on from a mark takes the time of about one step."""
@@ -24,12 +32,12 @@ _APART = 32
 @dataclass
 class Entry:
     """Some of the text: ``tokens`` [batch, time] of which ``valid`` [batch, time] count (None: all), ``counts`` of each
-    row, and what sampler and stops were ``before``."""
+    row, and what sampler and stops knew ``before`` it (None in a session that cannot go back)."""
 
     tokens: Tensor
     valid: Tensor | None
     counts: list[int]
-    before: tuple[Any, Any]
+    before: Snapshot | None
 
     def split(self, counts: Sequence[int]) -> tuple[Entry, Entry]:
         """Return the entry without the last ``counts`` tokens of each row, and these."""
@@ -78,7 +86,7 @@ class Mark:
 
     state: State
     logits: Tensor | None
-    ends: Any
+    ends: HeadInputs | None
     entries: list[Entry]
 
     def fork(self, copies: int) -> Mark:
@@ -107,7 +115,7 @@ class History:
         absorbed = min(self._since(self.marks[-1])) - sum(min(entry.counts) for entry in pending)
         return absorbed >= max(self.bound, _APART)
 
-    def mark(self, state: State, logits: Tensor | None, ends: object, pending: Sequence[Entry]) -> None:
+    def mark(self, state: State, logits: Tensor | None, ends: HeadInputs | None, pending: Sequence[Entry]) -> None:
         """Make a mark at ``state``, which has not absorbed ``pending`` yet."""
         self.marks.append(Mark(state, logits, ends, list(pending)))
         self._forget()
@@ -128,7 +136,7 @@ class History:
         left = list(counts)
         for entry in reversed(self.marks[-1].entries):
             gone = [min(pair) for pair in zip(left, entry.counts, strict=True)]
-            left = [most - count for most, count in zip(left, gone, strict=True)]
+            left = [rest - count for rest, count in zip(left, gone, strict=True)]
             dropped.append(replace(entry, counts=gone))
             retained.insert(0, entry.split(gone)[0] if any(gone) else entry)
         retained = [entry for entry in retained if any(entry.counts)]

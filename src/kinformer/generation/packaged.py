@@ -7,7 +7,6 @@ those of any session.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +55,7 @@ class PackagedSteps:
         self._leaves = [leaf.contiguous() for leaf in leaves]  # a package takes strides as they were and checks none
         return logits[:, -1]
 
-    def release(self) -> Any:
+    def release(self) -> State:
         """Return the state, for steps in Python."""
         return unflattened(self._like, self._leaves)
 

@@ -16,13 +16,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+Arguments = tuple[object, ...]
+Keywords = dict[str, object]
 
 _READS = {"tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"}
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _WHOLE = {torch.ops.aten.lstm.input}
 """Operators that read no data and stay whole: PyTorch 2.11 takes this one apart into results of another rank."""
+Function = Callable[..., tuple[Tensor, ...]]
 _FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 """The formats of memory by their number in PyTorch's operators."""
 
@@ -54,25 +59,25 @@ class View(NamedTuple):
 
     number: int
     slots: int
-    rule: Any
+    rule: object
 
 
 class Call(NamedTuple):
     """A call of an operator: its arguments in the order of its schema, and the numbers of its results."""
 
-    operator: Any
-    arguments: tuple[Any, ...]
+    operator: OpOverload
+    arguments: Arguments
     results: tuple[int, ...]
 
 
 class Tape(TorchDispatchMode):
-    """The operators that were called while this mode was on; ``held`` are the tensors that were there before, beside
-    the ``inputs``."""
+    """The operators that were called while this mode was on; ``captured`` are the tensors that existed before, other
+    than the ``inputs``."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.calls: list[Call] = []
-        self.held: list[Tensor] = []
+        self.captured: list[Tensor] = []
         self._all: list[Tensor] = []  # alive, so that no identity is used again
         self._refs: dict[int, Ref] = {}
         self._numbers = count()
@@ -91,14 +96,16 @@ class Tape(TorchDispatchMode):
             yield
 
     def ref(self, tensor: Tensor) -> Ref:
-        """Return what stands for ``tensor``; one that was there before is held."""
+        """Return what stands for ``tensor``; one that existed before is captured."""
         ref = self._refs.get(id(tensor))
         if ref is None:
-            ref = self._refs[id(tensor)] = Ref(-1 - len(self.held))
-            self.held.append(tensor)
+            ref = self._refs[id(tensor)] = Ref(-1 - len(self.captured))
+            self.captured.append(tensor)
         return ref
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         kwargs = kwargs or {}
         operator = _operator(func)
         if operator.reads and not _plain_index(func, args):
@@ -124,7 +131,7 @@ class Tape(TorchDispatchMode):
         # what is left tells the host of types and sizes, such as ``promote_types``
         return output
 
-    def _run(self, func: Any, operator: _Operator, args: Any, kwargs: Any) -> Any:
+    def _run(self, func: OpOverload, operator: _Operator, args: Arguments, kwargs: Keywords) -> object:
         if operator.parts is None:
             return func(*args, **kwargs)
         with self:  # in inference mode nothing else takes it apart
@@ -136,7 +143,7 @@ class Tape(TorchDispatchMode):
         self._all.append(tensor)
         return number
 
-    def _noted(self, argument: Any) -> Any:
+    def _noted(self, argument: object) -> object:
         if isinstance(argument, Tensor):
             return self.ref(argument)
         if isinstance(argument, (list, tuple)):
@@ -149,12 +156,12 @@ class _Operator(NamedTuple):
     made of, and each parameter's name and default."""
 
     reads: bool
-    parts: Callable[..., Any] | None
-    parameters: tuple[tuple[str, Any], ...]
+    parts: Callable[..., object] | None
+    parameters: tuple[tuple[str, object], ...]
 
 
 @cache
-def _operator(func: Any) -> _Operator:
+def _operator(func: OpOverload) -> _Operator:
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     # PyTorch's own decompositions in Python (``func.decompose``) import its compiler
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) and func not in _WHOLE
@@ -163,7 +170,7 @@ def _operator(func: Any) -> _Operator:
     return _Operator(bool(_TAGS & set(func.tags)), parts, parameters)
 
 
-def _plain_index(func: Any, args: Any) -> bool:
+def _plain_index(func: OpOverload, args: tuple[Any, ...]) -> bool:
     """Return whether ``func`` indexes by numbers: only masks make a shape that depends on the data."""
     masks = (torch.bool, torch.uint8)
     return func is torch.ops.aten.index.Tensor and not any(x is not None and x.dtype in masks for x in args[1])
@@ -172,7 +179,9 @@ def _plain_index(func: Any, args: Any) -> bool:
 class _WatchedReads(TorchFunctionMode):
     """A mode that refuses reads of tensors without an operator."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         if getattr(func, "__name__", "") in _READS:
             raise UnrecordableError(f"the host reads the data ({func.__name__})")
         return func(*args, **(kwargs or {}))
@@ -184,8 +193,8 @@ def at_any_length(one: Tape, other: Tape, views: Sequence[tuple[View, View]]) ->
 
     Errors: :class:`UnrecordableError` where another number of slots means other operators.
     """
-    same = len(one.calls) == len(other.calls) and len(one.held) == len(other.held)
-    if not same or not all(map(_equal, one.held, other.held)):
+    same = len(one.calls) == len(other.calls) and len(one.captured) == len(other.captured)
+    if not same or not all(map(_equal, one.captured, other.captured)):
         raise _depends()
     return [_joined(a, b, views) for a, b in zip(one.calls, other.calls, strict=True)]
 
@@ -214,12 +223,12 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return one is other or (one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other))
 
 
-def compiled(calls: Sequence[Call], inputs: int, held: int, outputs: Sequence[Ref]) -> Any:
-    """Return ``calls`` as a function that PyTorch runs without Python: of so many ``inputs`` and ``held`` tensors,
+def compiled(calls: Sequence[Call], inputs: int, captured: int, outputs: Sequence[Ref]) -> Function:
+    """Return ``calls`` as a function that PyTorch runs without Python: of so many ``inputs`` and ``captured`` tensors,
     with a tuple of ``outputs``."""
     graph = torch._C.Graph()
     values = {Ref(number): graph.addInput(f"x{number}") for number in range(inputs)}
-    values |= {Ref(-1 - number): graph.addInput(f"w{number}") for number in range(held)}
+    values |= {Ref(-1 - number): graph.addInput(f"w{number}") for number in range(captured)}
     writer = _Writer(graph, values)
     for call in calls:
         writer.write(call)
@@ -232,11 +241,11 @@ def compiled(calls: Sequence[Call], inputs: int, held: int, outputs: Sequence[Re
 class _Writer:
     """Writes calls into a graph; ``values`` are those of the graph that stand for tensors."""
 
-    def __init__(self, graph: Any, values: dict[Ref, Any]) -> None:
+    def __init__(self, graph: Any, values: dict[Ref, torch._C.Value]) -> None:
         self._graph, self._values = graph, values
-        self._constants: dict[Any, Any] = {}
+        self._constants: dict[tuple[type, str], torch._C.Value] = {}
 
-    def add(self, kind: str, inputs: Sequence[object], type: Any = None) -> Any:
+    def add(self, kind: str, inputs: Sequence[object], type: torch._C.JitType | None = None) -> torch._C.Value:
         node = self._graph.create(kind, inputs, 1)
         self._graph.insertNode(node)
         if type is not None:
@@ -257,7 +266,7 @@ class _Writer:
             self._graph.insertNode(node)
         self._values.update(zip(map(Ref, call.results), node.outputs(), strict=True))
 
-    def _value(self, argument: Any, type: Any) -> Any:
+    def _value(self, argument: object, type: torch._C.JitType) -> torch._C.Value:
         if isinstance(argument, Ref):
             return self._values[argument]
         if isinstance(argument, SlotCount):
@@ -272,7 +281,7 @@ class _Writer:
             argument = float(argument)
         return self._constant(_FORMATS.index(argument) if isinstance(argument, torch.memory_format) else argument)
 
-    def _constant(self, value: Any) -> Any:
+    def _constant(self, value: object) -> torch._C.Value:
         key = type(value), str(value)
         if key not in self._constants:
             self._constants[key] = self._graph.insertConstant(value)
@@ -280,5 +289,5 @@ class _Writer:
 
 
 @cache
-def _types(func: Any) -> tuple[Any, ...]:
+def _types(func: OpOverload) -> tuple[torch._C.JitType, ...]:
     return tuple(item.type for item in func._schema.arguments)

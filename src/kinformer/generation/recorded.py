@@ -25,12 +25,13 @@ TorchScript's interpreter earlier, sessions step in Python (:func:`_recorded`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from kinformer.core import state as states
+from kinformer.core.model import CausalModel, Model
 from kinformer.core.reserved import ReservedSlots
 from kinformer.core.state import State
 from kinformer.generation.recordable import Call, Tape, UnrecordableError, View, at_any_length, compiled
@@ -42,17 +43,17 @@ _NEAR = 1e-4
 
 
 class Run(NamedTuple):
-    """A list of operators: a ``function`` of a step's tensors and of those of the model, ``held``."""
+    """A list of operators: a ``function`` of a step's tensors and of those of the model, ``captured``."""
 
     function: Callable[..., tuple[Tensor, ...]]
-    held: Sequence[Tensor]
+    captured: Sequence[Tensor]
 
 
-Way = Callable[[Tensor, Any], tuple[tuple[Tensor, ...], Any]]
+Way = Callable[[Tensor, State], tuple[tuple[Tensor, ...], State]]
 """(values of a step, state) -> (what comes out, the state after)."""
 
 
-def logits_after(model: Any, tokens: Tensor, state: State) -> tuple[Tensor, State]:
+def logits_after(model: CausalModel, tokens: Tensor, state: State) -> tuple[Tensor, State]:
     """Return logits [batch, vocab] behind the last of ``tokens`` [batch, time], and the state there."""
     inputs, state = model.head_inputs(tokens, state)
     return model.logits(states.map_tensors(lambda x: x[:, -1:], inputs))[:, 0], state
@@ -69,7 +70,7 @@ class Recording:
     def __init__(
         self,
         runs: Sequence[Run],
-        parts: Sequence[nn.Module],
+        parts: Sequence[Model | nn.Module],
         state: State,
         least: Sequence[int],
         retained: Sequence[int | None],
@@ -80,7 +81,7 @@ class Recording:
         self.holds = Unchanged(parts).holds
 
     def begin(self, state: State, time: int = 1) -> RecordedStep | None:
-        """Return steps of ``time`` tokens from ``state`` on; None where these are others, or the sizes of ``state``,
+        """Return steps of ``time`` tokens from ``state`` on; None where the time or the sizes of ``state`` are others
         than it was checked for."""
         narrow = autocast_dtype(next(states.tensors(state)).device) is not None
         if narrow or time != self.time or _form(state) != self._form:
@@ -122,19 +123,19 @@ class RecordedStep:
             after.append((start if retained is None else max(start, end - retained), end))
         self._bounds = after
         with torch.jit.optimized_execution(False):  # it runs the first steps slowly, to no gain afterwards
-            function, held = self.recording.runs[way]
-            outputs = function(values, *views, *self._leaves, *held)
+            function, captured = self.recording.runs[way]
+            outputs = function(values, *views, *self._leaves, *captured)
         views_count = len(outputs) - len(self._leaves)
         self._leaves = list(outputs[views_count:])
         return outputs[:views_count]
 
-    def release(self) -> Any:
+    def release(self) -> State:
         """Return the state, for steps in Python; this object must not be used any more."""
         bounds, leaves = iter(self._bounds), iter(self._leaves)
         return _mapped(self._state, lambda part: part.moved_on(*next(bounds), next(leaves)), lambda _: next(leaves))
 
 
-def record(model: Any, tokens: Tensor, state: State) -> Recording:
+def record(model: CausalModel, tokens: Tensor, state: State) -> Recording:
     """Return the recorded step of ``model`` from ``state`` on, which is not stepped yet.
 
     ``tokens`` [batch, 1] are those that come next; the slots behind the past are written to in passing.
@@ -142,14 +143,14 @@ def record(model: Any, tokens: Tensor, state: State) -> Recording:
     Errors: :class:`UnrecordableError` with the reason.
     """
 
-    def step(tokens: Tensor, state: State) -> tuple[tuple[Tensor, ...], Any]:
+    def step(tokens: Tensor, state: State) -> tuple[tuple[Tensor, ...], State]:
         logits, after = logits_after(model, tokens, state)
         return (logits,), after
 
     return record_ways([step], [model], tokens, state)
 
 
-def record_ways(ways: Sequence[Way], parts: Sequence[nn.Module], values: Tensor, state: State) -> Recording:
+def record_ways(ways: Sequence[Way], parts: Sequence[Model | nn.Module], values: Tensor, state: State) -> Recording:
     """Return the recorded ``ways`` of a step of ``values`` from ``state`` on, all by the same ``parts`` of a
     model; otherwise like :func:`record`."""
     reserved, time = _parts(state), values.shape[1]
@@ -209,11 +210,11 @@ def _recorded(way: Way, values: Tensor, state: State) -> Recorded:
                 raise UnrecordableError(str(refused), ahead // 2 + 1) from None
     refs = [taped.tape.ref(tensor) for tensor in (*taped.outputs, *taped.leaves)]
     try:
-        function = compiled(calls, taped.inputs, len(taped.tape.held), refs)
+        function = compiled(calls, taped.inputs, len(taped.tape.captured), refs)
     except Exception as error:
         raise UnrecordableError(f"PyTorch cannot write it down: {error}") from error
     least = [stop - start for start, stop in bounds]
-    return Recorded(Run(function, taped.tape.held), least, taped.retained, results)
+    return Recorded(Run(function, taped.tape.captured), least, taped.retained, results)
 
 
 class _Taped(NamedTuple):
@@ -250,7 +251,7 @@ def _at_any_length(state: State, one: _Taped, other: _Taped) -> list[Call]:
     return at_any_length(one.tape, other.tape, views)
 
 
-def _form(state: State) -> Any:
+def _form(state: State) -> tuple[object, ...]:
     """Return the parts of the state that a recording does not read again, such as types and sizes; not how many slots
     there are."""
     slots = [(part.slots.full, *(buffer[:, :, :0].shape for buffer in part.buffers)) for part in _parts(state)]
@@ -270,9 +271,8 @@ def _longest(part: ReservedSlots, retained: int | None, time: int) -> tuple[int,
     return (0, last) if retained is None else (max(0, last - retained), last)
 
 
-def _mapped(state: State, part: Callable[[ReservedSlots], Any], leaf: Callable[[Tensor], Any]) -> State:
-    """Return the structure of ``state`` with ``part`` of its reserved slots and
-    ``leaf`` of its other tensors, in order."""
+def _mapped(state: State, part: Callable[[ReservedSlots], object], leaf: Callable[[Tensor], object]) -> State:
+    """Return ``state`` with ``part`` of its reserved slots and ``leaf`` of its other tensors, in order."""
     if isinstance(state, Tensor):
         return leaf(state)
     if isinstance(state, ReservedSlots):
@@ -295,6 +295,6 @@ def _leaves(state: State) -> list[Tensor]:
     return leaves
 
 
-def _opened(state: State, bounds: Sequence[tuple[int, int]], time: int) -> Any:
+def _opened(state: State, bounds: Sequence[tuple[int, int]], time: int) -> State:
     bound = iter(bounds)
     return _mapped(state, lambda part: part.open(part.views(*next(bound), time), part.seen), lambda leaf: leaf)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
+from kinformer.core.model import CausalModel
+from kinformer.core.model_config import ModelConfig
 from kinformer.core.stack import Stack
 from kinformer.core.state import State
 from kinformer.generation.recordable import UnrecordableError
@@ -22,7 +24,37 @@ from kinformer.generation.recorded import RecordedStep, Recording, Way, record_w
 RUNS, HAS_LEFT = 0, 1
 
 
-def leaves_early(model: nn.Module) -> bool:
+class ExitsStack(Protocol):
+    """A stack with early exits (``stacks.exits``)."""
+
+    layers: nn.ModuleList
+    order: tuple[int, ...]
+    exits: tuple[int, ...]
+    rule: nn.Module
+    left: nn.Module
+
+    def asks(self, number: int) -> bool: ...
+
+    def leads(self, number: int) -> range: ...
+
+
+class ExitsModel(CausalModel, Protocol):
+    """A causal model that can be stepped from exit to exit."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def stack(self) -> ExitsStack: ...
+
+    def until_exit(self, number: int, values: Tensor, state: State) -> tuple[tuple[Tensor, ...], State]: ...
+
+    def past_exit(self, number: int, hidden: Tensor, state: State) -> tuple[tuple[()], State]: ...
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]: ...
+
+
+def leaves_early(model: CausalModel) -> TypeGuard[ExitsModel]:
     """Return whether tokens of ``model`` may leave by an exit before the last,
     and it can be stepped from exit to exit."""
     stack = getattr(model, "stack", None)
@@ -32,7 +64,7 @@ def leaves_early(model: nn.Module) -> bool:
 class ExitsRecording:
     """A :class:`Recording` per segment; ``pieces`` step the states of the layers before each exit."""
 
-    def __init__(self, stack: object, pieces: Sequence[Recording]) -> None:
+    def __init__(self, stack: ExitsStack, pieces: Sequence[Recording]) -> None:
         self._stack, self.pieces = stack, pieces
 
     def holds(self) -> bool:
@@ -48,7 +80,7 @@ class ExitsRecording:
 class RecordedExits:
     """An :class:`ExitsRecording` at work, and the state that it steps."""
 
-    def __init__(self, stack: Any, pieces: Sequence[RecordedStep]) -> None:
+    def __init__(self, stack: ExitsStack, pieces: Sequence[RecordedStep]) -> None:
         self._stack, self._pieces = stack, pieces
         self._asks = [stack.asks(number) for number in range(len(pieces))]
 
@@ -70,13 +102,13 @@ class RecordedExits:
             self._stack.left(torch.full_like(tokens, leaves), None)
         return logits[:, 0]
 
-    def release(self) -> Any:
+    def release(self) -> State:
         """Return the state, for steps in Python; this object must not be used any more."""
         states = [piece.release() for piece in self._pieces]
         return states[-1]._replace(layers=tuple(layer for state in states for layer in state.layers))
 
 
-def record_exits(model: Any, tokens: Tensor, state: State) -> ExitsRecording:
+def record_exits(model: ExitsModel, tokens: Tensor, state: State) -> ExitsRecording:
     """Return the recorded step of ``model``, whose tokens may leave early; otherwise like ``recorded.record``."""
     stack = model.stack
     if len(tokens) > 1:
@@ -92,7 +124,7 @@ def record_exits(model: Any, tokens: Tensor, state: State) -> ExitsRecording:
     return ExitsRecording(stack, pieces)
 
 
-def _split(stack: Any, state: State) -> Iterator[Any]:
+def _split(stack: ExitsStack, state: State) -> Iterator[State]:
     """Yield the states of the layers before each exit."""
     for number in range(len(stack.exits)):
         yield state._replace(layers=tuple(state.layers[use] for use in stack.leads(number)))

@@ -23,6 +23,10 @@ from kinformer.runtime.fields import require_types
 
 _BLOCK = 256
 
+Noted = tuple[tuple[Tensor, ...], Tensor | None]
+"""A snapshot of what was noted: tokens [batch, time] not yet looked at, and which tokens each row has, [batch, vocab]
+bool."""
+
 
 class SamplingOptions(TypedDict, total=False):
     """The keywords of :class:`Sampling`."""
@@ -116,11 +120,11 @@ class TokenSampler:
         if self.sampling.repetition_penalty != 1:
             self._noted.append(tokens if valid is None else tokens.masked_fill(~valid, -1))
 
-    def snapshot(self) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    def snapshot(self) -> Noted:
         """Return what was noted so far, for :meth:`restore`."""
         return tuple(self._noted), self._present
 
-    def restore(self, snapshot: tuple[tuple[Tensor, ...], Tensor | None]) -> None:
+    def restore(self, snapshot: Noted) -> None:
         """Forget what was noted since a snapshot; numbers that were drawn stay drawn."""
         self._noted, self._present = list(snapshot[0]), snapshot[1]
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from kinformer.core import state as states
 from kinformer.core.model import CausalModel, device_of
+from kinformer.core.state import State
 from kinformer.generation.checks import require_continuing, require_ids, require_positions
-from kinformer.generation.history import Entry, History, joined, repeated
+from kinformer.generation.history import Entry, HeadInputs, History, Snapshot, joined, repeated
 from kinformer.generation.sampling import SamplingOptions, TokenSampler, sampling_of
 from kinformer.generation.steps import Steps
 from kinformer.generation.stops import StopTokens
@@ -58,10 +59,10 @@ class Session:
         self._stops = StopTokens(stop, batch)
         self._lengths = [0] * batch
         self._steps = 0
-        self._state: Any = None
+        self._state: State = None
         self._stepping = Steps(model, room, recorded)
         self._logits: Tensor | None = None
-        self._ends: Any = None
+        self._ends: HeadInputs | None = None
         self._pending: list[Entry] = []
         self._history = History(rewind, batch) if rewind else None
 
@@ -140,7 +141,7 @@ class Session:
         """
         counts = [tokens] * self.batch if isinstance(tokens, int) else list(tokens)
         limits = self._limits()
-        if len(counts) != self.batch or any(not 0 <= n <= most for n, most in zip(counts, limits, strict=True)):
+        if len(counts) != self.batch or any(not 0 <= n <= limit for n, limit in zip(counts, limits, strict=True)):
             raise KinformerError(
                 f"{tokens} tokens are to be taken back, but the rows of this session can go back by {limits}; begin it "
                 "with a larger `rewind`."
@@ -157,11 +158,14 @@ class Session:
         assert self._history is not None
         dropped = self._history.drop(counts)
         for entry in dropped:
+            assert entry.before is not None
             for row, count in enumerate(entry.counts):
                 if count:
                     self._stops.restore(row, entry.before[1])
         self._return()
-        self._sampler.restore(dropped[-1].before[0])
+        first = dropped[-1].before
+        assert first is not None
+        self._sampler.restore(first[0])
         for entry in self._pending:
             self._sampler.note(entry.tokens, entry.valid)
         self._lengths = [length - count for length, count in zip(self._lengths, counts, strict=True)]
@@ -202,9 +206,9 @@ class Session:
                 forked._history = self._history.fork(copies)
                 self._state = None if self._state is None else states.reclaimed(self._state)
 
-    def _snapshot(self) -> tuple[Any, Any]:
-        """Return what sampler and stops are now, where a rewinding may need it."""
-        return (None, None) if self._history is None else (self._sampler.snapshot(), self._stops.snapshot())
+    def _snapshot(self) -> Snapshot | None:
+        """Return what sampler and stops know now, where a rewinding may need it."""
+        return None if self._history is None else (self._sampler.snapshot(), self._stops.snapshot())
 
     def _note(self, entry: Entry) -> None:
         """Add ``entry`` to the text, to be absorbed next."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from kinformer.core.model import CausalModel, Model
 from kinformer.core.state import ReservedState, State
 from kinformer.generation.recordable import UnrecordableError
-from kinformer.generation.recorded import RecordedStep, Recording, logits_after, record
-from kinformer.generation.recorded_exits import ExitsRecording, RecordedExits, leaves_early, record_exits
-from kinformer.generation.recordings import recordings_of
+from kinformer.generation.recorded import logits_after, record
+from kinformer.generation.recorded_exits import leaves_early, record_exits
+from kinformer.generation.recordings import RunningSteps, StepRecording, recordings_of
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import trusted_arguments
 from kinformer.runtime.matmul import FEW, few_rows
@@ -25,16 +25,15 @@ _LOOKS_EVERY = 16
 
 
 class Steps:
-    """The steps of ``model``; ``room`` tokens are expected, and with
-    ``recorded`` they are recorded where that can be."""
+    """The steps of ``model``, of which ``room`` are expected; with ``recorded`` they are recorded where possible."""
 
-    def __init__(self, model: Any, room: int, recorded: bool) -> None:
+    def __init__(self, model: CausalModel, room: int, recorded: bool) -> None:
         self.model, self.recorded = model, recorded
         self._dtype = _dtype(model)
         self.made, self.record_at = 0, EARLY if room >= LONG else LATE
-        self.running: RecordedStep | RecordedExits | None = None
+        self.running: RunningSteps | None = None
         self._looks_back: bool | None = None
-        self._recording: Recording | ExitsRecording | None = None
+        self._recording: StepRecording | None = None
 
     def step(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
         """Return logits [batch, vocab] behind ``tokens`` [batch, 1], which the model drew, and the state there.
@@ -56,14 +55,14 @@ class Steps:
             return self.running.step(tokens), state
 
     def require_dtype(self) -> None:
-        """Raise where the weights have another dtype than when the session began, whose state has that."""
+        """Raise where the weights no longer have the dtype of when the session began, which its state has."""
         if (now := _dtype(self.model)) != self._dtype:
             raise KinformerError(
                 f"the model's weights are {now}, but this session began with {self._dtype}, which its state has; begin "
                 "a new session after you convert a model."
             )
 
-    def settled(self, state: State) -> Any:
+    def settled(self, state: State) -> State:
         """Return the state behind all steps; ``state`` is the one that the last step returned."""
         if self.running is not None:
             state, self.running = self.running.release(), None
@@ -73,7 +72,7 @@ class Steps:
         """Leave the state of a recording that runs, for an earlier one."""
         self.running = None
 
-    def _recorded(self, tokens: Tensor, state: State) -> RecordedStep | RecordedExits | None:
+    def _recorded(self, tokens: Tensor, state: State) -> RunningSteps | None:
         """Return the step from ``state`` on, recorded before or now; None where that is not worth it or cannot be."""
         if not self.recorded:
             return None
@@ -83,14 +82,17 @@ class Steps:
                 return running
         if self.made > self.record_at:
             try:
-                self._recording = (record_exits if leaves_early(self.model) else record)(self.model, tokens, state)
-                recordings_of(self.model).keep(self._recording)
+                model = self.model
+                self._recording = (
+                    record_exits(model, tokens, state) if leaves_early(model) else record(model, tokens, state)
+                )
+                recordings_of(model).keep(self._recording)
                 return self._recording.begin(state)
             except UnrecordableError as refused:
                 self.record_at = self.made + (refused.steps or 7 * self.made) - 1
         return None
 
-    def _earlier(self) -> Sequence[Recording | ExitsRecording]:
+    def _earlier(self) -> Sequence[StepRecording]:
         """Return recordings that may serve: this session's last one, and now and then those of others of the model."""
         if self._recording is not None and not self._recording.holds():
             self._recording, self.record_at = None, self.made + _LOOKS_EVERY
@@ -100,7 +102,7 @@ class Steps:
         return recordings_of(self.model) if looks else ()
 
 
-def _dtype(model: Any) -> torch.dtype | None:
+def _dtype(model: Model) -> torch.dtype | None:
     """Return the dtype of the first weight that is not an integer."""
     return next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), None)
 

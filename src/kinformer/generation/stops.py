@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from operator import index
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
+from kinformer.core.model import Model
 from kinformer.runtime.errors import KinformerError
+
+Watched = tuple[list[tuple[int, ...]], list[bool]]
+"""A snapshot of what was watched: the last tokens of each row, and whether it has ended."""
 
 
 class StopTokens:
@@ -35,18 +39,20 @@ class StopTokens:
     def watch(self, tokens: Tensor) -> Tensor:
         """Return ``tokens`` [batch] as they are reported: those of ended rows replaced by the row's last token."""
         fresh = tokens.tolist()
-        held = [tail[-1] if ended else token for token, tail, ended in zip(fresh, self.tails, self.ended, strict=True)]
-        for row, token in enumerate(held):
+        reported = [
+            tail[-1] if ended else token for token, tail, ended in zip(fresh, self.tails, self.ended, strict=True)
+        ]
+        for row, token in enumerate(reported):
             if not self.ended[row]:
                 tail = self.tails[row] = (*self.tails[row], token)[-self._longest :]
                 self.ended[row] = any(tail[-len(sequence) :] == sequence for sequence in self.sequences)
-        return tokens if held == fresh else tokens.new_tensor(held)
+        return tokens if reported == fresh else tokens.new_tensor(reported)
 
-    def snapshot(self) -> tuple[list[tuple[int, ...]], list[bool]]:
+    def snapshot(self) -> Watched:
         """Return what was watched so far, for :meth:`restore`."""
         return list(self.tails), list(self.ended)
 
-    def restore(self, row: int, snapshot: tuple[list[tuple[int, ...]], list[bool]]) -> None:
+    def restore(self, row: int, snapshot: Watched) -> None:
         """Forget what was watched in ``row`` since a snapshot."""
         self.tails[row], self.ended[row] = snapshot[0][row], snapshot[1][row]
 
@@ -117,7 +123,7 @@ class Decoder(Protocol):
         ...
 
 
-def ends_of_text(model: Any) -> tuple[int, ...]:
+def ends_of_text(model: Model) -> tuple[int, ...]:
     """Return the ids at which texts of a causal ``model`` end; none where it was not trained with any."""
     return getattr(getattr(model.input, "config", None), "eos_tokens", ())
 

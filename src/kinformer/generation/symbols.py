@@ -49,7 +49,7 @@ class SymbolModel:
         self._add([()], [start], [0.0], [texts.begin])
 
     def total(self, prefix: Prefix) -> float:
-        """Return log p of the symbols of ``prefix``, which was read, or goes on by one symbol from one that was."""
+        """Return log p of the symbols of ``prefix``, which was read or extends one that was by one symbol."""
         if prefix in self._entries:
             return self._entries[prefix].total
         parent = self._entries[prefix[:-1]]
@@ -60,7 +60,7 @@ class SymbolModel:
         return self._entries[prefix].after[-1]
 
     def read(self, prefixes: Iterable[Prefix]) -> None:
-        """Read ``prefixes``, each of which was read before or goes on by one symbol from one that was, and forget all
+        """Read ``prefixes``, each of which was read before or extends one that was by one symbol, and forget all
         others but the empty one."""
         wanted = list(prefixes)
         if new := [prefix for prefix in wanted if prefix not in self._entries]:

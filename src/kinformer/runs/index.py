@@ -32,7 +32,7 @@ class Indexed:
 
     run: Path
     store: Datastore
-    text: dict[str, Any]
+    text: dict[str, object]
     new: int
     seconds: float
     lists: int | None

@@ -5,12 +5,15 @@ They are PyTorch's DTensor, whose module takes half a second to load and is not 
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
-def is_sharded(tensor: Tensor) -> bool:
+
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Return whether each process has a part of the tensor only."""
     return hasattr(tensor, "full_tensor")
 

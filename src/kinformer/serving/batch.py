@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kinformer.core import state as states
 from kinformer.core.contract import CausalMixer
-from kinformer.core.model import device_of
+from kinformer.core.model import CausalModel, device_of
 from kinformer.core.state import State
 from kinformer.generation.steps import Steps
 from kinformer.serving.request import Row
@@ -38,7 +38,7 @@ class Batch:
     ``tokens`` [rows] int64 are the last of each row, which the next step absorbs.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: CausalModel) -> None:
         self.model = model
         self.rows: list[Row] = []
         self.tokens = torch.empty(0, dtype=torch.int64, device=device_of(model))

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.training.checkpoint import Checkpoints
-from kinformer.training.layouts import AS_THEY_LIE, Layouts
+from kinformer.training.layouts import UNDIVIDED, Layouts
 
 
 class MovingAverage:
     """The moving mean of the parameters of ``model``, not of its buffers; of none where ``share`` is 0."""
 
-    def __init__(self, model: nn.Module, share: float, layouts: Layouts = AS_THEY_LIE) -> None:
+    def __init__(self, model: nn.Module, share: float, layouts: Layouts = UNDIVIDED) -> None:
         self.share, self.layouts = share, layouts
         self.named = {name: named_parameter.detach() for name, named_parameter in model.named_parameters() if share}
         self.means = {name: value.clone() for name, value in self.named.items()}
@@ -53,7 +53,7 @@ class MovingAverage:
 
 
 def mean_weights(
-    model: nn.Module, checkpoints: Checkpoints, steps: Sequence[int], layouts: Layouts = AS_THEY_LIE
+    model: nn.Module, checkpoints: Checkpoints, steps: Sequence[int], layouts: Layouts = UNDIVIDED
 ) -> dict[str, Tensor]:
     """Return the mean of the weights of ``model`` and of the checkpoints of ``steps``, sharded over processes as the
     model's are; tensors that are not floating-point are the model's."""

@@ -1,28 +1,37 @@
-"""The form of all batches: a task's NamedTuple of tensors [batch, ...], states or None, a row for each
-example. Its ``size`` is how many positions it holds (tokens, frames), padding included: the unit of speed.
-The first field that is there is a tensor."""
+"""Batches: a task's NamedTuple of tensors [batch, ...], states or None, with one row per example."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from kinformer.core import state as states
+from kinformer.core.state import State
 
-B = TypeVar("B")
+
+class Batch(Protocol):
+    """A batch, as a NamedTuple: its fields are tensors [batch, ...], states or None; the first that is not None is a
+    tensor. ``size`` is the number of positions (tokens, frames), padding included: the unit of speed."""
+
+    @property
+    def size(self) -> int: ...
+
+    def __iter__(self) -> Iterator[State]: ...
+
+
+B = TypeVar("B", bound=Batch)
 
 
 def map_fields(batch: B, change: Callable[[Tensor], Tensor]) -> B:
     """Apply ``change`` to every tensor of a batch."""
-    fields: Any = batch
-    return type(fields)(*(None if field is None else states.map_tensors(change, field) for field in fields))
+    return states.rebuilt(batch, [None if field is None else states.map_tensors(change, field) for field in batch])
 
 
-def rows_of(batch: Any) -> int:
+def rows_of(batch: Batch) -> int:
     """Return the number of rows of a batch."""
     return next(len(field) for field in batch if field is not None)
 
@@ -32,7 +41,7 @@ def take_rows(batch: B, part: slice) -> B:
     return map_fields(batch, lambda field: field[part])
 
 
-def device_of(batch: Any) -> torch.device:
+def device_of(batch: Batch) -> torch.device:
     """Return the device of a batch's tensors."""
     return next(field.device for field in batch if field is not None)
 

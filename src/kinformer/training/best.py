@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.runtime.files import load_tensors, reading, save_tensors, sync_folder
 from kinformer.runtime.parsing import parse_json
@@ -37,7 +37,7 @@ def best_of(folder: Path) -> tuple[dict[str, float], int] | None:
     if not place.exists():
         return None
     if place.name == WEIGHTS:
-        metadata: Mapping[str, Any] = load_tensors(place)[1]
+        metadata = load_tensors(place)[1]
         with reading(place):
             return (dict(parse_json(metadata[_METRICS])), int(metadata[_STEP])) if _METRICS in metadata else None
     checkpoint = _sharded(place)
@@ -90,7 +90,7 @@ class Best:
             self.metrics, self.step = best
 
     def forget(self, step: int) -> None:
-        """Count what is the best up to ``step`` as none, where the model was another one until then."""
+        """Discard the best validation where it is of ``step`` or before, when the model was another one."""
         if step and self.step is not None and self.step <= step:
             self.metrics = self.step = None
 
@@ -102,9 +102,8 @@ class Best:
         deciding = next((metric for metric in self.metrics_in_order if metrics[metric.name] != best[metric.name]), None)
         return deciding is not None and deciding.better(metrics[deciding.name], best[deciding.name])
 
-    def tired(self, step: int, patience: int, validate_every: int) -> bool:
-        """Return whether as many validations as the ``patience`` (0: never) were no better than the best, up to
-        ``step``."""
+    def out_of_patience(self, step: int, patience: int, validate_every: int) -> bool:
+        """Return whether, at ``step``, as many validations as the ``patience`` (0: never) have not beaten the best."""
         return bool(patience) and self.step is not None and step - self.step >= patience * validate_every
 
     def note(self, metrics: Mapping[str, float], step: int) -> None:

@@ -25,7 +25,7 @@ class Carried:
     """
 
     def __init__(self, parts: int) -> None:
-        self.states: list[Any] = [None] * parts
+        self.states: list[State] = [None] * parts
         self.cuts: list[int | None] = []
 
     def clear(self) -> None:
@@ -36,9 +36,9 @@ class Carried:
         """Store ``state`` for the next step, cut from its graph."""
         self.states[part] = states.detach(state)
 
-    def divide(self, whole: Any, model: Any, group: Group) -> None:
-        """Keep what this process's part of a divided ``model`` has of the states of ``whole``, one of the undivided
-        model: its heads. Leaves that have no heads are the same in all parts."""
+    def divide(self, whole: State, model: Any, group: Group) -> None:
+        """Keep this process's heads of the carried states: ``whole`` is a state of the undivided model, ``model`` this
+        process's part of it. Leaves that have no heads are the same in all parts."""
         pairs = zip(states.tensors(whole), states.tensors(model.initial_state(1)), strict=True)
         for leaf, fewer in pairs:
             dims = [dim for dim, (a, b) in enumerate(zip(leaf.shape, fewer.shape, strict=True)) if a != b]
@@ -105,6 +105,6 @@ def rebuilt(template: object, leaves: list[Tensor]) -> State:
     return states.map_tensors(lambda _: next(source), template)
 
 
-def _deal(state: State, parts: int) -> list[Any]:
+def _deal(state: State, parts: int) -> list[State]:
     total = next(states.tensors(state)).shape[0]
     return [states.select_rows(state, rows) for rows in torch.arange(total).chunk(parts)]

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import (
@@ -31,6 +31,7 @@ from kinformer.runtime.files import (
     sync_folder,
     write_json,
 )
+from kinformer.runtime.parsing import JsonObject
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -53,7 +54,7 @@ class Checkpoint:
 
     step: int
     files: Mapping[str, Mapping[str, Tensor]]
-    numbers: Mapping[str, Any]
+    numbers: JsonObject
     shards: Shards | None = None
 
     def forms(self, name: str) -> Mapping[str, Tensor]:
@@ -117,7 +118,7 @@ class Checkpoints:
         """
         partial = self._partial(checkpoint.step)
         try:
-            with self.surviving(self.path(checkpoint.step)):
+            with self.reporting_failure(self.path(checkpoint.step)):
                 self.clean()
                 partial.mkdir(parents=True)
                 self._commit(partial, checkpoint)
@@ -127,22 +128,22 @@ class Checkpoints:
         self.tidy()
 
     def save_sharded(self, checkpoint: Checkpoint, part: Part, group: Group) -> None:
-        """Write the first one's ``checkpoint``, and of each process of ``group`` its ``part``; all call together."""
+        """Write the first process's ``checkpoint`` and the ``part`` of each of ``group``; all must call together."""
         from kinformer.training.shards import opened_part
 
         place, partial = self.path(checkpoint.step), self._partial(checkpoint.step)
 
         def begin() -> None:
-            with self.surviving(place):
+            with self.reporting_failure(place):
                 self.clean()
                 partial.mkdir(parents=True)
 
         def fill() -> dict[str, str]:
-            with self.surviving(place):
+            with self.reporting_failure(place):
                 return part.write(partial, group.rank)
 
         def commit(digests: list[dict[str, str]]) -> None:
-            with self.surviving(place):
+            with self.reporting_failure(place):
                 self._commit(partial, checkpoint, opened_part(part, digests, partial))
 
         try:
@@ -228,7 +229,7 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)
 
     def _remove(self, folder: Path) -> None:
-        """Remove a checkpoint, under another name, so that a half of one is never taken for a checkpoint."""
+        """Remove a checkpoint, renamed first, so that half of one is never taken for a checkpoint."""
         if folder.exists():
             doomed = folder.with_name(f".{folder.name}.old{_PARTIAL}")
             folder.rename(doomed)
@@ -236,9 +237,8 @@ class Checkpoints:
             shutil.rmtree(doomed, ignore_errors=True)
 
     @contextmanager
-    def surviving(self, place: Path) -> Iterator[None]:
-        """Report in one sentence, where ``place`` cannot be written within the
-        context, from where the run can go on."""
+    def reporting_failure(self, place: Path) -> Iterator[None]:
+        """Report a failure to write ``place`` within the context, in one sentence that says how to go on."""
         try:
             yield
         except (KinformerError, OSError) as error:
@@ -263,7 +263,7 @@ def _digest(plan: Mapping[str, object]) -> str:
     return sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
 
-def _shards(folder: Path, plan: Mapping[str, object]) -> Shards | None:
+def _shards(folder: Path, plan: JsonObject) -> Shards | None:
     if plan["schema"] == SCHEMA:
         return None
     from kinformer.training.shards import open_shards

@@ -1,8 +1,6 @@
-"""What processes that share tokens exchange, with gradients (Shoeybi et al. 2019, Megatron-LM, section 3: f and g)."""
+"""Collectives with gradients among processes that share tokens (Shoeybi et al. 2019, Megatron-LM, section 3: f, g)."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -31,7 +29,7 @@ def joined(y: Tensor, mesh: DeviceMesh) -> Tensor:
 
 class _Copied(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context, x: Tensor, processes: Any) -> Tensor:
+    def forward(ctx: Context, x: Tensor, processes: distributed.ProcessGroup) -> Tensor:
         ctx.processes = processes
         return x.view_as(x)
 
@@ -43,7 +41,7 @@ class _Copied(torch.autograd.Function):
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: object, y: Tensor, processes: object) -> Tensor:
+    def forward(ctx: object, y: Tensor, processes: distributed.ProcessGroup) -> Tensor:
         return _all_reduced(y, processes)
 
     @staticmethod
@@ -52,7 +50,7 @@ class _Summed(torch.autograd.Function):
         return gradient, None
 
 
-def _all_reduced(x: Tensor, processes: object) -> Tensor:
+def _all_reduced(x: Tensor, processes: distributed.ProcessGroup) -> Tensor:
     x = x.clone(memory_format=torch.contiguous_format)
     distributed.all_reduce(x, group=processes)
     return x

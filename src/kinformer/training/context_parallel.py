@@ -5,19 +5,19 @@
     encoders' mixers                          gather the keys and values of the row
     cross-attention                           sees the encoded source, which is gathered once
 
-A loss is a sum over predictions divided by the number of all of the row's processes. States are those before and
-after the row, in all processes alike.
+The loss of a stretch is a sum over its predictions, divided by their number in the whole row. States are those before
+and after the row, the same in all processes.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 
 from kinformer.core import state as states
-from kinformer.core.config import describe
+from kinformer.core.config import Config, describe
 from kinformer.core.contract import CausalMixer, Chunk, advance, positions_of
 from kinformer.core.crossing import Crosses
 from kinformer.core.encoder import EncoderMixer
@@ -31,7 +31,7 @@ from kinformer.training.handing import hand_on
 from kinformer.training.objective import PREDICTED, ObjectiveModule, ObjectiveOutput
 
 
-def check_time(model: Any, ring: bool) -> None:
+def check_time(model: nn.Module, ring: bool) -> None:
     """Refuse a ``model`` whose rows cannot be shared by time."""
     config, stack = getattr(model, "config", None), getattr(model, "stack", None)
     if getattr(config, "kind", None) not in ("decoder", "encoder", "encoder_decoder") or not isinstance(stack, Stack):
@@ -50,8 +50,8 @@ def check_time(model: Any, ring: bool) -> None:
             f"the mixer {type(waiting[0]).__name__} would receive states again in the backward pass; set "
             "stack.checkpoint = false",
         )
-    begun = tuple(mixer.initial_state(1) for mixer in mixers_of(stack) if not isinstance(mixer, SourceMixer))
-    if modules_of(model, AuxLoss) or states.pop_aux(begun)[0]:
+    initial_states = tuple(mixer.initial_state(1) for mixer in mixers_of(stack) if not isinstance(mixer, SourceMixer))
+    if modules_of(model, AuxLoss) or states.pop_aux(initial_states)[0]:
         raise _unshared(config, "it has costs beside the loss, which are means over rows")
     for mixer in mixers_of(stack) if ring else ():
         if getattr(mixer, "growth", None) == "linear" and not getattr(mixer, "rings", False):
@@ -90,7 +90,7 @@ def _check_stack(stack: Stack) -> None:
         raise _unshared(stack.config, "it drops sublayers for whole rows, but processes draw for themselves")
 
 
-def _unshared(config: Any, why: str) -> KinformerError:
+def _unshared(config: Config | None, why: str) -> KinformerError:
     what = "this model" if config is None else describe(config)
     return KinformerError(f"{what} cannot share the time of rows: {why}; leave `parallel` cp out.")
 
@@ -121,7 +121,7 @@ def mixers_of(stack: Stack) -> list[CausalMixer]:
     return list(mixers)
 
 
-def share_time(step: ObjectiveModule, processes: Any, keeps: bool, ring: bool) -> None:
+def share_time(step: ObjectiveModule, processes: distributed.ProcessGroup, keeps: bool, ring: bool) -> None:
     """Let ``step`` compute one stretch of its rows, of which the ``processes`` have the others, in place; ``keeps``:
     whether the states after the rows are wanted."""
     model: Any = step.model
@@ -140,12 +140,12 @@ def share_time(step: ObjectiveModule, processes: Any, keeps: bool, ring: bool) -
 
 
 class _Edge:
-    """What stands between the rows and a model that reads one stretch of them."""
+    """Hooks between the rows and a model that reads one stretch of them; before an encoder they change nothing."""
 
     def __init__(self, model: Any, stretches: Stretches) -> None:
         self.model, self.stretches = model, stretches
 
-    def enter(self, _: nn.Module, inputs: Any) -> Any:
+    def enter(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[object, ...]:
         """Give the model the number of tokens that each row's sequence has before this stretch."""
         batch, state, *rest = inputs
         stretches, kind = self.stretches, self.model.config.kind
@@ -159,9 +159,9 @@ class _Edge:
         stretches.before, stretches.seen = self._counted(Chunk(tokens, batch.valid, batch.reset), state.seen)
         return batch, state._replace(seen=stretches.before), *rest
 
-    def leave(self, _: nn.Module, __: Any, outputs: ObjectiveOutput) -> ObjectiveOutput:
-        """Weigh the loss by this stretch's share of the predictions, and sum the metrics over the row; give the state
-        the number after the row."""
+    def leave(self, _: nn.Module, __: object, outputs: ObjectiveOutput) -> ObjectiveOutput:
+        """Weight the loss by this stretch's share of the predictions and sum the metrics over the row; give the state
+        the number of tokens after the row."""
         loss, metrics, state = outputs
         predicted = metrics[PREDICTED].to(loss.dtype)
         sums = torch.stack([metric.detach().to(torch.float64) for metric in metrics.values()])
@@ -174,19 +174,19 @@ class _Edge:
         """Return the tokens of each row's sequence before this stretch, and after the row, from ``seen`` before it."""
         nothing = torch.zeros_like(seen)
         count = advance(nothing, chunk, positions_of(chunk, nothing))
-        begun = nothing.bool() if chunk.reset is None else chunk.reset.any(1)
-        mine = torch.stack([count, begun.to(count.dtype)])
-        everyone = mine.new_empty(self.stretches.count, *mine.shape)
-        all_gather(everyone.flatten(), mine.flatten(), group=self.stretches.processes)
+        resets = nothing.bool() if chunk.reset is None else chunk.reset.any(1)
+        local = torch.stack([count, resets.to(count.dtype)])
+        gathered = local.new_empty(self.stretches.count, *local.shape)
+        all_gather(gathered.flatten(), local.flatten(), group=self.stretches.processes)
         before = after = seen
-        for number, (count, begun) in enumerate(everyone.unbind(0)):
+        for number, (count, resets) in enumerate(gathered.unbind(0)):
             if number == self.stretches.number:
                 before = after
-            after = count + torch.where(begun > 0, 0, after)
+            after = count + torch.where(resets > 0, 0, after)
         return before, after
 
 
-def groups_of(replicas: int, context: int, tensor: int) -> Any:
+def groups_of(replicas: int, context: int, tensor: int) -> distributed.ProcessGroup:
     """Return the group of processes that share rows with this one; all processes of the job must call together."""
     size = context * tensor
     members = [
@@ -194,4 +194,4 @@ def groups_of(replicas: int, context: int, tensor: int) -> Any:
         for replica in range(replicas)
         for part in range(tensor)
     ]
-    return cast(Any, distributed.new_subgroups_by_enumeration(members)[0])
+    return distributed.new_subgroups_by_enumeration(members)[0]

@@ -9,14 +9,18 @@ model's step needs in memory: of a process that learns from 1,024 tokens of 50,2
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from kinformer.core.head import OutputProduct
+from kinformer.core.model import Model
 from kinformer.runtime.autocast import autocast_dtype, no_autocast
 from kinformer.runtime.derivatives import Context, check_reverse, first_order
+
+if TYPE_CHECKING:
+    from kinformer.training.vocabulary import VocabularyPart
 
 LOGITS = 1 << 22
 """Elements from which on logits are made in pieces, on a CPU: 16 MiB in float32."""
@@ -25,34 +29,44 @@ PIECE, LEAST = 1 << 21, 128
 _NAME, _REMEDY = "the cross-entropy in pieces", "differentiate torch's cross_entropy of the model's logits for that"
 
 
-def in_pieces(model: Any, rows: int) -> bool:
+def in_pieces(model: Model, rows: int) -> bool:
     """Return whether the cross-entropies of so many ``rows`` of a causal model are to be summed by :func:`summed`."""
     if divided(model):
         return True
-    if not large(model, rows) or model._compiled_call_impl is not None:
+    product = _product(model)
+    if product is None or not _large(product, rows) or getattr(model, "_compiled_call_impl", None) is not None:
         return False
-    weight = model.head.product(model.input)[0]
+    weight = product[0]
     return type(weight) in (Tensor, nn.Parameter) and weight.device.type == "cpu"
 
 
-def divided(model: nn.Module) -> bool:
+def divided(model: Model) -> bool:
     """Return whether processes share the vocabulary of ``model``'s head."""
     return getattr(getattr(model, "head", None), "vocabulary_part", None) is not None
 
 
-def of_head(model: Any, x: Tensor, targets: Tensor) -> Tensor:
+def of_head(model: Model, x: Tensor, targets: Tensor) -> Tensor:
     """Return the sum of the cross-entropies of ``targets`` [rows] int64 for hidden states x [rows, width]."""
-    weight, bias = model.head.product(model.input)
-    if divided(model):
-        part: Any = model.head.vocabulary_part
-        return part.nats(x, weight, bias, targets)
-    return summed(x, weight, bias, targets)
+    product = _product(model)
+    assert product is not None
+    part: VocabularyPart | None = getattr(getattr(model, "head", None), "vocabulary_part", None)
+    return summed(x, *product, targets) if part is None else part.nats(x, *product, targets)
 
 
-def large(model: Any, rows: int) -> bool:
+def large(model: Model, rows: int) -> bool:
     """Return whether the logits of so many ``rows`` are one product, and many."""
+    product = _product(model)
+    return product is not None and _large(product, rows)
+
+
+def _product(model: Model) -> tuple[Tensor, Tensor | None] | None:
+    """Return the matrix and the bias of a head that is a product with one, None of any other head."""
     head = getattr(model, "head", None)
-    return isinstance(head, OutputProduct) and rows * len(head.product(model.input)[0]) >= LOGITS
+    return head.product(model.input) if isinstance(head, OutputProduct) else None
+
+
+def _large(product: tuple[Tensor, Tensor | None], rows: int) -> bool:
+    return rows * len(product[0]) >= LOGITS
 
 
 def summed(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
@@ -105,7 +119,7 @@ class _InPieces(torch.autograd.Function):
 
     @staticmethod
     @first_order(_NAME, _REMEDY)
-    def backward(ctx: Context, saved: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, saved: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor | None, ...]:
         # The gradients are ready; the chain rule only scales them by that of the loss.
         x, weight, *bias = (item * gradient.to(item.dtype) for item in saved[2:])
         return x, weight, bias[0] if bias else None, None, None

@@ -1,4 +1,4 @@
-"""The means of :mod:`kinformer.core.crossing` on ``torch.distributed``, with gradients.
+"""The operations of :mod:`kinformer.core.crossing` on ``torch.distributed``, with gradients.
 
 composed   all-gather of summaries; the gradient is a reduce-scatter          (LASP-2, Sun et al. 2025, 2502.07563)
 past       all-gather, or from the neighbours that have a window's slots; gradients go back the same way
@@ -8,7 +8,7 @@ exchange   from one process to another, without gradients
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, distributed
@@ -18,14 +18,14 @@ from kinformer.core.crossing import Crossing, sent_by_neighbours
 from kinformer.runtime.derivatives import Context
 
 # PyTorch 2.13 has other names for these.
-all_gather: Any = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)
-reduce_scatter: Any = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)
+all_gather: Callable[..., object] = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)
+reduce_scatter: Callable[..., object] = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)
 
 
 class Stretches(Crossing):
     """The stretches of the ``processes``, a group in order of time."""
 
-    def __init__(self, processes: Any, keeps: bool, ring: bool) -> None:
+    def __init__(self, processes: distributed.ProcessGroup, keeps: bool, ring: bool) -> None:
         self.processes, self.keeps, self.ring = processes, keeps, ring
         self.number, self.count = distributed.get_rank(processes), distributed.get_world_size(processes)
         self.peers = distributed.get_process_group_ranks(processes)
@@ -43,13 +43,13 @@ class Stretches(Crossing):
         waiting = None
         if sent is not None and 0 <= to < self.count:
             waiting = distributed.isend(sent.contiguous(), self.peers[to], group=self.processes)
-        came = received is not None and 0 <= source < self.count
-        if came:
+        arrives = received is not None and 0 <= source < self.count
+        if arrives:
             assert received is not None
             distributed.recv(received, self.peers[source], group=self.processes)
         if waiting is not None:
             waiting.wait()
-        return came
+        return arrives
 
 
 class _Gathered(torch.autograd.Function):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from torch import Tensor, nn
 
+from kinformer.core.model import Model
+from kinformer.training.batch import Batch
 from kinformer.training.metric import Metric
 
 
@@ -16,16 +17,16 @@ class DataModule:
 
     ``sums``: those of the objective's sums that are reported, each divided by its ``predicted``; the first is
     minimised. ``metrics``: computed from their means; the first one decides which weights are the best.
-    ``carries``: whether the state after a step is that before the next. ``teacher``: a model in eval mode whose
-    predictions are learnt too, or None. ``by_time``: whether a row is a text, whose batches give ``stretch(number,
-    count)``, one of so many stretches of time.
+    ``carries``: whether the state after a step is that before the next. ``teacher``: a model in eval mode from
+    whose predictions the model also learns, or None. ``by_time``: whether a row is a text, whose batches give
+    ``stretch(number, count)``, one of so many stretches of time.
     """
 
     sums: tuple[str, ...] = ("nats",)
     metrics: tuple[Metric, ...]
     carries: bool = False
     by_time: bool = False
-    teacher: Any = None
+    teacher: Model | None = None
 
     @property
     def validations(self) -> int:
@@ -41,17 +42,17 @@ class DataModule:
         number and the weights, for a checkpoint."""
         return {}
 
-    def batch(self, step: int, rank: int, world: int) -> Any:
+    def batch(self, step: int, rank: int, world: int) -> Batch:
         """Return the rows of process ``rank`` of ``world``, on the CPU."""
         raise NotImplementedError
 
-    def validation(self, rank: int, world: int) -> Iterator[Any]:
-        """Yield the process's rows of a fixed part of the validation split, as many batches for all processes."""
+    def validation(self, rank: int, world: int) -> Iterator[Batch]:
+        """Yield the process's rows of a fixed part of the validation split; all processes get as many batches."""
         raise NotImplementedError
 
     def validate(self) -> dict[str, float] | None:
-        """Return the means of :attr:`sums` where validating is acting, with the model of :meth:`begin` in eval mode;
-        None where the objective scores the rows of :meth:`validation`."""
+        """Return the means of :attr:`sums` where validation acts in an environment, with the model of :meth:`begin` in
+        eval mode; None where the objective scores the rows of :meth:`validation`."""
         return None
 
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:

@@ -55,12 +55,12 @@ class Rounds:
         self.stepped: int | None = None
 
     def begin(self, saved: Checkpoint | None, place: str) -> Checkpoint | None:
-        """Begin with the weights that the model has, or go on from those of ``saved`` in the folder ``place``, which
-        the model has loaded; return it with the optimiser's state that this process goes on with.
+        """Start from the model's weights, or continue from those of ``saved`` in the folder ``place``, which the model
+        has loaded; return ``saved`` with the optimiser's state that this process continues with.
 
-        As many processes as have written ``saved`` go on in the midst of a round. Others, and another strategy, begin
-        after an outer step of those: process i with the inner optimiser's state of process i mod n, with another
-        strategy of the first.
+        As many processes as have written ``saved`` continue in the middle of a round. Any other number of them starts
+        after an outer step: process i with the inner optimiser's state of process i mod n. So does another strategy,
+        with the state of the first process.
         """
         if saved is None or WORKERS not in saved.files:
             self._reset(self.inner, {})

@@ -25,6 +25,7 @@ from kinformer.training.rendezvous import of_this_start, torchruns_store
 
 Strategy = Literal["ddp", "fsdp", "diloco"]
 T = TypeVar("T")
+B = TypeVar("B")
 SIGNALLED = tuple(128 + number for number in SIGNALS)
 
 
@@ -44,11 +45,11 @@ class Group:
     tensor: int = 1
     context: int = 1
     ring: bool = False
-    channel: Any = None
+    channel: distributed.ProcessGroup | None = None
     """The process group by which they exchange what no engine does; PyTorch's default one if None."""
 
-    def beside(self) -> Group:
-        """Return the same processes with a channel of their own, for a thread beside training; all must call
+    def with_new_channel(self) -> Group:
+        """Return the same processes with a channel of their own, for a thread beside training; all must call it
         together."""
         return self if self.world == 1 else replace(self, channel=distributed.new_group(backend="gloo"))
 
@@ -85,14 +86,16 @@ class Group:
     def exchange(self, engine: nn.Module, wanted: bool) -> AbstractContextManager[None]:
         """Decide whether the backward pass inside exchanges gradients: only the last of accumulated parts needs to."""
         if self.copies > 1 and self.strategy == "fsdp":
-            cast(Any, engine).set_requires_gradient_sync(wanted)
+            sharded: Any = engine
+            sharded.set_requires_gradient_sync(wanted)
         elif self.copies > 1 and self.strategy == "ddp" and self.tensor == 1 and not wanted:
-            return cast(Any, engine).no_sync()
+            return cast(nn.parallel.DistributedDataParallel, engine).no_sync()
         return nullcontext()
 
-    def stretch_of(self, batch: Any) -> Any:
+    def stretch_of(self, batch: B) -> B:
         """Return this process's stretch of the rows of ``batch``."""
-        return batch if self.context == 1 else batch.stretch(self.stretch, self.context)
+        texts: Any = batch
+        return batch if self.context == 1 else texts.stretch(self.stretch, self.context)
 
     def mean(self, values: Tensor) -> Tensor:
         """Return the mean of ``values`` over processes."""
@@ -105,7 +108,7 @@ class Group:
             distributed.all_reduce(values, group=self.channel)
         return values
 
-    def most(self, *numbers: float) -> list[float]:
+    def largest(self, *numbers: float) -> list[float]:
         """Return the largest of each number over processes."""
         if self.world == 1:
             return list(numbers)
@@ -118,34 +121,35 @@ class Group:
         them, or raise its :class:`KinformerError`."""
         if self.world == 1:
             return function()
-        outcome: list[Any] = [None, None]
+        outcome: list[tuple[list[T], str | None]] = [([], None)]
         if self.first:
             try:
-                outcome = [function(), None]
+                outcome = [([function()], None)]
             except KinformerError as error:
-                outcome = [None, error.message]
+                outcome = [([], error.message)]
         distributed.broadcast_object_list(outcome, group=self.channel)
-        if outcome[1] is not None:
-            raise KinformerError(outcome[1])
-        return outcome[0]
+        results, message = outcome[0]
+        if message is not None:
+            raise KinformerError(message)
+        return results[0]
 
     def on_all(self, function: Callable[[], T]) -> list[T]:
         """Return the results of ``function`` on every process, in order of rank, to all of them, or raise the first
         one's :class:`KinformerError`."""
-        outcome: list[Any] = [None, None]
+        outcome: tuple[list[T], str | None]
         try:
-            outcome = [function(), None]
+            outcome = [function()], None
         except KinformerError as error:
             if self.world == 1:
                 raise
-            outcome = [None, error.message]
-        outcomes: list[Any] = [outcome] * self.world
+            outcome = [], error.message
+        outcomes = [outcome] * self.world
         if self.world > 1:
             distributed.all_gather_object(outcomes, outcome, group=self.channel)
-        for _, sentence in outcomes:
-            if sentence is not None:
-                raise KinformerError(sentence)
-        return [result for result, _ in outcomes]
+        for _, message in outcomes:
+            if message is not None:
+                raise KinformerError(message)
+        return [results[0] for results, _ in outcomes]
 
     def collect(self, tensors: list[Tensor]) -> list[list[Tensor]]:
         """Return each process's ``tensors`` (as many, of any shapes) on the CPU of
@@ -153,7 +157,7 @@ class Group:
         tensors = [tensor.detach().cpu().contiguous() for tensor in tensors]
         if self.world == 1:
             return [tensors]
-        forms: list[Any] = [None] * self.world
+        forms: list[list[tuple[torch.Size, torch.dtype]]] = [[]] * self.world
         distributed.all_gather_object(forms, [(tensor.shape, tensor.dtype) for tensor in tensors])
         if not self.first:
             for tensor in tensors:
@@ -204,7 +208,7 @@ def shutdown() -> None:
         distributed.destroy_process_group()
 
 
-def launch(function: Callable[..., T], arguments: tuple[Any, ...], processes: int) -> T:
+def launch(function: Callable[..., T], arguments: tuple[object, ...], processes: int) -> T:
     """Run ``function(*arguments)`` in ``processes`` new processes of this machine; return the result of the first one.
 
     A :class:`KinformerError` there is raised here. ``InterruptedError(128 + signal)`` says that a signal ended them; a
@@ -241,7 +245,7 @@ def launch(function: Callable[..., T], arguments: tuple[Any, ...], processes: in
             )
             killed.add_note(withheld.text)
             raise killed from failed
-        withheld.tell()
+        withheld.release()
         raise KinformerError(
             f"process {rank} of {processes} ended with exit code {failure.exitcode} (its own message stands above); "
             "continue from the last checkpoint with `resume`."
@@ -252,8 +256,8 @@ def launch(function: Callable[..., T], arguments: tuple[Any, ...], processes: in
 
 
 class _Withheld(logging.Filter):
-    """A filter that holds back the messages of PyTorch's launcher, which for a killed
-    process are nothing but its own stack."""
+    """A filter that withholds the messages of PyTorch's launcher, which for a killed process hold only its own
+    stack."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,16 +279,16 @@ class _Withheld(logging.Filter):
 
     @property
     def text(self) -> str:
-        """Return the messages held back, in lines."""
+        """Return the withheld messages, one per line."""
         return "\n".join(record.getMessage() for record in self._records)
 
-    def tell(self) -> None:
-        """Let out the messages held back."""
+    def release(self) -> None:
+        """Log the messages that were withheld."""
         for record in self._records:
             logging.getLogger(record.name).handle(record)
 
 
-def _guarded(function: Callable[..., T], arguments: tuple[Any, ...]) -> T | KinformerError:
+def _guarded(function: Callable[..., T], arguments: tuple[object, ...]) -> T | KinformerError:
     begin_process()
     try:
         return function(*arguments)

@@ -4,27 +4,28 @@ section 3; arXiv 1909.08053).
     mixer, feed-forward   y = sum over parts of F_part(x), F_part with 1 / parts of the heads, or of the hidden features
     table, logits         rows of the vocabulary
 
-A config says what one part of it is (``part``); a part is built and computes as any other module of fewer heads does.
+A config says what one part of it is (``part``), which is built and computes like any other module of fewer heads.
 Which rows of a weight a part takes follows from the shapes of both, and from the ``blocks`` of products that make
 several things side by side, such as queries, keys and values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.config import describe
+from kinformer.core.config import Config, describe
 from kinformer.core.contract import CausalMixer, RecomputesKV
 from kinformer.core.division import FollowsHeads, undivided
 from kinformer.core.head import OutputProduct
 from kinformer.core.learning import Regularized, Resampled
+from kinformer.core.model import StackedModel
 from kinformer.core.parts import ResidualOutput
-from kinformer.core.stack import Stack, share, sparse_tables
+from kinformer.core.stack import Stack, StackConfig, share, sparse_tables
 from kinformer.runtime.errors import KinformerError
 
 _FEED_FORWARDS = ("feed_forward", "first_feed_forward")
@@ -54,7 +55,7 @@ class Cut(NamedTuple):
 
 @dataclass
 class Division:
-    """What each of ``parts`` has of a model, by the names of its parameters and modules.
+    """The division of a model into ``parts``, by the names of its parameters and modules.
 
     ``cuts``: the tensors that are cut. ``partial``: whole ones of divided modules, whose gradients are sums over parts.
     ``added``: biases behind such a sum, of which each part adds its share. ``mixers``: the divided
@@ -71,7 +72,7 @@ class Division:
     vocabulary: bool = False
 
 
-def divide(model: Any, part: int, parts: int) -> Division:
+def divide(model: DivisibleModel, part: int, parts: int) -> Division:
     """Make ``model``, a decoder, an encoder or both in one, part number ``part`` of ``parts`` of itself, in place.
 
     Errors: ``KinformerError``, in one sentence, where a part of the model cannot be divided; it is then unchanged.
@@ -95,28 +96,62 @@ def divide(model: Any, part: int, parts: int) -> Division:
     return division
 
 
+class DivisibleModel(StackedModel, Protocol):
+    """A decoder, an encoder or both in one, as PyTorch's modules are: all of its parts have names."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def exit_heads(self) -> nn.ModuleList | None: ...
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]: ...
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]: ...
+
+    def get_submodule(self, target: str) -> nn.Module: ...
+
+
+class _LayersConfig(Protocol):
+    """The config of a model, or of the encoder in one."""
+
+    @property
+    def layers(self) -> tuple[Any, ...]: ...
+
+    @property
+    def stack(self) -> StackConfig: ...
+
+
 class _Layers(NamedTuple):
     """The layers of a ``stack`` at ``place`` in a model, the ``config`` that holds theirs, and the width of each."""
 
     place: str
     stack: Stack
-    config: Any
+    config: _LayersConfig
     widths: Sequence[int]
 
 
-def _stacks(model: Any) -> list[_Layers]:
+def _stacks(model: DivisibleModel) -> list[_Layers]:
     """Return the stacks of a decoder, of an encoder, or of both in one model.
 
     Errors: ``KinformerError`` for other models.
     """
-    places = {"decoder": ("",), "encoder": ("",), "encoder_decoder": ("", "encoder.")}
+    places = {"decoder": ("",), "encoder": ("",), "encoder_decoder": ("", "encoder")}
     kind, stacks = str(getattr(model.config, "kind", "")), []
     for place in places.get(kind, ()):
-        owner = model.get_submodule(place[:-1]) if place else model
+        owner: Any = model.get_submodule(place) if place else model
         config, stack = owner.config, owner.stack
         if isinstance(stack, Stack):
             widths = config.stack.widths(model.config.dim, len(config.layers))
-            stacks.append(_Layers(f"{place}stack", stack, config, widths))
+            stacks.append(_Layers(".".join(filter(None, (place, "stack"))), stack, config, widths))
     if not stacks:
         raise KinformerError(
             f"{describe(model.config)} cannot be divided among processes: only decoders and encoders of tokens and "
@@ -125,13 +160,13 @@ def _stacks(model: Any) -> list[_Layers]:
     return stacks
 
 
-def _replacements(model: Any, parts: int) -> dict[str, tuple[Any, str, nn.Module, bool]]:
+def _replacements(model: DivisibleModel, parts: int) -> dict[str, tuple[nn.Module, str, nn.Module, bool]]:
     """Return the new modules by their paths: the parent, the name there, the module, and whether it is a mixer of
     chunks and states."""
     stacks = _stacks(model)
     if sparse_tables(model):
         raise undivided(model.config, "a table has sparse gradients")
-    replaced: dict[str, tuple[Any, str, nn.Module, bool]] = {}
+    replaced: dict[str, tuple[nn.Module, str, nn.Module, bool]] = {}
     for place, stack, config, widths in stacks:
         if not stack.shardable:
             raise undivided(config.stack, "it computes layers again, branch by branch, outside of their forward pass")
@@ -144,9 +179,12 @@ def _replacements(model: Any, parts: int) -> dict[str, tuple[Any, str, nn.Module
     return replaced
 
 
-def _parts_of_layer(layer: Any, options: Any, width: int, parts: int) -> dict[str, tuple[Any, str, nn.Module]]:
+def _parts_of_layer(
+    layer: nn.Module, options: Config, width: int, parts: int
+) -> dict[str, tuple[nn.Module, str, nn.Module]]:
     """Return the parts of a layer's mixers and feed-forwards by their paths in it, with the parent and the name."""
-    causal, made = isinstance(layer.mixer, CausalMixer), {}
+    causal = isinstance(layer.mixer, CausalMixer)
+    made: dict[str, tuple[nn.Module, str, nn.Module]] = {}
     for name in ("mixer", *_FEED_FORWARDS):
         if isinstance(getattr(layer, name, None), nn.Module):
             feeds = name in _FEED_FORWARDS
@@ -154,7 +192,7 @@ def _parts_of_layer(layer: Any, options: Any, width: int, parts: int) -> dict[st
             made[name] = layer, name, chosen.build_causal(width) if feeds and causal else chosen.build(width)
     for index, chosen in enumerate(getattr(options, "further_mixers", ())):
         module = chosen.part(width, parts).build(width)
-        made[f"further_mixers.{index}"] = layer.further_mixers, str(index), module
+        made[f"further_mixers.{index}"] = layer.get_submodule("further_mixers"), str(index), module
     return made
 
 
@@ -168,8 +206,15 @@ def _require_local(path: str, module: nn.Module) -> None:
             )
 
 
-def _take(model: Any, whole: Mapping[str, Tensor], blocks: Mapping[str, Any], division: Division, part: int) -> None:
-    """Fill the tensors of a divided ``model`` from the ``whole`` one's, and note what became of each."""
+def _take(
+    model: DivisibleModel,
+    whole: Mapping[str, Tensor],
+    blocks: Mapping[str, tuple[int, ...]],
+    division: Division,
+    part: int,
+) -> None:
+    """Fill the tensors of a divided ``model`` from those of the ``whole`` one, and record in ``division`` how each was
+    cut."""
     inside = tuple(f"{path}." for path in (*division.mixers, *division.feed_forwards))
     inside = (*inside, *(f"{place}.shared." for place, *_ in _stacks(model)))
     for number, (layer, options) in enumerate(zip(model.stack.layers, model.config.layers, strict=True)):
@@ -195,7 +240,7 @@ def _take(model: Any, whole: Mapping[str, Tensor], blocks: Mapping[str, Any], di
 
 
 @torch.no_grad()
-def _put(model: Any, name: str, value: Tensor) -> None:
+def _put(model: DivisibleModel, name: str, value: Tensor) -> None:
     path, _, key = name.rpartition(".")
     owner = model.get_submodule(path)
     old = getattr(owner, key)
@@ -205,17 +250,18 @@ def _put(model: Any, name: str, value: Tensor) -> None:
         owner._buffers[key] = value.detach().clone()
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
+def _tensors(model: DivisibleModel) -> dict[str, Tensor]:
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 
-def _modules(model: nn.Module) -> dict[str, nn.Module]:
+def _modules(model: DivisibleModel) -> dict[str, nn.Module]:
     return dict(model.named_modules(remove_duplicate=False))
 
 
-def output_product(model: Any) -> tuple[str, Any] | None:
+def output_product(model: StackedModel) -> tuple[str, OutputProduct] | None:
     """Return the path of a model's head that is a product with a matrix of the vocabulary's rows, and the head."""
-    head, path = model.head, "head"
+    head: object = model.head
+    path = "head"
     while not isinstance(head, OutputProduct):
         head, path = getattr(head, "inner", None), f"{path}.inner"
         if head is None or type(model.head).__name__ != "AdjustedHead":
@@ -223,16 +269,18 @@ def output_product(model: Any) -> tuple[str, Any] | None:
     return path, head
 
 
-def _divides_vocabulary(model: Any, parts: int) -> bool:
+def _divides_vocabulary(model: DivisibleModel, parts: int) -> bool:
     """Return whether the table and the logits are cut by the rows of the vocabulary; they are whole otherwise."""
     embedding = getattr(model.config.input, "embedding", None)
     simple = embedding is not None and type(embedding).by_vocabulary and model.config.kind == "decoder"
-    if not simple or model.exit_heads is not None or model.vocab_size % parts or model.ahead is not None:
+    if not simple or model.exit_heads is not None or model.vocab_size % parts:
+        return False
+    if getattr(model, "ahead", None) is not None:
         return False
     return output_product(model) is not None
 
 
-def _vocabulary(model: nn.Module) -> set[str]:
+def _vocabulary(model: DivisibleModel) -> set[str]:
     """Return the names of the tensors whose rows are those of the vocabulary."""
     product = output_product(model)
     assert product is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import distributed, nn
@@ -18,6 +18,9 @@ from kinformer.training.distributed import Group
 from kinformer.training.objective import ObjectiveModule
 from kinformer.training.settings import Settings
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 def compile_units(model: nn.Module, objective: object, group: Group) -> None:
     """Compile ``model``: as a whole, or its layers where engines or the ``objective`` look between them."""
@@ -27,8 +30,8 @@ def compile_units(model: nn.Module, objective: object, group: Group) -> None:
         module.compile()
 
 
-def wrapped(step: nn.Module, group: Group, keeps: bool = False) -> nn.Module:
-    """Return ``step``, an ``ObjectiveModule``, behind the engine of ``group``; ``keeps``: states are carried."""
+def wrapped(step: ObjectiveModule, group: Group, keeps: bool = False) -> nn.Module:
+    """Return ``step`` behind the engine of ``group``; ``keeps``: whether states are carried."""
     check_shared(step, group)
     if group.world == 1 or group.strategy == "diloco":
         return step
@@ -41,37 +44,36 @@ def wrapped(step: nn.Module, group: Group, keeps: bool = False) -> nn.Module:
     if group.tensor > 1:
         from kinformer.training.tensor_parallel import parallelize
 
-        # DTensor remarks that norms and checkpoints are gathered along one axis after the other.
+        # DTensor warns that norms and checkpoints are gathered along one axis after the other.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         sizes = (group.copies, group.tensor)
         mesh = init_device_mesh(group.device.type, sizes, mesh_dim_names=("replicas", "tp"))
-        part: Any = step
-        part.layouts = parallelize(part, mesh["tp"])
+        step.layouts = parallelize(step, mesh["tp"])
         _share_time(step, group, keeps)  # of the parts, which are new modules
         if group.copies == 1:
             return step
         if group.strategy == "ddp":
-            part.replicas = mesh["replicas"].get_group()
+            step.replicas = mesh["replicas"].get_group()
             return step
         return _sharded(step, mesh["replicas"])
     return _sharded(step, init_device_mesh(group.device.type, (group.world,)))
 
 
-def _share_time(step: nn.Module, group: Group, keeps: bool) -> None:
+def _share_time(step: ObjectiveModule, group: Group, keeps: bool) -> None:
     if group.context > 1:
         from kinformer.training.context_parallel import groups_of, share_time
 
         processes = groups_of(group.replicas, group.context, group.tensor)
-        share_time(cast(ObjectiveModule, step), processes, keeps, group.ring)
+        share_time(step, processes, keeps, group.ring)
 
 
-def _sharded(step: nn.Module, mesh: Any) -> nn.Module:
+def _sharded(step: ObjectiveModule, mesh: DeviceMesh) -> nn.Module:
     """Cut the weights of ``step`` along ``mesh``, unit by unit, in place."""
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     # Layers return slices of their state and never write into them, which is what this warns of.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    for unit in units_of(cast(nn.Module, step.model)):
+    for unit in units_of(step.model):
         fully_shard(unit, mesh=mesh)
         if modules_of(unit, ReadsSource):  # whose weights project the source before the unit's forward
             register_fsdp_forward_method(unit, "initial_state")
@@ -92,7 +94,7 @@ def average_gradients(engine: nn.Module) -> None:
 
 
 def check_divided(data: DataModule, objective: object, settings: Settings, group: Group) -> None:
-    """Refuse runs of processes that share rows which do more with the model than compute losses of these."""
+    """Refuse runs of several processes that do more with the model than compute losses of its rows."""
     if group.strategy == "diloco" and type(data).begin is not DataModule.begin:
         raise KinformerError(
             "`strategy` diloco: rows of this task are made by the model itself, which processes train apart; train "

@@ -7,15 +7,19 @@ arXiv 2404.02882, does with the states of linear attention). Gradients of states
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, distributed, nn
 from torch.autograd.function import once_differentiable
 
 from kinformer.core import state as states
+from kinformer.core.contract import Chunk
+from kinformer.core.state import State
 from kinformer.runtime.derivatives import Context
 from kinformer.training.crossing import Stretches
+
+Inputs = tuple[Chunk, State, *tuple[object, ...]]
+"""The arguments of a causal mixer."""
+Outputs = tuple[Tensor, State, *tuple[object, ...]]
 
 _AXES = 8
 """Axes that a leaf has at most."""
@@ -24,12 +28,12 @@ _AXES = 8
 def hand_on(mixer: nn.Module, stretches: Stretches) -> None:
     """Let ``mixer`` take its state from the process before and hand it on to the next."""
 
-    def enter(_: nn.Module, inputs: Any) -> Any:
+    def enter(_: nn.Module, inputs: Inputs) -> Inputs:
         chunk, state, *rest = inputs
         x, state = _received(chunk.x, state, stretches)
         return chunk._replace(x=x), state, *rest
 
-    def leave(_: nn.Module, __: Any, outputs: Any) -> Any:
+    def leave(_: nn.Module, __: Inputs, outputs: Outputs) -> Outputs:
         y, state, *rest = outputs
         leaves = list(states.tensors(state))
         if stretches.number < stretches.count - 1:
@@ -45,7 +49,7 @@ def _marker() -> Tensor:
     return torch.ones((), requires_grad=torch.is_grad_enabled())
 
 
-def _received(x: Tensor, state: object, stretches: Stretches) -> tuple[Tensor, Any]:
+def _received(x: Tensor, state: State, stretches: Stretches) -> tuple[Tensor, State]:
     if stretches.number == 0:
         return x, state
     x, *leaves = _Received.apply(x, _marker(), stretches, *(leaf.dtype for leaf in states.tensors(state)))
@@ -53,7 +57,7 @@ def _received(x: Tensor, state: object, stretches: Stretches) -> tuple[Tensor, A
     return x, states.map_tensors(lambda _: next(order), state)
 
 
-def _last(state: Any, stretches: Stretches) -> Any:
+def _last(state: State, stretches: Stretches) -> State:
     """Return the state after the last stretch in all processes, where it is wanted, without gradients."""
     if not stretches.keeps:
         return state

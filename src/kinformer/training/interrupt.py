@@ -6,9 +6,11 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
-from typing import Any
+
+Handler = Callable[[int, FrameType | None], object] | int | None
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ECHO_SECONDS = 1.0
@@ -27,7 +29,7 @@ class Interrupt:
         self.signal, self.quiet = 0, quiet
         self._echo = ECHO_SECONDS if echoed else 0.0
         self._at = 0.0
-        self._before: dict[int, Any] = {}
+        self._before: dict[int, Handler] = {}
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():

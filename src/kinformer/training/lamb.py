@@ -9,14 +9,16 @@ So each tensor moves by the same share of its length, which lets large batches t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kinformer.runtime.sharding import gathered
-from kinformer.training.per_parameter import PerParameter, scale_
+from kinformer.training.per_parameter import ParameterGroup, PerParameter, scale_
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
 
 EPS = 1e-6
 
@@ -25,11 +27,11 @@ class Lamb(PerParameter):
     """The optimiser; ``betas`` are the decays of the means of gradients and of their squares."""
 
     def __init__(
-        self, params: Iterable[Any], lr: float, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0
+        self, params: ParamsT, lr: float, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def move(self, parameter: Tensor, gradient: Tensor, group: ParameterGroup) -> None:
         state, (beta1, beta2) = self.state[parameter], group["betas"]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)

@@ -10,15 +10,18 @@ stages belongs to the layer before it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from kinformer.runtime.errors import KinformerError
 
+if TYPE_CHECKING:
+    from kinformer.core.stack import Stack
+
 
 def rate_factors(model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
-    """Return by what the learning rate of each parameter of ``model`` is multiplied, where it is not 1.
+    """Return the factor of the learning rate of each parameter of ``model`` whose factor is not 1.
 
     Where a model has several stacks (an encoder below a decoder), each counts from its own last layer. A parameter that
     is used twice (a tied table) moves as its lowest use.
@@ -26,8 +29,8 @@ def rate_factors(model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
     if decay == 1:
         return {}
     depths: dict[nn.Parameter, int] = {}
-    for trunk in _trunks(model):
-        for part, depth in _below(trunk):
+    for trunk, stack in _trunks(model):
+        for part, depth in _below(trunk, stack):
             for parameter in part.parameters():
                 depths[parameter] = max(depth, depths.get(parameter, 0))
     if not depths:
@@ -38,18 +41,18 @@ def rate_factors(model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
     return {parameter: decay**depth for parameter, depth in depths.items()}
 
 
-def _trunks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield what has a stack, but for encoders within an input, which are all before the first layer."""
+def _trunks(model: nn.Module) -> Iterator[tuple[nn.Module, Stack]]:
+    """Yield the modules that have a stack, with it, except encoders within an input, which all stand before the first
+    layer."""
     from kinformer.core.stack import Stack
 
-    if isinstance(getattr(model, "stack", None), Stack):
-        yield model
-    yield from (child for name, child in model.named_children() if name != "input" for child in _trunks(child))
+    if isinstance(stack := getattr(model, "stack", None), Stack):
+        yield model, stack
+    yield from (trunk for name, child in model.named_children() if name != "input" for trunk in _trunks(child))
 
 
-def _below(trunk: Any) -> Iterator[tuple[nn.Module, int]]:
+def _below(trunk: nn.Module, stack: Stack) -> Iterator[tuple[nn.Module, int]]:
     """Yield the parts of ``trunk`` that the head reads through layers, and the number of them from the head's side."""
-    stack = trunk.stack
     count = len(stack.layers)
     for number, layer in enumerate(stack.layers):
         yield layer, count - number

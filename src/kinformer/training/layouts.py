@@ -1,18 +1,20 @@
 """Where the parts of a run's tensors lie: tensor parallelism gives every process the rows of its heads, which are not
-neighbours in a whole weight. Checkpoints hold whole weights' rows in order, so that any number of processes reads them.
+adjacent in a whole weight. Checkpoints hold whole weights' rows in order, so that any number of processes reads them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kinformer.runtime.sharding import is_sharded, like
+from kinformer.runtime.sharding import gathered, is_sharded, like
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from kinformer.training.division import Cut
 
 
@@ -20,7 +22,7 @@ class Layouts:
     """The cuts of a model's parameters by name, among the ``parts`` processes of an axis of ``mesh``; without a mesh,
     tensors lie as they are."""
 
-    def __init__(self, mesh: Any = None, cuts: Mapping[str, Cut] | None = None, parts: int = 1) -> None:
+    def __init__(self, mesh: DeviceMesh | None = None, cuts: Mapping[str, Cut] | None = None, parts: int = 1) -> None:
         self.mesh, self.cuts, self.parts = mesh, cuts or {}, parts
 
     def in_rows(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -46,14 +48,14 @@ class Layouts:
         """Return ``value``, whole or cut into rows, as ``parameter`` lies, where it has its shape."""
         cut = self._cut(name)
         if not is_sharded(parameter) and cut and value.shape != parameter.shape:
-            return value.index_select(cut.dim, self._ours(cut))
+            return value.index_select(cut.dim, self._local_rows(cut))
         if self.mesh is None or not is_sharded(parameter) or value.shape != parameter.shape:
             return like(parameter, value)
-        spread: Any = value
-        whole = (spread.full_tensor() if is_sharded(value) else value).to(parameter.device)
-        target: Any = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+        whole = gathered(value).to(parameter.device)
+        target = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+        assert is_sharded(target)
         if cut:
-            whole = whole.index_select(cut.dim, self._ours(cut).to(whole.device))
+            whole = whole.index_select(cut.dim, self._local_rows(cut).to(whole.device))
         local = target.to_local()
         if target.device_mesh.ndim > 1 and whole.dim():  # FSDP cuts what is left into rows, the last ones fewer
             size = -(-len(whole) // target.device_mesh.size(0))
@@ -70,13 +72,14 @@ class Layouts:
             return tensor
         if buffer and cut is not None:
             spread = DTensor.from_local(spread, self.mesh, [Shard(cut.dim)], run_check=False)
-        whole: Tensor = cast(Any, spread).full_tensor()
+        whole = gathered(spread)
         if cut is not None and len(cut.blocks) > 1:
             order = cut.order(self.parts).to(whole.device)
             whole = torch.empty_like(whole).index_copy_(cut.dim, order, whole)
         return whole if buffer or not whole.dim() else self._rows(whole)
 
-    def _ours(self, cut: Cut) -> Tensor:
+    def _local_rows(self, cut: Cut) -> Tensor:
+        assert self.mesh is not None
         return cut.rows(self.mesh.get_local_rank(), self.parts)
 
     def _cut(self, name: str) -> Cut | None:
@@ -93,8 +96,10 @@ class Layouts:
             self._flat = init_device_mesh(whole.device.type, (world,))
         size = -(-len(whole) // world)
         local = whole[rank * size : (rank + 1) * size].clone()
-        form: Any = {"shape": whole.shape, "stride": whole.stride()}
-        return DTensor.from_local(local, self._flat, [Shard(0)], run_check=False, **form)
+        return DTensor.from_local(
+            local, self._flat, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
 
 
-AS_THEY_LIE = Layouts()
+UNDIVIDED = Layouts()
+"""The layouts of a model that no processes divide."""

@@ -11,22 +11,26 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from kinformer.runtime.files import write_atomic
 from kinformer.runtime.parsing import parse_json
 from kinformer.runtime.progress import note, tolerant
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+    from tensorboard.compat.proto.event_pb2 import Event
 
 METRICS, EVENTS = "metrics.jsonl", "events"
 QUIET_SECONDS = 10.0
 
 
 class EventFile:
-    """One file of events in ``folder``, from behind step ``resumed`` on: points
-    of an earlier file beyond it are void.
+    """A file of TensorBoard events in ``folder`` that begins after step ``resumed``; later points of an earlier file
+    are void.
 
-    The thread that trains writes it, and the file stays open. TensorBoard's own writer opens its file by name in a
-    thread, which fails aloud when the folder is moved or removed.
+    The training thread writes it, and the file stays open. TensorBoard's own writer opens its file by name in a thread,
+    which fails loudly when the folder is moved or removed.
     """
 
     def __init__(self, folder: Path, resumed: int) -> None:
@@ -34,14 +38,15 @@ class EventFile:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         folder.mkdir(parents=True, exist_ok=True)
-        begun = time.time()
-        name = f"events.out.tfevents.{int(begun):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
+        started_at = time.time()
+        name = f"events.out.tfevents.{int(started_at):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
         self._path = folder / name
-        self._file: Any = self._path.open("xb")
+        self._file = self._path.open("xb")
         self._records = RecordWriter(self._file)
-        self._write(Event(wall_time=begun, file_version="brain.Event:2"))
+        self._write(Event(wall_time=started_at, file_version="brain.Event:2"))
         if resumed:
-            self._write(Event(wall_time=begun, step=resumed + 1, session_log=SessionLog(status=SessionLog.START)))
+            start = SessionLog(status=SessionLog.START)
+            self._write(Event(wall_time=started_at, step=resumed + 1, session_log=start))
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Write a point of every curve."""
@@ -56,7 +61,7 @@ class EventFile:
         with suppress(OSError):
             self._file.close()
 
-    def _write(self, event: Any) -> None:
+    def _write(self, event: Event) -> None:
         """Write an event; where that fails, training goes on without curves, as its metrics stand in another file."""
         if self._file.closed:
             return
@@ -118,7 +123,7 @@ class TrainingProgress:
     """The display of metrics, tokens per second and the time left: a bar on a terminal, else a line now and then."""
 
     def __init__(self, total: int, done: int, stream: TextIO | None = None) -> None:
-        self.total, self.done, self._begun = total, done, done
+        self.total, self.done, self._done_before = total, done, done
         self._stream = tolerant(stream or sys.stderr)
         self._start = self._last_line_at = time.monotonic()
         self._last_rate = (0, 0.0)
@@ -143,7 +148,7 @@ class TrainingProgress:
             self._bar.update(self._task, completed=done, text=f"{metrics}  {self._speed(tokens, seconds)}")
         elif now - self._last_line_at >= QUIET_SECONDS or done == self.total:
             self._last_line_at = now
-            left = (now - self._start) / max(1, done - self._begun) * (self.total - done)
+            left = (now - self._start) / max(1, done - self._done_before) * (self.total - done)
             self.say(f"step {done}/{self.total}  {metrics}  {self._speed(tokens, seconds)}  {_clock(left)} left")
 
     def expect(self, total: int) -> None:
@@ -171,10 +176,10 @@ class Silence(TrainingProgress):
         self._bar = None
 
     def update(self, done: int, metrics: str, tokens: int, seconds: float) -> None:
-        """Do nothing, where a progress would be shown."""
+        """Show nothing where progress would be shown."""
 
     def say(self, text: str) -> None:
-        """Do nothing, where a line would be printed."""
+        """Print nothing where a line would be printed."""
 
 
 def _clock(seconds: float) -> str:
@@ -183,7 +188,7 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def _bar(stream: TextIO) -> Any:
+def _bar(stream: TextIO) -> Progress:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -1,4 +1,4 @@
-"""The loop: one update after the other, measured now and then, in a folder from which it can go on at any moment.
+"""The training loop: updates, validations and checkpoints, in a folder from which it can go on at any moment.
 
 What a step does is a function of the weights, the optimiser's state, the carried states and the step's number alone.
 All of that is in a checkpoint, so a run that was killed and resumed ends with the weights of one that was not.
@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -29,8 +28,8 @@ from kinformer.training.logging import Log, Silence, TrainingProgress
 from kinformer.training.objective import Objective, ObjectiveModule
 from kinformer.training.optimiser import Optimiser
 from kinformer.training.pace import FORWARD_SHARE, PROBE_SHARE, Course, Pace, seconds_of
-from kinformer.training.rate import LearningRate
 from kinformer.training.result import Result
+from kinformer.training.schedule import LearningRate
 from kinformer.training.settings import Settings
 from kinformer.training.stages import stage_at
 from kinformer.training.storage import Storage
@@ -39,12 +38,12 @@ from kinformer.training.validation import Validation
 
 
 class Trainer:
-    """The trainer of ``model`` on ``data`` for ``objective``; it goes on from the newest checkpoint in ``folder``, to
-    the end of the stage (``training.stages``) that this one is in: ``model`` and ``data`` are those of that stage.
+    """The trainer of ``model`` on ``data`` for ``objective``; it goes on from the newest checkpoint in ``folder`` to
+    the end of that checkpoint's stage (``training.stages``), to which ``model`` and ``data`` belong.
 
     ``model`` is any module that the objective can call; where the data carries, one with ``initial_state(batch)``. It
     is changed in place; with several processes it belongs to the trainer from then on. ``quiet``: it reports nothing.
-    ``begun``: since when its minutes count, by ``time.monotonic()``; now if None.
+    ``started_at``: when its minutes began, by ``time.monotonic()``; now if None.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class Trainer:
         folder: Path,
         group: Group,
         quiet: bool = False,
-        begun: float | None = None,
+        started_at: float | None = None,
     ) -> None:
         self.data, self.folder, self.group = data, folder, group
         self.silent = quiet or not group.first
@@ -95,16 +94,16 @@ class Trainer:
                 self.moving.load_state_dict(saved.read("average", self.moving.rooms()))
         self.update = Updater(self.engine, optimiser, carried, data, settings, group)
         self.validation = Validation(data, group)
-        self._restore(saved, begun)
+        self._restore(saved, started_at)
 
-    def _restore(self, saved: Checkpoint | None, begun: float | None) -> None:
+    def _restore(self, saved: Checkpoint | None, started_at: float | None) -> None:
         numbers = saved.numbers if saved else {}
         self.best.forget(self.stage.since)
         self.step = self.first_step = saved.step if saved else 0
         self.spent: float = numbers.get("seconds", 0.0)
         self.step_seconds: float = numbers.get("each_step", self.spent / max(1, self.step))
         self.saved_at = time.monotonic()
-        self.begun = self.saved_at if begun is None else begun
+        self.started_at = self.saved_at if started_at is None else started_at
         self.rate = LearningRate(self.settings, self.stage, self.data.metrics[0], numbers, self.step)
         course = (numbers.get("total", 0), numbers.get("since", 0), numbers.get("share", 0.0))
         self.course = Course(self.settings.steps) if self.settings.steps else Course(*course)
@@ -117,7 +116,7 @@ class Trainer:
     @property
     def seconds(self) -> float:
         """Return the wall time of the run so far, over all times it was resumed."""
-        return self.spent + time.monotonic() - self.begun
+        return self.spent + time.monotonic() - self.started_at
 
     def run(self) -> Result:
         """Train to the end of the stage, or until the time is over or a signal comes."""
@@ -151,8 +150,8 @@ class Trainer:
         validation = FORWARD_SHARE * self.data.validations
         validate_every, checkpoint_every = pace.every if pace else self.settings.cadences(self.total, validation)
         look, border = self.step + 1, self.stage.end
-        if self._tired(validate_every):  # it had ended before it was resumed
-            self.course.turn(self.step, self.step)
+        if self._out_of_patience(validate_every):  # it had ended before it was resumed
+            self.course.revise(self.step, self.step)
         while self.step < self.total:
             rate = self.rate(at := self.course.at(self.step), self.total)
             self.window.add(self.update(self.step, rate, at / self.total))
@@ -169,7 +168,7 @@ class Trainer:
             if validates or saves or self.step % self.settings.log_every == 0:
                 self._report(rate)
             validating = seconds_of(self._validate) if validates else 0.0
-            if validates and not last and self._tired(validate_every):
+            if validates and not last and self._out_of_patience(validate_every):
                 last = saves = True
             if last:
                 self._finish(bool(validate_every))
@@ -190,19 +189,19 @@ class Trainer:
                 self.log.write(self.step + 1, self.stage.record)
 
     def _look(self, pace: Pace) -> int:
-        """Foresee again how many steps the minutes buy; return the step after which to do so the next time."""
+        """Estimate again how many steps the minutes buy; return the step after which to do so next."""
         pace.look(self.step, time.monotonic())
         total = self.group.on_first(lambda: self.step + pace.steps(60 * (self.settings.minutes or 0) - self.seconds))
-        self.course.turn(self.step, max(self.step, total))
+        self.course.revise(self.step, max(self.step, total))
         self.progress.expect(self.total)
         return pace.next_look(self.step, self.total)
 
-    def _tired(self, validate_every: int) -> bool:
+    def _out_of_patience(self, validate_every: int) -> bool:
         """Return whether as many validations as the patience were no better than the best one."""
-        if tired := self.best.tired(self.step, self.settings.patience, validate_every):
+        if ended := self.best.out_of_patience(self.step, self.settings.patience, validate_every):
             validations = plural(self.settings.patience, "validation")
             self.progress.say(f"the run ends: {validations} since step {self.best.step}, none better")
-        return tired
+        return ended
 
     def _agree(self, interrupt: Interrupt, end: float) -> tuple[int, bool, bool]:
         """Return the signal that came, whether the time is over, and whether to save: the same everywhere."""
@@ -210,7 +209,7 @@ class Trainer:
             return 0, False, False
         limit = 60 * (self.settings.minutes or math.inf) - end
         age = 60 * (self.settings.checkpoint_minutes or math.inf)
-        signal, over, old, failed = self.group.most(
+        signal, over, old, failed = self.group.largest(
             interrupt.signal,
             self.seconds >= limit,
             time.monotonic() - self.saved_at >= age,
@@ -241,7 +240,7 @@ class Trainer:
         """Do all that belongs to the end of a run before the last checkpoint, which says that the run is over: a run
         that is killed here repeats its last steps and its end."""
         if self.step < self.total:  # the time or the patience is over
-            self.course.turn(self.step, self.step)
+            self.course.revise(self.step, self.step)
         self.rounds.after(self.step, ends=True)
         self.storage.saves.wait()
         earlier = self.checkpoints.regular_steps()[-(self.settings.average - 1) :] if self.settings.average > 1 else []
@@ -269,8 +268,8 @@ class Trainer:
         return metrics
 
     def _save(self, due: bool) -> None:
-        holders: dict[str, Any] = {"model": self.model, "average": self.moving, "objective": self.extras}
-        groups = {name: holder.state_dict() for name, holder in holders.items()}
+        groups = {"model": self.model.state_dict(), "average": self.moving.state_dict()}
+        groups["objective"] = self.extras.state_dict()
         files = {"carried": self.update.carried.tensors(self.group), "rows": self.data.state_tensors()}
         files |= self.rounds.tensors(self.update.optimiser)
         groups["optimizer"] = dict(self.update.optimiser.tensors())
@@ -286,8 +285,8 @@ class Trainer:
         """Return the pace of the run: how many steps the minutes buy, and how often to validate and to save."""
         budget = 60 * (self.settings.minutes or 0)
         seconds = self.step_seconds if self.step else self.update.seconds_per_step(PROBE_SHARE * budget)
-        item = self.group.on_first(lambda: seconds)
-        pace = Pace(item, FORWARD_SHARE * item * self.data.validations)
+        per_step = self.group.on_first(lambda: seconds)
+        pace = Pace(per_step, FORWARD_SHARE * per_step * self.data.validations)
         if self.step >= self.total:  # none foreseen yet, or all made and minutes given for more
             left = self.group.on_first(lambda: (budget - self.seconds, budget - self.spent))
             more = pace.steps(left[0]) or min(1, pace.steps(left[1]))  # one at least, however slow the start was

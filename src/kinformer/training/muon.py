@@ -19,6 +19,7 @@ from torch.optim import Muon
 
 from kinformer.runtime.processor import processor_class
 from kinformer.runtime.sharding import gathered, replicated
+from kinformer.training.per_parameter import ParameterGroup
 
 SMALL = 1 << 18
 """Elements of a matrix up to which those of its shape are orthogonalised together; larger ones gain nothing by it."""
@@ -32,11 +33,11 @@ class StackedMuon(Muon):
     """The optimiser ``torch.optim.Muon`` with ``adjust_lr_fn="match_rms_adamw"``:
     the same updates, state and settings."""
 
-    def __init__(self, groups: list[dict], lr: float) -> None:
+    def __init__(self, groups: list[ParameterGroup], lr: float) -> None:
         super().__init__(groups, lr=lr, adjust_lr_fn="match_rms_adamw")
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Make one update. Matrices that are sharded over processes are gathered, a shape at a time."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
@@ -64,7 +65,7 @@ class StackedMuon(Muon):
 
 def _alike(matrices: list[Tensor]) -> Iterator[list[int]]:
     """Yield indices of ``matrices``, those of one shape and device together where they are small."""
-    groups: dict[Any, list[int]] = {}
+    groups: dict[tuple[torch.Size, torch.device, int | None], list[int]] = {}
     for index, matrix in enumerate(matrices):
         alone = index if matrix.numel() > SMALL else None
         groups.setdefault((matrix.shape, matrix.device, alone), []).append(index)

@@ -13,17 +13,17 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from kinformer.core import state as states
 from kinformer.core.learning import AuxLoss, Regularized, gather_aux_losses
 from kinformer.core.model import modules_of
 from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
-from kinformer.training.batch import device_of
+from kinformer.training.batch import Batch, device_of
 from kinformer.training.layouts import Layouts
 
-ObjectiveOutput = tuple[Tensor, dict[str, Tensor], Any]
+ObjectiveOutput = tuple[Tensor, dict[str, Tensor], State]
 """Loss, metrics and the model's state after the batch, None of a model that has none."""
 
 
@@ -31,7 +31,7 @@ PREDICTED = "predicted"
 """The metric that every objective returns: how many predictions its sums are over."""
 
 
-def require_metrics(metrics: Mapping[str, Any], names: Iterable[str], objective: Any = None) -> None:
+def require_metrics(metrics: Mapping[str, object], names: Iterable[str], objective: object = None) -> None:
     """Raise a :class:`KinformerError` where ``metrics``, which ``objective`` returned, lack one of ``names``."""
     for name in names:
         if name in metrics:
@@ -61,9 +61,12 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager:
 class ObjectiveModule(nn.Module):
     """A model and its objective as one module, so that the engine sees every call of the model by the objective.
 
-    Side costs (sums over positions, one per row) in the state, and those of readings (``core.learning``), are added to
-    the loss as a mean over positions; in training also the penalties of parts that have one (see ``core.learning``).
+    Auxiliary losses (sums over positions, one per row), in the state or gathered from an encoder's layers
+    (``core.learning``), are added to the loss as means over positions; in training, so are the penalties of regularized
+    parts. ``replicas``: the processes whose gradients are averaged where no engine does it, None where one does.
     """
+
+    replicas: distributed.ProcessGroup | None = None
 
     def __init__(self, model: nn.Module, objective: Objective, precision: str) -> None:
         super().__init__()
@@ -76,7 +79,7 @@ class ObjectiveModule(nn.Module):
         """Return the modules trained beside the model: the objective if it has weights, or none."""
         return self.objective if isinstance(self.objective, nn.Module) else nn.Module()
 
-    def forward(self, batch: Any, state: State, progress: float) -> ObjectiveOutput:
+    def forward(self, batch: Batch, state: State, progress: float) -> ObjectiveOutput:
         with autocast(device_of(batch), self.precision), gather_aux_losses(self.with_aux_loss) as read:
             loss, metrics, state = self.objective(self.model, batch, state, progress)
         require_metrics(metrics, (PREDICTED,), self.objective)

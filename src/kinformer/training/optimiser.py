@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,13 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.sharding import gathered, whole
 from kinformer.training.lamb import Lamb
 from kinformer.training.layer_decay import rate_factors
-from kinformer.training.layouts import AS_THEY_LIE, Layouts
+from kinformer.training.layouts import UNDIVIDED, Layouts
 from kinformer.training.muon import StackedMuon
-from kinformer.training.per_parameter import PerParameter, scale_
+from kinformer.training.per_parameter import ParameterGroup, PerParameter, scale_
 from kinformer.training.settings import Settings
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -38,7 +41,7 @@ class Optimiser:
         model: nn.Module,
         settings: Settings,
         extras: nn.Module | None = None,
-        layouts: Layouts = AS_THEY_LIE,
+        layouts: Layouts = UNDIVIDED,
     ) -> None:
         self.layouts = layouts
         named = list(model.named_parameters())
@@ -136,9 +139,9 @@ class Optimiser:
             optimiser.load_state_dict(data)
 
 
-def _groups(named: Named, weight_decay: float, factors: Mapping[nn.Parameter, float]) -> list[dict]:
+def _groups(named: Named, weight_decay: float, factors: Mapping[nn.Parameter, float]) -> list[ParameterGroup]:
     """Return the groups of parameters with one weight decay and one ``factor`` of the learning rate, matrices first."""
-    groups: dict[tuple[bool, float], dict] = {}
+    groups: dict[tuple[bool, float], ParameterGroup] = {}
     for name, parameter in sorted(named, key=lambda item: item[1].dim() < 2):
         decay, factor = weight_decay if parameter.dim() >= 2 else 0.0, factors.get(parameter, 1.0)
         form = {"names": [], "params": [], "weight_decay": decay, "factor": factor}
@@ -148,7 +151,7 @@ def _groups(named: Named, weight_decay: float, factors: Mapping[nn.Parameter, fl
     return list(groups.values())
 
 
-def _build(kind: str, groups: list[dict], settings: Settings) -> Optimizer:
+def _build(kind: str, groups: list[ParameterGroup], settings: Settings) -> Optimizer:
     if kind == "muon":
         return spared(StackedMuon)(groups, settings.lr)
     if kind == "lamb":
@@ -193,10 +196,10 @@ class ClippedAdagrad(PerParameter):
     decoupled, w <- w - lr * weight_decay * w.
     """
 
-    def __init__(self, params: Iterable[Any], lr: float, clip: float = 0.0, weight_decay: float = 0.0) -> None:
+    def __init__(self, params: ParamsT, lr: float, clip: float = 0.0, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "clip": clip, "weight_decay": weight_decay})
 
-    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def move(self, parameter: Tensor, gradient: Tensor, group: ParameterGroup) -> None:
         state = self.state[parameter]
         if not state:
             state["sum"] = torch.zeros_like(parameter)

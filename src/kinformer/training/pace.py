@@ -1,5 +1,5 @@
-"""The pace of a run of limited time: how many steps it buys, foreseen from a few
-trial steps, then again from real ones."""
+"""The pace of a run of limited time: how many steps fit in it, estimated from a few trial steps and then from real
+ones."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def seconds_per_step(step: Callable[[int], object], limit: float, clock: Callabl
     limit: seconds after which no further step is tried, from the third on.
     clock: gives seconds; with several processes the same to all, so that they try as many.
     """
-    begun = clock()
+    started_at = clock()
     step(0)
     marks = [clock()]
-    if 0 < ENOUGH * limit < marks[0] - begun:
-        return marks[0] - begun
+    if 0 < ENOUGH * limit < marks[0] - started_at:
+        return marks[0] - started_at
     while len(marks) < 3 or (len(marks) <= PROBES and marks[-1] - marks[0] < limit):
         step(len(marks))
         marks.append(clock())
@@ -44,17 +44,17 @@ def seconds_per_step(step: Callable[[int], object], limit: float, clock: Callabl
 
 def seconds_of(work: Callable[..., object], *arguments: object) -> float:
     """Return how many seconds ``work`` takes with ``arguments``."""
-    begun = time.monotonic()
+    started_at = time.monotonic()
     work(*arguments)
-    return time.monotonic() - begun
+    return time.monotonic() - started_at
 
 
 @dataclass
 class Course:
     """The course of a run: how many steps it has in all, and how far it is.
 
-    Where the ``total`` is foreseen anew, the learning rate goes on from where it is, and the rest of its way is spread
-    over the steps that are left: ``since`` is the step at which that was done last, ``share`` how far the run was then.
+    Where ``total`` is estimated anew, the learning rate goes on from where it is, and the rest of its course is spread
+    over the steps that are left: ``since`` is the step of the last estimate, ``share`` how far the run was then.
     """
 
     total: int
@@ -62,13 +62,13 @@ class Course:
     share: float = 0.0
 
     def at(self, step: int) -> float:
-        """Return where in a run of ``total`` steps, all foreseen at once, update number ``step``
-        stands: ``step`` itself, if they were."""
+        """Return where update number ``step`` would stand had ``total`` been known from the start; ``step`` itself
+        where it was."""
         left = max(1, self.total - self.since)
         return self.share * self.total + (1 - self.share) * self.total * (step - self.since) / left
 
-    def turn(self, step: int, total: int) -> None:
-        """Change the forecast to ``total`` steps from number ``step`` on."""
+    def revise(self, step: int, total: int) -> None:
+        """Revise the forecast to ``total`` steps from number ``step`` on."""
         self.share, self.since, self.total = self.at(step) / self.total, step, total
 
 
@@ -76,8 +76,8 @@ class Course:
 class Pace:
     """The times of a run of limited time, by what took them.
 
-    each: seconds of a step. validation, checkpoint: seconds of one. every: steps from one validation to the next, and
-    from one checkpoint to the next; 0 where there is none but the last. aside: seconds that were no steps.
+    per_step: seconds of a step. validation, checkpoint: seconds of one. every: steps from one validation to the next,
+    and from one checkpoint to the next; 0 where there is none but the last. aside: seconds spent on anything but steps.
     """
 
     per_step: float
@@ -96,8 +96,8 @@ class Pace:
         """Return how many steps can be made in ``seconds``, with the validations and
         checkpoints between them and the end."""
         costs = zip((self.validation, self.checkpoint), self.every, strict=True)
-        item = self.per_step + sum(cost / every for cost, every in costs if every)
-        return max(0, math.floor((seconds - self.end) / item))
+        per_step = self.per_step + sum(cost / every for cost, every in costs if every)
+        return max(0, math.floor((seconds - self.end) / per_step))
 
     def validations(self, seconds: float) -> int:
         """Return how many validations are made in ``seconds`` of training: as many as parts

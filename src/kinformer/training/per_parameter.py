@@ -1,8 +1,9 @@
-"""The form of optimisers that move one parameter tensor after the other."""
+"""The base of optimisers that update one parameter tensor after the other."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,9 +11,12 @@ from torch.optim import Optimizer
 
 from kinformer.runtime.sharding import is_sharded
 
+ParameterGroup: TypeAlias = dict[str, Any]
+"""A group of parameters of a PyTorch optimiser: its ``params`` and their settings, by name."""
+
 
 class PerParameter(Optimizer):
-    """The base; a subclass says by :meth:`move` what a gradient does to its parameter."""
+    """The base class; a subclass defines in :meth:`move` how a gradient changes its parameter."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -23,7 +27,7 @@ class PerParameter(Optimizer):
                 if parameter.grad is not None:
                     self.move(parameter, parameter.grad, group)
 
-    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, object]) -> None:
+    def move(self, parameter: Tensor, gradient: Tensor, group: ParameterGroup) -> None:
         """Update ``parameter`` and its state in place, by the settings of its ``group``."""
         raise NotImplementedError
 

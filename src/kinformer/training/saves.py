@@ -1,4 +1,4 @@
-"""The saves of a run, in order: at once, or in a thread beside training, those of one step at a time."""
+"""The saves of a run, in order: at once, or in a thread beside training, one step's saves at a time."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ Work = Callable[[], object]
 
 
 class Saves:
-    """A queue of what is to be written; with ``beside`` a thread does it while training goes on, and what is added must
-    hold copies. After an error nothing that was added later is written; :meth:`wait` raises it.
+    """A queue of saves; with ``in_thread`` a thread writes them while training goes on, so that what is added must hold
+    copies. After an error nothing that was added later is written; :meth:`wait` raises it.
 
     ``seconds``: how long the last one took to write.
     """
 
-    def __init__(self, beside: bool) -> None:
-        self.beside, self.seconds = beside, 0.0
+    def __init__(self, in_thread: bool) -> None:
+        self.in_thread, self.seconds = in_thread, 0.0
         self._step: int | None = None
         self._last: Future[None] | None = None
-        self._thread = ThreadPoolExecutor(1, "kinformer-saves") if beside else None
+        self._thread = ThreadPoolExecutor(1, "kinformer-saves") if in_thread else None
 
     def __enter__(self) -> Saves:
         return self
@@ -58,6 +58,6 @@ class Saves:
     def _timed(self, work: Work, before: Future[None] | None) -> None:
         if before is not None:
             before.result()
-        begun = time.monotonic()
+        started_at = time.monotonic()
         work()
-        self.seconds = time.monotonic() - begun
+        self.seconds = time.monotonic() - started_at

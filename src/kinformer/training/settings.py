@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from kinformer.runtime.errors import KinformerError, marked, require, require_above, require_seed, require_share
 from kinformer.runtime.fields import Checked, require_types
+from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.words import plural
 from kinformer.training.stage_tables import checked_stages
 
@@ -76,7 +76,7 @@ class Settings(Checked):
     """bf16-mixed computes in bfloat16 where that is safe; weights, loss and optimiser stay in float32."""
     compile: bool = False
     """Compile the model with torch.compile (needs a C++ compiler)."""
-    stages: tuple[Mapping[str, Any], ...] | None = None
+    stages: tuple[JsonObject, ...] | None = None
     """Stages of a run, each with its `steps` and what differs from the run in it: `length`, `batch_size`, `accumulate`,
     `lr` (with which a schedule of its own begins, and its `warmup`), and `set`, changes of the model that no weight
     depends on, such as windows. The last one has the rest of the steps and trains as the run itself says."""

@@ -17,16 +17,20 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import reading, require_file, sha256_of, sync_folder
-from kinformer.runtime.parsing import parse_json
+from kinformer.runtime.parsing import JsonObject, parse_json
 from kinformer.runtime.sharding import is_sharded
 from kinformer.training.distributed import Group
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.tensor import DTensor
 
 SHARDS = "shards"
 _NAME = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
@@ -41,8 +45,8 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True)
 class Part:
-    """What this process writes of tensors that a group of processes shares: ``rows`` of a tensor, by its name, and the
-    number of the first; ``aliases``, the same in all processes, are names of tensors that are another one."""
+    """This process's part of tensors that a group of processes writes: ``rows`` has some rows of each, by name, and the
+    number of the first; ``aliases``, the same in all processes, are second names of tensors."""
 
     rows: Mapping[str, tuple[Tensor, int]]
     aliases: Mapping[str, str]
@@ -72,7 +76,7 @@ class Shards:
     forms: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
-    def plan(self) -> dict[str, Any]:
+    def plan(self) -> dict[str, object]:
         """Return what a plan holds of the files."""
         return {"files": dict(self.files), "aliases": dict(self.aliases)}
 
@@ -155,7 +159,7 @@ def _written(path: Path, rows: Mapping[str, tuple[Tensor, int]]) -> str:
     begins = {
         name: {_BEGIN: [begin, *[0] * (tensor.dim() - 1)][: tensor.dim()]} for name, (tensor, begin) in rows.items()
     }
-    head: dict[str, Any] = {"__metadata__": {_OFFSETS: json.dumps(begins), **_VERSION}}
+    head: dict[str, object] = {"__metadata__": {_OFFSETS: json.dumps(begins), **_VERSION}}
     at = 0
     for name in order:
         tensor = rows[name][0]
@@ -183,7 +187,7 @@ def _written(path: Path, rows: Mapping[str, tuple[Tensor, int]]) -> str:
     return total.hexdigest()
 
 
-def open_shards(folder: Path, plan: Any) -> Shards:
+def open_shards(folder: Path, plan: JsonObject) -> Shards:
     """Return the shards in ``folder``/shards that ``plan`` names; one whose parts are not whole is an error."""
     place = folder / SHARDS
     files, aliases = plan["files"], plan["aliases"]
@@ -204,7 +208,7 @@ def open_shards(folder: Path, plan: Any) -> Shards:
 
 def _aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the names of tensors that lie in the memory of an earlier one, with its name."""
-    owners: dict[Any, str] = {}
+    owners: dict[tuple[int, torch.Size, torch.dtype], str] = {}
     aliases = {}
     for name, tensor in tensors.items():
         local = _local(tensor)
@@ -215,20 +219,23 @@ def _aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return aliases
 
 
-def _local(tensor: Any) -> Tensor:
+def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def _begin(tensor: Any) -> int | None:
+def _begin(tensor: DTensor) -> int | None:
     """Return the number of the first row of this process's part; None where another process has the same."""
+    from torch.distributed.tensor import Shard
+
     at, mesh = tensor.device_mesh.get_coordinate(), tensor.device_mesh
-    axes = [axis for axis, placement in enumerate(tensor.placements) if placement.is_shard()]
-    if any(number for axis, number in enumerate(at) if axis not in axes):
+    assert at is not None
+    dims = {axis: placement.dim for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard)}
+    if any(number for axis, number in enumerate(at) if axis not in dims):
         return None
-    if not axes:
+    if not dims:
         return 0
-    (axis,) = axes
-    assert tensor.placements[axis].dim == 0, "parts are rows"
+    ((axis, dim),) = dims.items()
+    assert dim == 0, "parts are rows"
     return min(at[axis] * -(-len(tensor) // mesh.size(axis)), len(tensor))
 
 
@@ -272,7 +279,7 @@ def _dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _cause(error: Any) -> Exception:
+def _cause(error: CheckpointException) -> Exception:
     """Return the first failure of a process, of those that PyTorch reports."""
     failures = [failure[0] for failure in error.failures.values()]
     return next((failure for failure in failures if isinstance(failure, Exception)), OSError(0, str(error)))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from kinformer.runtime.errors import KinformerError, nearest, require, require_above
 from kinformer.runtime.fields import require_kind
+from kinformer.runtime.parsing import JsonObject
 
-_TYPES: Mapping[str, tuple[Any, ...]] = {
+_TYPES: Mapping[str, tuple[type, ...]] = {
     "steps": (int,),
     "length": (int,),
     "batch_size": (int,),
@@ -22,10 +22,11 @@ _OF_THE_RUN = ("steps", "length", "batch_size", "accumulate", "set")
 _EXAMPLE = '`set` training.stages=\'[{"steps": 900, "length": 128}, {}]\''
 
 
-def checked_stages(stages: Any) -> tuple[dict[str, Any], ...] | None:
+def checked_stages(stages: object) -> tuple[JsonObject, ...] | None:
     """Return ``stages`` as tables of known names and types; None for None.
 
-    Errors: ``KinformerError`` for anything else, and for stages that say too little or what only the run can say.
+    Errors: ``KinformerError`` for anything else, and for stages that lack a setting, or have one that belongs to
+    the run.
     """
     if stages is None:
         return None

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.words import plural
 from kinformer.training.settings import Settings
 
@@ -30,7 +30,7 @@ class Stage:
     begin: int
     end: int | None
     settings: Settings
-    changes: Mapping[str, Any]
+    changes: Mapping[str, object]
     rates: tuple[int, int | None]
     since: int
 
@@ -42,7 +42,7 @@ class Stage:
 
     @property
     def record(self) -> dict[str, float]:
-        """Return what the log notes of the stage's begin."""
+        """Return the log's record of the beginning of the stage."""
         sizes = {f"stage_{name}": getattr(self.settings, name) for name in ("length", "batch_size", "lr")}
         return {"stage": self.number + 1, **sizes}
 
@@ -52,7 +52,7 @@ def stages_of(settings: Settings) -> list[Stage]:
 
     Errors: ``KinformerError`` where the run ends before its last stage begins.
     """
-    entries: Sequence[Mapping[str, Any]] = settings.stages or ({},)
+    entries: Sequence[JsonObject] = settings.stages or ({},)
     begins = [sum(entry["steps"] for entry in entries[:number]) for number in range(len(entries))]
     if settings.steps is not None and len(entries) > 1 and begins[-1] >= settings.steps:
         raise KinformerError(
@@ -63,7 +63,7 @@ def stages_of(settings: Settings) -> list[Stage]:
     since = 0
     stages: list[Stage] = []
     for number, entry in enumerate(entries):
-        changes: Mapping[str, Any] = entry.get("set", {})
+        changes: Mapping[str, object] = entry.get("set", {})
         if number and changes != stages[-1].changes:
             since = begins[number]
         rise = max(item for item in rises if item <= number)

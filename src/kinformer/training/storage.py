@@ -1,7 +1,7 @@
 """What a trainer writes into its run's folder and reads from it: checkpoints, and the best weights.
 
-The first process writes them whole; where the weights are sharded over processes, all write their parts. What
-``async_saves`` writes beside training are copies, made between two steps: the run's disk is the same, only later.
+The first process writes them whole; where the weights are sharded over processes, all write their parts. With
+``async_saves`` a thread beside training writes copies made between two steps: the same files, only later.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from contextlib import suppress
 from copy import copy
 from math import isfinite
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.lock import is_here
+from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.sharding import is_sharded
 from kinformer.training.best import SHARDED, WEIGHTS, Best
 from kinformer.training.checkpoint import CHECKPOINTS, Checkpoint, Checkpoints
 from kinformer.training.distributed import Group
-from kinformer.training.layouts import AS_THEY_LIE
+from kinformer.training.layouts import UNDIVIDED
 from kinformer.training.metric import Metric
 from kinformer.training.optimiser import finite, gather
 from kinformer.training.saves import Saves
@@ -39,14 +39,14 @@ class Storage:
 
     def __init__(self, folder: Path, settings: Settings, metrics: Sequence[Metric], group: Group) -> None:
         self.folder, self.settings, self.group = folder, settings, group
-        self.layouts = AS_THEY_LIE
+        self.layouts = UNDIVIDED
         self.checkpoints = Checkpoints(folder / CHECKPOINTS, settings.keep, settings.average)
         self.best = Best(folder, metrics)
         self.home = folder.stat() if folder.exists() else None
         self.saves = Saves(settings.async_saves)
-        self.writers = group.beside() if settings.async_saves else group
+        self.writers = group.with_new_channel() if settings.async_saves else group
 
-    def save(self, step: int, groups: Mapping[str, Tensors], files: Mapping[str, Tensors], numbers: Any) -> None:
+    def save(self, step: int, groups: Mapping[str, Tensors], files: Mapping[str, Tensors], numbers: JsonObject) -> None:
         """Write a checkpoint of ``groups``, sharded as the weights are, and of ``files``, whole on the first process.
 
         A weight that is not finite is an error, and nothing is written. Where there are no best weights yet, these are.
@@ -55,14 +55,14 @@ class Storage:
         if not self.group.sharded:
             gathered = {name: gather(tensors.items(), self.group.first) for name, tensors in groups.items()}
             whole = {name: tensors for name, tensors in {**gathered, **files}.items() if tensors or name == "optimizer"}
-            self.group.on_first(lambda: self._require_good(step, whole["model"]))
+            self.group.on_first(lambda: self._require_finite_weights(step, whole["model"]))
             if self.best.step is None:
                 self._add_best(step, {**gathered["model"], **gathered.get("average", {})})
             checkpoint = Checkpoint(step, whole, numbers)
             self.saves.add(lambda: self.writers.on_first(lambda: self.checkpoints.save(checkpoint)))
             return
         rows = {name: self.layouts.in_rows(tensors) for name, tensors in groups.items() if tensors}
-        self.group.on_all(lambda: self._require_good(step, rows["model"]))
+        self.group.on_all(lambda: self._require_finite_weights(step, rows["model"]))
         if self.best.step is None:
             self._add_best_part(step, {**rows["model"], **rows.get("average", {})})
         named = {f"{group}/{name}": item for group, tensors in rows.items() for name, item in tensors.items()}
@@ -99,7 +99,7 @@ class Storage:
         best = copy(self.best)  # the metrics of now
 
         def write() -> None:
-            with self.checkpoints.surviving(self.folder / WEIGHTS):
+            with self.checkpoints.reporting_failure(self.folder / WEIGHTS):
                 best.write(whole, step)
 
         self.saves.add(lambda: self.writers.on_first(write))
@@ -108,19 +108,19 @@ class Storage:
         best, part = copy(self.best), self._part({f"model/{name}": tensor for name, tensor in rows.items()})
 
         def write() -> None:
-            with self.checkpoints.surviving(self.folder / SHARDED):
+            with self.checkpoints.reporting_failure(self.folder / SHARDED):
                 best.write_sharded(part, step, self.writers)
 
         self.saves.add(write)
 
     def _part(self, tensors: Tensors) -> Part:
         part = part_of(tensors, self.group)
-        if not self.saves.beside:
+        if not self.saves.in_thread:
             return part
         # What does not lie in rows was put into rows, into memory of its own.
         return part.staged([name for name, item in tensors.items() if is_sharded(item)] if self.layouts.mesh else ())
 
-    def _require_good(self, step: int, weights: Tensors) -> None:
+    def _require_finite_weights(self, step: int, weights: Tensors) -> None:
         self._require_home()
         if not finite(weights):
             raise self.diverged(f"a weight is no longer finite after step {step}")

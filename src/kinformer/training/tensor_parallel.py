@@ -23,6 +23,7 @@ from kinformer.core.contract import ReadsSource
 from kinformer.core.learning import AuxLoss
 from kinformer.core.model import modules_of
 from kinformer.core.stack import units_of
+from kinformer.core.state import State
 from kinformer.training.collectives import copied, joined, summed
 from kinformer.training.division import Division, divide, output_product
 from kinformer.training.layouts import Layouts
@@ -66,7 +67,7 @@ class MixerPart(ParallelStyle):
         if isinstance(module, ReadsSource):
             begin: Any = module.initial_state
 
-            def over_copied(*sizes: Any, source: Tensor | None = None, **options: Any) -> Any:
+            def over_copied(*sizes: int, source: Tensor | None = None, **options: object) -> State:
                 return begin(*sizes, source=None if source is None else copied(source, device_mesh), **options)
 
             module.__dict__["initial_state"] = over_copied
@@ -135,7 +136,7 @@ class _Local:
         if modules_of(root, ReadsSource) and hasattr(root, "initial_state"):  # whose weights project the source there
             begin: Any = root.initial_state
 
-            def begin_locally(*sizes: Any, **options: Any) -> Any:
+            def begin_locally(*sizes: int, **options: object) -> State:
                 self.enter(root, sizes)
                 try:
                     return begin(*sizes, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kinformer.core.learning import OnlineLearner, Regularized, Resampled, due_for_resampling
 from kinformer.core.model import modules_of
 from kinformer.data.permutation import mix
-from kinformer.training.batch import map_fields, rows_of, take_rows
+from kinformer.training.batch import Batch, map_fields, rows_of, take_rows
 from kinformer.training.carried import Carried
 from kinformer.training.data_module import DataModule
 from kinformer.training.distributed import Group
@@ -26,7 +26,7 @@ _FEATURES = 0x46454154
 """Sets the seeds of random features apart from those of masks."""
 
 
-class Done(NamedTuple):
+class UpdateResult(NamedTuple):
     """The result of an update: ``loss`` and ``norm`` of the gradient, scalars; the means of the data's ``metrics`` over
     predictions; the ``size`` of all processes' rows."""
 
@@ -37,7 +37,7 @@ class Done(NamedTuple):
 
 
 class Updater:
-    """The maker of updates to the weights behind ``engine``, a wrapped ``Step``."""
+    """The maker of updates to the weights behind ``engine``, an ``ObjectiveModule`` wrapped by ``training.engines``."""
 
     def __init__(
         self,
@@ -60,20 +60,20 @@ class Updater:
         self.carried.clear()
 
     def seconds_per_step(self, limit: float) -> float:
-        """Return how long an update takes, by some with learning rate 0 that are then
-        forgotten, in some ``limit`` seconds."""
+        """Return the seconds of an update, measured for about ``limit`` seconds by updates with learning rate 0 whose
+        effects are then undone."""
         buffers = [(buffer, buffer.clone()) for buffer in self.engine.buffers()]
         seconds = seconds_per_step(
-            lambda step: float(self(step, 0.0, 0.0).loss), limit, lambda: self.group.most(time.monotonic())[0]
+            lambda step: float(self(step, 0.0, 0.0).loss), limit, lambda: self.group.largest(time.monotonic())[0]
         )
         self.forget()
         for buffer, before in buffers:
             buffer.copy_(before)
         return seconds
 
-    def __call__(self, step: int, rate: float, progress: float) -> Done:
+    def __call__(self, step: int, rate: float, progress: float) -> UpdateResult:
         """Make update number ``step``; return the results of this process's rows, still on the device."""
-        self._draw_anew(step)
+        self._resample(step)
         self._seed_masks(step)
         batch = self._batch(step)
         parts = self.settings.accumulate
@@ -89,9 +89,9 @@ class Updater:
         for bounded in self.regularized:
             bounded.constrain()
         loss, *metrics = torch.stack(costs).mean(dim=0)
-        return Done(loss, norm.detach(), torch.stack(metrics), batch.size * self.group.copies)
+        return UpdateResult(loss, norm.detach(), torch.stack(metrics), batch.size * self.group.copies)
 
-    def _part(self, part: int, batch: object, progress: float) -> Tensor:
+    def _part(self, part: int, batch: Batch, progress: float) -> Tensor:
         size = rows_of(batch) // self.settings.accumulate
         rows = take_rows(batch, slice(part * size, (part + 1) * size))
         loss, metrics, state = self.engine(rows, self.carried.states[part], progress)
@@ -103,20 +103,20 @@ class Updater:
         means = [metrics[name] / metrics[PREDICTED].clamp_min(1) for name in self.data.sums]
         return torch.stack([loss.detach(), *means])
 
-    def _draw_anew(self, step: int) -> None:
+    def _resample(self, step: int) -> None:
         """Resample random features, which all processes share; states made with the old ones are dropped."""
         for number, module in due_for_resampling(self.resampled, step):
             module.draw(int(mix(self.settings.seed, _FEATURES, number, step)[0] >> np.uint64(1)))
             self.carried.clear()
 
     def _seed_masks(self, step: int) -> None:
-        """Begin the step's random masks: they depend on nothing before, so a resumed run draws the same."""
+        """Seed the step's random masks, which depend on no earlier step, so that a resumed run draws the same."""
         seed = int(mix(self.settings.seed, step, self.group.rank // self.group.tensor)[0])
         torch.default_generator.manual_seed(seed)
         if self.group.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
-    def _batch(self, step: int) -> Any:
+    def _batch(self, step: int) -> Batch:
         batch = self.data.batch(step, self.group.replica, self.group.replicas)
         return map_fields(self.group.stretch_of(batch), self._place)
 
@@ -127,23 +127,26 @@ class Updater:
 
 
 class Window:
-    """The updates since the last look, left on the device until then; the speed meanwhile, and the ``tokens``
-    of all looks in how many ``seconds``."""
+    """The updates since the last reading, whose results stay on the device until the next.
+
+    ``speed``: tokens per second between the last two readings; ``overall``: over all of them, that is ``tokens`` in
+    ``seconds``.
+    """
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.updates: list[Done] = []
+        self.updates: list[UpdateResult] = []
         self.speed = self.overall = self.seconds = 0.0
         self.tokens = 0
         self.restart()
 
-    def add(self, done: Done) -> None:
+    def add(self, done: UpdateResult) -> None:
         """Record the result of one step."""
         self.updates.append(done)
 
     def read(self) -> tuple[list[float], list[float], list[list[float]]]:
-        """Return losses, norms and metrics (means over the processes) of the steps since the
-        last look; this waits for the device."""
+        """Return the losses, norms and metrics (means over the processes) of the steps since the last reading; this
+        waits for the device."""
         if not self.updates:
             return [], [], []
         ours = torch.stack([torch.cat([done.loss[None], done.metrics]) for done in self.updates])
@@ -159,5 +162,5 @@ class Window:
         return losses, norms.tolist(), metrics
 
     def restart(self) -> None:
-        """Measure time from now on (after something that was no step)."""
+        """Measure time from now on, after something other than a step."""
         self._mark = time.monotonic()

@@ -23,7 +23,7 @@ class Validation:
 
     def __call__(self, engine: nn.Module) -> dict[str, float]:
         """Return the means of the metrics over all predictions; ``engine`` is a
-        wrapped ``Step``, left in training mode."""
+        wrapped ``ObjectiveModule``, left in training mode."""
         engine.eval()
         if (means := self.data.validate()) is not None:
             engine.train()

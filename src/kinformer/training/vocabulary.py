@@ -1,31 +1,34 @@
-"""The cross-entropy of logits that are cut along the vocabulary (Shoeybi et al. 2019, Megatron-LM, section 3): nobody
-has all logits of a token.
+"""The cross-entropy of logits that are cut along the vocabulary (Shoeybi et al. 2019, Megatron-LM, section 3): no
+process has all logits of a token.
 
     loss = ln sum over parts of sum_v exp(l_v - m) + m - l_target,     m = the largest logit of all parts
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, distributed
+from torch.distributed.device_mesh import DeviceMesh
 
 from kinformer.training.collectives import copied, summed
 
 
 class VocabularyPart(NamedTuple):
-    """The ``size`` tokens from ``begin`` on, which this process of ``mesh`` has."""
+    """The ``size`` tokens from ``begin`` on, which this process of ``mesh`` has; None where nothing is computed
+    (``estimation``)."""
 
     begin: int
     size: int
-    mesh: Any
+    mesh: DeviceMesh | None
 
     def nats(self, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
         """Return the sum of the cross-entropies of ``targets`` [rows], a scalar in float32 or wider, in all processes.
 
         x: [rows, dim], the same everywhere; weight: [size, dim] and bias: [size] or None, this process's.
         """
+        assert self.mesh is not None
         logits = torch.nn.functional.linear(copied(x, self.mesh), weight, bias)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         top = logits.detach().amax(-1)
