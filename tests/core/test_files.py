@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from kinformer.runtime import files
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import load_tensors, reading, save_tensors
 
@@ -65,3 +66,28 @@ def test_a_file_that_is_replaced_while_it_is_read_is_read_again(tmp_path, monkey
     with pytest.raises(KinformerError, match="is truncated or damaged"):
         load_tensors(path)
     assert len(opened) == 2
+
+
+def test_what_writers_left_when_they_died_is_removed_and_nothing_else(tmp_path):
+    left = (".a.json.partial", ".a.json.7.partial", ".tmpQ3x9Zb")
+    others = ("a.json", ".b.json.partial", ".tmp", ".tmpQ3x9Zb.txt", "tmpQ3x9Zb")
+    for name in (*left, *others):
+        (tmp_path / name).write_text("x")
+    files.remove_partials(tmp_path, ["a.json"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(others)
+
+
+def test_safetensors_fills_a_file_of_the_name_that_is_removed(tmp_path, monkeypatch):
+    """What it leaves when it is killed, seen by a full disk's stand-in: a limit on the size of files."""
+    script = f"""
+import resource, signal, torch
+from safetensors.torch import save_file
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+save_file({{"x": torch.zeros(1 << 20)}}, {str(tmp_path / "x.safetensors")!r})
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False, capture_output=True).returncode
+    assert len(list(tmp_path.iterdir())) == 1
+    files.remove_partials(tmp_path, [])
+    assert not list(tmp_path.iterdir())

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 DIGEST, METADATA_DIGEST = "kinformer.sha256", "kinformer.metadata.sha256"
 CHECKSUM = "checksum"
 _MOST_READS = 50
+_SAFETENSORS_PARTIAL = ".tmp??????"
+"""What safetensors fills before it renames it to the file that it was asked for."""
 _BLOCK, _WHOLE_BLOCKS, _SAMPLED_BLOCKS = 1 << 20, 256, 64
 
 
@@ -39,10 +41,10 @@ def remove_partials(folder: Path, names: Iterable[str]) -> None:
 
     Only for a folder that the caller has locked.
     """
-    for name in names:
-        for pattern in (f".{name}.partial", f".{name}.*.partial"):
-            for path in folder.glob(pattern):
-                path.unlink(missing_ok=True)
+    partial = [pattern for name in names for pattern in (f".{name}.partial", f".{name}.*.partial")]
+    for pattern in (*partial, _SAFETENSORS_PARTIAL):
+        for path in folder.glob(pattern):
+            path.unlink(missing_ok=True)
 
 
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
