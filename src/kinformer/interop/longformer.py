@@ -5,23 +5,23 @@ Its ``attention_window`` counts both sides. Without kinds no token is global, bu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from kinformer.interop.encoder import Family
 from kinformer.interop.encoder_keys import CLASSIFIER, LM_HEAD, HeadKeys
+from kinformer.interop.layouts import ConfigData
+from kinformer.interop.settings import Settings
 from kinformer.runtime.errors import KinformerError
 
 
-def _mixers(full: Mapping[str, object], place: Path) -> list[dict[str, Any]]:
+def _mixers(full: Settings, place: Path) -> list[ConfigData]:
     return [
         {"projection": {"kind": "multi_head_global"}, "pattern": {"kind": "window", "window": sides // 2}}
         for sides in _windows(full, place)
     ]
 
 
-def _windows(full: Mapping[str, Any], place: Path) -> list[int]:
+def _windows(full: Settings, place: Path) -> list[int]:
     windows, depth = full["attention_window"], full["num_hidden_layers"]
     windows = [windows] * depth if isinstance(windows, int) else windows
     if not isinstance(windows, list) or len(windows) != depth:
