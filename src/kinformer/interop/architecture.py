@@ -26,8 +26,8 @@ DEPTH = 10_000
 class Architecture:
     """One ``model_type``: ``title`` in messages, and the ``member`` here.
 
-    ``defaults``: transformers' own, for what a config leaves out; ``required``: settings that ours would compute
-    otherwise if they had another value; ``names``: a setting to the name that it has in ``defaults``, where a config
+    ``defaults``: those of transformers for what a config leaves out; ``required``: the only values of settings with
+    which our model computes the same; ``names``: a setting to the name that it has in ``defaults``, where a config
     calls it otherwise. ``model`` returns our model config, as data, of the full settings; ``keys`` maps tensors.
     """
 

@@ -32,7 +32,7 @@ DEFAULTS: Mapping[str, object] = {
     "n_head": 1,
     "activation_function": "relu",
 }
-"""transformers' own, for what a config leaves out."""
+"""The defaults of transformers for what a config leaves out."""
 POSITIONS = "encoder.wpe.weight"
 UNTRAINED = re.compile(r"predict_(state|return)\.(weight|bias)")
 NO_TOKENS = r"wte\.weight"

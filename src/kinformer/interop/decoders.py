@@ -66,7 +66,7 @@ MPT: Mapping[str, object] = {
     "layer_norm_epsilon": 1e-5,
     "tie_word_embeddings": True,
 }
-"""transformers' own, for what a config leaves out."""
+"""The defaults of transformers for what a config leaves out."""
 
 
 def _neox(full: Settings, place: Path) -> ConfigData:

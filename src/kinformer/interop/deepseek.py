@@ -55,7 +55,7 @@ DEEPSEEK_V3: Mapping[str, object] = {
     "max_position_embeddings": 4096,
     "rope_interleave": True,
 }
-"""transformers' own, for what a config leaves out."""
+"""The defaults of transformers for what a config leaves out."""
 
 
 def _deepseek_keys(model: ConfigView) -> KeyMap:

@@ -38,7 +38,7 @@ DEFAULTS: Mapping[str, object] = {
     "type_vocab_size": 2,
     "layer_norm_eps": 1e-12,
 }
-"""transformers' own, for what a config leaves out."""
+"""The defaults of transformers for what a config leaves out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Family:
     tokens: Mapping[str, str] = field(default_factory=dict)
 
     def settings(self, config: Mapping[str, object], place: Path) -> Settings:
-        """Return ``config`` with its defaults; settings that ours would compute otherwise are an error."""
+        """Return ``config`` with its defaults; settings that our model cannot reproduce are an error."""
         require(config, place, REQUIRED)
         if config.get("pruned_heads"):
             raise KinformerError(f"{place}: heads are pruned; import the checkpoint before pruning.")

@@ -64,7 +64,7 @@ BART: Mapping[str, object] = {
     "eos_token_id": 2,
     "decoder_start_token_id": 2,
 }
-"""transformers' own, for what a config leaves out."""
+"""The defaults of transformers for what a config leaves out."""
 FEED_FORWARDS: Mapping[str, Mapping[str, object]] = {
     "relu": {"kind": "mlp", "activation": "relu"},
     "gelu": {"kind": "mlp", "activation": "gelu"},
@@ -146,8 +146,8 @@ def _tokens(full: Settings, place: Path) -> ConfigData:
 
 
 def bart_config(config: Mapping[str, object], place: Path) -> ConfigData:
-    """Return the model config, as data, of BART's ``config.json``; settings that ours would compute otherwise are an
-    error."""
+    """Return the model config, as data, of BART's ``config.json``; settings that our model cannot reproduce are
+    an error."""
     require(config, place, {"tie_word_embeddings": True, "normalize_before": False, "add_final_layer_norm": False})
     full = {**BART, **config}
     activation = ACTIVATIONS[choice(full, place, "activation_function", ACTIVATIONS)]

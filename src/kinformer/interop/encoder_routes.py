@@ -1,4 +1,4 @@
-"""Ways out of encoders, of texts and of images. See ``interop.routes``.
+"""Export routes of encoders, of texts and of images. See ``interop.routes``.
 
 The settings of the library transformers are computed for a model of ours, as data, and read again before they count.
 Functions raise ``KeyError``, ``TypeError`` or ``AttributeError`` for a model that lacks what they look for.
@@ -248,4 +248,4 @@ def _image_route(kind: str) -> Route:
 
 
 ROUTES = {kind: _text_route(kind) for kind in TEXT} | {kind: _image_route(kind) for kind in IMAGE_CLASSES}
-"""The ``model_type`` to the way out, in the order in which they are tried."""
+"""The ``model_type`` to its export route, in the order in which they are tried."""

@@ -40,7 +40,7 @@ QWEN_MOE: Mapping[str, object] = {
     "norm_topk_prob": False,
     "router_aux_loss_coef": 0.001,
 }
-"""transformers' own, for what a config leaves out."""
+"""The defaults of transformers for what a config leaves out."""
 
 
 def _mixtral_keys(model: Mapping[str, object]) -> KeyMap:

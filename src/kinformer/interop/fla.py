@@ -64,7 +64,7 @@ UNUSED: Mapping[str, object] = {"attnres_block_size": None}
 """What all of them must not have: attention over the outputs of layers."""
 SHORT = {"use_short_conv": True, "conv_bias": False}
 SUMS = {"feature_map": None, "elementwise_affine": True, "conv_bias": False}
-"""Settings that the mixers here would compute otherwise if they had other values."""
+"""The only values of settings with which the mixers here compute the same."""
 
 
 def _mixer(full: Settings, place: Path, gate: str, **more: object) -> ConfigData:

@@ -31,7 +31,7 @@ DEFAULTS: Mapping[str, object] = {
     "layer_norm_epsilon": 1e-5,
     "tie_word_embeddings": True,
 }
-"""transformers' own, for what a config leaves out."""
+"""The defaults of transformers for what a config leaves out."""
 REQUIRED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 """Settings under which attention is what ours is. ``reorder_and_upcast_attn`` only concerns half precision, where our
 softmax runs in float32 anyway."""

@@ -1,6 +1,7 @@
 """Longformer as the library transformers saves it, as our member ``longformer`` (Beltagy et al. 2020).
 
-Its ``attention_window`` counts both sides. Without kinds no token is global, but for a classifier of texts the first.
+Its ``attention_window`` counts both sides. No token is global unless ``kinds`` mark it, except for the first one of a
+classifier of texts.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ DEFAULTS: Mapping[str, object] = {
     "eos_token_id": 0,
     "decoder_start_token_id": 58100,
 }
-"""transformers' own, for what a config leaves out."""
+"""The defaults of transformers for what a config leaves out."""
 
 FED = (
     key("feed_forward.up", "fc1"),
@@ -72,8 +72,8 @@ SIDES = {
 
 
 def model_config(config: Mapping[str, object], place: Path) -> ConfigData:
-    """Return the model config, as data, of transformers' ``config.json``; settings that ours
-    would compute otherwise are an error."""
+    """Return the model config, as data, of transformers' ``config.json``; settings that our
+    model cannot reproduce are an error."""
     require(config, place, REQUIRED)
     full = {**DEFAULTS, **config}
     size = integer(full, place, "vocab_size")

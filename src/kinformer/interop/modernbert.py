@@ -38,7 +38,7 @@ DEFAULTS: Mapping[str, object] = {
     "mlp_bias": False,
     "tie_word_embeddings": True,
 }
-"""transformers' own, for what a config leaves out."""
+"""The defaults of transformers for what a config leaves out."""
 REQUIRED = {"norm_bias": False, "classifier_bias": False, "decoder_bias": True, "classifier_activation": "gelu"}
 TOKENS = {"bos_token": "cls_token_id", "eos_token": "sep_token_id"}
 KEYS = KeyMap(

@@ -1,4 +1,4 @@
-"""Ways out: what turns a model of ours into each decoder of the library transformers, and reads it again."""
+"""Export routes: how a model of ours becomes each decoder of the library transformers, and is read again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Padding:
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """The way out to a ``model_type``, its ``title``, the ``kind`` of our model and of the input that it ``reads``.
+    """The export route to a ``model_type``: ``title``, the ``kind`` of our model and of the input that it ``reads``.
 
     ``settings`` returns the ``config.json`` for a model of ours, as data, at a length and with a padding token;
     ``read`` the model again, of the settings and with the tensors of that model; ``write`` the tensors; ``classes`` the
@@ -166,4 +166,4 @@ def _decoder(kind: str) -> Route:
 
 
 ROUTES = {kind: _decoder(kind) for kind in SETTINGS}
-"""The ``model_type`` of a decoder to the way out, in the order in which they are tried."""
+"""The ``model_type`` of a decoder to its export route, in the order in which they are tried."""

@@ -13,7 +13,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class NotJudgedError(KinformerError):
-    """The reason why a law cannot be held to a model."""
+    """The reason why a law cannot be checked on a model."""
 
 
 class Uncached:

@@ -36,7 +36,7 @@ DEFAULTS: Mapping[str, object] = {
     "patch_size": 4,
     "num_channels": 3,
 }
-"""transformers' own, for what a config leaves out."""
+"""The defaults of transformers for what a config leaves out."""
 
 LAYER = (
     key("mixer_residual.norm", "layernorm_before"),

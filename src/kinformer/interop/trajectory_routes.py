@@ -1,4 +1,4 @@
-"""The way out of models of trajectories: Decision Transformer. See ``interop.routes``."""
+"""The export route of models of trajectories: Decision Transformer. See ``interop.routes``."""
 
 from __future__ import annotations
 
@@ -84,4 +84,4 @@ ROUTES = {
         notes=lambda model: ["its outputs of states and returns are zero, as nothing trained them"],
     )
 }
-"""The ``model_type`` to the way out."""
+"""The ``model_type`` to its export route."""

@@ -1,4 +1,4 @@
-"""The way out of translators: Marian. See ``interop.routes``."""
+"""The export route of translators: Marian. See ``interop.routes``."""
 
 from __future__ import annotations
 
@@ -90,4 +90,4 @@ ROUTES = {
         reordered="the features of hidden states change their order",
     )
 }
-"""The ``model_type`` to the way out."""
+"""The ``model_type`` to its export route."""

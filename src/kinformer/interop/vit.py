@@ -35,7 +35,7 @@ DEFAULTS: Mapping[str, object] = {
     "qkv_bias": True,
     "resize_positions": "bicubic",
 }
-"""transformers' own, for what a config leaves out; the last is a setting of our exports alone."""
+"""The defaults of transformers for what a config leaves out; the last is a setting of our exports alone."""
 RESIZES = ("bicubic", "bilinear")
 
 PRODUCTS = ("query", "key", "value")
@@ -48,7 +48,7 @@ LAYER = (
     key("feed_forward.down", "output.dense"),
 )
 LEFT_OUT = re.compile(r"pooler\..*|embeddings\.mask_token")
-"""What neither classifies: a pooler, and the vector that hides patches in pretraining."""
+"""What the classifier does not read: a pooler, and the vector that hides patches in pretraining."""
 
 
 def key_map(prefix: str, tokens: Sequence[str], *heads: Key) -> KeyMap:

@@ -53,7 +53,7 @@ class {model}(Model):
 
 @dataclass(frozen=True)
 class Form:
-    """The form in which a model leaves: ``native`` as an architecture of transformers, or None, and ``reason`` why not.
+    """The form of an exported model: ``native`` as an architecture of transformers, or None, and ``reason`` why not.
 
     ``model_class`` and ``auto_class``: what transformers calls the model, and the class that loads it.
     """
@@ -75,8 +75,8 @@ class Form:
 
 
 def form_of(config: ModelConfig, length: int | None = None, padding: Padding | None = None) -> Form:
-    """Return the form in which a model of ``config`` leaves; ``length``: what it was trained at, ``padding``: the token
-    that its texts are padded with.
+    """Return the form of an exported model of ``config``; ``length``: that of training texts, ``padding``: the token
+    that pads them.
 
     Errors: ``KinformerError`` for a model that transformers has no class for.
     """

@@ -113,7 +113,7 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def without_notes() -> Iterator[None]:
-    """Keep warnings and notes of PyTorch and of the converter on their own graphs from the user."""
+    """Hide the warnings and notes of PyTorch and of the converter about their own graphs."""
     loggers = {logger: logger.level for logger in map(logging.getLogger, TALKATIVE)}
     for logger in loggers:
         logger.setLevel(logging.ERROR)

@@ -61,7 +61,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What :func:`convert` did: ``model``, its ``layers`` and its losses in nats per token on the evaluation batches.
+    """The result of :func:`convert`: ``model``, its ``layers``, its losses in nats per token on the evaluation batches.
 
     ``losses`` has "before", "patched" (the new mixers untrained), "transferred" and "fine_tuned". ``errors`` are the
     mean squared errors of the mixers' outputs relative to the outputs' variance, in the first and last tenth of the

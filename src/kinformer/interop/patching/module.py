@@ -77,7 +77,7 @@ def share_padding(
         None,
     )
     if tokens is None:
-        return arguments, options  # the model says so
+        return arguments, options  # the model itself raises
     mask, time = values.get("attention_mask"), tokens.shape[1]
     if mask is None:
         return arguments, options | {RESET: _packed(values, tokens)}
