@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from kinformer.commands import preserving
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
-    from typing import Any
 
     from kinformer.data.packed import Packed
     from kinformer.runs.exporting import Exported
@@ -86,7 +85,7 @@ def verify(subject: str | Path, *, trust_remote_code: bool = False, length: int 
 
 
 def pack(
-    data: str | Path | Iterable[Any],
+    data: str | Path | Iterable[str | Mapping[str, object]],
     out: str | Path,
     *,
     tokenizer: str | Path | None = None,

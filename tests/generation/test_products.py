@@ -14,7 +14,7 @@ from kinformer.runtime import process
 
 @pytest.fixture(autouse=True)
 def by_onednn(monkeypatch):
-    monkeypatch.setattr(process, "_begun", True)
+    monkeypatch.setattr(process, "_set_up", True)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     yield

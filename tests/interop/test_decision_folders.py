@@ -184,7 +184,7 @@ OTHERS = {
 
 @pytest.mark.parametrize(("changes", "reason"), OTHERS.values(), ids=OTHERS)
 def test_other_models_of_trajectories_are_refused(changes, reason, tmp_path):
-    with pytest.raises(KinformerError, match=f"Decision Transformer, the nearest.*has not {reason}"):
+    with pytest.raises(KinformerError, match=f"Decision Transformer, the nearest.*does not have {reason}"):
         kinformer.export(saved_run("decision", tmp_path / "run", **changes), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -194,7 +194,7 @@ REFUSED = {
     "fewer features": ({"state_dim": 4}, None, "belongs to another model"),
     "no positions": ({}, lambda tensors: tensors.pop("encoder.wpe.weight"), "lacks embed_ln.bias or encoder.wpe"),
     "another head": ({}, lambda tensors: tensors.update({"value.weight": torch.ones(1, 1)}), "holds 'value.weight'"),
-    "fewer layers": ({"n_layer": 1}, None, "which a Decision Transformer of 1 layer has not"),
+    "fewer layers": ({"n_layer": 1}, None, "which a Decision Transformer of 1 layer does not have"),
 }
 
 

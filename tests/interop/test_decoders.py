@@ -281,7 +281,7 @@ def test_a_damaged_mixture_is_one_sentence(kind, pairs, tmp_path):
         (several, f"lacks {expert.removeprefix('model.')}"),
         (tensors | {expert: tensors[expert][:1]}, "is not what config.json says|belongs to another model"),
         (tensors | {expert: tensors[expert].to(torch.int8)}, "weights must be floating-point"),
-        (tensors | {f"{stem}.experts.4.w9.weight": tensors[expert] + 1}, "which a .* has not"),
+        (tensors | {f"{stem}.experts.4.w9.weight": tensors[expert] + 1}, "which a .* does not have"),
     ):
         save_file({name: tensor.contiguous() for name, tensor in spoiled.items()}, folder / "model.safetensors")
         assert re.search(message, refused(tmp_path / "run"))

@@ -259,7 +259,7 @@ REFUSED = {
     "heads": ({"num_attention_heads": 3}, "num_heads = 3 does not divide dim = 16"),
     "width": ({"hidden_size": 32}, "which is not what config.json says"),
     "depth": ({"num_hidden_layers": 4}, "layers.3"),
-    "fewer layers": ({"num_hidden_layers": 2}, "encoder.layer.2.*2 layers has not"),
+    "fewer layers": ({"num_hidden_layers": 2}, "encoder.layer.2.*2 layers does not have"),
     "huge": ({"num_hidden_layers": 10**9}, "from 1 to 10000"),
     "types": ({"type_vocab_size": 3}, "input.types.weight"),
     "positions": ({"max_position_embeddings": 41}, "position.table"),

@@ -300,7 +300,7 @@ def test_spoiled_compositions_are_refused(exported, tmp_path):
 
 
 def test_why_a_model_is_no_architecture():
-    for member, reason in {"macaron": "has not layers.0.kind = 'macaron'", "alibi": "the nearest"}.items():
+    for member, reason in {"macaron": "does not have layers.0.kind = 'macaron'", "alibi": "the nearest"}.items():
         assert reason in native_form(configure(member, "tiny"))
     assert storable(configure("gpt", "tiny"))
 

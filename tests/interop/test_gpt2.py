@@ -197,7 +197,7 @@ REFUSED = {
     "heads": ({"n_head": 3}, "num_heads = 3 does not divide dim = 16"),
     "width": ({"n_embd": 32}, "belongs to another model"),
     "depth": ({"n_layer": 4}, "layers.3"),
-    "fewer layers": ({"n_layer": 2}, "h.2.* which a GPT-2 language model of 2 layers has not"),
+    "fewer layers": ({"n_layer": 2}, "h.2.* which a GPT-2 language model of 2 layers does not have"),
     "huge": ({"n_layer": 10**9}, "a whole number from 1 to 10000"),
     "vocabulary": ({"vocab_size": 2**30}, "embedding.weight is"),
     "not a number": ({"n_layer": "3"}, "n_layer is '3'"),

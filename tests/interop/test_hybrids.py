@@ -56,11 +56,11 @@ def test_keys_are_held_once_for_all_values_that_share_them(pairs):
 
 SPARSE = {"num_experts": 8, "mlp_only_layers": [0, 1], "decoder_sparse_step": 1}
 REFUSED = {
-    "experts": ("qwen3_next", SPARSE, r"holds .*layers.2.mlp.* has not"),
+    "experts": ("qwen3_next", SPARSE, r"holds .*layers.2.mlp.* does not have"),
     "experts in every second layer": (
         "qwen3_next",
         SPARSE | {"decoder_sparse_step": 4},
-        r"holds .*layers.3.mlp.* has not",
+        r"holds .*layers.3.mlp.* does not have",
     ),
     "no step": ("qwen3_next", SPARSE | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0, but must be a whole"),
     "dense layers that are no list": ("qwen3_next", SPARSE | {"mlp_only_layers": "all"}, "mlp_only_layers must be"),
@@ -96,7 +96,7 @@ def test_the_command_refuses_experts_that_a_folder_lacks_with_exit_code_2(pairs,
     (folder / "config.json").write_text(json.dumps(config))
     assert main(["import", str(folder), "--out", str(tmp_path / "run")]) == 2
     error = capsys.readouterr().err
-    assert "has not" in error and error.count("\n") == 1
+    assert "does not have" in error and error.count("\n") == 1
 
 
 def test_which_layers_are_dense_is_what_transformers_computes():

@@ -146,7 +146,7 @@ REFUSED = {
     "classes": (
         {}, lambda tensors: tensors | {"classifier.weight": torch.ones(2, 32)}, "holds 'classifier.weight', which",
     ),
-    "fewer layers": ({"num_hidden_layers": 2, "layer_types": None}, None, "language model of 2 layers has not"),
+    "fewer layers": ({"num_hidden_layers": 2, "layer_types": None}, None, "language model of 2 layers does not have"),
     "another output": (
         {}, lambda tensors: tensors | {"decoder.weight": torch.ones(61, 32)}, "differs from the embedding",
     ),

@@ -357,7 +357,7 @@ def test_steps_of_few_rows_take_the_other_way(precision, monkeypatch):
     precision("medium")
     with few_rows(torch.device("cpu")):  # the setting is every thread's, and this process is no command's
         assert torch.get_float32_matmul_precision() == "medium"
-    monkeypatch.setattr(process, "_begun", True)
+    monkeypatch.setattr(process, "_set_up", True)
     x = torch.zeros(1)
     with few_rows(x.device):
         assert not by_onednn(x)

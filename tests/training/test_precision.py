@@ -47,7 +47,7 @@ def test_only_commands_flush_them(cli, tmp_path, monkeypatch) -> None:
     arguments = ["train", "gpt", "--recipe", "tiny", "--steps", "1", "--length", "32", "--out"]
     cli(*arguments, tmp_path / "run")
     assert calls == [] and not process.is_command()
-    monkeypatch.setattr(process, "_begun", False)
+    monkeypatch.setattr(process, "_set_up", False)
     monkeypatch.setattr(process, "keep_memory", lambda: None)
     monkeypatch.setattr("sys.argv", ["kinformer", *arguments, str(tmp_path / "command")])
     assert main() == 0

@@ -8,7 +8,7 @@ whose attention is replaced.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.interop.checkpoint import Imported, read_checkpoint
 from kinformer.runtime.errors import KinformerError
@@ -38,7 +38,7 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Return a name that needs transformers."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

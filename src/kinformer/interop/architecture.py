@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from reprlib import repr as excerpt
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.interop.key_map import KeyMap
-from kinformer.interop.settings import require, whole
+from kinformer.interop.layouts import ConfigData, ConfigView
+from kinformer.interop.settings import Settings, integer, require
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import read_json
 
@@ -20,41 +21,39 @@ GENERATION = "generation_config.json"
 DEPTH = 10_000
 """More layers than any model has; a config that names more is damaged."""
 
-Settings = dict[str, Any]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """One ``model_type``: ``title`` in messages, and the ``member`` here.
 
-    ``defaults``: transformers' own, for what a config leaves out; ``required``: settings that ours would compute
-    otherwise if they had another value; ``names``: a setting to the name that it has in ``defaults``, where a config
+    ``defaults``: those of transformers for what a config leaves out; ``required``: the only values of settings with
+    which our model computes the same; ``names``: a setting to the name that it has in ``defaults``, where a config
     calls it otherwise. ``model`` returns our model config, as data, of the full settings; ``keys`` maps tensors.
     """
 
     title: str
     member: str
-    defaults: Mapping[str, Any]
-    model: Callable[[Settings, Path], dict[str, Any]]
-    keys: KeyMap | Callable[[Mapping[str, Any]], KeyMap]
-    required: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, object]
+    model: Callable[[Settings, Path], ConfigData]
+    keys: KeyMap | Callable[[ConfigView], KeyMap]
+    required: Mapping[str, object] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
 
-    def model_config(self, config: Mapping[str, object], place: Path) -> dict[str, Any]:
+    def model_config(self, config: Mapping[str, object], place: Path) -> ConfigData:
         """Return our model config, as data, of the ``config.json`` at ``place``."""
         full = {**self.defaults, **config}
         full |= {ours: config[theirs] for theirs, ours in self.names.items() if config.get(theirs) is not None}
         require({name: value for name, value in full.items() if value is not None}, place, self.required)
         for name in ("num_hidden_layers", "n_layer", "n_layers"):
             if name in full:
-                whole(full, place, name, most=DEPTH)
+                integer(full, place, name, maximum=DEPTH)
         return self.model(full, place)
 
     def key_map(self, model: Mapping[str, object]) -> KeyMap:
         """Return the key map of a ``model`` config, as data."""
         return self.keys if isinstance(self.keys, KeyMap) else self.keys(model)
 
-    def convert(self, tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
+    def convert(self, tensors: Mapping[str, Tensor], model: ConfigView, folder: Path) -> dict[str, Tensor]:
         """Return the weights under our names; a tensor that such a language model does not have is an error."""
         import torch
 
@@ -76,7 +75,7 @@ class Architecture:
         return self.key_map(model).write({name: one for name, one in weights.items() if name not in stored}, model)
 
 
-def _slopes(model: Mapping[str, Any]) -> dict[str, Tensor]:
+def _slopes(model: ConfigView) -> dict[str, Tensor]:
     """Return what the layers with ALiBi store beside their weights."""
     from kinformer.nn import AlibiBias
 
@@ -91,7 +90,7 @@ def _slopes(model: Mapping[str, Any]) -> dict[str, Tensor]:
     return stored
 
 
-def add_ends(tokens: Settings, config: Mapping[str, object], folder: Path) -> tuple[str, ...]:
+def add_ends(tokens: ConfigData, config: Mapping[str, object], folder: Path) -> tuple[str, ...]:
     """Add the ids that end a text to the ``tokens`` of a decoder, as ``generation_config.json`` or else ``config.json``
     names them; return notes on what was left out."""
     place = folder / GENERATION
@@ -109,12 +108,12 @@ def add_ends(tokens: Settings, config: Mapping[str, object], folder: Path) -> tu
         tokens["eos_token"] = ends[0] if len(ends) == 1 else ends
     if len(ends) == len(set(ids)):
         return ()
-    return (f"eos_token_id is {excerpt(value)} in {place.name}; ids that the vocabulary has not end no text",)
+    return (f"eos_token_id is {excerpt(value)} in {place.name}; ids outside the vocabulary end no text",)
 
 
 def context_length(model: Mapping[str, object], config: Mapping[str, object], place: Path) -> int | None:
     """Return the longest text that the model of ``config`` was trained on; None where its positions end there."""
     for name in ("max_position_embeddings", "max_seq_len"):
         if model["position"] == "none" and config.get(name) is not None:
-            return whole(config, place, name)
+            return integer(config, place, name)
     return None

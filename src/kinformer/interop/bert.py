@@ -6,15 +6,15 @@ in the midst of a text has no position of its own; here ``valid`` alone says wha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from kinformer.interop.encoder import Family
 from kinformer.interop.encoder_keys import CLASSIFIER, CLS, LM_HEAD, POOLED, HeadKeys
+from kinformer.interop.layouts import ConfigData
+from kinformer.interop.settings import Settings
 
 
-def _mixers(full: Mapping[str, Any], place: Path) -> list[dict[str, Any]]:
+def _mixers(full: Settings, place: Path) -> list[ConfigData]:
     return [{}] * full["num_hidden_layers"]
 
 

@@ -8,16 +8,15 @@ batch is global, here that of each text. Like theirs, block-sparse attention has
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from kinformer.interop.encoder import Family
 from kinformer.interop.encoder_keys import CLASSIFIER, CLS, HeadKeys
-from kinformer.interop.settings import choice, require, whole
+from kinformer.interop.layouts import ConfigData
+from kinformer.interop.settings import Settings, choice, integer, require
 
 
-def _mixers(full: Mapping[str, Any], place: Path) -> list[dict[str, Any]]:
+def _mixers(full: Settings, place: Path) -> list[ConfigData]:
     require(full, place, {"rescale_embeddings": False})
     projection = {"projection": {"kind": "multi_head", "bias": bool(full["use_bias"])}}
     depth = full["num_hidden_layers"]
@@ -25,9 +24,9 @@ def _mixers(full: Mapping[str, Any], place: Path) -> list[dict[str, Any]]:
         return [projection] * depth
     pattern = {
         "kind": "big_bird",
-        "block": whole(full, place, "block_size"),
-        "random": whole(full, place, "num_random_blocks", least=0),
-        "num_heads": whole(full, place, "num_attention_heads"),
+        "block": integer(full, place, "block_size"),
+        "random": integer(full, place, "num_random_blocks", minimum=0),
+        "num_heads": integer(full, place, "num_attention_heads"),
     }
     return [projection | {"dropout": 0.0, "pattern": pattern | {"seed": layer}} for layer in range(depth)]
 

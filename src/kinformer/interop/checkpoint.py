@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.interop import (
     bert,
@@ -35,6 +35,8 @@ from kinformer.interop import (
 )
 from kinformer.interop.architecture import add_ends, context_length
 from kinformer.interop.encoder import Family, has_no_types, plainly
+from kinformer.interop.layouts import ConfigData, ConfigView
+from kinformer.interop.settings import Settings
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import load_tensors, read_json, reading
 
@@ -55,7 +57,7 @@ class Imported:
     """
 
     member: str
-    model: Mapping[str, Any]
+    model: ConfigView
     weights: Mapping[str, Tensor]
     tokenizer: Path | None
     notes: tuple[str, ...] = ()
@@ -67,16 +69,16 @@ class Imported:
 class _Format:
     """The conversion of checkpoints of one ``model_type``: config to model config, weights to our weights.
 
-    ``with_tensors`` changes what follows from tensors. ``family`` is that of an encoder, whose head does. ``images``:
-    whether it reads those. ``untied``: whether tensors have an output matrix of their own although the config does not
-    say so. ``notes``: what there is to say of tensors.
-    ``buffers`` names the tensors that are no weights, which old checkpoints hold in any dtype.
+    ``with_tensors`` changes what follows from tensors. ``family`` is that of an encoder, whose head follows from its
+    tensors. ``images``: whether the model reads images. ``untied``: whether tensors have an output matrix of their own
+    although the config does not say so. ``notes``: notes for the user on the tensors. ``buffers`` names the tensors
+    that are no weights, which old checkpoints hold in any dtype.
     """
 
     member: str
-    model_config: Callable[[Mapping[str, Any], Path], dict[str, Any]]
-    convert: Callable[[Mapping[str, Tensor], Mapping[str, Any], Path], dict[str, Tensor]] | None = None
-    with_tensors: Callable[[Mapping[str, Any], Mapping[str, Tensor]], dict[str, Any]] = lambda model, _: dict(model)
+    model_config: Callable[[Settings, Path], ConfigData]
+    convert: Callable[[Mapping[str, Tensor], ConfigView, Path], dict[str, Tensor]] | None = None
+    with_tensors: Callable[[ConfigView, Mapping[str, Tensor]], ConfigData] = lambda model, _: dict(model)
     family: Family | None = None
     images: bool = False
     untied: Callable[[Mapping[str, Tensor]], bool] = lambda tensors: False
@@ -207,7 +209,7 @@ def _imported(folder: Path) -> Imported:
 
 def _text_encoder(
     family: Family, tensors: Mapping[str, Tensor], config: Mapping[str, object], folder: Path
-) -> tuple[dict[str, Any], dict[str, Tensor], tuple[str, ...]]:
+) -> tuple[ConfigData, dict[str, Tensor], tuple[str, ...]]:
     """Return an encoder's model config, its weights and notes for the user; the head follows from its tensors."""
     place, tensors = folder / CONFIG, plainly(tensors)
     model = family.model_config(config, place) | family.head(config, place, tensors)
@@ -241,7 +243,7 @@ def _ours(config: Mapping[str, object], folder: Path) -> Imported:
     )
 
 
-def _classes(config: Mapping[str, Any], model: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
+def _classes(config: Mapping[str, object], model: ConfigView, folder: Path) -> tuple[str, ...]:
     """Return the names of what ``model`` predicts; numbered ones where ``config`` names none, or other ones."""
     count = (model.get("head") or {}).get("classes")
     if count is None:
@@ -274,11 +276,11 @@ def _shards(folder: Path) -> dict[str, Tensor]:
     for file in sorted(set(map(str, file_of.values()))):
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise KinformerError(f"{folder / INDEX}: names {file!r}, which is no safetensors file of this folder.")
-        held = load_tensors(folder / file)[0]
+        shard = load_tensors(folder / file)[0]
         wanted = [name for name, holder in file_of.items() if holder == file]
-        if missing := [name for name in wanted if name not in held]:
+        if missing := [name for name in wanted if name not in shard]:
             raise KinformerError(f"{folder / file}: lacks {missing[0]}, which the index puts there; restore it.")
-        tensors |= {name: held[name] for name in wanted}
+        tensors |= {name: shard[name] for name in wanted}
     return tensors
 
 

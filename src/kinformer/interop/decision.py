@@ -9,18 +9,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kinformer.interop.architecture import Architecture, Settings
+from kinformer.interop.architecture import Architecture
 from kinformer.interop.gpt2 import GPT2, KEYS, REQUIRED
 from kinformer.interop.key_map import KeyMap, key
-from kinformer.interop.settings import whole
+from kinformer.interop.layouts import ConfigData, ConfigView
+from kinformer.interop.settings import Settings, integer
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-DEFAULTS: Mapping[str, Any] = {
+DEFAULTS: Mapping[str, object] = {
     **GPT2.defaults,
     "state_dim": 17,
     "act_dim": 4,
@@ -31,21 +32,21 @@ DEFAULTS: Mapping[str, Any] = {
     "n_head": 1,
     "activation_function": "relu",
 }
-"""transformers' own, for what a config leaves out."""
+"""The defaults of transformers for what a config leaves out."""
 POSITIONS = "encoder.wpe.weight"
 UNTRAINED = re.compile(r"predict_(state|return)\.(weight|bias)")
 NO_TOKENS = r"wte\.weight"
 """The table of ids, which a model of numbers does not read."""
 
 
-def _model(full: Settings, place: Path) -> dict[str, Any]:
-    actions = whole(full, place, "act_dim")
+def _model(full: Settings, place: Path) -> ConfigData:
+    actions = integer(full, place, "act_dim")
     return GPT2.model({**full, "n_embd": full["hidden_size"]}, place) | {
         "input": {
             "kind": "steps",
-            "state_dim": whole(full, place, "state_dim"),
+            "state_dim": integer(full, place, "state_dim"),
             "action_dim": actions,
-            "timesteps": whole(full, place, "max_ep_len"),
+            "timesteps": integer(full, place, "max_ep_len"),
         },
         "position": "none",
         "head": {"kind": "continuous_actions", "action_dim": actions},
@@ -79,7 +80,7 @@ DECISION = Architecture(
 
 
 def convert(tensors: Mapping[str, Tensor], model: Mapping[str, object], folder: Path) -> dict[str, Tensor]:
-    """Return the weights under our names; a tensor that such a model has not is an error."""
+    """Return the weights under our names; a tensor that such a model does not have is an error."""
     others = {name: tensor for name, tensor in tensors.items() if name != POSITIONS}
     weights = DECISION.key_map(model).read(others, model, folder, DECISION.title)
     bias, table = weights.get("input.norm.bias"), tensors.get(POSITIONS)
@@ -92,8 +93,8 @@ def convert(tensors: Mapping[str, Tensor], model: Mapping[str, object], folder: 
     return weights
 
 
-def write(weights: Mapping[str, Tensor], model: Mapping[str, Any], positions: int) -> dict[str, Tensor]:
-    """Return our ``weights`` under their names: the inverse of :func:`convert`; what ours has not is zero."""
+def write(weights: Mapping[str, Tensor], model: ConfigView, positions: int) -> dict[str, Tensor]:
+    """Return our ``weights`` under their names: the inverse of :func:`convert`; what ours does not have is zero."""
     tensors = DECISION.write(weights, model)
     steps, dim, zeros = model["input"], model["dim"], weights["norm.weight"].new_zeros
     tensors |= {POSITIONS: zeros(positions, dim), "encoder.wte.weight": zeros(1, dim)}
@@ -103,7 +104,7 @@ def write(weights: Mapping[str, Tensor], model: Mapping[str, Any], positions: in
 
 
 def notes(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Return what there is to say of a folder with ``tensors``."""
+    """Return notes for the user on a folder with ``tensors``."""
     out = sorted(name for name in tensors if UNTRAINED.fullmatch(name))
     scale = (
         "it does not say how returns and states are normalised: give `set` input.return_scale, input.state_mean and "

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from kinformer.interop.architecture import Architecture, Settings
+from kinformer.interop.architecture import Architecture
 from kinformer.interop.decoder_keys import BLOOM_KEYS, MPT_KEYS, NEOX_KEYS, OPT_KEYS
 from kinformer.interop.encoder import ACTIVATIONS
+from kinformer.interop.layouts import ConfigData
 from kinformer.interop.rotary import rope
-from kinformer.interop.settings import choice, number, require, switch, whole
+from kinformer.interop.settings import Settings, choice, integer, number, require, switch
 from kinformer.runtime.errors import KinformerError
 
-NEOX: Mapping[str, Any] = {
+NEOX: Mapping[str, object] = {
     "vocab_size": 50432,
     "hidden_size": 6144,
     "num_hidden_layers": 44,
@@ -33,7 +33,7 @@ NEOX: Mapping[str, Any] = {
     "use_parallel_residual": True,
     "attention_bias": True,
 }
-OPT: Mapping[str, Any] = {
+OPT: Mapping[str, object] = {
     "vocab_size": 50272,
     "hidden_size": 768,
     "num_hidden_layers": 12,
@@ -45,7 +45,7 @@ OPT: Mapping[str, Any] = {
     "attention_dropout": 0.0,
     "tie_word_embeddings": True,
 }
-BLOOM: Mapping[str, Any] = {
+BLOOM: Mapping[str, object] = {
     "vocab_size": 250880,
     "hidden_size": 64,
     "n_layer": 2,
@@ -55,7 +55,7 @@ BLOOM: Mapping[str, Any] = {
     "attention_dropout": 0.0,
     "tie_word_embeddings": True,
 }
-MPT: Mapping[str, Any] = {
+MPT: Mapping[str, object] = {
     "vocab_size": 50368,
     "d_model": 2048,
     "n_layers": 24,
@@ -66,16 +66,16 @@ MPT: Mapping[str, Any] = {
     "layer_norm_epsilon": 1e-5,
     "tie_word_embeddings": True,
 }
-"""transformers' own, for what a config leaves out."""
+"""The defaults of transformers for what a config leaves out."""
 
 
-def _neox(full: Settings, place: Path) -> dict[str, Any]:
+def _neox(full: Settings, place: Path) -> ConfigData:
     biased = switch(full, place, "attention_bias")
     share = {"partial_rotary_factor": full.get("rotary_pct", 0.25)}
     theta = {"rope_theta": full["rotary_emb_base"]} if "rotary_emb_base" in full else {}
     mixer = {
         "kind": "softmax",
-        "num_heads": whole(full, place, "num_attention_heads"),
+        "num_heads": integer(full, place, "num_attention_heads"),
         "projection": {"kind": "multi_head", "bias": biased},
         "position": rope({**share, **theta, **full}, place, partial=True),
         "bias": biased,
@@ -90,48 +90,48 @@ def _neox(full: Settings, place: Path) -> dict[str, Any]:
     return _model(full, place, "hidden_size", [layer] * depth) | {"dropout": number(full, place, "hidden_dropout")}
 
 
-def _opt(full: Settings, place: Path) -> dict[str, Any]:
-    dim = whole(full, place, "hidden_size")
+def _opt(full: Settings, place: Path) -> ConfigData:
+    dim = integer(full, place, "hidden_size")
     if full.get("word_embed_proj_dim") not in (None, dim):
         raise KinformerError(f"{place}: word_embed_proj_dim is not hidden_size; only one width can be imported.")
     mixer = {
         "kind": "softmax",
-        "num_heads": whole(full, place, "num_attention_heads"),
+        "num_heads": integer(full, place, "num_attention_heads"),
         "projection": {"kind": "multi_head"},
         "dropout": number(full, place, "attention_dropout"),
     }
     feed_forward = _mlp(full, place, "ffn_dim", "activation_function")
     layer = _layer(mixer, feed_forward, {"kind": "layer_norm", "eps": 1e-5}, number(full, place, "dropout"))
-    length = whole(full, place, "max_position_embeddings")
+    length = integer(full, place, "max_position_embeddings")
     model = _model(full, place, "hidden_size", [layer] * full["num_hidden_layers"])
     return model | {"position": {"kind": "learned", "max_length": length}, "dropout": layer["dropout"]}
 
 
-def _bloom(full: Settings, place: Path) -> dict[str, Any]:
-    dim = whole(full, place, "hidden_size")
-    mixer = _alibi(whole(full, place, "n_head"), True, number(full, place, "attention_dropout"))
+def _bloom(full: Settings, place: Path) -> ConfigData:
+    dim = integer(full, place, "hidden_size")
+    mixer = _alibi(integer(full, place, "n_head"), True, number(full, place, "attention_dropout"))
     norm = {"kind": "layer_norm", "eps": number(full, place, "layer_norm_epsilon")}
     feed_forward = {"kind": "mlp", "hidden_dim": 4 * dim, "activation": "gelu_tanh"}
     layer = _layer(mixer, feed_forward, norm, number(full, place, "hidden_dropout"))
     return _model(full, place, "hidden_size", [layer] * full["n_layer"]) | {"embedding_norm": norm}
 
 
-def _mpt(full: Settings, place: Path) -> dict[str, Any]:
+def _mpt(full: Settings, place: Path) -> ConfigData:
     settings = full.get("attn_config", {})
     if not isinstance(settings, Mapping):
         raise KinformerError(f"{place}: attn_config is no table of settings; restore the file from a copy.")
     settings = {"attn_pdrop": 0.0, **settings}
     wanted = {"clip_qkv": None, "softmax_scale": None, "qk_ln": False, "prefix_lm": False, "alibi_bias_max": 8}
     require(settings, place, {"alibi": True, "attn_type": "multihead_attention", **wanted})
-    heads = whole(full, place, "n_heads")
+    heads = integer(full, place, "n_heads")
     if heads & (heads - 1):
         raise KinformerError(
             f"{place}: n_heads is {heads}, for which MPT has slopes of its own; only powers of 2 can be imported."
         )
-    dim = whole(full, place, "d_model")
+    dim = integer(full, place, "d_model")
     mixer = _alibi(heads, False, number(settings, place, "attn_pdrop"))
     norm = {"kind": "layer_norm", "eps": number(full, place, "layer_norm_epsilon"), "bias": False}
-    hidden_dim = dim * whole(full, place, "expansion_ratio")
+    hidden_dim = dim * integer(full, place, "expansion_ratio")
     feed_forward = {"kind": "mlp", "hidden_dim": hidden_dim, "activation": "gelu", "bias": False}
     layer = _layer(mixer, feed_forward, norm, number(full, place, "resid_pdrop"))
     dropout = number(full, place, "emb_pdrop")
@@ -140,32 +140,32 @@ def _mpt(full: Settings, place: Path) -> dict[str, Any]:
 
 def _layer(
     mixer: dict[str, object], feed_forward: dict[str, object], norm: dict[str, object], dropout: float
-) -> dict[str, Any]:
+) -> ConfigData:
     """Return a layer with norms before its sublayers."""
     parts = {"mixer": mixer, "feed_forward": feed_forward, "norm": norm, "dropout": dropout}
     return {"kind": "decoder", "residual": "pre", **parts}
 
 
-def _mlp(full: Settings, place: Path, width: str, activation: str) -> dict[str, Any]:
+def _mlp(full: Settings, place: Path, width: str, activation: str) -> ConfigData:
     return {
         "kind": "mlp",
-        "hidden_dim": whole(full, place, width),
+        "hidden_dim": integer(full, place, width),
         "activation": ACTIVATIONS[choice(full, place, activation, ACTIVATIONS)],
     }
 
 
-def _alibi(heads: int, bias: bool, dropout: float) -> dict[str, Any]:
+def _alibi(heads: int, bias: bool, dropout: float) -> ConfigData:
     """Return softmax attention with ALiBi."""
     projection = {"kind": "multi_head", "bias": bias}
     mixer = {"kind": "softmax", "num_heads": heads, "projection": projection, "position": "alibi"}
     return mixer | {"bias": bias, "dropout": dropout}
 
 
-def _model(full: Settings, place: Path, width: str, layers: list[dict[str, object]]) -> dict[str, Any]:
+def _model(full: Settings, place: Path, width: str, layers: list[dict[str, object]]) -> ConfigData:
     return {
         "kind": "decoder",
-        "input": {"kind": "tokens", "vocab_size": whole(full, place, "vocab_size")},
-        "dim": whole(full, place, width),
+        "input": {"kind": "tokens", "vocab_size": integer(full, place, "vocab_size")},
+        "dim": integer(full, place, width),
         "layers": layers,
         "position": "none",
         "norm": layers[0]["norm"],

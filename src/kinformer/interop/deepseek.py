@@ -5,17 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from kinformer.interop.architecture import Architecture, Settings
+from kinformer.interop.architecture import Architecture
 from kinformer.interop.expert_keys import experts_of, feed_forward_keys
 from kinformer.interop.key_map import KeyMap, key
+from kinformer.interop.layouts import ConfigData, ConfigView
 from kinformer.interop.llama import DEFAULTS, like_llama
 from kinformer.interop.rotary import magnitude, parameters, rope
-from kinformer.interop.settings import choice, number, positive, switch, whole
+from kinformer.interop.settings import Settings, choice, integer, number, positive, switch
 from kinformer.runtime.errors import KinformerError
 
-DEEPSEEK: Mapping[str, Any] = {
+DEEPSEEK: Mapping[str, object] = {
     **DEFAULTS,
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
@@ -25,7 +25,7 @@ DEEPSEEK: Mapping[str, Any] = {
     "n_group": None,
     "topk_group": None,
 }
-DEEPSEEK_V2: Mapping[str, Any] = {
+DEEPSEEK_V2: Mapping[str, object] = {
     **DEEPSEEK,
     "vocab_size": 102400,
     "first_k_dense_replace": 0,
@@ -36,7 +36,7 @@ DEEPSEEK_V2: Mapping[str, Any] = {
     "norm_topk_prob": False,
     "moe_intermediate_size": 1407,
 }
-DEEPSEEK_V3: Mapping[str, Any] = {
+DEEPSEEK_V3: Mapping[str, object] = {
     **DEEPSEEK,
     "vocab_size": 129280,
     "hidden_size": 7168,
@@ -55,10 +55,10 @@ DEEPSEEK_V3: Mapping[str, Any] = {
     "max_position_embeddings": 4096,
     "rope_interleave": True,
 }
-"""transformers' own, for what a config leaves out."""
+"""The defaults of transformers for what a config leaves out."""
 
 
-def _deepseek_keys(model: Mapping[str, Any]) -> KeyMap:
+def _deepseek_keys(model: ConfigView) -> KeyMap:
     ranked = model["layers"][0]["mixer"].get("query_latent_dim") is not None
     queries = {
         "mixer.query_down": "self_attn.q_a_proj",
@@ -81,28 +81,29 @@ def _deepseek_keys(model: Mapping[str, Any]) -> KeyMap:
     )
 
 
-def _deepseek(full: Settings, place: Path, experts: dict[str, Any]) -> dict[str, Any]:
+def _deepseek(full: Settings, place: Path, experts: ConfigData) -> ConfigData:
     """Return the model config, as data, of a DeepSeek with these ``experts``."""
     choice(full, place, "hidden_act", ("silu",))
-    model = like_llama({**full, "num_key_value_heads": None, "head_dim": whole(full, place, "qk_nope_head_dim")}, place)
-    shared = whole(full, place, "n_shared_experts", least=0) * experts["hidden_dim"]
+    head_dim = integer(full, place, "qk_nope_head_dim")
+    model = like_llama({**full, "num_key_value_heads": None, "head_dim": head_dim}, place)
+    shared = integer(full, place, "n_shared_experts", minimum=0) * experts["hidden_dim"]
     mixture = experts | {"shared_dim": shared, "scale": positive(full, place, "routed_scaling_factor")}
-    rank = None if full["q_lora_rank"] is None else whole(full, place, "q_lora_rank")
-    turned = whole(full, place, "qk_rope_head_dim", least=2)
+    rank = None if full["q_lora_rank"] is None else integer(full, place, "q_lora_rank")
+    turned = integer(full, place, "qk_rope_head_dim", minimum=2)
     layout = "interleaved" if full.get("rope_interleave", True) else "half"
     mixer = {
         "kind": "latent",
-        "num_heads": whole(full, place, "num_attention_heads"),
-        "head_dim": whole(full, place, "qk_nope_head_dim"),
-        "value_dim": whole(full, place, "v_head_dim"),
+        "num_heads": integer(full, place, "num_attention_heads"),
+        "head_dim": head_dim,
+        "value_dim": integer(full, place, "v_head_dim"),
         "rotary_dim": turned,
-        "latent_dim": whole(full, place, "kv_lora_rank"),
+        "latent_dim": integer(full, place, "kv_lora_rank"),
         "query_latent_dim": rank,
         "position": rope(full, place) | {"layout": layout},
         "score": {"kind": "scaled_dot", "scale": _scale(full, place)},
         "dropout": number(full, place, "attention_dropout"),
     }
-    dense = whole(full, place, "first_k_dense_replace", least=0)
+    dense = integer(full, place, "first_k_dense_replace", minimum=0)
     layers = [
         layer | {"mixer": mixer} | ({} if index < dense else {"feed_forward": mixture})
         for index, layer in enumerate(model["layers"])
@@ -115,17 +116,17 @@ def _scale(full: Settings, place: Path) -> float | None:
     settings = parameters(full, place)
     if not settings.get("mscale_all_dim"):
         return None
-    scale = (whole(full, place, "qk_nope_head_dim") + whole(full, place, "qk_rope_head_dim")) ** -0.5
+    scale = (integer(full, place, "qk_nope_head_dim") + integer(full, place, "qk_rope_head_dim")) ** -0.5
     return scale * magnitude(settings, place, "mscale_all_dim", positive(settings, place, "factor")) ** 2
 
 
-def _deepseek_v2(full: Settings, place: Path) -> dict[str, Any]:
+def _deepseek_v2(full: Settings, place: Path) -> ConfigData:
     choice(full, place, "topk_method", ("greedy",))
     experts = experts_of(full, place, "n_routed_experts", "moe_intermediate_size")
     return _deepseek(full, place, experts | {"normalise": False, "balance": 0.0})
 
 
-def _deepseek_v3(full: Settings, place: Path) -> dict[str, Any]:
+def _deepseek_v3(full: Settings, place: Path) -> ConfigData:
     if full["n_group"] not in (None, 1):
         raise KinformerError(
             f"{place}: n_group is {full['n_group']!r}, but only tokens that choose among all experts (1) can be "

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.interop import images, vit
 from kinformer.interop.key_map import KeyMap, key
+from kinformer.interop.layouts import ConfigData, ConfigView
+from kinformer.interop.settings import Settings
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ HEADS = {
 }
 
 
-def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
+def model_config(config: Settings, place: Path) -> ConfigData:
     """Return the model config, as data, of DeiT's ``config.json``."""
     heads = [HEADS[name] for name in config.get("architectures") or () if name in HEADS]
     if not heads:
@@ -39,7 +41,7 @@ def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
     return vit.encoder(config, place, head, distillation_token=True)
 
 
-def key_map(model: Mapping[str, Any]) -> KeyMap:
+def key_map(model: ConfigView) -> KeyMap:
     """Return the key map of a ``model`` config, as data: with one classifier or two."""
     return DISTILLED_KEYS if model["head"]["kind"] == "distilled" else KEYS
 

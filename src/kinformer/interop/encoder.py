@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.interop import encoder_keys
 from kinformer.interop.encoder_keys import TYPES, HeadKeys, has_language_head, plain
-from kinformer.interop.settings import choice, number, require, whole
+from kinformer.interop.layouts import ConfigData, ConfigView
+from kinformer.interop.settings import Settings, choice, integer, number, require
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import read_json
+from kinformer.runtime.parsing import JsonObject
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 REQUIRED = {"is_decoder": False, "add_cross_attention": False, "position_embedding_type": "absolute"}
-DEFAULTS: Mapping[str, Any] = {
+DEFAULTS: Mapping[str, object] = {
     "hidden_size": 768,
     "num_hidden_layers": 12,
     "num_attention_heads": 12,
@@ -36,7 +38,7 @@ DEFAULTS: Mapping[str, Any] = {
     "type_vocab_size": 2,
     "layer_norm_eps": 1e-12,
 }
-"""transformers' own, for what a config leaves out."""
+"""The defaults of transformers for what a config leaves out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,24 +55,24 @@ class Family:
     member: str
     prefix: str
     heads: HeadKeys
-    mixers: Callable[[Mapping[str, Any], Path], list[dict[str, Any]]]
-    defaults: Mapping[str, Any]
+    mixers: Callable[[Settings, Path], list[ConfigData]]
+    defaults: Mapping[str, object]
     shifted: bool = False
     activated: Collection[str] = ()
     first_is_global: bool = False
     tokens: Mapping[str, str] = field(default_factory=dict)
 
-    def settings(self, config: Mapping[str, object], place: Path) -> dict[str, Any]:
-        """Return ``config`` with its defaults; settings that ours would compute otherwise are an error."""
+    def settings(self, config: Mapping[str, object], place: Path) -> Settings:
+        """Return ``config`` with its defaults; settings that our model cannot reproduce are an error."""
         require(config, place, REQUIRED)
         if config.get("pruned_heads"):
             raise KinformerError(f"{place}: heads are pruned; import the checkpoint before pruning.")
         full = {**DEFAULTS, **self.defaults, **config}
-        whole(full, place, "num_hidden_layers", most=10_000)
+        integer(full, place, "num_hidden_layers", maximum=10_000)
         choice(full, place, "hidden_act", ACTIVATIONS)
         return full
 
-    def model_config(self, config: Mapping[str, object], place: Path) -> dict[str, Any]:
+    def model_config(self, config: Mapping[str, object], place: Path) -> ConfigData:
         """Return the model config, as data and without its head, of a ``config.json``."""
         full = self.settings(config, place)
         return self.model(full, place, self.mixers(full, place))
@@ -85,17 +87,17 @@ class Family:
 
     def skipped(self, full: Mapping[str, object], place: Path) -> int:
         """Return how many rows of the position table stand before that of the first token."""
-        return 1 + whole(full, place, "pad_token_id", least=0) if self.shifted else 0
+        return 1 + integer(full, place, "pad_token_id", minimum=0) if self.shifted else 0
 
-    def model(self, full: Mapping[str, Any], place: Path, mixers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def model(self, full: Settings, place: Path, mixers: Sequence[ConfigView]) -> ConfigData:
         """Return the model config, as data, without its head; ``mixers`` are the
         special settings of each layer's mixer."""
         dropout = number(full, place, "hidden_dropout_prob")
         norm = {"kind": "layer_norm", "eps": number(full, place, "layer_norm_eps"), "bias": True}
-        hidden_dim = whole(full, place, "intermediate_size")
+        hidden_dim = integer(full, place, "intermediate_size")
         mixer = {
             "kind": "bidirectional",
-            "num_heads": whole(full, place, "num_attention_heads"),
+            "num_heads": integer(full, place, "num_attention_heads"),
             "dropout": number(full, place, "attention_probs_dropout_prob"),
         }
         layer = {
@@ -106,22 +108,22 @@ class Family:
             "dropout": dropout,
         }
         skipped = self.skipped(full, place)
-        length = whole(full, place, "max_position_embeddings", least=skipped + 1) - skipped
+        length = integer(full, place, "max_position_embeddings", minimum=skipped + 1) - skipped
         return {
             "kind": "encoder",
             "input": {
                 "kind": "tokens",
-                "vocab_size": whole(full, place, "vocab_size"),
-                "types": whole(full, place, "type_vocab_size", least=0),
+                "vocab_size": integer(full, place, "vocab_size"),
+                "types": integer(full, place, "type_vocab_size", minimum=0),
             },
-            "dim": whole(full, place, "hidden_size"),
+            "dim": integer(full, place, "hidden_size"),
             "layers": [layer | {"mixer": {**mixer, **special}} for special in mixers],
             "position": {"kind": "learned", "max_length": length},
             "embedding_norm": norm,
             "dropout": dropout,
         }
 
-    def head(self, config: Mapping[str, object], place: Path, names: Collection[str]) -> dict[str, Any]:
+    def head(self, config: Mapping[str, object], place: Path, names: Collection[str]) -> ConfigData:
         """Return the settings that depend on the head: that of the plain ``names``;
         one for masked tokens if there is none."""
         full = self.settings(config, place)
@@ -151,7 +153,7 @@ class Family:
     def _global_tokens(self, full: Mapping[str, object], place: Path, kind: str) -> int:
         """Return how many tokens at the beginning are global; ``global_tokens`` is a setting of our exports alone."""
         if "global_tokens" in full:
-            return whole(full, place, "global_tokens", least=0)
+            return integer(full, place, "global_tokens", minimum=0)
         return int(self.first_is_global and kind == "classification")
 
 
@@ -170,7 +172,7 @@ def _classes(full: Mapping[str, object], place: Path) -> int:
     labels = full.get("id2label")
     if isinstance(labels, dict):
         return len(labels)
-    return whole({"num_labels": 2} | dict(full), place, "num_labels")
+    return integer({"num_labels": 2} | dict(full), place, "num_labels")
 
 
 def _head_dropout(full: Mapping[str, object], place: Path) -> float:
@@ -186,7 +188,7 @@ ROLES = {
 """Our name of a role to the names it has in the files, and to the usual texts of such tokens."""
 
 
-def special_tokens(folder: Path, config: Mapping[str, Any], settings: Mapping[str, str]) -> dict[str, int]:
+def special_tokens(folder: Path, config: Settings, settings: Mapping[str, str]) -> dict[str, int]:
     """Return the ids of a mask and of a sequence's two ends (ROLES) in ``tokenizer.json`` and its neighbours in
     ``folder``, else by ``settings`` of the config.
 
@@ -222,7 +224,7 @@ def ids_of(data: Mapping[str, object]) -> dict[str, int]:
     return {text: number for text, number in ids.items() if isinstance(number, int)}
 
 
-def _table(path: Path) -> dict[str, Any]:
+def _table(path: Path) -> JsonObject:
     data = read_json(path) if path.is_file() else {}
     return data if isinstance(data, dict) else {}
 

@@ -11,19 +11,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kinformer.interop.architecture import DEPTH, Settings
+from kinformer.interop.architecture import DEPTH
 from kinformer.interop.encoder import ACTIVATIONS
 from kinformer.interop.key_map import Key, KeyMap, key
-from kinformer.interop.layouts import CROSS_KV, GATE_UP, QKV, Behind
-from kinformer.interop.settings import choice, number, require, switch, whole
+from kinformer.interop.layouts import CROSS_KV, GATE_UP, QKV, Behind, ConfigData, ConfigView
+from kinformer.interop.settings import Settings, choice, integer, number, require, switch
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-T5: Mapping[str, Any] = {
+T5: Mapping[str, object] = {
     "vocab_size": 32128,
     "d_model": 512,
     "d_kv": 64,
@@ -38,7 +38,7 @@ T5: Mapping[str, Any] = {
     "pad_token_id": 0,
     "eos_token_id": 1,
 }
-MT5: Mapping[str, Any] = {
+MT5: Mapping[str, object] = {
     **T5,
     "vocab_size": 250112,
     "d_ff": 1024,
@@ -47,7 +47,7 @@ MT5: Mapping[str, Any] = {
     "feed_forward_proj": "gated-gelu",
     "scale_decoder_outputs": False,
 }
-BART: Mapping[str, Any] = {
+BART: Mapping[str, object] = {
     "vocab_size": 50265,
     "d_model": 1024,
     "encoder_layers": 12,
@@ -64,8 +64,8 @@ BART: Mapping[str, Any] = {
     "eos_token_id": 2,
     "decoder_start_token_id": 2,
 }
-"""transformers' own, for what a config leaves out."""
-FEED_FORWARDS: Mapping[str, Mapping[str, Any]] = {
+"""The defaults of transformers for what a config leaves out."""
+FEED_FORWARDS: Mapping[str, Mapping[str, object]] = {
     "relu": {"kind": "mlp", "activation": "relu"},
     "gelu": {"kind": "mlp", "activation": "gelu"},
     "gated-gelu": {"kind": "geglu", "activation": "gelu_tanh"},
@@ -75,24 +75,24 @@ TABLES = ("shared", "encoder.embed_tokens", "decoder.embed_tokens")
 """The names of the one table of ids."""
 
 
-def t5_config(config: Mapping[str, object], place: Path, defaults: Mapping[str, object] = T5) -> dict[str, Any]:
+def t5_config(config: Mapping[str, object], place: Path, defaults: Mapping[str, object] = T5) -> ConfigData:
     """Return the model config, as data, of T5's ``config.json``, with a tied head."""
     full = {**defaults, **config}
-    dim = whole(full, place, "d_model")
+    dim = integer(full, place, "d_model")
     scaled = full.get("scale_decoder_outputs", full.get("tie_word_embeddings") is not False)
     start = {"decoder_start_token_id": full["pad_token_id"], **full}
     norm = {"kind": "rms_norm", "eps": number(full, place, "layer_norm_epsilon")}
     feed_forward = FEED_FORWARDS[choice(full, place, "feed_forward_proj", FEED_FORWARDS)]
     dropout = number(full, place, "dropout_rate")
     layer = {
-        "feed_forward": {**feed_forward, "hidden_dim": whole(full, place, "d_ff"), "bias": False},
+        "feed_forward": {**feed_forward, "hidden_dim": integer(full, place, "d_ff"), "bias": False},
         "norm": norm,
         "residual": "pre",
         "dropout": dropout,
     }
     mixer = {
-        "num_heads": whole(full, place, "num_heads"),
-        "head_dim": whole(full, place, "d_kv"),
+        "num_heads": integer(full, place, "num_heads"),
+        "head_dim": integer(full, place, "d_kv"),
         "score": "dot",
         "bias": False,
     }
@@ -100,13 +100,14 @@ def t5_config(config: Mapping[str, object], place: Path, defaults: Mapping[str, 
     encoder = layer | {"kind": "encoder", "mixer": {**mixers["encoder"], "kind": "bidirectional"}}
     decoder = layer | {"kind": "decoder", "mixer": {**mixers["decoder"], "kind": "softmax"}}
     decoder["further_mixers"] = [{**mixer, "kind": "cross"}]
-    depth = whole(full, place, "num_layers", most=DEPTH)
-    also = depth if full.get("num_decoder_layers") is None else whole(full, place, "num_decoder_layers", most=DEPTH)
+    depth = integer(full, place, "num_layers", maximum=DEPTH)
+    has_depth = full.get("num_decoder_layers") is not None
+    decoder_depth = integer(full, place, "num_decoder_layers", maximum=DEPTH) if has_depth else depth
     return {
         "kind": "encoder_decoder",
         "input": _tokens(start, place),
         "dim": dim,
-        "layers": [decoder] * also,
+        "layers": [decoder] * decoder_depth,
         "position": "none",
         "head": {"kind": "language", "tied": True, "scale": dim**-0.5 if scaled else None},
         "norm": norm,
@@ -121,40 +122,40 @@ def t5_config(config: Mapping[str, object], place: Path, defaults: Mapping[str, 
     }
 
 
-def mt5_config(config: Mapping[str, object], place: Path) -> dict[str, Any]:
+def mt5_config(config: Mapping[str, object], place: Path) -> ConfigData:
     """Return the model config, as data, of mT5's ``config.json``, whose hidden states are never scaled."""
     return t5_config({**config, "scale_decoder_outputs": False}, place, MT5)
 
 
-def _buckets(full: Settings, place: Path, bidirectional: bool, dropout: float) -> dict[str, Any]:
-    """Return the parts of self-attention that cross-attention has not."""
+def _buckets(full: Settings, place: Path, bidirectional: bool, dropout: float) -> ConfigData:
+    """Return the parts of self-attention that cross-attention does not have."""
     position = {
         "kind": "t5",
-        "num_buckets": whole(full, place, "relative_attention_num_buckets"),
-        "max_distance": whole(full, place, "relative_attention_max_distance"),
+        "num_buckets": integer(full, place, "relative_attention_num_buckets"),
+        "max_distance": integer(full, place, "relative_attention_max_distance"),
         "bidirectional": bidirectional,
     }
     return {"position": position, "projection": {"kind": "multi_head", "bias": False}, "dropout": dropout}
 
 
-def _tokens(full: Settings, place: Path) -> dict[str, Any]:
+def _tokens(full: Settings, place: Path) -> ConfigData:
     """Return the input of both sides."""
-    tokens = {"kind": "tokens", "vocab_size": whole(full, place, "vocab_size")}
+    tokens = {"kind": "tokens", "vocab_size": integer(full, place, "vocab_size")}
     names = {"bos_token": "decoder_start_token_id", "eos_token": "eos_token_id"}
-    return tokens | {ours: whole(full, place, theirs, least=0) for ours, theirs in names.items()}
+    return tokens | {ours: integer(full, place, theirs, minimum=0) for ours, theirs in names.items()}
 
 
-def bart_config(config: Mapping[str, object], place: Path) -> dict[str, Any]:
-    """Return the model config, as data, of BART's ``config.json``; settings that ours would compute otherwise are an
-    error."""
+def bart_config(config: Mapping[str, object], place: Path) -> ConfigData:
+    """Return the model config, as data, of BART's ``config.json``; settings that our model cannot reproduce are
+    an error."""
     require(config, place, {"tie_word_embeddings": True, "normalize_before": False, "add_final_layer_norm": False})
     full = {**BART, **config}
     activation = ACTIVATIONS[choice(full, place, "activation_function", ACTIVATIONS)]
     dropout, norm = number(full, place, "dropout"), {"kind": "layer_norm", "eps": 1e-5}
-    layers: dict[str, list[dict[str, Any]]] = {}
+    layers: dict[str, list[ConfigData]] = {}
     for side, kind in (("encoder", "bidirectional"), ("decoder", "softmax")):
-        heads = whole(full, place, f"{side}_attention_heads")
-        hidden_dim = whole(full, place, f"{side}_ffn_dim")
+        heads = integer(full, place, f"{side}_attention_heads")
+        hidden_dim = integer(full, place, f"{side}_ffn_dim")
         layer = {
             "kind": side,
             "mixer": {
@@ -168,14 +169,14 @@ def bart_config(config: Mapping[str, object], place: Path) -> dict[str, Any]:
             "residual": "post",
             "dropout": dropout,
         }
-        layers[side] = [layer] * whole(full, place, f"{side}_layers", most=DEPTH)
-    cross = {"kind": "cross", "num_heads": whole(full, place, "decoder_attention_heads")}
-    position = {"kind": "learned", "max_length": whole(full, place, "max_position_embeddings")}
+        layers[side] = [layer] * integer(full, place, f"{side}_layers", maximum=DEPTH)
+    cross = {"kind": "cross", "num_heads": integer(full, place, "decoder_attention_heads")}
+    position = {"kind": "learned", "max_length": integer(full, place, "max_position_embeddings")}
     entrance = {"position": position, "embedding_norm": norm, "dropout": dropout}
     return {
         "kind": "encoder_decoder",
         "input": _tokens(full, place) | {"scale": switch(full, place, "scale_embedding")},
-        "dim": whole(full, place, "d_model"),
+        "dim": integer(full, place, "d_model"),
         "layers": [layer | {"further_mixers": [cross]} for layer in layers["decoder"]],
         "head": {"kind": "language", "tied": True, "bias": True},
         "norm": None,
@@ -193,8 +194,8 @@ def untied(tensors: Mapping[str, Tensor]) -> bool:
     return output is not None and not any(torch.equal(output, table) for table in tables)
 
 
-def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
-    """Return the weights under our names; a tensor that such a model has not is an error."""
+def convert(tensors: Mapping[str, Tensor], model: ConfigView, folder: Path) -> dict[str, Tensor]:
+    """Return the weights under our names; a tensor that such a model does not have is an error."""
     import torch
 
     is_t5 = model["norm"] is not None
@@ -227,7 +228,7 @@ def _once(name: str) -> str:
     return re.sub(r"block\.0\.layer\.0\.SelfAttention\.(relative_attention_bias\.weight)$", r"\1", name)
 
 
-def _t5_keys(model: Mapping[str, Any], side: str) -> KeyMap:
+def _t5_keys(model: ConfigView, side: str) -> KeyMap:
     """Return the key map of one side of T5."""
     gated = model["layers"][0]["feed_forward"]["kind"] != "mlp"
     last = 1 if side == "encoder" else 2

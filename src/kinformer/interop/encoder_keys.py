@@ -10,10 +10,10 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.interop.key_map import Key, KeyMap, key
-from kinformer.interop.layouts import QKV, Behind
+from kinformer.interop.layouts import QKV, Behind, ConfigView
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
@@ -98,9 +98,7 @@ def key_map(heads: HeadKeys, prefix: str, kind: str, skipped: int) -> KeyMap:
     )
 
 
-def read(
-    keys: KeyMap, tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path, title: str
-) -> dict[str, Tensor]:
+def read(keys: KeyMap, tensors: Mapping[str, Tensor], model: ConfigView, folder: Path, title: str) -> dict[str, Tensor]:
     """Return the weights, by their plain names, under ours; an unknown one is an error, one left out is named by
     ``notes``."""
     kind = model["head"]["kind"]
@@ -110,7 +108,7 @@ def read(
     return _with_head(weights, model, tensors, folder)
 
 
-def write(keys: KeyMap, weights: Mapping[str, Tensor], model: Mapping[str, Any]) -> dict[str, Tensor]:
+def write(keys: KeyMap, weights: Mapping[str, Tensor], model: ConfigView) -> dict[str, Tensor]:
     """Return our ``weights`` under their names: the inverse of :func:`read`.
 
     Theirs always add a vector of a type; for a model without types that is zero.
@@ -126,7 +124,7 @@ def write(keys: KeyMap, weights: Mapping[str, Tensor], model: Mapping[str, Any])
 
 
 def _with_head(
-    weights: dict[str, Tensor], model: Mapping[str, Any], names: Collection[str], folder: Path
+    weights: dict[str, Tensor], model: ConfigView, names: Collection[str], folder: Path
 ) -> dict[str, Tensor]:
     """Return ``weights`` with one bias of the masked-language head, and no
     output matrix where that is the embedding."""
@@ -155,7 +153,7 @@ def _with_head(
 NEW_HEAD = "it has no head, so the masked-language head is a new one; hidden states are as they were"
 
 
-def new_head(model: Mapping[str, Any]) -> dict[str, Tensor]:
+def new_head(model: ConfigView) -> dict[str, Tensor]:
     """Return a masked-language head that passes hidden states on: norm(gelu(hidden)) times the embedding."""
     import torch
 
@@ -166,7 +164,7 @@ def new_head(model: Mapping[str, Any]) -> dict[str, Tensor]:
     return weights | {"head.bias": torch.zeros(model["input"]["vocab_size"])}
 
 
-def notes(keys: KeyMap, names: Collection[str], model: Mapping[str, Any]) -> tuple[str, ...]:
+def notes(keys: KeyMap, names: Collection[str], model: ConfigView) -> tuple[str, ...]:
     """Return notes for the user on what was left out of the checkpoint with the plain ``names``, or added to it."""
     kind, notes_ = model["head"]["kind"], []
     if out := sorted(name for name in names if keys.left_out.fullmatch(name)):

@@ -1,4 +1,4 @@
-"""Ways out of encoders, of texts and of images. See ``interop.routes``.
+"""Export routes of encoders, of texts and of images. See ``interop.routes``.
 
 The settings of the library transformers are computed for a model of ours, as data, and read again before they count.
 Functions raise ``KeyError``, ``TypeError`` or ``AttributeError`` for a model that lacks what they look for.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.interop import deit, encoder_keys, swin, vit
 from kinformer.interop.checkpoint import FAMILIES
 from kinformer.interop.encoder import ACTIVATIONS
-from kinformer.interop.routes import PLACE, Data, Padding, Route, Weights, ends
+from kinformer.interop.layouts import ConfigData, ConfigView
+from kinformer.interop.routes import PLACE, Padding, Route, Weights, ends
+from kinformer.interop.settings import Settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,12 +26,12 @@ THEIRS = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
 """Our name of an activation to theirs."""
 
 
-def labels(classes: int) -> dict[str, Any]:
+def labels(classes: int) -> Settings:
     """Return the names of ``classes``, of which a folder has some, as transformers calls them."""
     return labels_of([f"LABEL_{number}" for number in range(classes)])
 
 
-def labels_of(names: list[str]) -> dict[str, Any]:
+def labels_of(names: list[str]) -> Settings:
     """Return the names of classes by their numbers, and the reverse."""
     return {
         "id2label": {str(number): name for number, name in enumerate(names)},
@@ -37,7 +39,7 @@ def labels_of(names: list[str]) -> dict[str, Any]:
     }
 
 
-def _sizes(model: Data) -> dict[str, Any]:
+def _sizes(model: ConfigView) -> Settings:
     """Return the sizes of layers that are all alike."""
     layer = model["layers"][0]
     return {
@@ -48,7 +50,7 @@ def _sizes(model: Data) -> dict[str, Any]:
     }
 
 
-def _sublayers(model: Data) -> dict[str, Any]:
+def _sublayers(model: ConfigView) -> Settings:
     """Return the settings that the layers of all encoders share."""
     layer = model["layers"][0]
     return {
@@ -59,7 +61,7 @@ def _sublayers(model: Data) -> dict[str, Any]:
     }
 
 
-def _text(model: Data, pad_token: int | None) -> dict[str, Any]:
+def _text(model: ConfigView, pad_token: int | None) -> Settings:
     """Return the settings that all encoders of texts share."""
     head = model["head"]
     settings = {
@@ -76,7 +78,7 @@ def _text(model: Data, pad_token: int | None) -> dict[str, Any]:
     return settings
 
 
-def _shifted(model: Data, pad_token: int | None) -> dict[str, Any]:
+def _shifted(model: ConfigView, pad_token: int | None) -> Settings:
     """Return the settings of an encoder whose positions are counted from behind the padding token's number."""
     if pad_token is None:
         raise KeyError("pad_token")
@@ -84,14 +86,14 @@ def _shifted(model: Data, pad_token: int | None) -> dict[str, Any]:
     return settings | {"max_position_embeddings": settings["max_position_embeddings"] + pad_token + 1}
 
 
-def _longformer(model: Data, pad_token: int | None) -> dict[str, Any]:
+def _longformer(model: ConfigView, pad_token: int | None) -> Settings:
     windows = [2 * layer["mixer"]["pattern"]["window"] for layer in model["layers"]]
     settings = _shifted(model, pad_token) | {"attention_window": windows}
     classifies = model["head"]["kind"] == "classification"
     return settings if model["global_tokens"] == classifies else settings | {"global_tokens": model["global_tokens"]}
 
 
-def _big_bird(model: Data, pad_token: int | None) -> dict[str, Any]:
+def _big_bird(model: ConfigView, pad_token: int | None) -> Settings:
     mixer, end = model["layers"][0]["mixer"], model["input"]["eos_token"]
     settings = _text(model, 0 if pad_token is None else pad_token)
     settings |= {"use_bias": mixer["projection"]["bias"]} | ({} if end is None else {"sep_token_id": end})
@@ -101,7 +103,7 @@ def _big_bird(model: Data, pad_token: int | None) -> dict[str, Any]:
     return settings | {"attention_type": "block_sparse", **sizes}
 
 
-TEXT: dict[str, Callable[[Data, int | None], dict[str, Any]]] = {
+TEXT: dict[str, Callable[[ConfigView, int | None], Settings]] = {
     "bert": _text,
     "roberta": _shifted,
     "longformer": _longformer,
@@ -118,17 +120,17 @@ HEAD_NAMES = {"masked_language": "lm_head.dense.weight"}
 """A tensor by which the import knows a head, where that is not the classifier's."""
 
 
-def _text_settings(kind: str, model: Data, length: int | None, padding: Padding | None) -> dict[str, Any]:
+def _text_settings(kind: str, model: ConfigView, length: int | None, padding: Padding | None) -> Settings:
     settings = TEXT[kind](model, None if padding is None else padding.id)
     return {**settings, **ends(model), "architectures": [_text_class(kind, model)[0]]}
 
 
-def _text_class(kind: str, model: Data) -> tuple[str, str]:
+def _text_class(kind: str, model: ConfigView) -> tuple[str, str]:
     end = HEAD_CLASSES[model["head"]["kind"]]
     return f"{TEXT_CLASSES[kind]}For{end}", f"AutoModelFor{end}"
 
 
-def _read_text(family: Family, settings: Data, ours: Data) -> dict[str, Any]:
+def _read_text(family: Family, settings: Settings, ours: ConfigView) -> ConfigData:
     (name,) = settings["architectures"]
     head = next(kind for kind, end in HEAD_CLASSES.items() if name.endswith(f"For{end}"))
     model = family.model_config(settings, PLACE)
@@ -138,11 +140,11 @@ def _read_text(family: Family, settings: Data, ours: Data) -> dict[str, Any]:
     return model
 
 
-def _write_text(family: Family, weights: Weights, model: Data, settings: Data) -> dict[str, Tensor]:
+def _write_text(family: Family, weights: Weights, model: ConfigView, settings: Settings) -> dict[str, Tensor]:
     return encoder_keys.write(family.key_map(settings, PLACE, model["head"]["kind"]), weights, model)
 
 
-def _text_notes(kind: str, model: Data) -> list[str]:
+def _text_notes(kind: str, model: ConfigView) -> list[str]:
     notes = []
     if kind in ("roberta", "longformer"):
         notes.append("padding is known there by its id, which may stand nowhere else in a text")
@@ -170,7 +172,7 @@ def _text_route(kind: str) -> Route:
     )
 
 
-def _images(model: Data) -> dict[str, Any]:
+def _images(model: ConfigView) -> Settings:
     """Return the settings that all encoders of images share."""
     patches, (rows, columns) = model["input"], model["input"]["size"]
     return {
@@ -181,7 +183,7 @@ def _images(model: Data) -> dict[str, Any]:
     }
 
 
-def _vit(kind: str, model: Data, length: int | None, padding: Padding | None) -> dict[str, Any]:
+def _vit(kind: str, model: ConfigView, length: int | None, padding: Padding | None) -> Settings:
     resize = model["input"]["resize"]
     return {
         **_images(model),
@@ -193,7 +195,7 @@ def _vit(kind: str, model: Data, length: int | None, padding: Padding | None) ->
     }
 
 
-def _swin(kind: str, model: Data, length: int | None, padding: Padding | None) -> dict[str, Any]:
+def _swin(kind: str, model: ConfigView, length: int | None, padding: Padding | None) -> Settings:
     layer, depths = model["layers"][0], list(model["stack"]["depths"])
     first = [sum(depths[:stage]) for stage in range(len(depths))]
     return {
@@ -209,11 +211,11 @@ def _swin(kind: str, model: Data, length: int | None, padding: Padding | None) -
     }
 
 
-def _deit_class(model: Data) -> str:
+def _deit_class(model: ConfigView) -> str:
     return next(name for name, kind in deit.HEADS.items() if kind == model["head"]["kind"])
 
 
-IMAGE_CLASSES: dict[str, Callable[[Data], str]] = {
+IMAGE_CLASSES: dict[str, Callable[[ConfigView], str]] = {
     "vit": lambda model: "ViTForImageClassification",
     "deit": _deit_class,
     "swin": lambda model: "SwinForImageClassification",
@@ -221,7 +223,7 @@ IMAGE_CLASSES: dict[str, Callable[[Data], str]] = {
 }
 
 
-def _image_notes(model: Data) -> list[str]:
+def _image_notes(model: ConfigView) -> list[str]:
     """Return what differs for images of another size."""
     if model["input"]["resize"] == "bicubic" or not model["input"]["positions"]:
         return []
@@ -246,4 +248,4 @@ def _image_route(kind: str) -> Route:
 
 
 ROUTES = {kind: _text_route(kind) for kind in TEXT} | {kind: _image_route(kind) for kind in IMAGE_CLASSES}
-"""The ``model_type`` to the way out, in the order in which they are tried."""
+"""The ``model_type`` to its export route, in the order in which they are tried."""

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.interop.key_map import GATED, Key, key
-from kinformer.interop.layouts import Blocks, Config, Layout, Product
-from kinformer.interop.settings import whole
+from kinformer.interop.layouts import Blocks, ConfigData, ConfigView, Layout, Product
+from kinformer.interop.settings import Settings, integer
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
@@ -31,27 +31,27 @@ class ByExpert(Layout):
 
     parts: int
 
-    def read(self, tensors: Sequence[Tensor], layer: Config) -> list[Tensor]:
+    def read(self, tensors: Sequence[Tensor], layer: ConfigView) -> list[Tensor]:
         import torch
 
         experts = [torch.cat(list(tensors[first : first + self.parts])) for first in range(0, len(tensors), self.parts)]
         return [torch.stack(experts).mT.contiguous()]
 
-    def write(self, tensors: Sequence[Tensor], layer: Config) -> list[Tensor]:
+    def write(self, tensors: Sequence[Tensor], layer: ConfigView) -> list[Tensor]:
         return [part.contiguous() for tensor in tensors for expert in tensor.mT for part in expert.chunk(self.parts)]
 
 
 class OfAllExperts(Layout):
     """Their tensor is [experts, out, in], ours [experts, in, out]."""
 
-    def ours(self, tensor: Tensor, layer: Config) -> Tensor:
+    def ours(self, tensor: Tensor, layer: ConfigView) -> Tensor:
         return tensor.mT.contiguous()
 
-    def theirs(self, tensor: Tensor, layer: Config) -> Tensor:
+    def theirs(self, tensor: Tensor, layer: ConfigView) -> Tensor:
         return tensor.mT.contiguous()
 
 
-def _shared(layer: Config) -> tuple[int, dict[str, int]]:
+def _shared(layer: ConfigView) -> tuple[int, dict[str, int]]:
     """The gate of the shared expert's first product, and what it multiplies (``u``)."""
     width = layer["feed_forward"]["shared_dim"]
     return 1, {"g": width, "u": width}
@@ -76,7 +76,7 @@ def expert_keys(count: int, inside: str, names: tuple[str, str, str]) -> tuple[K
     )
 
 
-def feed_forward_keys(config: Config, shared: str = "mlp.shared_expert") -> tuple[Key, ...]:
+def feed_forward_keys(config: ConfigView, shared: str = "mlp.shared_expert") -> tuple[Key, ...]:
     """Return the keys of a layer's feed-forward, plain or a mixture, in Qwen's and DeepSeek's models; ``shared``: the
     module of the expert that all tokens use."""
     if config["kind"] != "experts":
@@ -93,20 +93,20 @@ def feed_forward_keys(config: Config, shared: str = "mlp.shared_expert") -> tupl
     return tuple(mixture)
 
 
-def experts_of(full: Mapping[str, object], place: Path, count: str, width: str) -> dict[str, Any]:
+def experts_of(full: Mapping[str, object], place: Path, count: str, width: str) -> ConfigData:
     """Return the config, as data, of a mixture: ``count`` and ``width`` name the settings of experts and of one's
     hidden layer."""
     return {
         "kind": "experts",
-        "num_experts": whole(full, place, count, most=MOST),
-        "topk": whole(full, place, "num_experts_per_tok"),
-        "hidden_dim": whole(full, place, width),
+        "num_experts": integer(full, place, count, maximum=MOST),
+        "topk": integer(full, place, "num_experts_per_tok"),
+        "hidden_dim": integer(full, place, width),
     }
 
 
-def sparse_layers(full: Mapping[str, Any], place: Path) -> list[bool]:
+def sparse_layers(full: Settings, place: Path) -> list[bool]:
     """Return of each layer whether it has a mixture, by the settings of Qwen's models."""
-    step, dense = whole(full, place, "decoder_sparse_step"), full["mlp_only_layers"] or []
+    step, dense = integer(full, place, "decoder_sparse_step"), full["mlp_only_layers"] or []
     if not isinstance(dense, list) or not all(isinstance(one, int) for one in dense):
         raise KinformerError(f"{place}: mlp_only_layers must be a list of numbers of layers, or null.")
     return [layer not in dense and (layer + 1) % step == 0 for layer in range(full["num_hidden_layers"])]

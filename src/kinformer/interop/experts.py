@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from kinformer.interop.architecture import Architecture, Settings
+from kinformer.interop.architecture import Architecture
 from kinformer.interop.expert_keys import expert_keys, experts_of, feed_forward_keys, sparse_layers
 from kinformer.interop.key_map import KeyMap, key
+from kinformer.interop.layouts import ConfigData
 from kinformer.interop.llama import MISTRAL, QWEN, keys, like_llama
-from kinformer.interop.settings import choice, number, switch
+from kinformer.interop.settings import Settings, choice, number, switch
 
-MIXTRAL: Mapping[str, Any] = {
+MIXTRAL: Mapping[str, object] = {
     **MISTRAL,
     "rms_norm_eps": 1e-5,
     "sliding_window": None,
@@ -26,7 +26,7 @@ MIXTRAL: Mapping[str, Any] = {
     "router_jitter_noise": 0.0,
     "rope_theta": 1e6,
 }
-QWEN_MOE: Mapping[str, Any] = {
+QWEN_MOE: Mapping[str, object] = {
     **QWEN,
     "hidden_size": 2048,
     "intermediate_size": 6144,
@@ -40,7 +40,7 @@ QWEN_MOE: Mapping[str, Any] = {
     "norm_topk_prob": False,
     "router_aux_loss_coef": 0.001,
 }
-"""transformers' own, for what a config leaves out."""
+"""The defaults of transformers for what a config leaves out."""
 
 
 def _mixtral_keys(model: Mapping[str, object]) -> KeyMap:
@@ -56,7 +56,7 @@ def _qwen_keys(model: Mapping[str, object]) -> KeyMap:
     return keys(model, feed_forward=feed_forward_keys)
 
 
-def _mixtral(full: Settings, place: Path) -> dict[str, Any]:
+def _mixtral(full: Settings, place: Path) -> ConfigData:
     choice(full, place, "hidden_act", ("silu",))
     windowed = full["sliding_window"] is not None
     kinds = ["sliding_attention" if windowed else "full_attention"] * full["num_hidden_layers"]
@@ -66,7 +66,7 @@ def _mixtral(full: Settings, place: Path) -> dict[str, Any]:
     return model | {"layers": [layer | {"feed_forward": experts} for layer in model["layers"]]}
 
 
-def _qwen3_moe(full: Settings, place: Path) -> dict[str, Any]:
+def _qwen3_moe(full: Settings, place: Path) -> ConfigData:
     choice(full, place, "hidden_act", ("silu",))
     biases = switch(full, place, "attention_bias")
     windowed = switch(full, place, "use_sliding_window") and full["sliding_window"] is not None

@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from reprlib import repr as excerpt
-from typing import Any
 
-from kinformer.interop.architecture import Architecture, Settings
+from kinformer.interop.architecture import Architecture
 from kinformer.interop.key_map import GATED, Key, KeyMap, key
-from kinformer.interop.layouts import DELTA, KERNEL_QKV, QKV, TAPS
+from kinformer.interop.layouts import DELTA, KERNEL_QKV, QKV, TAPS, ConfigData, ConfigView
 from kinformer.interop.llama import attention
-from kinformer.interop.settings import choice, number, positive, switch, whole
+from kinformer.interop.settings import Settings, choice, integer, number, positive, switch
 from kinformer.runtime.errors import KinformerError
 
-DEFAULTS: Mapping[str, Any] = {
+DEFAULTS: Mapping[str, object] = {
     "vocab_size": 32000,
     "hidden_size": 2048,
     "num_hidden_layers": 24,
@@ -33,7 +32,7 @@ DEFAULTS: Mapping[str, Any] = {
     "expand_k": 1.0,
     "num_kv_heads": None,
 }
-GATED_DELTANET: Mapping[str, Any] = {
+GATED_DELTANET: Mapping[str, object] = {
     **DEFAULTS,
     "num_hidden_layers": 21,
     "num_heads": 6,
@@ -44,14 +43,14 @@ GATED_DELTANET: Mapping[str, Any] = {
     "allow_neg_eigval": False,
     "output_gate_activation": "swish",
 }
-DELTA_NET: Mapping[str, Any] = {
+DELTA_NET: Mapping[str, object] = {
     **DEFAULTS,
     "num_heads": 16,
     "expand_v": 1.0,
     "use_gate": False,
     "allow_neg_eigval": False,
 }
-GLA: Mapping[str, Any] = {
+GLA: Mapping[str, object] = {
     **DEFAULTS,
     "num_heads": 4,
     "expand_k": 0.5,
@@ -59,18 +58,18 @@ GLA: Mapping[str, Any] = {
     "use_short_conv": False,
     "use_output_gate": True,
 }
-RETNET: Mapping[str, Any] = {**DEFAULTS, "hidden_ratio": 2, "num_heads": 8, "expand_v": 2.0, "use_output_gate": True}
+RETNET: Mapping[str, object] = {**DEFAULTS, "hidden_ratio": 2, "num_heads": 8, "expand_v": 2.0, "use_output_gate": True}
 GATES = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
-UNUSED = {"attnres_block_size": None}
+UNUSED: Mapping[str, object] = {"attnres_block_size": None}
 """What all of them must not have: attention over the outputs of layers."""
 SHORT = {"use_short_conv": True, "conv_bias": False}
 SUMS = {"feature_map": None, "elementwise_affine": True, "conv_bias": False}
-"""Settings that the mixers here would compute otherwise if they had other values."""
+"""The only values of settings with which the mixers here compute the same."""
 
 
-def _mixer(full: Settings, place: Path, gate: str, **more: Any) -> dict[str, Any]:
+def _mixer(full: Settings, place: Path, gate: str, **more: object) -> ConfigData:
     """Return the config, as data, of kernel attention; ``gate``: the switch of its gate; ``more``: its own settings."""
-    heads = whole(full, place, "num_heads")
+    heads = integer(full, place, "num_heads")
     mixer = {
         "kind": "linear",
         "num_heads": heads,
@@ -86,7 +85,7 @@ def _mixer(full: Settings, place: Path, gate: str, **more: Any) -> dict[str, Any
 
 def _widths(full: Settings, place: Path) -> dict[str, int]:
     """Return the widths of a head whose keys and values are shares of ``hidden_size``."""
-    dim, heads = whole(full, place, "hidden_size"), whole(full, place, "num_heads")
+    dim, heads = integer(full, place, "hidden_size"), integer(full, place, "num_heads")
     if full["num_kv_heads"] not in (None, heads):
         raise KinformerError(
             f"{place}: num_kv_heads is {excerpt(full['num_kv_heads'])}, but only as many as num_heads, {heads}, can be "
@@ -109,21 +108,21 @@ def _share(full: Settings, place: Path, name: str, of: int, heads: int = 1) -> i
     return round(width) // heads
 
 
-def _delta(full: Settings, place: Path, **more: Any) -> dict[str, Any]:
+def _delta(full: Settings, place: Path, **more: object) -> ConfigData:
     """Return kernel attention with the delta rule behind short convolutions."""
     rule = {
         "feature_map": {"kind": "unit"},
         "rule": "delta",
         "negative_eigenvalues": switch(full, place, "allow_neg_eigval"),
-        "convolution": whole(full, place, "conv_size", least=2),
+        "convolution": integer(full, place, "conv_size", minimum=2),
     }
     return _mixer(full, place, "use_gate", **rule, **more)
 
 
-def _gated_deltanet(full: Settings, place: Path) -> dict[str, Any]:
-    mixer = _delta(full, place, decay={"kind": "softplus"}, head_dim=whole(full, place, "head_dim"))
+def _gated_deltanet(full: Settings, place: Path) -> ConfigData:
+    mixer = _delta(full, place, decay={"kind": "softplus"}, head_dim=integer(full, place, "head_dim"))
     keys = mixer["num_heads"]
-    heads = keys if full["num_v_heads"] is None else whole(full, place, "num_v_heads")
+    heads = keys if full["num_v_heads"] is None else integer(full, place, "num_v_heads")
     if heads % keys:
         raise KinformerError(f"{place}: num_v_heads is {heads}, but must be a multiple of num_heads, {keys}.")
     mixer |= {"num_heads": heads, "key_heads": None if heads == keys else keys}
@@ -133,27 +132,27 @@ def _gated_deltanet(full: Settings, place: Path) -> dict[str, Any]:
     return mixer
 
 
-def _delta_net(full: Settings, place: Path) -> dict[str, Any]:
+def _delta_net(full: Settings, place: Path) -> ConfigData:
     return _delta(full, place, **_widths(full, place))
 
 
-def _gla(full: Settings, place: Path) -> dict[str, Any]:
-    width = whole(full, place, "conv_size", least=2) if switch(full, place, "use_short_conv") else 0
+def _gla(full: Settings, place: Path) -> ConfigData:
+    width = integer(full, place, "conv_size", minimum=2) if switch(full, place, "use_short_conv") else 0
     parts = {"feature_map": {"kind": "identity"}, "decay": {"kind": "low_rank"}, "convolution": width}
     return _mixer(full, place, "use_output_gate", **parts, **_widths(full, place))
 
 
-def _retnet(full: Settings, place: Path) -> dict[str, Any]:
+def _retnet(full: Settings, place: Path) -> ConfigData:
     parts = {"feature_map": {"kind": "identity"}, "decay": {"kind": "fixed"}, "position": {"kind": "rope"}}
     return _mixer(full, place, "use_output_gate", **parts, **_widths(full, place))
 
 
-def _model(mixer: Callable[[Settings, Path], dict[str, object]]) -> Callable[[Settings, Path], dict[str, Any]]:
+def _model(mixer: Callable[[Settings, Path], ConfigData]) -> Callable[[Settings, Path], ConfigData]:
     """Return the function to the model config, as data, of decoders with this ``mixer``."""
 
-    def model(full: Settings, place: Path) -> dict[str, Any]:
+    def model(full: Settings, place: Path) -> ConfigData:
         choice(full, place, "hidden_act", ("swish",))
-        dim = whole(full, place, "hidden_size")
+        dim = integer(full, place, "hidden_size")
         norm = {"kind": "rms_norm", "eps": number(full, place, "norm_eps")}
         feed_forward = {"kind": "swiglu", "hidden_dim": _hidden_dim(full, place, dim), "bias": False}
         layer = {"kind": "decoder", "feed_forward": feed_forward, "norm": norm, "residual": "pre"}
@@ -161,7 +160,7 @@ def _model(mixer: Callable[[Settings, Path], dict[str, object]]) -> Callable[[Se
         mixers = (exact.get(layer, recurrent) for layer in range(full["num_hidden_layers"]))
         return {
             "kind": "decoder",
-            "input": {"kind": "tokens", "vocab_size": whole(full, place, "vocab_size")},
+            "input": {"kind": "tokens", "vocab_size": integer(full, place, "vocab_size")},
             "dim": dim,
             "layers": [layer | {"mixer": one} for one in mixers],
             "position": "none",
@@ -175,15 +174,15 @@ def _model(mixer: Callable[[Settings, Path], dict[str, object]]) -> Callable[[Se
 def _hidden_dim(full: Settings, place: Path, dim: int) -> int:
     """Return the feed-forward's width: a share of the model's, up to a multiple of 256, where a file names none."""
     if full["intermediate_size"] is not None:
-        return whole(full, place, "intermediate_size")
+        return integer(full, place, "intermediate_size")
     ratio = 4 if full["hidden_ratio"] is None else positive(full, place, "hidden_ratio")
     return -(-int(dim * ratio * 2 / 3) // 256) * 256
 
 
-def _exact(full: Settings, place: Path) -> dict[int, dict[str, Any]]:
+def _exact(full: Settings, place: Path) -> dict[int, ConfigData]:
     """Return softmax attention by the numbers of the layers that have it."""
     groups = full["attn"] if isinstance(full["attn"], list) else [full["attn"]] if full["attn"] is not None else []
-    exact: dict[int, dict[str, Any]] = {}
+    exact: dict[int, ConfigData] = {}
     for group in groups:
         if not isinstance(group, Mapping) or not isinstance(group.get("layers"), list):
             raise KinformerError(f"{place}: attn names no list of layers with softmax attention; restore the file.")
@@ -193,18 +192,18 @@ def _exact(full: Settings, place: Path) -> dict[int, dict[str, Any]]:
             "num_key_value_heads": group.get("num_kv_heads"),
             "attention_dropout": 0.0,
         }
-        dim = whole(full, place, "hidden_size")
+        dim = integer(full, place, "hidden_size")
         mixer = attention(theirs, place, dim, (switch(group, place, "qkv_bias"), False))
         mixer["position"] = {"kind": "rope", "base": positive(group, place, "rope_theta")}
         if group["window_size"] is not None:
-            mixer["pattern"] = {"kind": "local", "window": whole(group, place, "window_size")}
+            mixer["pattern"] = {"kind": "local", "window": integer(group, place, "window_size")}
         last = full["num_hidden_layers"] - 1
         for layer in group["layers"]:
-            exact[whole({"layers of attn": layer}, place, "layers of attn", least=0, most=last)] = mixer
+            exact[integer({"layers of attn": layer}, place, "layers of attn", minimum=0, maximum=last)] = mixer
     return exact
 
 
-def _layer_keys(layer: Mapping[str, Any]) -> tuple[Key, ...]:
+def _layer_keys(layer: ConfigView) -> tuple[Key, ...]:
     """Return the keys of a layer, whose kernel attention may have any of the parts."""
     common = (
         key("mixer_residual.norm", "attn_norm"),
@@ -239,7 +238,7 @@ ARCHITECTURES = {
         title=title,
         member=member,
         defaults=defaults,
-        required=UNUSED | required,
+        required={**UNUSED, **required},
         model=_model(mixer),
         keys=KEYS,
     )

@@ -9,16 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from kinformer.interop.architecture import Architecture, Settings
+from kinformer.interop.architecture import Architecture
 from kinformer.interop.encoder import ACTIVATIONS
 from kinformer.interop.key_map import KeyMap, key
-from kinformer.interop.layouts import TRANSPOSED
-from kinformer.interop.settings import choice, number, switch, whole
+from kinformer.interop.layouts import TRANSPOSED, ConfigData
+from kinformer.interop.settings import Settings, choice, integer, number, switch
 from kinformer.runtime.errors import KinformerError
 
-DEFAULTS: Mapping[str, Any] = {
+DEFAULTS: Mapping[str, object] = {
     "vocab_size": 50257,
     "n_positions": 1024,
     "n_embd": 768,
@@ -32,7 +31,7 @@ DEFAULTS: Mapping[str, Any] = {
     "layer_norm_epsilon": 1e-5,
     "tie_word_embeddings": True,
 }
-"""transformers' own, for what a config leaves out."""
+"""The defaults of transformers for what a config leaves out."""
 REQUIRED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 """Settings under which attention is what ours is. ``reorder_and_upcast_attn`` only concerns half precision, where our
 softmax runs in float32 anyway."""
@@ -59,21 +58,21 @@ KEYS = KeyMap(
 )
 
 
-def _gpt2(full: Settings, place: Path) -> dict[str, Any]:
+def _gpt2(full: Settings, place: Path) -> ConfigData:
     if full.get("pruned_heads"):
         raise KinformerError(f"{place}: heads are pruned; import the checkpoint before pruning.")
-    dim = whole(full, place, "n_embd")
+    dim = integer(full, place, "n_embd")
     norm = {"kind": "layer_norm", "eps": number(full, place, "layer_norm_epsilon"), "bias": True}
     layer = {
         "kind": "decoder",
         "mixer": {
             "kind": "softmax",
-            "num_heads": whole(full, place, "n_head"),
+            "num_heads": integer(full, place, "n_head"),
             "dropout": number(full, place, "attn_pdrop"),
         },
         "feed_forward": {
             "kind": "mlp",
-            "hidden_dim": 4 * dim if full["n_inner"] is None else whole(full, place, "n_inner"),
+            "hidden_dim": 4 * dim if full["n_inner"] is None else integer(full, place, "n_inner"),
             "activation": ACTIVATIONS[choice(full, place, "activation_function", ACTIVATIONS)],
         },
         "norm": norm,
@@ -81,10 +80,10 @@ def _gpt2(full: Settings, place: Path) -> dict[str, Any]:
     }
     return {
         "kind": "decoder",
-        "input": {"kind": "tokens", "vocab_size": whole(full, place, "vocab_size")},
+        "input": {"kind": "tokens", "vocab_size": integer(full, place, "vocab_size")},
         "dim": dim,
         "layers": [layer] * full["n_layer"],
-        "position": {"kind": "learned", "max_length": whole(full, place, "n_positions")},
+        "position": {"kind": "learned", "max_length": integer(full, place, "n_positions")},
         "head": {"kind": "language", "tied": switch(full, place, "tie_word_embeddings")},
         "norm": norm,
         "dropout": number(full, place, "embd_pdrop"),

@@ -13,9 +13,8 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from kinformer.interop.architecture import Architecture, Settings
+from kinformer.interop.architecture import Architecture
 from kinformer.interop.expert_keys import experts_of, feed_forward_keys, sparse_layers
 from kinformer.interop.key_map import Key, KeyMap, key
 from kinformer.interop.layouts import (
@@ -28,16 +27,18 @@ from kinformer.interop.layouts import (
     SAME,
     TAPS,
     TAPS_JOINED,
+    ConfigData,
+    ConfigView,
     Layout,
 )
 from kinformer.interop.llama import DEFAULTS, layer_types, like_llama
 from kinformer.interop.rotary import parameters, rope
-from kinformer.interop.settings import FULL, LINEAR, choice, number, require, switch, whole
+from kinformer.interop.settings import FULL, LINEAR, Settings, choice, integer, number, require, switch
 from kinformer.runtime.errors import KinformerError
 
 Norms = Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
 """A layer's residual to what the norms of its mixer and of its feed-forward are called, in files of any version."""
-QWEN35: Mapping[str, Any] = {
+QWEN35: Mapping[str, object] = {
     **DEFAULTS,
     "vocab_size": 248320,
     "intermediate_size": 12288,
@@ -53,7 +54,7 @@ QWEN35: Mapping[str, Any] = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
-QWEN3_NEXT: Mapping[str, Any] = {
+QWEN3_NEXT: Mapping[str, object] = {
     **QWEN35,
     "vocab_size": 151936,
     "hidden_size": 2048,
@@ -69,7 +70,7 @@ QWEN3_NEXT: Mapping[str, Any] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": None,
 }
-OLMO: Mapping[str, Any] = {
+OLMO: Mapping[str, object] = {
     **DEFAULTS,
     "vocab_size": 100352,
     "hidden_size": 3840,
@@ -85,9 +86,9 @@ MTP = "mtp."
 LEFT_OUT = re.compile(rf"{re.escape(MTP)}.*|.*rotary_emb\.inv_freq")
 
 
-def delta(full: Settings, place: Path, eps: float) -> dict[str, Any]:
+def delta(full: Settings, place: Path, eps: float) -> ConfigData:
     """Return the config, as data, of Gated DeltaNet by the settings ``linear_*``; ``eps``: of the norm of its heads."""
-    heads, key_heads = (whole(full, place, f"linear_num_{one}_heads") for one in ("value", "key"))
+    heads, key_heads = (integer(full, place, f"linear_num_{one}_heads") for one in ("value", "key"))
     if heads % key_heads:
         raise KinformerError(
             f"{place}: linear_num_value_heads is {heads}, but must be a multiple of linear_num_key_heads, {key_heads}, "
@@ -96,15 +97,15 @@ def delta(full: Settings, place: Path, eps: float) -> dict[str, Any]:
     return {
         "kind": "linear",
         "num_heads": heads,
-        "head_dim": whole(full, place, "linear_key_head_dim"),
-        "value_dim": whole(full, place, "linear_value_head_dim"),
+        "head_dim": integer(full, place, "linear_key_head_dim"),
+        "value_dim": integer(full, place, "linear_value_head_dim"),
         "key_heads": None if key_heads == heads else key_heads,
         "feature_map": {"kind": "unit"},
         "rule": "delta",
         "decay": {"kind": "softplus"},
         "normaliser": "none",
         "scale": True,
-        "convolution": whole(full, place, "linear_conv_kernel_dim", least=2),
+        "convolution": integer(full, place, "linear_conv_kernel_dim", minimum=2),
         "head_norm": "rms",
         "norm_eps": eps,
         "gate": True,
@@ -119,10 +120,10 @@ def _kinds(full: Settings, place: Path, interval: int) -> list[str]:
     return [LINEAR if number % interval else FULL for number in range(1, full["num_hidden_layers"] + 1)]
 
 
-def _qwen(full: Settings, place: Path) -> dict[str, Any]:
+def _qwen(full: Settings, place: Path) -> ConfigData:
     choice(full, place, "hidden_act", ("silu",))
     require(full, place, {"attention_bias": False})
-    kinds = _kinds(full, place, whole(full, place, "full_attention_interval"))
+    kinds = _kinds(full, place, integer(full, place, "full_attention_interval"))
     model = like_llama(full, place, normed=True, positions={FULL: rope(full, place, partial=True)})
     linear = delta(full, place, model["norm"]["eps"])
     for layer, kind in zip(model["layers"], kinds, strict=True):
@@ -133,13 +134,13 @@ def _qwen(full: Settings, place: Path) -> dict[str, Any]:
     return model
 
 
-def _qwen3_next(full: Settings, place: Path) -> dict[str, Any]:
+def _qwen3_next(full: Settings, place: Path) -> ConfigData:
     model = _qwen(full, place)
-    if not whole(full, place, "num_experts", least=0):
+    if not integer(full, place, "num_experts", minimum=0):
         return model
     experts = experts_of(full, place, "num_experts", "moe_intermediate_size") | {
         "normalise": switch(full, place, "norm_topk_prob"),
-        "shared_dim": whole(full, place, "shared_expert_intermediate_size"),
+        "shared_dim": integer(full, place, "shared_expert_intermediate_size"),
         "shared_gate": True,
         "balance": number(full, place, "router_aux_loss_coef"),
     }
@@ -149,7 +150,7 @@ def _qwen3_next(full: Settings, place: Path) -> dict[str, Any]:
     return model
 
 
-def _olmo(full: Settings, place: Path) -> dict[str, Any]:
+def _olmo(full: Settings, place: Path) -> ConfigData:
     choice(full, place, "hidden_act", ("silu",))
     kinds = _kinds(full, place, 4)
     if FULL not in kinds and full.get("layer_types") is None:
@@ -170,15 +171,15 @@ def _olmo(full: Settings, place: Path) -> dict[str, Any]:
 
 def _olmo_sizes(full: Settings, place: Path) -> Settings:
     """Return the settings that are not null, with those sizes that follow from others where a file has none."""
-    heads = whole(full, place, "num_attention_heads")
+    heads = integer(full, place, "num_attention_heads")
     full = {name: value for name, value in full.items() if value is not None and name != "head_dim"}
     full = {"linear_num_key_heads": heads, "linear_num_value_heads": heads} | full
-    keys = whole(full, place, "linear_num_key_heads")
-    full = {"linear_key_head_dim": int(0.75 * whole(full, place, "hidden_size") / keys)} | full
-    return {"linear_value_head_dim": 2 * whole(full, place, "linear_key_head_dim")} | full
+    keys = integer(full, place, "linear_num_key_heads")
+    full = {"linear_key_head_dim": int(0.75 * integer(full, place, "hidden_size") / keys)} | full
+    return {"linear_value_head_dim": 2 * integer(full, place, "linear_key_head_dim")} | full
 
 
-def _olmo_position(full: Settings, place: Path) -> dict[str, Any]:
+def _olmo_position(full: Settings, place: Path) -> ConfigData:
     """Return the positions of softmax layers: none where a file says that their base is null."""
     settings = {"rope_theta": 10000.0, **full, **parameters(full, place)}
     return {"kind": "none"} if settings["rope_theta"] is None else rope(full, place)
@@ -190,7 +191,7 @@ def _keys(norm: Layout, linear: tuple[Key, ...], softmax: tuple[Key, ...], names
     ``norm``: the layout of the weights of norms outside the linear mixers; ``names``: what these norms are called.
     """
 
-    def layer(config: Mapping[str, Any]) -> tuple[Key, ...]:
+    def layer(config: ConfigView) -> tuple[Key, ...]:
         residual = config["residual"]
         norms = names[residual if isinstance(residual, str) else residual["kind"]]
         return (

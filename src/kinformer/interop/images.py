@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.interop.key_map import key
-from kinformer.interop.layouts import Config, Layout
-from kinformer.interop.settings import whole
+from kinformer.interop.layouts import ConfigData, ConfigView, Layout
+from kinformer.interop.settings import integer
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import read_json
 from kinformer.runtime.words import plural
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 PREPROCESSOR = "preprocessor_config.json"
 
 
-def patches(full: Mapping[str, object], place: Path, **settings: Any) -> dict[str, Any]:
+def patches(full: Mapping[str, object], place: Path, **settings: object) -> ConfigData:
     """Return the input ``patches``, as data, of a config; see :func:`normalisation`."""
-    size, channels = _pair(full, place, "image_size"), whole(full, place, "num_channels")
+    size, channels = _pair(full, place, "image_size"), integer(full, place, "num_channels")
     rows, columns = _pair(full, place, "patch_size")
     if rows != columns:
         raise KinformerError(f"{place}: patch_size is {rows} x {columns}, but only square patches can be imported.")
@@ -43,7 +43,9 @@ def classes(full: Mapping[str, object], place: Path) -> tuple[str, ...]:
     """Return the names of the classes, in order; transformers' own where the config has none."""
     names = full.get("id2label")
     if names is None:
-        return tuple(f"LABEL_{number}" for number in range(whole({"num_labels": 2} | dict(full), place, "num_labels")))
+        return tuple(
+            f"LABEL_{number}" for number in range(integer({"num_labels": 2} | dict(full), place, "num_labels"))
+        )
     if not isinstance(names, dict) or sorted(names) != sorted(map(str, range(len(names)))):
         raise KinformerError(f"{place}: id2label does not name the classes 0, 1, 2, ...; restore it from a copy.")
     return tuple(str(names[str(number)]) for number in range(len(names)))
@@ -52,12 +54,12 @@ def classes(full: Mapping[str, object], place: Path) -> tuple[str, ...]:
 class LeadingTokens(Layout):
     """Their tensors are one token each, [1, 1, dim]; ours are its rows."""
 
-    def read(self, tensors: Sequence[Tensor], layer: Config) -> list[Tensor]:
+    def read(self, tensors: Sequence[Tensor], layer: ConfigView) -> list[Tensor]:
         import torch
 
         return [torch.cat([tensor[0] for tensor in tensors])]
 
-    def write(self, tensors: Sequence[Tensor], layer: Config) -> list[Tensor]:
+    def write(self, tensors: Sequence[Tensor], layer: ConfigView) -> list[Tensor]:
         (tensor,) = tensors
         return [row[None] for row in tensor.split(1)]
 
@@ -65,20 +67,20 @@ class LeadingTokens(Layout):
 class LeadingTable(Layout):
     """Their table is [1, rows, dim]."""
 
-    def ours(self, tensor: Tensor, layer: Config) -> Tensor:
+    def ours(self, tensor: Tensor, layer: ConfigView) -> Tensor:
         return tensor[0]
 
-    def theirs(self, tensor: Tensor, layer: Config) -> Tensor:
+    def theirs(self, tensor: Tensor, layer: ConfigView) -> Tensor:
         return tensor[None]
 
 
 class Kernel(Layout):
     """Their product of a patch is a convolution's kernel [dim, channels, rows, columns], ours [dim, all of them]."""
 
-    def ours(self, tensor: Tensor, layer: Config) -> Tensor:
+    def ours(self, tensor: Tensor, layer: ConfigView) -> Tensor:
         return tensor.flatten(1) if tensor.dim() == 4 else tensor
 
-    def theirs(self, tensor: Tensor, layer: Config) -> Tensor:
+    def theirs(self, tensor: Tensor, layer: ConfigView) -> Tensor:
         patches = layer["input"]
         shape = (patches["channels"], patches["patch"], patches["patch"])
         return tensor.unflatten(1, shape) if tensor.dim() == 2 else tensor
@@ -88,7 +90,7 @@ TOKENS, TABLE, KERNEL = LeadingTokens(), LeadingTable(), Kernel()
 PROJECTION = key("input.projection", "embeddings.patch_embeddings.projection", layout=KERNEL)
 
 
-def preprocessor(patches: Config, kind: str) -> dict[str, Any]:
+def preprocessor(patches: ConfigView, kind: str) -> dict[str, object]:
     """Return the ``preprocessor_config.json`` of the input ``patches``, as data, of an image processor ``kind``."""
     rows, columns = patches["size"]
     ones = [1.0] * patches["channels"]
@@ -113,10 +115,10 @@ def _pair(full: Mapping[str, object], place: Path, name: str) -> list[int]:
     values = value if isinstance(value, list) else [value, value]
     if len(values) != 2:
         raise KinformerError(f"{place}: {name} is {value!r}, but must be one whole number, or rows and columns.")
-    return [whole({name: item}, place, name) for item in values]
+    return [integer({name: item}, place, name) for item in values]
 
 
-def normalisation(folder: Path, channels: int) -> dict[str, Any]:
+def normalisation(folder: Path, channels: int) -> ConfigData:
     """Return mean and standard deviation of the channels, where ``folder`` has a file that says them."""
     path = folder / PREPROCESSOR
     if not path.is_file():

@@ -6,17 +6,15 @@ A function raises ``KeyError``, ``TypeError`` or ``AttributeError`` for a model 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from kinformer.interop.encoder import ACTIVATIONS
+from kinformer.interop.layouts import ConfigView
 from kinformer.interop.rotary import parameters_of
-from kinformer.interop.settings import FULL, LINEAR, WINDOW
-
-Data = Mapping[str, Any]
+from kinformer.interop.settings import FULL, LINEAR, WINDOW, Settings
 
 
-def common(model: Data) -> dict[str, Any]:
+def common(model: ConfigView) -> Settings:
     """Return the settings of LLaMA and its kin."""
     layers, layer = model["layers"], model["layers"][0]
     mixer, feed_forward = layer["mixer"], layer["feed_forward"]
@@ -43,22 +41,22 @@ def common(model: Data) -> dict[str, Any]:
     }
 
 
-def only(model: Data, *left_out: str, **added: Any) -> dict[str, Any]:
-    """Return the settings of a LLaMA-like without those that it has not, and with ``added``."""
+def only(model: ConfigView, *left_out: str, **added: object) -> Settings:
+    """Return the settings of a LLaMA-like without the ``left_out`` ones and with the ``added`` ones."""
     return {name: value for name, value in common(model).items() if name not in left_out} | added
 
 
-def qwen(model: Data) -> dict[str, Any]:
+def qwen(model: ConfigView) -> Settings:
     """Return the settings of Qwen3."""
     windowed = common(model)["sliding_window"] is not None
     return only(model, "mlp_bias", use_sliding_window=windowed, max_window_layers=0)
 
 
-def _gemma(model: Data) -> dict[str, Any]:
+def _gemma(model: ConfigView) -> Settings:
     return only(model, "mlp_bias", "layer_types", "sliding_window", hidden_act="gelu_pytorch_tanh")
 
 
-def _later_gemma(model: Data) -> dict[str, Any]:
+def _later_gemma(model: ConfigView) -> Settings:
     layers, score = model["layers"], model["layers"][0]["mixer"]["score"]
     scalar = score["scale"] ** -2
     scalar = round(scalar) if round(scalar) ** -0.5 == score["scale"] else scalar
@@ -76,7 +74,7 @@ def _later_gemma(model: Data) -> dict[str, Any]:
     return settings | {"rope_parameters": {kind: parameters_of(positions.get(kind, first)) for kind in (FULL, WINDOW)}}
 
 
-def _hybrid(model: Data) -> dict[str, Any]:
+def _hybrid(model: ConfigView) -> Settings:
     """Return the settings of a hybrid, which has layers of both kinds."""
     softmax = [layer for layer in model["layers"] if layer["mixer"]["kind"] == "softmax"]
     linear = [layer["mixer"] for layer in model["layers"] if layer["mixer"]["kind"] == "linear"]
@@ -94,7 +92,7 @@ def _hybrid(model: Data) -> dict[str, Any]:
     }
 
 
-def qwen35(model: Data) -> dict[str, Any]:
+def qwen35(model: ConfigView) -> Settings:
     """Return the settings of Qwen3.5."""
     settings = _hybrid(model)
     position = next(layer["mixer"]["position"] for layer in model["layers"] if layer["mixer"]["kind"] == "softmax")
@@ -102,19 +100,19 @@ def qwen35(model: Data) -> dict[str, Any]:
     return settings
 
 
-def _olmo_hybrid(model: Data) -> dict[str, Any]:
+def _olmo_hybrid(model: ConfigView) -> Settings:
     settings = _hybrid(model)
     linear = next(layer["mixer"] for layer in model["layers"] if layer["mixer"]["kind"] == "linear")
     del settings["head_dim"]
     return settings | {"linear_allow_neg_eigval": linear["negative_eigenvalues"]}
 
 
-def _activation(model: Data) -> str:
+def _activation(model: ConfigView) -> str:
     names = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
     return names[model["layers"][0]["feed_forward"]["activation"]]
 
 
-def _neox(model: Data) -> dict[str, Any]:
+def _neox(model: ConfigView) -> Settings:
     layer = model["layers"][0]
     mixer = layer["mixer"]
     share = mixer["position"]["fraction"]
@@ -136,7 +134,7 @@ def _neox(model: Data) -> dict[str, Any]:
     }
 
 
-def _gpt2(model: Data) -> dict[str, Any]:
+def _gpt2(model: ConfigView) -> Settings:
     layer = model["layers"][0]
     return {
         "vocab_size": model["input"]["vocab_size"],
@@ -154,7 +152,7 @@ def _gpt2(model: Data) -> dict[str, Any]:
     }
 
 
-def _opt(model: Data) -> dict[str, Any]:
+def _opt(model: ConfigView) -> Settings:
     layer = model["layers"][0]
     return {
         "vocab_size": model["input"]["vocab_size"],
@@ -172,7 +170,7 @@ def _opt(model: Data) -> dict[str, Any]:
     }
 
 
-def _bloom(model: Data) -> dict[str, Any]:
+def _bloom(model: ConfigView) -> Settings:
     layer = model["layers"][0]
     return {
         "vocab_size": model["input"]["vocab_size"],
@@ -186,7 +184,7 @@ def _bloom(model: Data) -> dict[str, Any]:
     }
 
 
-def _mpt(model: Data) -> dict[str, Any]:
+def _mpt(model: ConfigView) -> Settings:
     layer = model["layers"][0]
     return {
         "vocab_size": model["input"]["vocab_size"],
@@ -204,15 +202,15 @@ def _mpt(model: Data) -> dict[str, Any]:
     }
 
 
-def _mistral(model: Data) -> dict[str, Any]:
+def _mistral(model: ConfigView) -> Settings:
     return only(model, "mlp_bias", "attention_bias", "layer_types")
 
 
-def _llama(model: Data) -> dict[str, Any]:
+def _llama(model: ConfigView) -> Settings:
     return only(model, "layer_types", "sliding_window")
 
 
-SETTINGS: dict[str, Callable[[Data], dict[str, Any]]] = {
+SETTINGS: dict[str, Callable[[ConfigView], Settings]] = {
     "llama": _llama,
     "mistral": _mistral,
     "qwen2": lambda model: {name: value for name, value in qwen(model).items() if name != "attention_bias"},

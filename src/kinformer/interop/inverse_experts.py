@@ -6,13 +6,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from kinformer.interop.inverse import Data, only, qwen, qwen35
+from kinformer.interop.inverse import only, qwen, qwen35
+from kinformer.interop.layouts import ConfigView
 from kinformer.interop.rotary import magnitude, parameters_of
+from kinformer.interop.settings import Settings
 
 
-def _mixture(model: Data) -> tuple[Data, list[int]]:
+def _mixture(model: ConfigView) -> tuple[ConfigView, list[int]]:
     """Return the config of the first mixture and the numbers of the layers that have none."""
     feed_forwards = [layer["feed_forward"] for layer in model["layers"]]
     dense = [number for number, one in enumerate(feed_forwards) if one["kind"] != "experts"]
@@ -21,7 +22,7 @@ def _mixture(model: Data) -> tuple[Data, list[int]]:
     return next(one for one in feed_forwards if one["kind"] == "experts"), dense
 
 
-def _of_mixture(model: Data) -> dict[str, Any]:
+def _of_mixture(model: ConfigView) -> Settings:
     """Return the settings of a mixture that Qwen's models share."""
     experts, dense = _mixture(model)
     return {
@@ -36,14 +37,14 @@ def _of_mixture(model: Data) -> dict[str, Any]:
     }
 
 
-def _dense_width(model: Data) -> int:
+def _dense_width(model: ConfigView) -> int:
     """Return the width of a feed-forward of all tokens, that of an expert where no layer has one."""
     feed_forwards = [layer["feed_forward"] for layer in model["layers"]]
     one = next((one for one in feed_forwards if one["kind"] != "experts"), feed_forwards[0])
     return int(one["hidden_dim"])
 
 
-def _mixtral(model: Data) -> dict[str, Any]:
+def _mixtral(model: ConfigView) -> Settings:
     experts, _ = _mixture(model)
     return only(model, "mlp_bias", "attention_bias", "layer_types") | {
         "intermediate_size": experts["hidden_dim"],
@@ -54,17 +55,17 @@ def _mixtral(model: Data) -> dict[str, Any]:
     }
 
 
-def _qwen3_moe(model: Data) -> dict[str, Any]:
+def _qwen3_moe(model: ConfigView) -> Settings:
     settings = {name: value for name, value in qwen(model).items() if name != "layer_types"}
     return settings | _of_mixture(model)
 
 
-def _qwen3_next(model: Data) -> dict[str, Any]:
+def _qwen3_next(model: ConfigView) -> Settings:
     experts, _ = _mixture(model)
     return qwen35(model) | _of_mixture(model) | {"shared_expert_intermediate_size": experts["shared_dim"]}
 
 
-def _rope_parameters(mixer: Data) -> dict[str, Any]:
+def _rope_parameters(mixer: ConfigView) -> Settings:
     """Return the rotary settings of latent attention, with the ``mscale_all_dim`` that its scores are multiplied by."""
     settings, scale = parameters_of(mixer["position"]), mixer["score"]["scale"]
     if scale is None:
@@ -85,7 +86,7 @@ UNUSED = {"num_experts": 1, "topk": 1, "scale": 1.0, "normalise": True}
 """A mixture that no layer has, as files name one."""
 
 
-def _deepseek(model: Data) -> dict[str, Any]:
+def _deepseek(model: ConfigView) -> Settings:
     layers, mixer = model["layers"], model["layers"][0]["mixer"]
     width = _dense_width(model)
     mixtures = [layer["feed_forward"] for layer in layers if layer["feed_forward"]["kind"] == "experts"]
@@ -120,16 +121,16 @@ def _deepseek(model: Data) -> dict[str, Any]:
     }
 
 
-def _deepseek_v2(model: Data) -> dict[str, Any]:
+def _deepseek_v2(model: ConfigView) -> Settings:
     return _deepseek(model) | {"mlp_bias": False, "topk_method": "greedy"}
 
 
-def _deepseek_v3(model: Data) -> dict[str, Any]:
+def _deepseek_v3(model: ConfigView) -> Settings:
     interleaved = model["layers"][0]["mixer"]["position"]["layout"] == "interleaved"
     return _deepseek(model) | {"rope_interleave": interleaved}
 
 
-SETTINGS: dict[str, Callable[[Data], dict[str, Any]]] = {
+SETTINGS: dict[str, Callable[[ConfigView], Settings]] = {
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kinformer.interop.layouts import GATE_UP, SAME, Config, Layout
+from kinformer.interop.layouts import GATE_UP, SAME, ConfigView, Layout
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 
@@ -58,16 +58,16 @@ class KeyMap:
     """
 
     model: tuple[Key, ...]
-    layer: tuple[Key, ...] | Callable[[Config], tuple[Key, ...]]
+    layer: tuple[Key, ...] | Callable[[ConfigView], tuple[Key, ...]]
     layers: str = "layers"
     prefix: str = "model."
     left_out: re.Pattern[str] = re.compile(r".*rotary_emb\.inv_freq")
     beside: tuple[str, ...] = HEADS
 
-    def read(self, tensors: Mapping[str, Tensor], model: Config, folder: Path, title: str) -> dict[str, Tensor]:
+    def read(self, tensors: Mapping[str, Tensor], model: ConfigView, folder: Path, title: str) -> dict[str, Tensor]:
         """Return the weights under our names; ``model`` is our config as data.
 
-        Errors: ``KinformerError`` for a tensor that a ``title`` has not, or lacks.
+        Errors: ``KinformerError`` for a tensor that a ``title`` does not have, and for a missing one.
         """
         weights: dict[str, Tensor] = {}
         parts: dict[tuple[str, int, Key, str], dict[int, Tensor]] = {}
@@ -80,7 +80,7 @@ class KeyMap:
             if entry is None:
                 raise KinformerError(
                     f"{folder}: holds {name[:99]!r}, which a {title} of "
-                    f"{plural(len(model['layers']), 'layer')} has not; import one without further heads."
+                    f"{plural(len(model['layers']), 'layer')} does not have; import one without further heads."
                 )
             one, kind, index = entry
             some = parts.setdefault((where, number, one, kind), {})
@@ -103,7 +103,7 @@ class KeyMap:
                 ) from error
         return weights
 
-    def write(self, weights: Mapping[str, Tensor], model: Config) -> dict[str, Tensor]:
+    def write(self, weights: Mapping[str, Tensor], model: ConfigView) -> dict[str, Tensor]:
         """Return our ``weights`` under their names: the inverse of :meth:`read`."""
         tensors: dict[str, Tensor] = {}
         parts: dict[tuple[int, Key, str], dict[int, Tensor]] = {}
@@ -127,8 +127,8 @@ class KeyMap:
             name = name.removeprefix(f"{part}.")
         return name
 
-    def _keys(self, number: int, model: Config) -> tuple[Key, ...]:
-        """Return the keys of the layer ``number``, or of the model (-1); none of a layer that the model has not."""
+    def _keys(self, number: int, model: ConfigView) -> tuple[Key, ...]:
+        """Return the keys of the layer ``number``, or of the model (-1); none for a layer that is not there."""
         if number < 0:
             return self.model
         if number >= len(model["layers"]):
@@ -156,5 +156,5 @@ def _name(module: str, tensor: str) -> str:
     return f"{module}.{tensor}" if tensor else module
 
 
-def _of_layer(model: Config, number: int) -> Config:
+def _of_layer(model: ConfigView, number: int) -> ConfigView:
     return model if number < 0 else {"dim": model["dim"], **model["layers"][number]}

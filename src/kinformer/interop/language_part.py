@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from kinformer.interop.settings import Settings
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ OUTSIDE = ("tie_word_embeddings", "eos_token_id", "quantization_config")
 """Settings of the language model that may stand beside the table."""
 
 
-def settings(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
+def settings(config: Settings, place: Path) -> Settings:
     """Return the settings of the language model within ``config``, which stands at ``place``."""
     inner = config.get("text_config")
     if not isinstance(inner, Mapping):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Config = Mapping[str, Any]
+
+ConfigData: TypeAlias = dict[str, Any]
+"""A config of ours, or a part of one, as data, which ``core.config.from_dict`` checks."""
+ConfigView: TypeAlias = Mapping[str, Any]
+"""A config of ours, or a part of one, as data that is only read."""
 
 
 class Layout:
@@ -19,19 +23,19 @@ class Layout:
     A layout of one tensor on either side says what ``ours`` and ``theirs`` of it is.
     """
 
-    def read(self, tensors: Sequence[Tensor], layer: Config) -> list[Tensor]:
+    def read(self, tensors: Sequence[Tensor], layer: ConfigView) -> list[Tensor]:
         """Return our tensors of their ``tensors``."""
         return [self.ours(tensor, layer) for tensor in tensors]
 
-    def write(self, tensors: Sequence[Tensor], layer: Config) -> list[Tensor]:
+    def write(self, tensors: Sequence[Tensor], layer: ConfigView) -> list[Tensor]:
         """Return their tensors of our ``tensors``."""
         return [self.theirs(tensor, layer) for tensor in tensors]
 
-    def ours(self, tensor: Tensor, layer: Config) -> Tensor:
+    def ours(self, tensor: Tensor, layer: ConfigView) -> Tensor:
         """Return our tensor of their ``tensor``."""
         return tensor
 
-    def theirs(self, tensor: Tensor, layer: Config) -> Tensor:
+    def theirs(self, tensor: Tensor, layer: ConfigView) -> Tensor:
         """Return their tensor of our ``tensor``."""
         return tensor
 
@@ -39,20 +43,20 @@ class Layout:
 class Transposed(Layout):
     """Their products are [in, out], ours [out, in]."""
 
-    def ours(self, tensor: Tensor, layer: Config) -> Tensor:
+    def ours(self, tensor: Tensor, layer: ConfigView) -> Tensor:
         return tensor.mT.contiguous() if tensor.dim() == 2 else tensor
 
-    def theirs(self, tensor: Tensor, layer: Config) -> Tensor:
+    def theirs(self, tensor: Tensor, layer: ConfigView) -> Tensor:
         return self.ours(tensor, layer)
 
 
 class OnePlus(Layout):
     """Their norm multiplies by 1 + w, ours by w."""
 
-    def ours(self, tensor: Tensor, layer: Config) -> Tensor:
+    def ours(self, tensor: Tensor, layer: ConfigView) -> Tensor:
         return 1 + tensor
 
-    def theirs(self, tensor: Tensor, layer: Config) -> Tensor:
+    def theirs(self, tensor: Tensor, layer: ConfigView) -> Tensor:
         return tensor - 1
 
 
@@ -62,10 +66,10 @@ class Behind(Layout):
     def __init__(self, rows: int) -> None:
         self.rows = rows
 
-    def ours(self, tensor: Tensor, layer: Config) -> Tensor:
+    def ours(self, tensor: Tensor, layer: ConfigView) -> Tensor:
         return tensor[self.rows :]
 
-    def theirs(self, tensor: Tensor, layer: Config) -> Tensor:
+    def theirs(self, tensor: Tensor, layer: ConfigView) -> Tensor:
         import torch
 
         return torch.cat([tensor.new_zeros(self.rows, tensor.shape[1]), tensor])
@@ -89,16 +93,16 @@ class Blocks(Layout):
 
     there: tuple[Product, ...]
     here: tuple[Product, ...]
-    sizes: Callable[[Config], tuple[int, Mapping[str, int]]]
+    sizes: Callable[[ConfigView], tuple[int, Mapping[str, int]]]
 
-    def read(self, tensors: Sequence[Tensor], layer: Config) -> list[Tensor]:
+    def read(self, tensors: Sequence[Tensor], layer: ConfigView) -> list[Tensor]:
         return self._moved(tensors, self.there, self.here, layer)
 
-    def write(self, tensors: Sequence[Tensor], layer: Config) -> list[Tensor]:
+    def write(self, tensors: Sequence[Tensor], layer: ConfigView) -> list[Tensor]:
         return self._moved(tensors, self.here, self.there, layer)
 
     def _moved(
-        self, tensors: Sequence[Tensor], source: Sequence[Product], target: Sequence[Product], layer: Config
+        self, tensors: Sequence[Tensor], source: Sequence[Product], target: Sequence[Product], layer: ConfigView
     ) -> list[Tensor]:
         import torch
 
@@ -130,7 +134,7 @@ class Taps(Blocks):
     Theirs may be cut anywhere, as transformers saves those of OLMo Hybrid in equal parts.
     """
 
-    def read(self, tensors: Sequence[Tensor], layer: Config) -> list[Tensor]:
+    def read(self, tensors: Sequence[Tensor], layer: ConfigView) -> list[Tensor]:
         import torch
 
         heads, rows = self.sizes(layer)
@@ -138,12 +142,12 @@ class Taps(Blocks):
         joined = super().read(torch.cat(list(tensors)).squeeze(1).split(counts), layer)
         return [tensor.mT.flip(0).unflatten(1, (heads, -1)).contiguous() for tensor in joined]
 
-    def write(self, tensors: Sequence[Tensor], layer: Config) -> list[Tensor]:
+    def write(self, tensors: Sequence[Tensor], layer: ConfigView) -> list[Tensor]:
         parts = super().write([tensor.flatten(1).flip(0).mT for tensor in tensors], layer)
         return [part.unsqueeze(1) for part in parts]
 
 
-def head_rows(layer: Config) -> tuple[int, int, int]:
+def head_rows(layer: ConfigView) -> tuple[int, int, int]:
     """Return how many rows queries, keys and values have in the product of the layer's mixer."""
     mixer = layer["mixer"]
     projection = mixer.get("projection", {})
@@ -153,31 +157,31 @@ def head_rows(layer: Config) -> tuple[int, int, int]:
     return rows, keys, keys
 
 
-def _rows(mixer: Config, layer: Config) -> int:
+def _rows(mixer: ConfigView, layer: ConfigView) -> int:
     """Return how wide all heads are together: as the model where the config names no width of one."""
     return mixer["num_heads"] * mixer["head_dim"] if mixer.get("head_dim") else layer["dim"]
 
 
-def _softmax(layer: Config) -> tuple[int, dict[str, int]]:
+def _softmax(layer: ConfigView) -> tuple[int, dict[str, int]]:
     """The blocks of softmax attention: queries, keys, values, and a gate (``g``) of every feature."""
     q, k, v = head_rows(layer)
     return layer["mixer"]["num_heads"], {"q": q, "k": k, "v": v, "g": q}
 
 
-def _cross(layer: Config) -> tuple[int, dict[str, int]]:
+def _cross(layer: ConfigView) -> tuple[int, dict[str, int]]:
     """The keys and values of the layer's cross-attention."""
     (mixer,) = layer["further_mixers"]
     rows = _rows(mixer, layer)
     return mixer["num_heads"], {"k": rows, "v": rows}
 
 
-def _gated(layer: Config) -> tuple[int, dict[str, int]]:
+def _gated(layer: ConfigView) -> tuple[int, dict[str, int]]:
     """The gate of the feed-forward's first product, and what it multiplies (``u``)."""
     width = layer["feed_forward"]["hidden_dim"]
     return 1, {"g": width, "u": width}
 
 
-def _kernel(layer: Config) -> tuple[int, dict[str, int]]:
+def _kernel(layer: ConfigView) -> tuple[int, dict[str, int]]:
     """The blocks of kernel attention by heads of keys: queries, keys, values, their output gate (``g``), and of every
     head of values the strength (``b``) and the decay (``a``)."""
     mixer = layer["mixer"]

@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from kinformer.interop.architecture import Architecture, Settings
+from kinformer.interop.architecture import Architecture
 from kinformer.interop.key_map import GATED, Key, KeyMap, key
-from kinformer.interop.layouts import ONE_PLUS, QKV, SAME, Config, Layout
+from kinformer.interop.layouts import ONE_PLUS, QKV, SAME, ConfigData, ConfigView, Layout
 from kinformer.interop.rotary import rope
-from kinformer.interop.settings import FULL, WINDOW, choice, number, positive, switch, whole
+from kinformer.interop.settings import FULL, WINDOW, Settings, choice, integer, number, positive, switch
 from kinformer.runtime.errors import KinformerError
 
-DEFAULTS: Mapping[str, Any] = {
+DEFAULTS: Mapping[str, object] = {
     "vocab_size": 32000,
     "hidden_size": 4096,
     "intermediate_size": 11008,
@@ -33,8 +32,13 @@ DEFAULTS: Mapping[str, Any] = {
     "attention_dropout": 0.0,
     "mlp_bias": False,
 }
-MISTRAL: Mapping[str, Any] = {**DEFAULTS, "intermediate_size": 14336, "num_key_value_heads": 8, "sliding_window": 4096}
-QWEN: Mapping[str, Any] = {
+MISTRAL: Mapping[str, object] = {
+    **DEFAULTS,
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+}
+QWEN: Mapping[str, object] = {
     **DEFAULTS,
     "vocab_size": 151936,
     "intermediate_size": 22016,
@@ -42,7 +46,7 @@ QWEN: Mapping[str, Any] = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
-GEMMA: Mapping[str, Any] = {
+GEMMA: Mapping[str, object] = {
     **DEFAULTS,
     "vocab_size": 256000,
     "hidden_size": 3072,
@@ -54,7 +58,7 @@ GEMMA: Mapping[str, Any] = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
-GEMMA2: Mapping[str, Any] = {
+GEMMA2: Mapping[str, object] = {
     **GEMMA,
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -67,7 +71,7 @@ GEMMA2: Mapping[str, Any] = {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }
-GEMMA3: Mapping[str, Any] = {
+GEMMA3: Mapping[str, object] = {
     **GEMMA2,
     "vocab_size": 262208,
     "max_position_embeddings": 131072,
@@ -78,7 +82,7 @@ ENCODES = {"use_bidirectional_attention": False}
 
 
 def keys(
-    model: Mapping[str, Any], norm: Layout = SAME, feed_forward: Callable[[Config], tuple[Key, ...]] = lambda _: GATED
+    model: ConfigView, norm: Layout = SAME, feed_forward: Callable[[ConfigView], tuple[Key, ...]] = lambda _: GATED
 ) -> KeyMap:
     """Return the key map of a LLaMA-like ``model``; ``norm``: the layout of the weights of norms; ``feed_forward``
     gives the keys of a layer's feed-forward by its config."""
@@ -107,24 +111,24 @@ def keys(
     )
 
 
-def _llama(full: Settings, place: Path) -> dict[str, Any]:
+def _llama(full: Settings, place: Path) -> ConfigData:
     choice(full, place, "hidden_act", ("silu",))
     biases = switch(full, place, "attention_bias")
     return like_llama(full, place, biases=(biases, biases))
 
 
-def _mistral(full: Settings, place: Path) -> dict[str, Any]:
+def _mistral(full: Settings, place: Path) -> ConfigData:
     choice(full, place, "hidden_act", ("silu",))
     windowed = full["sliding_window"] is not None
     return like_llama(full, place, kinds=[WINDOW if windowed else FULL] * full["num_hidden_layers"])
 
 
-def _qwen2(full: Settings, place: Path) -> dict[str, Any]:
+def _qwen2(full: Settings, place: Path) -> ConfigData:
     choice(full, place, "hidden_act", ("silu",))
     return like_llama(full, place, kinds=_kinds(full, place), biases=(True, False))
 
 
-def _qwen3(full: Settings, place: Path) -> dict[str, Any]:
+def _qwen3(full: Settings, place: Path) -> ConfigData:
     choice(full, place, "hidden_act", ("silu",))
     biases = switch(full, place, "attention_bias")
     return like_llama(full, place, kinds=_kinds(full, place), biases=(biases, biases), normed=True)
@@ -137,17 +141,17 @@ def _kinds(full: Settings, place: Path) -> list[str]:
         return [FULL] * depth
     if full.get("layer_types") is not None:
         return layer_types(full, place, (FULL, WINDOW))
-    first = whole(full, place, "max_window_layers", least=0)
+    first = integer(full, place, "max_window_layers", minimum=0)
     return [WINDOW if layer >= first else FULL for layer in range(depth)]
 
 
-def _gemma(full: Settings, place: Path) -> dict[str, Any]:
+def _gemma(full: Settings, place: Path) -> ConfigData:
     activation = "hidden_act" if full.get("hidden_activation") is None else "hidden_activation"
     choice(full, place, activation, ("gelu_pytorch_tanh",))
     return _as_gemma(like_llama(full, place, biases=(switch(full, place, "attention_bias"),) * 2))
 
 
-def _gemma2(full: Settings, place: Path) -> dict[str, Any]:
+def _gemma2(full: Settings, place: Path) -> ConfigData:
     choice(full, place, "hidden_activation", ("gelu_pytorch_tanh",))
     kinds = _alternating(full, place, 2)
     score = {"scale": positive(full, place, "query_pre_attn_scalar") ** -0.5}
@@ -157,10 +161,10 @@ def _gemma2(full: Settings, place: Path) -> dict[str, Any]:
     return _as_gemma(model, score, full, place)
 
 
-def _gemma3(full: Settings, place: Path) -> dict[str, Any]:
+def _gemma3(full: Settings, place: Path) -> ConfigData:
     choice(full, place, "hidden_activation", ("gelu_pytorch_tanh",))
     pattern = full.get("sliding_window_pattern", full.get("_sliding_window_pattern", 6))
-    kinds = _alternating(full, place, whole({"sliding_window_pattern": pattern}, place, "sliding_window_pattern"))
+    kinds = _alternating(full, place, integer({"sliding_window_pattern": pattern}, place, "sliding_window_pattern"))
     local = {**full, "rope_theta": full.get("rope_local_base_freq", 10_000.0), "rope_scaling": None}
     positions = {FULL: rope(full, place, FULL, base=1e6), WINDOW: rope(local, place, WINDOW)}
     score = {"scale": positive(full, place, "query_pre_attn_scalar") ** -0.5}
@@ -170,8 +174,8 @@ def _gemma3(full: Settings, place: Path) -> dict[str, Any]:
 
 
 def _as_gemma(
-    model: dict[str, Any], score: Mapping[str, object] | None = None, full: Settings | None = None, place: Path = Path()
-) -> dict[str, Any]:
+    model: ConfigData, score: Mapping[str, object] | None = None, full: Settings | None = None, place: Path = Path()
+) -> ConfigData:
     """Return a LLaMA-like ``model`` with Gemma's scaled embeddings and feed-forward; with a ``score``, as from Gemma 2
     on, also with a norm on either side of each sublayer."""
     model["input"]["scale"] = True
@@ -210,14 +214,14 @@ def like_llama(
     biases: tuple[bool, bool] = (False, False),
     normed: bool = False,
     positions: Mapping[str, Mapping[str, object]] | None = None,
-) -> dict[str, Any]:
+) -> ConfigData:
     """Return the model config, as data, of a LLaMA-like config with all its settings.
 
     ``kinds``: each layer's kind of attention, all FULL if not given; ``biases``: whether the products before attention
     and behind it have one; ``normed``: whether queries and keys are normed; ``positions``: those of each kind of
     attention, where they differ.
     """
-    depth, dim = full["num_hidden_layers"], whole(full, place, "hidden_size")
+    depth, dim = full["num_hidden_layers"], integer(full, place, "hidden_size")
     norm = {"kind": "rms_norm", "eps": number(full, place, "rms_norm_eps")}
     mixer = attention(full, place, dim, biases) | ({} if positions else {"position": rope(full, place)})
     if normed:
@@ -226,21 +230,21 @@ def like_llama(
         "kind": "decoder",
         "feed_forward": {
             "kind": "swiglu",
-            "hidden_dim": whole(full, place, "intermediate_size"),
+            "hidden_dim": integer(full, place, "intermediate_size"),
             "bias": switch(full, place, "mlp_bias"),
         },
         "norm": norm,
         "residual": "pre",
     }
-    mixers: dict[str, dict[str, Any]] = {FULL: mixer | {"pattern": {"kind": "causal"}}}
+    mixers: dict[str, ConfigData] = {FULL: mixer | {"pattern": {"kind": "causal"}}}
     if kinds is not None and WINDOW in kinds:
-        mixers[WINDOW] = mixer | {"pattern": {"kind": "local", "window": whole(full, place, "sliding_window")}}
+        mixers[WINDOW] = mixer | {"pattern": {"kind": "local", "window": integer(full, place, "sliding_window")}}
     for kind, position in (positions or {}).items():
         if kind in mixers:
             mixers[kind]["position"] = position
     return {
         "kind": "decoder",
-        "input": {"kind": "tokens", "vocab_size": whole(full, place, "vocab_size")},
+        "input": {"kind": "tokens", "vocab_size": integer(full, place, "vocab_size")},
         "dim": dim,
         "layers": [layer | {"mixer": dict(mixers[kind])} for kind in kinds or [FULL] * depth],
         "position": "none",
@@ -249,13 +253,13 @@ def like_llama(
     }
 
 
-def attention(full: Settings, place: Path, dim: int, biases: tuple[bool, bool]) -> dict[str, Any]:
+def attention(full: Settings, place: Path, dim: int, biases: tuple[bool, bool]) -> ConfigData:
     """Return the config, as data, of softmax attention with grouped queries, without its position."""
-    heads = whole(full, place, "num_attention_heads")
+    heads = integer(full, place, "num_attention_heads")
     shared = full.get("num_key_value_heads")
-    kv_heads = heads if shared is None else whole(full, place, "num_key_value_heads")
-    width = dim // heads if full.get("head_dim") is None else whole(full, place, "head_dim")
-    projection: dict[str, Any] = {"kind": "multi_head", "bias": biases[0]}
+    kv_heads = heads if shared is None else integer(full, place, "num_key_value_heads")
+    width = dim // heads if full.get("head_dim") is None else integer(full, place, "head_dim")
+    projection: ConfigData = {"kind": "multi_head", "bias": biases[0]}
     if kv_heads != heads:
         projection |= {"kind": "grouped", "num_kv_heads": kv_heads}
     return {

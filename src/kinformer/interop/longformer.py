@@ -1,27 +1,28 @@
 """Longformer as the library transformers saves it, as our member ``longformer`` (Beltagy et al. 2020).
 
-Its ``attention_window`` counts both sides. Without kinds no token is global, but for a classifier of texts the first.
+Its ``attention_window`` counts both sides. No token is global unless ``kinds`` mark it, except for the first one of a
+classifier of texts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from kinformer.interop.encoder import Family
 from kinformer.interop.encoder_keys import CLASSIFIER, LM_HEAD, HeadKeys
+from kinformer.interop.layouts import ConfigData
+from kinformer.interop.settings import Settings
 from kinformer.runtime.errors import KinformerError
 
 
-def _mixers(full: Mapping[str, object], place: Path) -> list[dict[str, Any]]:
+def _mixers(full: Settings, place: Path) -> list[ConfigData]:
     return [
         {"projection": {"kind": "multi_head_global"}, "pattern": {"kind": "window", "window": sides // 2}}
         for sides in _windows(full, place)
     ]
 
 
-def _windows(full: Mapping[str, Any], place: Path) -> list[int]:
+def _windows(full: Settings, place: Path) -> list[int]:
     windows, depth = full["attention_window"], full["num_hidden_layers"]
     windows = [windows] * depth if isinstance(windows, int) else windows
     if not isinstance(windows, list) or len(windows) != depth:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.interop.key_map import KeyMap, key
-from kinformer.interop.layouts import CROSS_KV, QKV
-from kinformer.interop.settings import choice, number, require, whole
+from kinformer.interop.layouts import CROSS_KV, QKV, ConfigData, ConfigView
+from kinformer.interop.settings import Settings, choice, integer, number, require
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ REQUIRED = {
     "tie_word_embeddings": True,
 }
 """Settings under which it is what ours is; the first five are those of old files."""
-DEFAULTS: Mapping[str, Any] = {
+DEFAULTS: Mapping[str, object] = {
     "d_model": 1024,
     "encoder_layers": 12,
     "decoder_layers": 12,
@@ -46,7 +46,7 @@ DEFAULTS: Mapping[str, Any] = {
     "eos_token_id": 0,
     "decoder_start_token_id": 58100,
 }
-"""transformers' own, for what a config leaves out."""
+"""The defaults of transformers for what a config leaves out."""
 
 FED = (
     key("feed_forward.up", "fc1"),
@@ -71,19 +71,19 @@ SIDES = {
 """The keys of the layers of both sides."""
 
 
-def model_config(config: Mapping[str, object], place: Path) -> dict[str, Any]:
-    """Return the model config, as data, of transformers' ``config.json``; settings that ours
-    would compute otherwise are an error."""
+def model_config(config: Mapping[str, object], place: Path) -> ConfigData:
+    """Return the model config, as data, of transformers' ``config.json``; settings that our
+    model cannot reproduce are an error."""
     require(config, place, REQUIRED)
     full = {**DEFAULTS, **config}
-    size = whole(full, place, "vocab_size")
+    size = integer(full, place, "vocab_size")
     shared = bool(full.get("share_encoder_decoder_embeddings", True))
-    target = size if shared else whole({"decoder_vocab_size": size} | full, place, "decoder_vocab_size")
+    target = size if shared else integer({"decoder_vocab_size": size} | full, place, "decoder_vocab_size")
     choice(full, place, "activation_function", ACTIVATIONS)
     position = {"kind": "sinusoidal", "layout": "split"}
-    dropout, end = number(full, place, "dropout"), whole(full, place, "eos_token_id", least=0)
+    dropout, end = number(full, place, "dropout"), integer(full, place, "eos_token_id", minimum=0)
     tokens = {"kind": "tokens", "scale": bool(full.get("scale_embedding", False)), "eos_token": end}
-    begin = whole(full, place, "decoder_start_token_id", least=0)
+    begin = integer(full, place, "decoder_start_token_id", minimum=0)
     mixer = {"kind": "softmax", "dropout": number(full, place, "attention_dropout")}
     encoder = _layer(full, place, "encoder") | {"kind": "encoder"}
     encoder["mixer"] = {**mixer, "kind": "bidirectional", "num_heads": encoder.pop("num_heads")}
@@ -96,36 +96,36 @@ def model_config(config: Mapping[str, object], place: Path) -> dict[str, Any]:
     return {
         "kind": "encoder_decoder",
         "input": {**tokens, "vocab_size": target, "bos_token": begin},
-        "dim": whole(full, place, "d_model"),
-        "layers": [decoder] * whole(full, place, "decoder_layers", most=10_000),
+        "dim": integer(full, place, "d_model"),
+        "layers": [decoder] * integer(full, place, "decoder_layers", maximum=10_000),
         "position": position,
         "head": {"kind": "language", "tied": True, "bias": True},
         "norm": None,
         "dropout": dropout,
         "encoder": {
             "input": None if shared else {**tokens, "vocab_size": size},
-            "layers": [encoder] * whole(full, place, "encoder_layers", most=10_000),
+            "layers": [encoder] * integer(full, place, "encoder_layers", maximum=10_000),
             "position": position,
             "dropout": dropout,
         },
     }
 
 
-def _layer(full: Mapping[str, Any], place: Path, side: str) -> dict[str, Any]:
+def _layer(full: Settings, place: Path, side: str) -> ConfigData:
     """Return the settings of the layers of both sides, and the number of heads."""
     return {
         "feed_forward": {
             "kind": "mlp",
-            "hidden_dim": whole(full, place, f"{side}_ffn_dim"),
+            "hidden_dim": integer(full, place, f"{side}_ffn_dim"),
             "activation": ACTIVATIONS[full["activation_function"]],
         },
         "residual": "post",
         "dropout": number(full, place, "dropout"),
-        "num_heads": whole(full, place, f"{side}_attention_heads"),
+        "num_heads": integer(full, place, f"{side}_attention_heads"),
     }
 
 
-def with_bias(model: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def with_bias(model: ConfigView, tensors: Mapping[str, Tensor]) -> ConfigData:
     """Return ``model`` with a bias in its head only where that is not zero throughout."""
     bias = tensors.get("final_logits_bias")
     return {**model, "head": {**model["head"], "bias": bias is not None and bool(bias.any())}}
@@ -147,13 +147,13 @@ def convert(tensors: Mapping[str, Tensor], model: Mapping[str, object], folder: 
         weights |= {f"{prefix}{name}": tensor for name, tensor in some.items()}
     if plain:
         raise KinformerError(
-            f"{folder}: holds {next(iter(plain))[:99]!r}, which a Marian model for translation has not; import one "
-            "without further heads."
+            f"{folder}: holds {next(iter(plain))[:99]!r}, which a Marian model for translation does not have; "
+            "import one without further heads."
         )
     return weights
 
 
-def write(weights: Mapping[str, Tensor], model: Mapping[str, Any]) -> dict[str, Tensor]:
+def write(weights: Mapping[str, Tensor], model: ConfigView) -> dict[str, Tensor]:
     """Return our ``weights`` under their names: the inverse of :func:`convert`."""
     import torch
 
@@ -172,7 +172,7 @@ def write(weights: Mapping[str, Tensor], model: Mapping[str, Any]) -> dict[str, 
     return tensors | {"final_logits_bias": bias[None].contiguous()}
 
 
-def _side(model: Mapping[str, Any], side: str) -> Mapping[str, Any]:
+def _side(model: ConfigView, side: str) -> ConfigView:
     """Return the config of a ``side`` of the ``model``, as a key map reads it."""
     return {**model["encoder"], "dim": model["dim"]} if side == "encoder" else model
 
@@ -183,7 +183,7 @@ _TABLES = {
 }
 
 
-def _tables(plain: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
+def _tables(plain: Mapping[str, Tensor], model: ConfigView, folder: Path) -> dict[str, Tensor]:
     """Return the tables of ids, of which one or two are different, and the head's bias."""
     import torch
 

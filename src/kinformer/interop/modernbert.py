@@ -8,20 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kinformer.interop.architecture import Architecture, Settings
+from kinformer.interop.architecture import Architecture
 from kinformer.interop.encoder import ACTIVATIONS, special_tokens
 from kinformer.interop.encoder_keys import NEW_HEAD, new_head
 from kinformer.interop.key_map import KeyMap, key
+from kinformer.interop.layouts import ConfigData
 from kinformer.interop.llama import layer_types
 from kinformer.interop.rotary import rope
-from kinformer.interop.settings import FULL, WINDOW, choice, number, switch, whole
+from kinformer.interop.settings import FULL, WINDOW, Settings, choice, integer, number, switch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-DEFAULTS: Mapping[str, Any] = {
+DEFAULTS: Mapping[str, object] = {
     "vocab_size": 50368,
     "hidden_size": 768,
     "intermediate_size": 1152,
@@ -37,7 +38,7 @@ DEFAULTS: Mapping[str, Any] = {
     "mlp_bias": False,
     "tie_word_embeddings": True,
 }
-"""transformers' own, for what a config leaves out."""
+"""The defaults of transformers for what a config leaves out."""
 REQUIRED = {"norm_bias": False, "classifier_bias": False, "decoder_bias": True, "classifier_activation": "gelu"}
 TOKENS = {"bos_token": "cls_token_id", "eos_token": "sep_token_id"}
 KEYS = KeyMap(
@@ -61,13 +62,13 @@ KEYS = KeyMap(
 )
 
 
-def _model(full: Settings, place: Path) -> dict[str, Any]:
+def _model(full: Settings, place: Path) -> ConfigData:
     kinds = _kinds(full, place)
-    biased, dim = switch(full, place, "attention_bias"), whole(full, place, "hidden_size")
+    biased, dim = switch(full, place, "attention_bias"), integer(full, place, "hidden_size")
     norm = {"kind": "layer_norm", "eps": number(full, place, "norm_eps"), "bias": False}
     mixer = {
         "kind": "bidirectional",
-        "num_heads": whole(full, place, "num_attention_heads"),
+        "num_heads": integer(full, place, "num_attention_heads"),
         "projection": {"kind": "multi_head", "bias": biased},
         "bias": biased,
         "dropout": number(full, place, "attention_dropout"),
@@ -76,21 +77,21 @@ def _model(full: Settings, place: Path) -> dict[str, Any]:
         kind: mixer | {"position": rope(_theta(full, name), place, kind, base=base)}
         for kind, name, base in ((FULL, "global_rope_theta", 160_000.0), (WINDOW, "local_rope_theta", 10_000.0))
     }
-    mixers[WINDOW]["pattern"] = {"kind": "window", "window": whole(full, place, "local_attention") // 2}
+    mixers[WINDOW]["pattern"] = {"kind": "window", "window": integer(full, place, "local_attention") // 2}
     layer = {
         "kind": "encoder",
         "feed_forward": {
             "kind": "geglu",
-            "hidden_dim": whole(full, place, "intermediate_size"),
+            "hidden_dim": integer(full, place, "intermediate_size"),
             "activation": ACTIVATIONS[choice(full, place, "hidden_activation", ("gelu", "gelu_pytorch_tanh"))],
             "bias": switch(full, place, "mlp_bias"),
         },
         "norm": norm,
         "residual": "pre",
     }
-    layers: list[dict[str, Any]] = [{**layer, "mixer": mixers[kind]} for kind in kinds]
+    layers: list[ConfigData] = [{**layer, "mixer": mixers[kind]} for kind in kinds]
     layers[0]["mixer_norm"] = False
-    tokens = {"kind": "tokens", "vocab_size": whole(full, place, "vocab_size")}
+    tokens = {"kind": "tokens", "vocab_size": integer(full, place, "vocab_size")}
     tied = switch(full, place, "tie_word_embeddings")
     return {
         "kind": "encoder",
@@ -114,7 +115,7 @@ def _kinds(full: Settings, place: Path) -> list[str]:
     """Return each layer's kind of attention."""
     if full.get("layer_types") is not None:
         return layer_types(full, place, (FULL, WINDOW))
-    step = whole(full, place, "global_attn_every_n_layers")
+    step = integer(full, place, "global_attn_every_n_layers")
     return [WINDOW if layer % step else FULL for layer in range(full["num_hidden_layers"])]
 
 

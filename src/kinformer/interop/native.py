@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.core import kind_table
 from kinformer.core.config import from_dict, to_dict
 from kinformer.core.model import CausalModel
 from kinformer.core.model_config import ModelConfig
 from kinformer.interop import encoder_routes, images, routes, trajectory_routes, translator_routes
-from kinformer.interop.routes import Data, Padding, Weights
+from kinformer.interop.layouts import ConfigView
+from kinformer.interop.routes import Padding, Weights
+from kinformer.interop.settings import Settings
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
@@ -36,9 +38,9 @@ class Native:
     """
 
     model_type: str
-    config: Data
-    model: Data
-    original: Data
+    config: Settings
+    model: ConfigView
+    original: ConfigView
     notes: tuple[str, ...] = ()
 
     @property
@@ -52,7 +54,7 @@ class Native:
         return "" if self.model is self.original else ROUTES[self.model_type].reordered
 
     @property
-    def preprocessor(self) -> dict[str, Any] | None:
+    def preprocessor(self) -> Settings | None:
         """Return the ``preprocessor_config.json`` of a model of images, None of others."""
         kind = ROUTES[self.model_type].processor
         return None if kind is None else images.preprocessor(self.model["input"], kind)
@@ -72,7 +74,7 @@ def native_form(config: ModelConfig, length: int | None = None, padding: Padding
     that texts are padded with, if there is one.
     """
     data = to_dict(_explicit(config))
-    differences: dict[str, list[tuple[str, Any]]] = {}
+    differences: dict[str, list[tuple[str, object]]] = {}
     for kind in _candidates(data, padding):
         route = ROUTES[kind]
         try:
@@ -93,10 +95,10 @@ def native_form(config: ModelConfig, length: int | None = None, padding: Padding
         return f"no architecture that is written natively has {', '.join(dict.fromkeys(kinds)) or 'such layers'}"
     title = min(differences, key=lambda name: len(differences[name]))
     path, value = differences[title][0]
-    return f"{title}, the nearest architecture that is written natively, has not {path} = {value!r}"
+    return f"{title}, the nearest architecture that is written natively, does not have {path} = {value!r}"
 
 
-def _candidates(model: Data, padding: Padding | None) -> list[str]:
+def _candidates(model: ConfigView, padding: Padding | None) -> list[str]:
     """Return the types that a ``model`` may be; RoBERTa before BERT where padding is spelled as there."""
     names = [name for name, one in ROUTES.items() if (one.kind, one.reads) == (model["kind"], model["input"]["kind"])]
     return sorted(names, key=lambda name: name != "roberta") if padding and padding.text == "<pad>" else names
@@ -119,7 +121,7 @@ def _explicit(config: ModelConfig) -> ModelConfig:
     return config.replace(layers=tuple(layers))
 
 
-def _leaves(node: object, path: str = "", dim: int = 0) -> Iterator[tuple[str, Any]]:
+def _leaves(node: object, path: str = "", dim: int = 0) -> Iterator[tuple[str, object]]:
     """Yield the settings that an output depends on, by their paths."""
     if isinstance(node, Mapping):
         dim = node.get("dim", dim)

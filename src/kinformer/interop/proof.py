@@ -1,4 +1,4 @@
-"""Laws of causal models, held to anybody's: of this library, of transformers, or a module of the user's.
+"""Laws of causal models, checked on any of them: of this library, of transformers, or a module of the user.
 
 A model is a function ``logits, cache = model(tokens, cache, valid)`` of chunks [batch, time] (see
 ``interop.subjects``). Every law is tried at growing lengths, so that what breaks it first is the smallest case.
@@ -9,18 +9,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kinformer.interop.subjects import NotJudgedError, Plain, Theirs
+from kinformer.interop.subjects import NotJudgedError, Plain, Subject, Theirs
 from kinformer.runtime.words import plural
 
 LENGTHS = (2, 3, 4, 6, 9, 13, 18, 24, 33, 48, 64)
 ROWS = 3
 LIMIT = 1e-4
-"""The largest difference of logits, of the largest logit, that rounding explains in float32."""
+"""The largest difference of logits, relative to the largest logit, that rounding explains in float32."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Verdict:
 
 
 def gap(one: Tensor, other: Tensor) -> float:
-    """Return the largest difference, of the largest value of ``other``; infinite where either is no number."""
+    """Return the largest difference relative to the largest value of ``other``; infinite where either is NaN."""
     if one.shape != other.shape:
         return float("inf")
     difference = (one.detach().double() - other.detach().double()).abs().max()
@@ -55,28 +54,28 @@ def gap(one: Tensor, other: Tensor) -> float:
 Cases = Iterator[tuple[str, Tensor, Tensor]]
 
 
-def causality(model: Any, tokens: Tensor) -> Cases:
+def causality(model: Subject, tokens: Tensor) -> Cases:
     """Yield logits before a token that changes, as they are after it changed and before."""
-    want, _ = model(tokens)
+    expected, _ = model(tokens)
     for since in sorted({1, tokens.shape[1] // 2, tokens.shape[1] - 1} - {0}):
         changed = tokens.clone()
         changed[:, since:] = (changed[:, since:] + 1) % model.vocab_size
-        yield f"tokens from {since} on changed", model(changed)[0][:, :since], want[:, :since]
+        yield f"tokens from {since} on changed", model(changed)[0][:, :since], expected[:, :since]
 
 
-def cache(model: Any, tokens: Tensor) -> Cases:
+def cache(model: Subject, tokens: Tensor) -> Cases:
     """Yield logits of chunks, joined, and those of all tokens at once."""
-    want, time = model(tokens)[0], tokens.shape[1]
+    expected, time = model(tokens)[0], tokens.shape[1]
     for sizes in ([1] * time, [1, time - 1], [time - 1, 1], [time // 2, time - time // 2]):
         state, parts = None, []
         for chunk in tokens.split(sizes, dim=1):
             logits, state = model(chunk, state)
             parts.append(logits)
         name = f"{time} x 1" if set(sizes) == {1} else " + ".join(map(str, sizes))
-        yield f"chunks of {name}", torch.cat(parts, dim=1), want
+        yield f"chunks of {name}", torch.cat(parts, dim=1), expected
 
 
-def padding(model: Any, tokens: Tensor, on_left: bool = True) -> Cases:
+def padding(model: Subject, tokens: Tensor, on_left: bool = True) -> Cases:
     """Yield logits of a row that is padded among others, with a step after it, and those of the row alone."""
     batch, time = tokens.shape
     step = tokens[:, :1]
@@ -93,31 +92,31 @@ def padding(model: Any, tokens: Tensor, on_left: bool = True) -> Cases:
         yield f"{name}, the step after", last[row : row + 1], after
 
 
-def padding_right(model: nn.Module, tokens: Tensor) -> Cases:
+def padding_right(model: Subject, tokens: Tensor) -> Cases:
     """Yield what :func:`padding` does, with the padding behind the tokens."""
     return padding(model, tokens, on_left=False)
 
 
-def packing(model: Any, tokens: Tensor) -> Cases:
+def packing(model: Subject, tokens: Tensor) -> Cases:
     """Yield logits of two texts in one row, and those of each alone."""
     start = tokens.shape[1] // 2
-    want = torch.cat([model(part)[0] for part in (tokens[:, :start], tokens[:, start:])], dim=1)
-    yield f"texts of {start} + {tokens.shape[1] - start}", model.packed(tokens, start), want
+    expected = torch.cat([model(part)[0] for part in (tokens[:, :start], tokens[:, start:])], dim=1)
+    yield f"texts of {start} + {tokens.shape[1] - start}", model.packed(tokens, start), expected
 
 
-def batch(model: Any, tokens: Tensor) -> Cases:
+def batch(model: Subject, tokens: Tensor) -> Cases:
     """Yield logits of every row alone and among the others."""
-    want, _ = model(tokens)
+    expected, _ = model(tokens)
     for row in range(len(tokens)):
-        yield f"row {row} alone", model(tokens[row : row + 1])[0], want[row : row + 1]
+        yield f"row {row} alone", model(tokens[row : row + 1])[0], expected[row : row + 1]
 
 
-def permutation(model: Any, tokens: Tensor) -> Cases:
+def permutation(model: Subject, tokens: Tensor) -> Cases:
     """Yield logits of rows in another order, back in theirs."""
     yield "rows in reverse order", model(tokens.flip(0))[0].flip(0), model(tokens)[0]
 
 
-LAWS: Mapping[str, Callable[[Any, Tensor], Cases]] = {
+LAWS: Mapping[str, Callable[[Subject, Tensor], Cases]] = {
     "causality": causality,
     "cache": cache,
     "padding left": padding,
@@ -128,13 +127,13 @@ LAWS: Mapping[str, Callable[[Any, Tensor], Cases]] = {
 }
 
 
-def lengths(model: Any, most: int) -> list[int]:
-    """Return the lengths at which laws are tried: up to ``most``, and as many as the model takes with one step more."""
-    bound = min(most, model.max_length - 1) if model.max_length else most
+def lengths(model: Subject, longest: int) -> list[int]:
+    """Return the lengths at which laws are tried: up to ``longest`` and to what the model takes, less one step."""
+    bound = min(longest, model.max_length - 1) if model.max_length else longest
     return [length for length in LENGTHS if length <= bound] or [2]
 
 
-def tokens_of(model: Any, time: int, seed: int = 0, rows: int = ROWS) -> Tensor:
+def tokens_of(model: Subject, time: int, seed: int = 0, rows: int = ROWS) -> Tensor:
     """Return random tokens [rows, time] that the model takes, none of them padding, whose vector may learn nothing."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(model.vocab_size, (rows, time), generator=generator)
@@ -142,8 +141,8 @@ def tokens_of(model: Any, time: int, seed: int = 0, rows: int = ROWS) -> Tensor:
     return tokens if pad is None else tokens.masked_fill(tokens == pad, int(pad == 0))
 
 
-def judge(model: Any, most: int = 24, limit: float = LIMIT) -> list[Verdict]:
-    """Return the verdict on every law, with texts of at most ``most`` tokens."""
+def judge(model: Subject, longest: int = 24, limit: float = LIMIT) -> list[Verdict]:
+    """Return the verdict on every law, with texts of at most ``longest`` tokens."""
     verdicts = []
     for name, law in LAWS.items():
         if name.startswith("padding") and not model.takes_padding:
@@ -151,21 +150,21 @@ def judge(model: Any, most: int = 24, limit: float = LIMIT) -> list[Verdict]:
         elif name == "packing" and not model.takes_packing:
             verdicts.append(Verdict(name, None, None, "the model takes no mark where a text begins"))
         else:
-            verdict = _judged(name, law, model, most, limit)
+            verdict = _judged(name, law, model, longest, limit)
             if name == "packing" and verdict.holds is False and not model.promises_packing:
                 verdict = Verdict(name, None, None, "positions that begin anew part no texts")
             verdicts.append(verdict)
-    return [*verdicts, drift(model, most)]
+    return [*verdicts, drift(model, longest)]
 
 
 @torch.no_grad()
-def _judged(name: str, law: Callable[[Any, Tensor], Cases], model: nn.Module, most: int, limit: float) -> Verdict:
+def _judged(name: str, law: Callable[[Subject, Tensor], Cases], model: Subject, longest: int, limit: float) -> Verdict:
     largest = 0.0
-    for time in lengths(model, most):
+    for time in lengths(model, longest):
         where = f"{ROWS} rows of {plural(time, 'token')}"
         try:
-            for case, got, want in law(model, tokens_of(model, time)):
-                difference = gap(got, want)
+            for case, got, expected in law(model, tokens_of(model, time)):
+                difference = gap(got, expected)
                 if not difference <= limit:
                     return Verdict(name, False, difference, f"{where}, {case}: logits differ by {difference:.2g}")
                 largest = max(largest, difference)
@@ -178,12 +177,12 @@ def _judged(name: str, law: Callable[[Any, Tensor], Cases], model: nn.Module, mo
 
 
 @torch.no_grad()
-def drift(model: Any, most: int) -> Verdict:
+def drift(model: Subject, longest: int) -> Verdict:
     """Return how far logits of weights in bfloat16 are from those in float32; that is a measure, not a law."""
     if not isinstance(getattr(model, "model", None), nn.Module):
         return Verdict("bfloat16", None, None, "the object is no nn.Module")
     low = copy.copy(model)
-    tokens = tokens_of(model, lengths(model, most)[-1])
+    tokens = tokens_of(model, lengths(model, longest)[-1])
     try:
         low.model = copy.deepcopy(model.model).bfloat16()
         difference = gap(low(tokens)[0], model(tokens)[0])
@@ -202,12 +201,12 @@ def beside(
     time = lengths(ours, 24)[-1]
     tokens = tokens_of(theirs, time)
     with torch.no_grad():
-        want = theirs(tokens)[0]
+        expected = theirs(tokens)[0]
         state, parts = None, []
         for chunk in tokens.split([1, time // 2, 1, *([1] * (time - 2 - time // 2))], dim=1):
             logits, state = ours(chunk, state)
             parts.append(logits)
-        pairs = {"logits": (ours(tokens)[0], want), "streaming": (torch.cat(parts, dim=1), want)}
+        pairs = {"logits": (ours(tokens)[0], expected), "streaming": (torch.cat(parts, dim=1), expected)}
         valid = torch.arange(time) >= torch.arange(ROWS)[:, None]
         padded = (model(tokens, None, valid)[0][valid] for model in (ours, theirs))
         pairs["padding left"] = (next(padded), next(padded))

@@ -6,9 +6,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
-from kinformer.interop.settings import positive, switch, whole
+from kinformer.interop.layouts import ConfigData, ConfigView
+from kinformer.interop.settings import Settings, integer, positive, switch
 from kinformer.runtime.errors import KinformerError
 
 SCALINGS: dict[str, dict[str, str]] = {
@@ -23,13 +23,16 @@ SCALINGS: dict[str, dict[str, str]] = {
     },
 }
 """The type of scaled rotary positions to what its settings are called here and in ``rope_parameters``."""
-READERS: dict[str, Callable[[Mapping[str, Any], Path, str], float]] = {"original_length": whole, "truncate": switch}
+READERS: dict[str, Callable[[Mapping[str, object], Path, str], float]] = {
+    "original_length": integer,
+    "truncate": switch,
+}
 """The settings that are no numbers above 0."""
 
 
 def rope(
     full: Mapping[str, object], place: Path | str, kind: str | None = None, base: float = 10000.0, partial: bool = False
-) -> dict[str, Any]:
+) -> ConfigData:
     """Return the config, as data, of the rotary positions of the config ``full``, which stands at ``place``.
 
     ``kind``: the kind of layer, where they differ between kinds; ``base``: where a file has none; ``partial``: whether
@@ -37,7 +40,7 @@ def rope(
     """
     place = Path(place)
     settings = {"rope_theta": base, **full, **parameters(full, place, kind)}
-    position: dict[str, Any] = {"kind": "rope", "base": positive(settings, place, "rope_theta")}
+    position: ConfigData = {"kind": "rope", "base": positive(settings, place, "rope_theta")}
     if partial and settings.get("partial_rotary_factor", 1.0) != 1:
         position["fraction"] = positive(settings, place, "partial_rotary_factor")
     scaling = settings.get("rope_type", settings.get("type", "default"))
@@ -45,18 +48,19 @@ def rope(
         return position
     if not isinstance(scaling, str) or scaling not in SCALINGS:
         raise KinformerError(
-            f"{place}: rotary positions are of the type {scaling!r}, whose frequencies the position 'rope' has not"
+            f"{place}: rotary positions are of the type {scaling!r}, whose frequencies the position 'rope' does not "
+            f"have"
             f"{', as they follow the length of the text' if scaling in ('dynamic', 'longrope') else ''}; what it has: "
             f"default, {', '.join(SCALINGS)}."
         )
     return position | _scaled(settings, place, scaling)
 
 
-def parameters_of(position: Mapping[str, Any]) -> dict[str, Any]:
+def parameters_of(position: ConfigView) -> Settings:
     """Return the ``rope_parameters`` of the config ``position``, as data: the inverse of :func:`rope`; with no base for
     no positions.
 
-    Errors: ``KeyError`` for positions that are not rotary, or scaled in a way that transformers has not.
+    Errors: ``KeyError`` for positions that are not rotary, or scaled in a way that transformers does not know.
     """
     if position["kind"] == "none":
         return {"rope_type": "default", "rope_theta": None}
@@ -72,7 +76,7 @@ def parameters_of(position: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def _scaled(settings: Mapping[str, object], place: Path, scaling: str) -> dict[str, Any]:
+def _scaled(settings: Mapping[str, object], place: Path, scaling: str) -> ConfigData:
     """Return the settings of positions that are scaled; none where a factor of 1 leaves them as they are."""
     scaled = {
         ours: READERS.get(ours, positive)(settings, place, theirs)
@@ -80,9 +84,9 @@ def _scaled(settings: Mapping[str, object], place: Path, scaling: str) -> dict[s
         if settings.get(theirs) is not None
     }
     if "original_length" in SCALINGS[scaling] and "original_length" not in scaled:
-        scaled["original_length"] = whole(settings, place, "max_position_embeddings")
+        scaled["original_length"] = integer(settings, place, "max_position_embeddings")
     if settings.get("factor") is None and "original_length" in scaled:
-        factor = whole(settings, place, "max_position_embeddings") / scaled["original_length"]
+        factor = integer(settings, place, "max_position_embeddings") / scaled["original_length"]
     else:
         factor = positive(settings, place, "factor")
     if scaling == "yarn" and "attention_factor" not in scaled:
@@ -106,7 +110,7 @@ def magnitude(settings: Mapping[str, object], place: Path, name: str, factor: fl
     return 0.1 * positive(settings, place, name) * math.log(factor) + 1 if factor > 1 else 1.0
 
 
-def parameters(full: Mapping[str, object], place: Path, kind: str | None = None) -> Mapping[str, Any]:
+def parameters(full: Mapping[str, object], place: Path, kind: str | None = None) -> Mapping[str, object]:
     """Return the table of rotary settings, that of ``kind`` where each has its own; empty where there is none."""
     for name in ("rope_parameters", "rope_scaling"):
         table = full.get(name)

@@ -1,4 +1,4 @@
-"""Ways out: what turns a model of ours into each decoder of the library transformers, and reads it again."""
+"""Export routes: how a model of ours becomes each decoder of the library transformers, and is read again."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.interop import decoders, deepseek, experts, gpt2, hybrids, inverse, inverse_experts, llama
 from kinformer.interop.checkpoint import CONFIG
+from kinformer.interop.layouts import ConfigData, ConfigView
+from kinformer.interop.settings import Settings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kinformer.interop.architecture import Architecture
 
-Data = Mapping[str, Any]
 Weights = Mapping[str, "Tensor"]
 PLACE = Path(CONFIG)
 """What messages would call the ``config.json`` that is being written."""
@@ -32,7 +33,7 @@ class Padding:
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """The way out to a ``model_type``, its ``title``, the ``kind`` of our model and of the input that it ``reads``.
+    """The export route to a ``model_type``: ``title``, the ``kind`` of our model and of the input that it ``reads``.
 
     ``settings`` returns the ``config.json`` for a model of ours, as data, at a length and with a padding token;
     ``read`` the model again, of the settings and with the tensors of that model; ``write`` the tensors; ``classes`` the
@@ -44,23 +45,23 @@ class Route:
     title: str
     kind: str
     reads: str
-    settings: Callable[[Data, int | None, Padding | None], dict[str, Any]]
-    read: Callable[[Data, Data], dict[str, Any]]
-    write: Callable[[Weights, Data, Data], dict[str, Tensor]]
-    classes: Callable[[Data], tuple[str, str]]
-    order: Callable[[Data], Data] = lambda model: model
-    reorder: Callable[[Weights, Data], dict[str, Tensor]] = lambda weights, model: dict(weights)
+    settings: Callable[[ConfigView, int | None, Padding | None], Settings]
+    read: Callable[[Settings, ConfigView], ConfigData]
+    write: Callable[[Weights, ConfigView, Settings], dict[str, Tensor]]
+    classes: Callable[[ConfigView], tuple[str, str]]
+    order: Callable[[ConfigView], ConfigView] = lambda model: model
+    reorder: Callable[[Weights, ConfigView], dict[str, Tensor]] = lambda weights, model: dict(weights)
     reordered: str = ""
-    notes: Callable[[Data], list[str]] = lambda model: []
+    notes: Callable[[ConfigView], list[str]] = lambda model: []
     processor: str | None = None
 
 
-def ends(model: Data) -> dict[str, Any]:
+def ends(model: ConfigView) -> Settings:
     """Return the ids of a text's ends, named even where there are none, as transformers has some by default."""
     return {"bos_token_id": model["input"]["bos_token"], "eos_token_id": model["input"]["eos_token"]}
 
 
-def _length(model: Data, length: int | None) -> dict[str, Any]:
+def _length(model: ConfigView, length: int | None) -> Settings:
     """Return the setting of the longest text of a model with rotary positions, which need not end."""
     positions = [layer["mixer"].get("position", {}) for layer in model["layers"]]
     position = next((one for one in positions if one.get("kind") == "rope"), None)
@@ -105,13 +106,13 @@ CAUSAL = {
 """The ``model_type`` to the class of transformers."""
 
 
-def _with_half_layout(model: Data) -> Data:
+def _with_half_layout(model: ConfigView) -> ConfigView:
     """Return ``model`` with rotary pairs half a head apart; the same object where they are or there are none."""
     layers = [_half(layer) for layer in model["layers"]]
     return model if all(a is b for a, b in zip(layers, model["layers"], strict=True)) else {**model, "layers": layers}
 
 
-def _half(layer: Data) -> Data:
+def _half(layer: ConfigView) -> ConfigView:
     mixer = layer.get("mixer", {})
     position = mixer.get("position") or {}
     if position.get("kind") != "rope" or position["layout"] != "interleaved":
@@ -121,7 +122,7 @@ def _half(layer: Data) -> Data:
     return {**layer, "mixer": {**mixer, "position": {**position, "layout": "half"}}}
 
 
-def _halved(weights: Weights, model: Data) -> dict[str, Tensor]:
+def _halved(weights: Weights, model: ConfigView) -> dict[str, Tensor]:
     """Return ``weights`` whose rows of queries and keys pair feature i with i + width / 2 instead of 2i with 2i + 1."""
     import torch
 
@@ -144,7 +145,7 @@ def _halved(weights: Weights, model: Data) -> dict[str, Tensor]:
     return changed
 
 
-def _settings(kind: str, model: Data, length: int | None, padding: Padding | None) -> dict[str, Any]:
+def _settings(kind: str, model: ConfigView, length: int | None, padding: Padding | None) -> Settings:
     return {**SETTINGS[kind](model), **ends(model), "pad_token_id": None, **_length(model, length)}
 
 
@@ -165,4 +166,4 @@ def _decoder(kind: str) -> Route:
 
 
 ROUTES = {kind: _decoder(kind) for kind in SETTINGS}
-"""The ``model_type`` of a decoder to the way out, in the order in which they are tried."""
+"""The ``model_type`` of a decoder to its export route, in the order in which they are tried."""

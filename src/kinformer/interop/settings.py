@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from reprlib import repr as excerpt
+from typing import TypeAlias
 
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.parsing import JsonObject
+
+Settings: TypeAlias = JsonObject
+"""The settings of a ``config.json``, with the defaults of those that it leaves out."""
 
 FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """What the setting ``layer_types`` calls the kinds of layers."""
 
 
-def whole(config: Mapping[str, object], place: Path, name: str, least: int = 1, most: int = 2**31 - 1) -> int:
-    """Return a whole number between ``least`` and ``most``."""
+def integer(config: Mapping[str, object], place: Path, name: str, minimum: int = 1, maximum: int = 2**31 - 1) -> int:
+    """Return a whole number between ``minimum`` and ``maximum``."""
     value = config.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise KinformerError(f"{place}: {name} is {excerpt(value)}, but must be a whole number from {least} to {most}.")
+    if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+        raise KinformerError(
+            f"{place}: {name} is {excerpt(value)}, but must be a whole number from {minimum} to {maximum}."
+        )
     return value
 
 

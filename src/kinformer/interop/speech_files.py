@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from kinformer.data.sound import CHARACTERS
 from kinformer.interop.encoder_routes import labels_of
@@ -17,10 +16,10 @@ BLANK = "<pad>"
 VOCABULARY = "vocab.json"
 
 
-def write_speech(folder: Path, symbols: Sequence[str], unit: str, rate: int) -> dict[str, Any]:
+def write_speech(folder: Path, symbols: Sequence[str], unit: str, rate: int) -> dict[str, object]:
     """Write into ``folder`` how sound of ``rate`` samples a second is prepared, and of characters a tokenizer; return
     the settings of ``config.json``."""
-    prepared: dict[str, Any] = {"feature_size": 1, "sampling_rate": rate, "padding_value": 0.0}
+    prepared: dict[str, object] = {"feature_size": 1, "sampling_rate": rate, "padding_value": 0.0}
     prepared |= {"feature_extractor_type": "Wav2Vec2FeatureExtractor", "do_normalize": False}
     write_json(folder / PREPROCESSOR, prepared | {"return_attention_mask": True})
     names = [BLANK, *symbols]

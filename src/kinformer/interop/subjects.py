@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
 
 
 class NotJudgedError(KinformerError):
-    """The reason why a law cannot be held to a model."""
+    """The reason why a law cannot be checked on a model."""
 
 
 class Uncached:
     """The cache of a model that returns none; no chunk can follow it."""
+
+
+class Cached(NamedTuple):
+    """The cache of a model of transformers, by the ``name`` of the argument that takes it, and the ``mask`` [batch,
+    tokens so far]."""
+
+    name: str
+    past: object
+    mask: Tensor
 
 
 class Plain:
@@ -33,7 +43,7 @@ class Plain:
         if self.vocab_size < 2:
             raise KinformerError("the object has no vocab_size; give it one, the number of ids that it takes.")
 
-    def __call__(self, tokens: Tensor, cache: Any = None, valid: Tensor | None = None) -> tuple[Tensor, Any]:
+    def __call__(self, tokens: Tensor, cache: State = None, valid: Tensor | None = None) -> tuple[Tensor, State]:
         """Return logits [batch, time, vocab] and what the next chunk needs."""
         logits, cache = self.model(tokens, cache, **({} if valid is None else {"valid": valid}))
         return logits, cache
@@ -64,7 +74,9 @@ class Theirs:
         self.takes_packing = self.takes_positions
         self.promises_packing = False
 
-    def __call__(self, tokens: Tensor, cache: Any = None, valid: Tensor | None = None) -> tuple[Tensor, Any]:
+    def __call__(
+        self, tokens: Tensor, cache: Cached | None = None, valid: Tensor | None = None
+    ) -> tuple[Tensor, Cached]:
         """Return logits [batch, time, vocab] and their cache with the mask so far."""
         name, past, before = cache or ("", None, tokens.new_ones(len(tokens), 0))
         if isinstance(past, Uncached):
@@ -72,7 +84,7 @@ class Theirs:
         mask = torch.cat([before, torch.ones_like(tokens) if valid is None else valid.to(tokens)], dim=1)
         if valid is not None and self.pad_token is not None:
             tokens = tokens.masked_fill(~valid, self.pad_token)
-        options: dict[str, Any] = {"use_cache": True}
+        options: dict[str, object] = {"use_cache": True}
         if not mask.all():
             options["attention_mask"] = mask[:, -tokens.shape[1] :] if name == "cache_params" else mask
             if self.takes_positions:
@@ -82,7 +94,7 @@ class Theirs:
         output = self.model(tokens, **options)
         names = ("cache", "past_key_values", "cache_params")
         name = next((one for one in names if output.get(one) is not None), "")
-        return output.logits, (name, output[name] if name else Uncached(), mask)
+        return output.logits, Cached(name, output[name] if name else Uncached(), mask)
 
     def packed(self, tokens: Tensor, start: int) -> Tensor:
         """Return logits of rows in which another text begins at ``start``, where positions begin anew."""
@@ -99,3 +111,6 @@ class Theirs:
             return torch.allclose(named, self.model(tokens).logits, atol=1e-4)
         except Exception:
             return False
+
+
+Subject: TypeAlias = Plain | Theirs

@@ -8,19 +8,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.interop import images
 from kinformer.interop.encoder import ACTIVATIONS
 from kinformer.interop.key_map import KeyMap, key
-from kinformer.interop.settings import choice, number, require, whole
+from kinformer.interop.layouts import ConfigData, ConfigView
+from kinformer.interop.settings import Settings, choice, integer, number, require
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-DEFAULTS: Mapping[str, Any] = {
+DEFAULTS: Mapping[str, object] = {
     "embed_dim": 96,
     "depths": [2, 2, 6, 2],
     "num_heads": [3, 6, 12, 24],
@@ -35,7 +36,7 @@ DEFAULTS: Mapping[str, Any] = {
     "patch_size": 4,
     "num_channels": 3,
 }
-"""transformers' own, for what a config leaves out."""
+"""The defaults of transformers for what a config leaves out."""
 
 LAYER = (
     key("mixer_residual.norm", "layernorm_before"),
@@ -54,7 +55,7 @@ BUFFERS = re.compile(r".*\.(relative_position_index|relative_coords_table)")
 """Pairs of positions, which old checkpoints keep among the weights."""
 
 
-def key_map(model: Mapping[str, Any]) -> KeyMap:
+def key_map(model: ConfigView) -> KeyMap:
     """Return the key map of a ``model`` config, as data, whose layers are numbered through all stages."""
     merges = [
         key(f"stack.merges.{stage}.{name}", f"encoder.layers.{stage}.downsample.{name}")
@@ -75,9 +76,9 @@ BLOCKS = "encoder.blocks"
 """What stands before a layer's number in names of :func:`key_map`."""
 
 
-def model_config(config: Mapping[str, object], place: Path) -> dict[str, Any]:
+def model_config(config: Mapping[str, object], place: Path) -> ConfigData:
     """Return the model config, as data, of the ``config.json`` of Swin, or of Swin V2."""
-    full = {**DEFAULTS, **config}
+    full: Settings = {**DEFAULTS, **config}
     second = full["model_type"] == "swinv2"
     require(full, place, {"use_absolute_embeddings": False})
     if any(full.get("pretrained_window_sizes") or ()):
@@ -85,7 +86,7 @@ def model_config(config: Mapping[str, object], place: Path) -> dict[str, Any]:
     depths, heads = (_whole_numbers(full, place, name) for name in ("depths", "num_heads"))
     if len(depths) != len(heads):
         raise KinformerError(f"{place}: depths are of {plural(len(depths), 'stage')}, but num_heads of {len(heads)}.")
-    dim, window = whole(full, place, "embed_dim"), whole(full, place, "window_size")
+    dim, window = integer(full, place, "embed_dim"), integer(full, place, "window_size")
     norm = {"kind": "layer_norm", "eps": number(full, place, "layer_norm_eps")}
     if norm["eps"] != DEFAULTS["layer_norm_eps"]:
         raise KinformerError(f"{place}: layer_norm_eps is {norm['eps']:g}, but only 1e-05 can be imported.")
@@ -127,7 +128,7 @@ def model_config(config: Mapping[str, object], place: Path) -> dict[str, Any]:
     }
 
 
-def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
+def convert(tensors: Mapping[str, Tensor], model: ConfigView, folder: Path) -> dict[str, Tensor]:
     """Return the weights under our names; an unknown one is an error."""
     depths = model["stack"]["depths"]
     flat = {}
@@ -139,7 +140,7 @@ def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Pat
     return key_map(model).read(flat, model, folder, "Swin for image classification")
 
 
-def write(weights: Mapping[str, Tensor], model: Mapping[str, Any]) -> dict[str, Tensor]:
+def write(weights: Mapping[str, Tensor], model: ConfigView) -> dict[str, Tensor]:
     """Return our ``weights`` under their names: the inverse of :func:`convert`."""
     places = [
         f"{stage}.blocks.{index}" for stage, depth in enumerate(model["stack"]["depths"]) for index in range(depth)
@@ -156,4 +157,4 @@ def _whole_numbers(full: Mapping[str, object], place: Path, name: str) -> list[i
     values = full[name]
     if not isinstance(values, list) or not values:
         raise KinformerError(f"{place}: {name} is {values!r}, but must be a list of whole numbers.")
-    return [whole({name: value}, place, name) for value in values]
+    return [integer({name: value}, place, name) for value in values]

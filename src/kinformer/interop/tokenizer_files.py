@@ -10,12 +10,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from kinformer.interop.checkpoint import TOKENIZER
 from kinformer.interop.encoder import ids_of
+from kinformer.interop.layouts import ConfigView
 from kinformer.interop.routes import Padding
 from kinformer.runtime.files import write_json
+from kinformer.runtime.parsing import JsonObject
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 PADS = ("[PAD]", "<pad>")
@@ -37,7 +38,7 @@ class Special:
     pad: str | None = None
 
 
-def of_encoder(tokens: Mapping[str, Any], pad: str | None) -> Special:
+def of_encoder(tokens: ConfigView, pad: str | None) -> Special:
     """Return the special tokens of an encoder with the input ``tokens``, as data."""
     names = {"mask_token": ("mask_token", "[MASK]"), "cls_token": ("bos_token", "[CLS]")}
     names |= {"sep_token": ("eos_token", "[SEP]")}
@@ -59,11 +60,11 @@ def padding_of(source: bytes | None) -> Padding | None:
 
 def write_tokenizer(folder: Path, source: bytes | None, length: int | None, special: Special) -> None:
     """Write the tokenizer.json ``source``, or one of bytes; ``length``: the longest text of the model."""
-    data: dict[str, Any] = byte_tokenizer() if source is None else json.loads(source)
+    data: JsonObject = byte_tokenizer() if source is None else json.loads(source)
     changed = _with_special(data, special)
     text = source.decode("utf-8") if source is not None and changed == data else json.dumps(changed)
     (folder / TOKENIZER).write_text(text, encoding="utf-8")
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
     }
@@ -75,7 +76,7 @@ def write_tokenizer(folder: Path, source: bytes | None, length: int | None, spec
     write_json(folder / TOKENIZER_CONFIG, settings | spelled | ({} if pad is None else {"pad_token": pad}))
 
 
-def _with_special(data: dict[str, Any], special: Special) -> dict[str, Any]:
+def _with_special(data: JsonObject, special: Special) -> JsonObject:
     """Return a tokenizer.json with the ``special`` tokens that have a text and are not among its own."""
     present = {number: text for text, number in ids_of(data).items()}
     new = sorted((number, text) for number, text in special.roles.values() if text and number not in present)
@@ -96,12 +97,14 @@ def _with_special(data: dict[str, Any], special: Special) -> dict[str, Any]:
     return {**changed, "post_processor": template if processor is None else both}
 
 
-def _template(ends: list[tuple[str, int, str]], special: Special) -> dict[str, Any]:
+def _template(ends: list[tuple[str, int, str]], special: Special) -> dict[str, object]:
     """Return what puts tokens around a text, as a tokenizer.json has it."""
 
-    def around(number: int) -> list[dict[str, Any]]:
-        pieces = {role: {"SpecialToken": {"id": text, "type_id": number}} for role, _, text in ends}
-        text = {"Sequence": {"id": "AB"[number], "type_id": number}}
+    def around(number: int) -> list[dict[str, dict[str, object]]]:
+        pieces: dict[str, dict[str, dict[str, object]]] = {
+            role: {"SpecialToken": {"id": text, "type_id": number}} for role, _, text in ends
+        }
+        text: dict[str, dict[str, object]] = {"Sequence": {"id": "AB"[number], "type_id": number}}
         first = [] if number else [pieces[role] for role in (special.before,) if role in pieces]
         return [*first, text, *(pieces[role] for role in (special.behind,) if role in pieces)]
 
@@ -114,7 +117,7 @@ def _template(ends: list[tuple[str, int, str]], special: Special) -> dict[str, A
     }
 
 
-def byte_tokenizer() -> dict[str, Any]:
+def byte_tokenizer() -> dict[str, object]:
     """Return a tokenizer.json, as data, whose 256 ids are the bytes of UTF-8.
 
     Signs that stand for bytes are those of GPT-2: visible ones for themselves, the others from U+0100 on.

@@ -1,12 +1,14 @@
-"""The way out of models of trajectories: Decision Transformer. See ``interop.routes``."""
+"""The export route of models of trajectories: Decision Transformer. See ``interop.routes``."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.interop import decision
 from kinformer.interop.inverse import SETTINGS
-from kinformer.interop.routes import PLACE, Data, Padding, Route, Weights
+from kinformer.interop.layouts import ConfigView
+from kinformer.interop.routes import PLACE, Padding, Route, Weights
+from kinformer.interop.settings import Settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,7 +17,7 @@ NORMALISED = {"return_scale": 1.0, "state_mean": [], "state_std": []}
 """The settings of an input that takes values as they are."""
 
 
-def _settings(model: Data, length: int | None, padding: Padding | None) -> dict[str, Any]:
+def _settings(model: ConfigView, length: int | None, padding: Padding | None) -> Settings:
     steps = model["input"]
     gpt2 = SETTINGS["gpt2"](
         {
@@ -37,7 +39,7 @@ def _settings(model: Data, length: int | None, padding: Padding | None) -> dict[
     }
 
 
-def _plain(model: Data) -> Data:
+def _plain(model: ConfigView) -> ConfigView:
     """Return ``model`` with values taken as they are and actions between -1 and 1; the same object where they are."""
     steps, head = dict(model["input"]) | NORMALISED, dict(model["head"])
     if all(abs(value) == 1 for value in (*head.get("low", ()), *head.get("high", ()))):
@@ -46,12 +48,12 @@ def _plain(model: Data) -> Data:
     return model if _normalisation(model) == _normalisation(plain) and head == model["head"] else plain
 
 
-def _normalisation(model: Data) -> tuple[Any, ...]:
+def _normalisation(model: ConfigView) -> tuple[float, tuple[float, ...], tuple[float, ...]]:
     steps = model["input"]
     return steps["return_scale"], tuple(steps["state_mean"]), tuple(steps["state_std"])
 
 
-def _folded(weights: Weights, model: Data) -> dict[str, Tensor]:
+def _folded(weights: Weights, model: ConfigView) -> dict[str, Tensor]:
     """Return ``weights`` whose products take returns and states as they are; ``model`` normalises them."""
     import torch
 
@@ -82,4 +84,4 @@ ROUTES = {
         notes=lambda model: ["its outputs of states and returns are zero, as nothing trained them"],
     )
 }
-"""The ``model_type`` to the way out."""
+"""The ``model_type`` to its export route."""

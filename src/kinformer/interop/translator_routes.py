@@ -1,18 +1,20 @@
-"""The way out of translators: Marian. See ``interop.routes``."""
+"""The export route of translators: Marian. See ``interop.routes``."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.interop import marian
-from kinformer.interop.routes import PLACE, Data, Padding, Route, Weights
+from kinformer.interop.layouts import ConfigData, ConfigView
+from kinformer.interop.routes import PLACE, Padding, Route, Weights
+from kinformer.interop.settings import Settings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def _marian(model: Data, length: int | None, padding: Padding | None) -> dict[str, Any]:
+def _marian(model: ConfigView, length: int | None, padding: Padding | None) -> Settings:
     begin, end, encoder = model["input"]["bos_token"], model["input"]["eos_token"], model["encoder"]
     sides = {"encoder": encoder["layers"], "decoder": model["layers"]}
     size = model["input"]["vocab_size"]
@@ -42,7 +44,7 @@ def _marian(model: Data, length: int | None, padding: Padding | None) -> dict[st
     return settings
 
 
-def _read_marian(settings: Data, ours: Data) -> dict[str, Any]:
+def _read_marian(settings: Settings, ours: ConfigView) -> ConfigData:
     model = marian.model_config(settings, PLACE)
     return {**model, "head": {**model["head"], "bias": ours["head"]["bias"]}}  # without one, zeros are written
 
@@ -50,7 +52,7 @@ def _read_marian(settings: Data, ours: Data) -> dict[str, Any]:
 MARIAN = {ours: theirs for theirs, ours in marian.ACTIVATIONS.items()}
 
 
-def _split(model: Data) -> Data:
+def _split(model: ConfigView) -> ConfigView:
     """Return ``model`` with sines before cosines; the same object where they stand so."""
     if model["position"].get("layout") != "interleaved" or model["encoder"]["position"] != model["position"]:
         return model
@@ -62,7 +64,7 @@ READS_FEATURES = re.compile(r".*(embedding|qkv|query|key_value|up)\.weight")
 MAKES_FEATURES = re.compile(r".*(out|down|norm)\.(weight|bias)")
 
 
-def _features_split(weights: Weights, model: Data) -> dict[str, Tensor]:
+def _features_split(weights: Weights, model: ConfigView) -> dict[str, Tensor]:
     """Return ``weights`` for hidden states whose even features come before the odd ones."""
     import torch
 
@@ -88,4 +90,4 @@ ROUTES = {
         reordered="the features of hidden states change their order",
     )
 }
-"""The ``model_type`` to the way out."""
+"""The ``model_type`` to its export route."""

@@ -8,19 +8,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.interop import images
 from kinformer.interop.encoder import ACTIVATIONS
 from kinformer.interop.key_map import Key, KeyMap, key
-from kinformer.interop.layouts import QKV
-from kinformer.interop.settings import choice, number, whole
+from kinformer.interop.layouts import QKV, ConfigData
+from kinformer.interop.settings import choice, integer, number
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-DEFAULTS: Mapping[str, Any] = {
+DEFAULTS: Mapping[str, object] = {
     "hidden_size": 768,
     "num_hidden_layers": 12,
     "num_attention_heads": 12,
@@ -35,7 +35,7 @@ DEFAULTS: Mapping[str, Any] = {
     "qkv_bias": True,
     "resize_positions": "bicubic",
 }
-"""transformers' own, for what a config leaves out; the last is a setting of our exports alone."""
+"""The defaults of transformers for what a config leaves out; the last is a setting of our exports alone."""
 RESIZES = ("bicubic", "bilinear")
 
 PRODUCTS = ("query", "key", "value")
@@ -48,7 +48,7 @@ LAYER = (
     key("feed_forward.down", "output.dense"),
 )
 LEFT_OUT = re.compile(r"pooler\..*|embeddings\.mask_token")
-"""What neither classifies: a pooler, and the vector that hides patches in pretraining."""
+"""What the classifier does not read: a pooler, and the vector that hides patches in pretraining."""
 
 
 def key_map(prefix: str, tokens: Sequence[str], *heads: Key) -> KeyMap:
@@ -65,16 +65,16 @@ def key_map(prefix: str, tokens: Sequence[str], *heads: Key) -> KeyMap:
 KEYS = key_map("vit.", ("cls_token",), key("head.output", "classifier"))
 
 
-def model_config(config: Mapping[str, object], place: Path) -> dict[str, Any]:
+def model_config(config: Mapping[str, object], place: Path) -> ConfigData:
     """Return the model config, as data, of ViT's ``config.json``."""
     head = {"kind": "linear_classification", "classes": len(images.classes(config, place))}
     return encoder(config, place, head)
 
 
-def encoder(config: Mapping[str, object], place: Path, head: Mapping[str, object], **tokens: Any) -> dict[str, Any]:
+def encoder(config: Mapping[str, object], place: Path, head: Mapping[str, object], **tokens: object) -> ConfigData:
     """Return the model config, as data, with this ``head``; ``tokens``: further settings of the input."""
     full = {**DEFAULTS, **config}
-    depth = whole(full, place, "num_hidden_layers", most=10_000)
+    depth = integer(full, place, "num_hidden_layers", maximum=10_000)
     activation = ACTIVATIONS[choice(full, place, "hidden_act", ACTIVATIONS)]
     dropout = number(full, place, "hidden_dropout_prob")
     norm = {"kind": "layer_norm", "eps": number(full, place, "layer_norm_eps"), "bias": True}
@@ -82,13 +82,13 @@ def encoder(config: Mapping[str, object], place: Path, head: Mapping[str, object
         "kind": "encoder",
         "mixer": {
             "kind": "bidirectional",
-            "num_heads": whole(full, place, "num_attention_heads"),
+            "num_heads": integer(full, place, "num_attention_heads"),
             "projection": {"kind": "multi_head", "bias": bool(full["qkv_bias"])},
             "dropout": number(full, place, "attention_probs_dropout_prob"),
         },
         "feed_forward": {
             "kind": "mlp",
-            "hidden_dim": whole(full, place, "intermediate_size"),
+            "hidden_dim": integer(full, place, "intermediate_size"),
             "activation": activation,
         },
         "norm": norm,
@@ -98,7 +98,7 @@ def encoder(config: Mapping[str, object], place: Path, head: Mapping[str, object
     return {
         "kind": "encoder",
         "input": images.patches(full, place, resize=choice(full, place, "resize_positions", RESIZES), **tokens),
-        "dim": whole(full, place, "hidden_size"),
+        "dim": integer(full, place, "hidden_size"),
         "layers": [layer] * depth,
         "position": "none",
         "embedding_norm": None,

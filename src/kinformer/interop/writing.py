@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.core.config import to_dict
 from kinformer.core.model import PROTOCOLS, SourceModel
@@ -19,10 +19,13 @@ from kinformer.interop.checkpoint import CONFIG, INDEX, OURS, WEIGHTS
 from kinformer.interop.encoder_routes import labels
 from kinformer.interop.forms import GENERATE, auto_class_of, model_class_of, use_of
 from kinformer.interop.images import PREPROCESSOR, preprocessor
+from kinformer.interop.layouts import ConfigView
 from kinformer.interop.native import Native, native_form
 from kinformer.interop.routes import Padding
+from kinformer.interop.settings import Settings
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import partial_of, require_utf8, save_tensors, write_json
+from kinformer.runtime.parsing import JsonObject
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +53,7 @@ class {model}(Model):
 
 @dataclass(frozen=True)
 class Form:
-    """The form in which a model leaves: ``native`` as an architecture of transformers, or None, and ``reason`` why not.
+    """The form of an exported model: ``native`` as an architecture of transformers, or None, and ``reason`` why not.
 
     ``model_class`` and ``auto_class``: what transformers calls the model, and the class that loads it.
     """
@@ -72,8 +75,8 @@ class Form:
 
 
 def form_of(config: ModelConfig, length: int | None = None, padding: Padding | None = None) -> Form:
-    """Return the form in which a model of ``config`` leaves; ``length``: what it was trained at, ``padding``: the token
-    that its texts are padded with.
+    """Return the form of an exported model of ``config``; ``length``: that of training texts, ``padding``: the token
+    that pads them.
 
     Errors: ``KinformerError`` for a model that transformers has no class for.
     """
@@ -82,10 +85,10 @@ def form_of(config: ModelConfig, length: int | None = None, padding: Padding | N
         return Form(native, "", *native.classes)
     use = use_of(config)
     if use is None:
-        head: Any = getattr(config, "head", None)
+        head = getattr(getattr(config, "head", None), "kind", None)
         raise KinformerError(
-            f"its model is {PROTOCOLS[config.protocol]} with the input {config.input.kind!r} and the head "
-            f"{head.kind!r}, which is exported only as an architecture of transformers, but {native}."
+            f"its model is {PROTOCOLS[config.protocol]} with the input {config.input.kind!r} and the head {head!r}, "
+            f"which is exported only as an architecture of transformers, but {native}."
         )
     return Form(None, native, model_class_of(use), auto_class_of(use))
 
@@ -122,7 +125,7 @@ def appearing(folder: Path) -> Iterator[Path]:
 
 
 def write_model(
-    folder: Path, form: Form, settings: Mapping[str, Any], weights: Mapping[str, Tensor], max_shard_bytes: int
+    folder: Path, form: Form, settings: JsonObject, weights: Mapping[str, Tensor], max_shard_bytes: int
 ) -> int:
     """Write a model with the ``config.json`` ``settings`` into ``folder``; return how many files of tensors.
 
@@ -136,9 +139,9 @@ def write_model(
         write_json(folder / PREPROCESSOR, prepared)
     if form.auto_class in GENERATES:
         names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-        held = {name: settings[name] for name in names if settings.get(name) is not None}
-        begin = held.get("decoder_start_token_id")  # what our search never writes
-        write_json(folder / GENERATION, held | ({} if begin is None else {"suppress_tokens": [begin]}))
+        tokens = {name: settings[name] for name in names if settings.get(name) is not None}
+        begin = tokens.get("decoder_start_token_id")  # what our search never writes
+        write_json(folder / GENERATION, tokens | ({} if begin is None else {"suppress_tokens": [begin]}))
     if form.native is None:
         write_code(folder, form.use)
     return count
@@ -155,7 +158,7 @@ def auto_map(use: str) -> dict[str, str]:
     return {"AutoConfig": f"{module}.KinformerConfig", auto_class_of(use): f"{module}.{model_class_of(use)}"}
 
 
-def settings_of(form: Form, config: ModelConfig, member: str, dtype: str) -> dict[str, Any]:
+def settings_of(form: Form, config: ModelConfig, member: str, dtype: str) -> Settings:
     """Return the ``config.json`` of a model of ``config``, which is a ``member`` of the family."""
     if form.native is not None:
         return {**form.native.config, "dtype": dtype}
@@ -179,7 +182,7 @@ def settings_of(form: Form, config: ModelConfig, member: str, dtype: str) -> dic
     return settings if classes is None else settings | labels(classes)
 
 
-def _preprocessor(composition: Mapping[str, Any]) -> dict[str, Any] | None:
+def _preprocessor(composition: ConfigView) -> Settings | None:
     """Return the ``preprocessor_config.json`` of a model of images, which normalises them itself; None of others."""
     size = composition["input"].get("size")
     return None if size is None else preprocessor({"size": size, "channels": 0, "mean": (), "std": ()}, IMAGES)

@@ -17,7 +17,6 @@ Importing this module imports nothing; a name is imported when it is first used.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
 
 _MODULES = {
     "BidirectionalLayer": "bidirectional",
@@ -33,7 +32,7 @@ _CONFIGS = ("blocks", "parts")
 """The modules of the configs."""
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Return a name of this module, which is imported when it is first used."""
     if name == "states":
         return import_module("kinformer.nn.states")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from kinformer.kernels.impls import AttentionImpl
 from kinformer.runtime.errors import KinformerError
 
 C = TypeVar("C", bound=Config)
+M = TypeVar("M", bound=nn.Module)
 
 
 def attention(
@@ -118,12 +119,12 @@ def _pattern(pattern: object) -> Pattern | None:
     return built
 
 
-def _part(config: type[C], module: type[Any], part: Any, build: Any) -> Any:
+def _part(config: type[C], module: type[M], part: object, build: Callable[[C], M]) -> M:
     """Return the module of ``part``; refuse a config that would be built with new weights at every call."""
     if isinstance(part, module):
         return part
     named = _config(config, part)
-    built: nn.Module = build(named)
+    built = build(named)
     if any(True for _ in built.parameters()):
         raise KinformerError(
             f"{describe(named)} has weights, which a function cannot hold; build it once, as part of your model, and "

@@ -22,6 +22,10 @@ class BidirectionalLayer(PlainLayer):
     """
 
     mixer_class = EncoderMixer
+    if TYPE_CHECKING:
+
+        @property
+        def mixers(self) -> tuple[EncoderMixer, ...]: ...
 
     def forward(
         self,

@@ -7,7 +7,7 @@ proves of a mixer holds of the layer, which runs the same code.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
@@ -42,6 +42,10 @@ class CausalLayer(PlainLayer):
     """
 
     mixer_class = CausalMixer
+    if TYPE_CHECKING:
+
+        @property
+        def mixers(self) -> tuple[CausalMixer, ...]: ...
 
     @property
     def reads_context(self) -> bool:
@@ -69,7 +73,7 @@ class CausalLayer(PlainLayer):
                 else "context: this layer attends to x alone; leave it out, or take a layer with cross-attention, such "
                 'as kinformer.layer("cross", ...).'
             )
-        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        options: dict[str, object] = {"device": device, "dtype": dtype}
         if context is not None:
             if context_key_padding_mask is not None:
                 require_mask("context_key_padding_mask", context_key_padding_mask, context)
@@ -115,7 +119,7 @@ class CausalLayer(PlainLayer):
         cu_seqlens: Tensor | None = None,
         context: Tensor | None = None,
         context_key_padding_mask: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Any]:
+    ) -> Tensor | tuple[Tensor, State]:
         """Return y [batch, time, dim], and with ``return_state`` also the state after x.
 
         x: [batch, time, dim], time >= 1.
@@ -179,6 +183,6 @@ class CausalLayer(PlainLayer):
             )
 
     @cached_property
-    def _form(self) -> Any:
+    def _form(self) -> object:
         """Return the form of this layer's states; None with a context, whose length is part of it."""
         return None if self.reads_context else states.form(self.initial_state(1, device=torch.device("meta")))

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from kinformer.core.config import Config, describe, field_types, from_dict, override
+from kinformer.blocks.layer import LayerConfig
+from kinformer.core.config import C, Config, describe, field_types, from_dict, override
 from kinformer.core.contract import Chunk, MixerConfig
-from kinformer.core.encoder import EncoderMixerConfig, SequenceContext
+from kinformer.core.encoder import EncoderLayerConfig, EncoderMixerConfig, SequenceContext
 from kinformer.core.stack import Stack, StackConfig
 from kinformer.core.state import State
 from kinformer.family.build import configure
@@ -29,7 +30,7 @@ Layer = CausalLayer | BidirectionalLayer
 
 @dataclasses.dataclass(frozen=True)
 class LayerRecord:
-    """A name that :func:`layer` takes, and what it gives.
+    """A name that :func:`layer` takes, and the facts of that layer.
 
     ``title`` says what it is, ``causal`` whether it is a ``CausalLayer``, ``growth`` how the state grows with the
     tokens (None of mixers that are no member's). ``settings`` are the mixer's, name -> default.
@@ -46,7 +47,7 @@ class LayerRecord:
         return _mixer_config(_layer_config(self.name, "small"))
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """Return the default of every setting of the mixer, by name."""
         return {name: getattr(self.config, name) for name in field_types(type(self.config))}
 
@@ -77,7 +78,7 @@ def layer(
     set: Mapping[str, object] | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    **settings: Any,
+    **settings: object,
 ) -> CausalLayer | Any:
     """Return one layer of a member as a module; see :func:`kinformer.layer`."""
     if not isinstance(dim, int) or isinstance(dim, bool) or dim < 1:
@@ -95,8 +96,8 @@ def layer_config(
     block: bool = False,
     recipe: str = "small",
     set: Mapping[str, object] | None = None,
-    **settings: Any,
-) -> Any:
+    **settings: object,
+) -> LayerConfig | EncoderLayerConfig | MixerConfig | EncoderMixerConfig:
     """Return the config that :func:`layer` builds; without ``dim``, and in a config, the number of heads stays."""
     config = _layer_config(name, recipe)
     if not block:
@@ -147,11 +148,11 @@ class _CausalStack(nn.Module):
         super().__init__()
         self.stack = stack
 
-    def initial_state(self, batch: int, **options: Any) -> tuple[Any, ...]:
+    def initial_state(self, batch: int, **options: object) -> tuple[State, ...]:
         """Return one state per use of a layer."""
         return self.stack.initial_state(batch, **options)
 
-    def forward(self, chunk: Chunk, state: tuple[State, ...]) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    def forward(self, chunk: Chunk, state: tuple[State, ...]) -> tuple[torch.Tensor, tuple[State, ...]]:
         """Return y [batch, time, dim] and the states after."""
         y, after, _ = self.stack.absorb(chunk, state, _as_it_is)
         return y, after
@@ -206,7 +207,7 @@ def _mixer_config(config: object) -> Any:
     return getattr(config, config.main_field) if hasattr(config, "main_field") else config
 
 
-def _paths(config: Any, settings: Mapping[str, object]) -> dict[str, Any]:
+def _paths(config: Any, settings: Mapping[str, object]) -> dict[str, object]:
     """Return ``settings`` by their paths in ``config``: its own fields or, in a layer, those of its mixer."""
     outer, mixer = field_types(type(config)), _mixer_config(config)
     deeper = field_types(type(mixer)) if mixer is not config else {}
@@ -226,7 +227,7 @@ def _heads(config: Any, dim: int) -> dict[str, int]:
     return {path: next(number for number in range(heads, 0, -1) if dim % number == 0)}
 
 
-def _changed(config: Any, changes: Mapping[str, object]) -> Any:
+def _changed(config: C, changes: Mapping[str, object]) -> C:
     """Return ``config`` after ``changes``; the table of all kinds, which takes a while to import, only for names."""
     plain = all(value is None or isinstance(value, bool | int | float | Config) for value in changes.values())
     return override(config, changes, {} if plain else kinds())

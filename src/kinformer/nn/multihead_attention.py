@@ -15,7 +15,7 @@ from kinformer.runtime.errors import KinformerError
 class MultiheadAttention(nn.Module):
     """``torch.nn.MultiheadAttention`` with the mixer of a member in it, as ``mixer="longformer"``.
 
-    It stands where that module does, also inside ``torch.nn.TransformerEncoderLayer`` and ``TransformerDecoderLayer``.
+    It can stand in for that module, also inside ``torch.nn.TransformerEncoderLayer`` and ``TransformerDecoderLayer``.
     Self-attention runs the member's mixer. Attention to another sequence (``key`` is not ``query``) is exact: such a
     module is made with ``mixer="cross"``. ``from_torch`` takes over the weights of a ``torch.nn.MultiheadAttention``.
     """
@@ -44,9 +44,9 @@ class MultiheadAttention(nn.Module):
         """Build the mixer ``mixer`` (see ``kinformer.layers``) of width ``embed_dim``; ``settings`` are its own.
 
         dropout, bias: as in torch, for mixers that have such settings. kdim, vdim: the width of the other sequence, for
-        ``mixer="cross"``; they are one.
+        ``mixer="cross"``; both are the same.
 
-        Errors: ``KinformerError`` for settings that the mixer has not, ``add_bias_kv`` and ``add_zero_attn``.
+        Errors: ``KinformerError`` for settings that the mixer does not have, ``add_bias_kv`` and ``add_zero_attn``.
         """
         super().__init__()
         if add_bias_kv or add_zero_attn:
@@ -74,7 +74,7 @@ class MultiheadAttention(nn.Module):
         weight, out = module.in_proj_weight, module.out_proj
         if weight is None or module.bias_k is not None:
             raise KinformerError("module: its keys have another width or an added bias, which no mixer here has.")
-        made = cls(
+        built = cls(
             module.embed_dim,
             module.num_heads,
             module.dropout,
@@ -84,7 +84,7 @@ class MultiheadAttention(nn.Module):
             mixer=mixer,
             **settings,
         )
-        inner = made.layer.inner
+        inner = built.layer.inner
         qkv = getattr(getattr(inner, "projection", None), "qkv", None)
         target = getattr(inner, "out", None)
         if not isinstance(qkv, nn.Linear) or not isinstance(target, nn.Linear) or qkv.weight.shape != weight.shape:
@@ -97,7 +97,7 @@ class MultiheadAttention(nn.Module):
                 linear.weight.copy_(values[0])
                 if linear.bias is not None:
                     linear.bias.zero_() if values[1] is None else linear.bias.copy_(values[1])
-        return made
+        return built
 
     def forward(
         self,

@@ -49,8 +49,8 @@ class Packing(NamedTuple):
                 f"cu_seqlens: packed sequences stand in one row, but x has {x.shape[0]}; give [1, time, dim]."
             )
         ends = torch.as_tensor(cu_seqlens, device=x.device)
-        whole = ends.dim() == 1 and len(ends) > 1 and not ends.is_floating_point()
-        if not whole or int(ends[0]) != 0 or int(ends[-1]) != x.shape[1] or not bool((ends.diff() > 0).all()):
+        integers = ends.dim() == 1 and len(ends) > 1 and not ends.is_floating_point()
+        if not integers or int(ends[0]) != 0 or int(ends[-1]) != x.shape[1] or not bool((ends.diff() > 0).all()):
             raise KinformerError(
                 f"cu_seqlens is {ends.tolist()}, but must be whole numbers that rise from 0 to the time {x.shape[1]}, "
                 "the ends of the sequences before each."

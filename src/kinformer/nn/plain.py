@@ -1,10 +1,11 @@
-"""What the plain interfaces of causal and of bidirectional layers share."""
+"""The base of the plain interfaces of causal and of bidirectional layers."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
+
+from kinformer.core.contract import CausalMixer
+from kinformer.core.encoder import EncoderMixer
 
 
 class PlainLayer(nn.Module):
@@ -13,7 +14,7 @@ class PlainLayer(nn.Module):
     A subclass names the class of its mixers, ``mixer_class``.
     """
 
-    mixer_class: type[nn.Module]
+    mixer_class: type[CausalMixer] | type[EncoderMixer]
 
     def __init__(self, inner: nn.Module, dim: int) -> None:
         """Wrap ``inner``, whose mixers are of the class ``mixer_class``."""
@@ -21,7 +22,7 @@ class PlainLayer(nn.Module):
         self.inner, self.dim = inner, dim
 
     @property
-    def mixers(self) -> tuple[Any, ...]:
+    def mixers(self) -> tuple[CausalMixer | EncoderMixer, ...]:
         """Return the mixers inside, each once."""
         return tuple(module for module in self.inner.modules() if isinstance(module, self.mixer_class))
 

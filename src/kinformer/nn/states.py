@@ -11,7 +11,6 @@ state = states.load("state.safetensors", layer.initial_state(1))
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -58,7 +57,7 @@ def save(state: State, path: str | Path) -> None:
     save_tensors(Path(path), {f"{number:04d}": leaf.clone() for number, leaf in enumerate(leaves)})
 
 
-def load(path: str | Path, like: object) -> Any:
+def load(path: str | Path, like: State) -> State:
     """Return the state that :func:`save` wrote to ``path``, on the device of ``like``.
 
     like: a state of the same layer, such as ``layer.initial_state(1)``; it may have other rows.

@@ -12,7 +12,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import reading, require_file
@@ -88,9 +88,7 @@ def _array(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> ndar
 
     with archive.open(entry) as file:
         version = np.lib.format.read_magic(file)
-        read_head: Any = (
-            np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        )
+        read_head = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read_head(file)
         if dtype.hasobject:
             raise KinformerError(

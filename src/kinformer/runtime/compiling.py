@@ -11,24 +11,26 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from importlib.util import find_spec
-from typing import Any, TypeVar, cast
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch.optim import Optimizer
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
+P = ParamSpec("P")
+R = TypeVar("R")
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 
-def uncompiled(reason: str) -> Callable[[F], F]:
+def uncompiled(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Leave a function out of graphs: ``torch.compiler.disable``, which is called
     once something has loaded the compiler."""
 
-    def decorate(function: F) -> F:
-        disabled: Callable[..., Any] | None = None
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        disabled: Callable[P, R] | None = None
 
         @wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
             nonlocal disabled
             if disabled is None and "torch._dynamo" in sys.modules:
                 disabled = torch.compiler.disable(function, reason=reason)
@@ -37,12 +39,12 @@ def uncompiled(reason: str) -> Callable[[F], F]:
         # A graph that meets it before the compiler was asked ends here by these, and says why.
         call._torchdynamo_disable = True  # type: ignore[attr-defined]
         call._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
-        return cast(F, call)
+        return call
 
     return decorate
 
 
-def spare_operators(*operators: Any) -> None:
+def spare_operators(*operators: object) -> None:
     """Let operators of ``torch.library.custom_op`` be called without loading the compiler.
 
     PyTorch leaves their kernels out of graphs. Its mark loads the compiler at the first call, and then keeps what
@@ -58,7 +60,7 @@ def spare_operators(*operators: Any) -> None:
 def spared(optimiser: type[OptimizerT]) -> type[OptimizerT]:
     """Return the same optimiser as a class whose methods do not load the compiler, which PyTorch's own do at the first
     call, to leave themselves out of graphs."""
-    methods: dict[str, Any] = {}
+    methods: dict[str, Callable[..., object]] = {}
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         methods[name] = uncompiled("it is an optimiser's method")(inspect.unwrap(getattr(optimiser, name)))
     methods["step"] = torch.no_grad()(inspect.unwrap(optimiser.step))

@@ -1,7 +1,7 @@
 """The errors of Kinformer, as sentences for its users.
 
 Every message is one sentence that holds the value, what was expected, the place and the remedy. A message marks the
-names of options with backticks, as in "`max_bytes` is 0". Who reads it sees them as they are written where they are:
+names of options with backticks, as in "`max_bytes` is 0". The reader sees them as they are written there:
 ``max_bytes`` in Python and ``--max-bytes`` on the command line (:func:`spelled`).
 """
 
@@ -94,7 +94,7 @@ def choose(word: str, names: Iterable[str], place: str) -> str:
 
 
 def memory_sentence(error: BaseException) -> str | None:
-    """Return what is said where ``error`` is a lack of memory, as NumPy and PyTorch report it; None where it is not."""
+    """Return the message for an ``error`` of NumPy or PyTorch that means a lack of memory; None for any other."""
     text = str(error)
     lacking = isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and re.search(r"can't allocate memory|out of memory|overflowed", text)

@@ -13,11 +13,11 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 from kinformer.runtime.errors import KinformerError, marked, require_below_largest, require_finite_number
 
-_NAMES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_NAMES: dict[object, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _NAMES |= {os.PathLike: "a path", Mapping: "a mapping"}
 
 _RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
@@ -79,7 +79,7 @@ def require_types(options: object, declared: type, names: Container[str] | None 
             require_kind(name, getattr(options, name), *kind)
 
 
-def require_kind(name: str, value: object, *kinds: Any) -> None:
+def require_kind(name: str, value: object, *kinds: object) -> None:
     """Raise where the option or argument ``name`` has a ``value`` of none of the types ``kinds``."""
     if not any(_is_one(value, kind) for kind in kinds):
         raise KinformerError(f"{marked(name)} is {value!r} but must be {' or '.join(map(_type_name, kinds))}.")
@@ -99,7 +99,7 @@ def require_path(name: str, value: object) -> None:
 
 
 @cache
-def _plain_types(declared: type) -> dict[str, tuple[Any, ...]]:
+def _plain_types(declared: type) -> dict[str, tuple[object, ...]]:
     """Return the plain types that each field may have."""
     hints = typing.get_type_hints(declared)
     plain = {}
@@ -112,18 +112,18 @@ def _plain_types(declared: type) -> dict[str, tuple[Any, ...]]:
     return plain
 
 
-def _without_items(kind: object) -> Any:
+def _without_items(kind: object) -> object:
     """Return ``Mapping`` for ``Mapping[str, Any]``, and other types as they are."""
     origin = typing.get_origin(kind)
     return origin if origin in _NAMES else kind
 
 
-def _is_one(value: Any, kind: Any) -> bool:
+def _is_one(value: object, kind: object) -> bool:
     if typing.get_origin(kind) is Literal:
         return any(value == item and type(value) is type(item) for item in typing.get_args(kind))
     if isinstance(value, bool):
         return kind is bool
-    return isinstance(value, (int, float) if kind is float else kind)
+    return isinstance(kind, type) and isinstance(value, (int, float) if kind is float else kind)
 
 
 def _type_name(kind: object) -> str:
@@ -139,10 +139,11 @@ def field_docs(cls: type) -> Mapping[str, str]:
     docs: dict[str, str] = {}
     for part in filter(is_dataclass, reversed(cls.__mro__)):
         try:
-            tree: Any = ast.parse(textwrap.dedent(inspect.getsource(part)))
+            (definition,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
         except (OSError, TypeError):  # the class was made without a source
             continue
-        for pair in pairwise(tree.body[0].body):
+        assert isinstance(definition, ast.ClassDef)
+        for pair in pairwise(definition.body):
             match pair:
                 case (ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text)))):
                     docs[name] = " ".join(text.split())

@@ -131,7 +131,7 @@ def read_json(path: Path) -> Any:
         return parse_json(path.read_bytes())
 
 
-def signed(data: Mapping[str, object]) -> dict[str, Any]:
+def signed(data: Mapping[str, object]) -> dict[str, object]:
     """Return ``data`` with the checksum of all its keys as one more."""
     return {**data, CHECKSUM: json_digest(data)}
 
@@ -206,8 +206,8 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     require_utf8(path)
     for _ in range(_MOST_READS - 1):
         require_file(path)
-        with reading(path), path.open("rb") as held:  # while a file is open no other one gets its number
-            before = _identity(held.fileno())
+        with reading(path), path.open("rb") as file:  # while a file is open no other one gets its number
+            before = _identity(file.fileno())
             try:
                 result = _load_tensors(path)
             except KinformerError:
@@ -251,7 +251,7 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], place: Path | 
 
 
 def require_weights(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor], place: Path | str) -> None:
-    """Raise where ``tensors`` have not the names and shapes of the model's ``expected``."""
+    """Raise where ``tensors`` do not have the names and shapes of the ``expected`` weights of the model."""
     missing, extra = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     if missing or extra:
         example = f"lacks {missing[0]}" if missing else f"holds {extra[0]}"

@@ -15,10 +15,10 @@ from kinformer.runtime.errors import KinformerError
 def locked(folder: Path) -> Iterator[None]:
     """Lock ``folder`` for this process, so that no other writes there; readers may read.
 
-    A folder that is not there is made, and is gone again at the end if nothing was put into it. The lock is one of the
-    folder itself (flock), so it leaves no file behind. A file system without locks gives no protection.
+    A missing folder is created, and removed again at the end if it is empty. The lock is one of the folder itself
+    (flock), so it leaves no file behind. A file system without locks gives no protection.
     """
-    made = _make(folder)
+    created = _make(folder)
     handle = os.open(folder, os.O_RDONLY)
     try:
         if not take(handle) or not is_here(folder, os.fstat(handle)):
@@ -28,14 +28,14 @@ def locked(folder: Path) -> Iterator[None]:
         finally:
             if is_here(folder, os.fstat(handle)):
                 with suppress(OSError):
-                    for item in made:
+                    for item in created:
                         item.rmdir()
     finally:
         os.close(handle)
 
 
 def is_here(folder: Path, status: os.stat_result) -> bool:
-    """Return whether ``folder`` still is the one that ``status`` was taken of."""
+    """Return whether ``folder`` is still the folder that had this ``status``."""
     try:
         return os.path.samestat(folder.stat(), status)
     except OSError:
@@ -43,7 +43,7 @@ def is_here(folder: Path, status: os.stat_result) -> bool:
 
 
 def _make(folder: Path) -> list[Path]:
-    """Return the folders that were not there and are now, innermost first."""
+    """Create ``folder`` and its missing parents; return those that were created, innermost first."""
     try:
         missing = [item for item in (folder, *folder.parents) if not item.exists()]
         folder.mkdir(parents=True, exist_ok=True)
@@ -56,8 +56,8 @@ def _make(folder: Path) -> list[Path]:
 
 
 def take(handle: int, wait: bool = False) -> bool:
-    """Lock the open file or folder ``handle`` until it is closed; return False where another process has
-    it, unless it may ``wait`` for that one."""
+    """Lock the open file or folder ``handle`` until it is closed; return False where another
+    process holds it, unless it may ``wait`` for that one."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

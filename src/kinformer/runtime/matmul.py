@@ -1,6 +1,6 @@
 """The path of float32 products on a CPU, by ``torch.set_float32_matmul_precision``.
 
-Any setting but "highest" is oneDNN's way (see ``runtime.process``): twice as fast for large products, but it takes
+Every setting but "highest" is oneDNN's way (see ``runtime.process``): twice as fast for large products, but it takes
 so long to begin that those of a few rows are 2 to 15 times slower, for instance all of a generation step, and those
 inside PyTorch's fused attention, which are small ones, one after the other.
 

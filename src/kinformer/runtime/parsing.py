@@ -75,9 +75,9 @@ def parse_toml(text: str) -> JsonObject:
     return table
 
 
-def _check_depth(value: object, most: int) -> None:
-    """Raise where ``value``, which has ``most`` lists and tables at most, nests too deep for functions that recurse."""
-    if most <= MOST_DEPTH:
+def _check_depth(value: object, bound: int) -> None:
+    """Raise where ``value``, which has at most ``bound`` lists and tables, nests too deeply for recursive functions."""
+    if bound <= MOST_DEPTH:
         return
     level = [value]
     for _ in range(MOST_DEPTH):

@@ -58,7 +58,7 @@ def load(entry: EntryPoint, what: str) -> Any:
 
 @cache
 def warn_once(sentence: str) -> None:
-    """Warn of what each look at the installed packages meets again, once in a process."""
+    """Issue a warning once per process, however often the installed packages are looked through."""
     warnings.warn(sentence, stacklevel=2)
 
 
@@ -77,7 +77,7 @@ class Registry(Mapping[str, T]):
         builtin: Mapping[str, T],
         group: str,
         *,
-        fits: Callable[[str, Any], bool],
+        fits: Callable[[str, object], bool],
         expected: Callable[[str], str],
         prefix: str = "",
     ) -> None:

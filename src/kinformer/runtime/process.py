@@ -12,13 +12,13 @@ import torch
 
 from kinformer.runtime.processor import has_amx
 
-_begun = False
+_set_up = False
 
 
 def begin_process() -> None:
     """Set this whole process up to compute; only a command and the processes that it starts may call this."""
-    global _begun
-    _begun = True
+    global _set_up
+    _set_up = True
     flush_subnormals()
     use_fast_products()
     keep_memory()
@@ -26,7 +26,7 @@ def begin_process() -> None:
 
 def is_command() -> bool:
     """Return whether this process is a command's, so that no other thread computes with settings of its own."""
-    return _begun
+    return _set_up
 
 
 def use_fast_products() -> None:

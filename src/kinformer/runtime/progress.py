@@ -13,13 +13,13 @@ from typing import Any, TextIO
 from kinformer.runtime.errors import spelled
 
 ProgressCallback = Callable[[int, int], None]
-"""Called with how much is done, and of how much."""
+"""Called with the amount done and the total."""
 
 LOGGER = logging.getLogger("kinformer")
 
 
 def note(text: str) -> None:
-    """Report something that is no error: the command line prints it, Python's logging has it at level INFO."""
+    """Report a message that is no error: the command line prints it, Python's logging has it at level INFO."""
     LOGGER.info(spelled(text))
 
 

@@ -5,7 +5,7 @@ They are PyTorch's DTensor, whose module takes half a second to load and is not 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, TypeGuard
 
 from torch import Tensor
 
@@ -19,10 +19,8 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Return the whole tensor where it is sharded, for which all processes must
-    call together; itself where it is not."""
-    spread: Any = tensor
-    return spread.full_tensor() if is_sharded(tensor) else tensor
+    """Return the full tensor; where it is sharded, all processes must call this together."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def like(parameter: Tensor, value: Tensor) -> Tensor:
@@ -31,18 +29,17 @@ def like(parameter: Tensor, value: Tensor) -> Tensor:
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    spread: Any = parameter
-    return distribute_tensor(value.to(parameter.device), spread.device_mesh, spread.placements)
+    return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
 
 
 def replicated(parameter: Tensor, value: Tensor) -> Tensor:
-    """Return a whole ``value``, which all processes have, as an operand of what the ``parameter``
-    is sharded like; itself where that is whole, too."""
+    """Return the full ``value``, which all processes have, as an operand beside tensors that are sharded as
+    ``parameter`` is; ``value`` itself where ``parameter`` is not sharded."""
     if not is_sharded(parameter):
         return value
     from torch.distributed.tensor import DTensor, Replicate
 
-    mesh = cast(Any, parameter).device_mesh
+    mesh = parameter.device_mesh
     return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
 from kinformer.runtime.errors import KinformerError, marked
 
 ENDINGS = (".jsonl", ".csv", ".tsv")
-WriteRow = Callable[[Mapping[str, Any]], None]
+WriteRow = Callable[[Mapping[str, object]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ def writing_table(path: str | Path) -> Iterator[WriteRow]:
 
 
 class _Table:
-    def __init__(self, file: Any, tabs: bool) -> None:
+    def __init__(self, file: TextIO, tabs: bool) -> None:
         self.file, self.tabs = file, tabs
         self.csv = csv.writer(file, lineterminator="\n")
         self.columns: list[str] = []
@@ -100,16 +100,16 @@ class _Table:
             self._write(self.columns)
         self._write([cells.get(name, "") for name in self.columns])
 
-    def _write(self, cells: list[Any]) -> None:
+    def _write(self, cells: Sequence[object]) -> None:
         if self.tabs:
             print("\t".join(" ".join(str(cell).split("\t")).replace("\n", " ") for cell in cells), file=self.file)
         else:
             self.csv.writerow(cells)
 
 
-def flattened(row: Mapping[str, object]) -> dict[str, Any]:
+def flattened(row: Mapping[str, object]) -> dict[str, object]:
     """``row`` as cells: values as they are, lists of mappings as numbered columns, any other list as JSON."""
-    cells: dict[str, Any] = {}
+    cells: dict[str, object] = {}
     for name, value in row.items():
         if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
             for number, item in enumerate(value, start=1):

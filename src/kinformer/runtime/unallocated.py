@@ -26,11 +26,11 @@ class _ShapesOnly(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., object],
         types: Sequence[type],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    ) -> object:
         if func not in _CHANGED:
             return func(*args, **(kwargs or {}))
         options = dict(kwargs or {})

@@ -1,15 +1,18 @@
-"""The temporary memory of operators, for runs on shapes only: an operator hides it from them."""
+"""The temporary memory of operators, for runs on shapes only, which do not see it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverloadPacket
 
 Rule = Callable[..., int]
-_RULES: dict[Any, Rule] = {}
+_RULES: dict[object, Rule] = {}
 
 
-def scratch(operator: Any) -> Callable[[Rule], Rule]:
+def scratch(operator: OpOverloadPacket) -> Callable[[Rule], Rule]:
     """Register the bytes that a call of ``operator`` (such as ``torch.ops.kinformer.name``) allocates and frees before
     it returns, by its own arguments, which have shapes only."""
 
@@ -20,7 +23,7 @@ def scratch(operator: Any) -> Callable[[Rule], Rule]:
     return register
 
 
-def scratch_bytes(operator: Any, arguments: Any) -> int:
+def scratch_bytes(operator: object, arguments: Iterable[object]) -> int:
     """Return the temporary bytes of a call; 0 for operators that register none."""
     rule = _RULES.get(operator)
     return rule(*arguments) if rule else 0

@@ -39,8 +39,8 @@ class BusyError(KinformerError):
 
 
 class Admission:
-    """The account of the rows that are admitted; ``row_bytes(length)`` says what a row takes beside none that is longer
-    than ``length``."""
+    """The rows that are admitted; ``row_bytes(length)`` is the size of a row's state in a batch whose longest row has
+    ``length`` tokens."""
 
     def __init__(self, limits: Limits, row_bytes: Callable[[int], int]) -> None:
         self.limits, self._row_bytes = limits, row_bytes
@@ -52,7 +52,7 @@ class Admission:
         return self._lengths.total()
 
     def require_possible(self, request: Request) -> None:
-        """Raise where the request fits not even alone."""
+        """Raise where the request does not even fit by itself."""
         limits, needed = self.limits, request.copies * self._row_bytes(request.length)
         if request.copies > limits.max_streams:
             raise KinformerError(

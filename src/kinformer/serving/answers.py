@@ -6,7 +6,6 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from kinformer.data import Tokenizer
 from kinformer.serving.fields import Body
@@ -28,7 +27,7 @@ def event(data: object) -> bytes:
 DONE = b"data: [DONE]\n\n"
 
 
-def error(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+def error(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, object]:
     """Return an error in OpenAI's form."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -54,7 +53,7 @@ class Answer:
         self.tokens[piece.choice] += piece.tokens
         self.reasons[piece.choice] = piece.reason
 
-    def chunk(self, piece: Piece) -> dict[str, Any]:
+    def chunk(self, piece: Piece) -> dict[str, object]:
         """Return the event of a piece."""
         choice = self._delta(piece) | {
             "logprobs": self._scores(piece.tokens),
@@ -64,7 +63,7 @@ class Answer:
             choice["token_ids"] = [item.token for item in piece.tokens]
         return self._frame(self.chunk_kind, [{"index": piece.choice} | choice])
 
-    def full(self, usage: dict[str, int]) -> dict[str, Any]:
+    def full(self, usage: dict[str, int]) -> dict[str, object]:
         """Return the answer with all choices and the ``usage``."""
         choices = []
         for number, (text, tokens, reason) in enumerate(zip(self.texts, self.tokens, self.reasons, strict=True)):
@@ -75,25 +74,25 @@ class Answer:
             choices.append(choice)
         return self._frame(self.kind, choices) | {"usage": usage}
 
-    def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
+    def usage_chunk(self, usage: dict[str, int]) -> dict[str, object]:
         """Return the event that ends a stream of which the usage was requested."""
         return self._frame(self.chunk_kind, []) | {"usage": usage}
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self) -> list[dict[str, object]]:
         """Return the events before the first piece."""
         return []
 
-    def _frame(self, kind: str, choices: list[dict[str, object]]) -> dict[str, Any]:
+    def _frame(self, kind: str, choices: list[dict[str, object]]) -> dict[str, object]:
         frame = {"id": self.id, "object": kind, "created": self.created, "model": self.body.model, "choices": choices}
         return frame | ({"usage": None} if self.body.include_usage else {})
 
-    def _text(self, text: str) -> dict[str, Any]:
+    def _text(self, text: str) -> dict[str, object]:
         return {"text": text}
 
-    def _delta(self, piece: Piece) -> dict[str, Any]:
+    def _delta(self, piece: Piece) -> dict[str, object]:
         return self._text(piece.text)
 
-    def _scores(self, tokens: Sequence[ScoredToken]) -> Any:
+    def _scores(self, tokens: Sequence[ScoredToken]) -> dict[str, object] | None:
         if self.body.logprobs is None:
             return None
         scores = [item.score for item in tokens]
@@ -118,20 +117,20 @@ class ChatAnswer(Answer):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self) -> list[dict[str, object]]:
         delta = {"role": "assistant", "content": ""}
         return [
             self._frame(self.chunk_kind, [{"index": number, "delta": delta, "logprobs": None, "finish_reason": None}])
             for number in range(len(self.texts))
         ]
 
-    def _text(self, text: str) -> dict[str, Any]:
+    def _text(self, text: str) -> dict[str, object]:
         return {"message": {"role": "assistant", "content": text}}
 
-    def _delta(self, piece: Piece) -> dict[str, Any]:
+    def _delta(self, piece: Piece) -> dict[str, object]:
         return {"delta": {"content": piece.text} if piece.text else {}}
 
-    def _scores(self, tokens: Sequence[ScoredToken]) -> Any:
+    def _scores(self, tokens: Sequence[ScoredToken]) -> dict[str, object] | None:
         if self.body.logprobs is None:
             return None
         content = []
@@ -141,7 +140,7 @@ class ChatAnswer(Answer):
             content.append(self._entry(item.token, item.score.logprob) | {"top_logprobs": top})
         return {"content": content, "refusal": None}
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+    def _entry(self, token: int, logprob: float) -> dict[str, object]:
         text = self.tokenizer.decode([token])
         complete = bool(text) and _REPLACEMENT not in text
         return {

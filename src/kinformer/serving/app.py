@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -38,8 +37,8 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 @dataclass(frozen=True)
 class Served:
-    """A model as clients see it: its ``name``, since when it is there (``created``, seconds), what continues it, and
-    the ``seed`` of requests that name none."""
+    """A model as clients see it: its ``name``, when it was made (``created``, in seconds), the ``engine`` that
+    continues texts, and the ``seed`` of requests that name none."""
 
     name: str
     created: int
@@ -50,7 +49,7 @@ class Served:
     seed: int | None
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """Return the entry of the model in the list of models."""
         return {"id": self.name, "object": "model", "created": self.created, "owned_by": "kinformer"}
 
@@ -181,15 +180,15 @@ async def _page(request: Request) -> Response:
 async def _health(request: Request) -> Response:
     served: Served = request.app.state.served
     engine = served.engine
-    fine = served.alive()
+    alive = served.alive()
     facts = {
-        "status": "ok" if fine else "the engine has ended; see the server's output",
+        "status": "ok" if alive else "the engine has ended; see the server's output",
         "model": served.name,
         "streams": engine.rows,
         "waiting": engine.waiting,
         "state_bytes": engine.state_bytes,
     }
-    return JSON(facts, 200 if fine else 503)
+    return JSON(facts, 200 if alive else 503)
 
 
 async def _metrics(request: Request) -> Response:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from kinformer.core import state as states
 from kinformer.core.contract import CausalMixer
-from kinformer.core.model import CausalModel, device_of
+from kinformer.core.model import CausalModel, StackedModel, device_of
 from kinformer.core.state import State
 from kinformer.generation.steps import Steps
 from kinformer.serving.request import Row
@@ -21,6 +21,10 @@ ROOM = 256
 _FAR = 1 << 30
 _UNKNOWN = 0
 """Steps that are expected before rows leave or join: a recording waits until as many were made as it costs."""
+
+
+class ContinuedModel(CausalModel, StackedModel, Protocol):
+    """A causal model of this library, whose stack says how its state grows."""
 
 
 class Joining(NamedTuple):
@@ -42,7 +46,7 @@ class Batch:
         self.model = model
         self.rows: list[Row] = []
         self.tokens = torch.empty(0, dtype=torch.int64, device=device_of(model))
-        self._state: Any = None
+        self._state: State = None
         self._steps = 0
         self._stepping = Steps(model, _UNKNOWN, recorded=True)
 
@@ -78,7 +82,7 @@ class Batch:
         return logits
 
 
-def row_bytes(model: Any, length: int) -> int:
+def row_bytes(model: ContinuedModel, length: int) -> int:
     """Return the most bytes that the state of a row of up to ``length`` tokens holds in a :class:`Batch` in which no
     row is longer, room included.
 
@@ -88,12 +92,12 @@ def row_bytes(model: Any, length: int) -> int:
     units = [model.stack.units[index] for index in model.stack.order]
     mixers = [module for unit in units for module in unit.modules() if isinstance(module, CausalMixer)]
     dtype = next(weight.dtype for weight in model.parameters() if weight.is_floating_point())
-    begun = states.nbytes(model.initial_state(1)) - sum(mixer.state_bytes(0, dtype=dtype) for mixer in mixers)
-    return begun + sum(_mixer_bytes(partial(mixer.state_bytes, dtype=dtype), length) for mixer in mixers)
+    fixed = states.nbytes(model.initial_state(1)) - sum(mixer.state_bytes(0, dtype=dtype) for mixer in mixers)
+    return fixed + sum(_mixer_bytes(partial(mixer.state_bytes, dtype=dtype), length) for mixer in mixers)
 
 
 def _mixer_bytes(declared: Callable[[int], int], length: int) -> int:
-    slot, most = declared(2) - declared(1), declared(_FAR)
-    if slot == 0 or most > declared(_FAR // 2):
+    slot, limit = declared(2) - declared(1), declared(_FAR)
+    if slot == 0 or limit > declared(_FAR // 2):
         return declared(length + ROOM)
-    return 2 * most + 64 * slot
+    return 2 * limit + 64 * slot

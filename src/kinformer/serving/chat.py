@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from kinformer.data.files import reading
 from kinformer.runtime.errors import KinformerError
@@ -27,7 +27,7 @@ class ChatTemplate:
                 "a chat template needs the package 'jinja2', which is not installed; pip install 'kinformer[serve]'."
             ) from error
         self.stops = tuple(stops)
-        self._error: Any = TemplateError
+        self._error: type[Exception] = TemplateError
         with reading(path):
             source = Path(path).read_text(encoding="utf-8")
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)

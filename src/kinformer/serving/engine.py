@@ -6,7 +6,6 @@ import threading
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from functools import lru_cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +15,9 @@ from kinformer.generation.sampling import draw
 from kinformer.runtime.errors import KinformerError, require_finite
 from kinformer.runtime.words import plural
 from kinformer.serving.admission import Admission, BusyError, Limits
-from kinformer.serving.batch import Batch, Joining, row_bytes
+from kinformer.serving.batch import Batch, ContinuedModel, Joining, row_bytes
 from kinformer.serving.prefill import Prefill, scores
-from kinformer.serving.request import Request, Row
+from kinformer.serving.request import DrawSettings, Request, Row
 
 
 class Engine:
@@ -32,7 +31,7 @@ class Engine:
     ended: ``stop``, ``length``, ``cancelled``, ``failed``; and requests that were ``refused``.
     """
 
-    def __init__(self, model: Any, limits: Limits | None = None) -> None:
+    def __init__(self, model: ContinuedModel, limits: Limits | None = None) -> None:
         require_continuing(model)
         self.model, self.limits = model, limits or Limits()
         self.counts: Counter[str] = Counter()
@@ -57,7 +56,7 @@ class Engine:
         return len(self._waiting)
 
     def submit(self, request: Request) -> None:
-        """Take a request, whose listener hears of it from the next turn on.
+        """Accept a request; its listener is called from the next turn on.
 
         Errors: ``KinformerError`` where it can never be served; :class:`BusyError` where too many wait already.
         """
@@ -93,7 +92,7 @@ class Engine:
             self._changed.notify()
 
     def run(self) -> None:
-        """Make turns until :meth:`close`, and wait while there is nothing to do; what is left then fails."""
+        """Take turns until :meth:`close`, waiting while there is nothing to do; requests that are open then fail."""
         while True:
             with self._changed:
                 idle = not (self._prefills or self._batch.rows)
@@ -161,14 +160,14 @@ class Engine:
                 self.counts["prompt"] += absorbed
                 if not prefill.done:
                     self._prefills.append(prefill)
-                elif (item := self._begun(prefill)) is not None:
+                elif (item := self._started(prefill)) is not None:
                     joining.append(item)
             except (KinformerError, RuntimeError) as error:
                 prefill.request.listener.failed(_failure(error))
                 self._leave(prefill.request, "failed", prefill.request.copies)
         return joining
 
-    def _begun(self, prefill: Prefill) -> Joining | None:
+    def _started(self, prefill: Prefill) -> Joining | None:
         """Return the copies of a complete prompt that go on behind their first token; None where there is none."""
         request = prefill.request
         logits = prefill.logits()
@@ -199,7 +198,7 @@ class Engine:
             logits = batch.step()
             self.counts["steps"] += 1
             batch.tokens = self._draw(rows, logits)
-            broken = {row.request for row, fine in zip(rows, logits.isfinite().all(-1).tolist()) if not fine}
+            broken = {row.request for row, finite in zip(rows, logits.isfinite().all(-1).tolist()) if not finite}
             failed = [row for row in rows if row.request in broken]
             if failed:
                 self._fail(failed, KinformerError(_NOT_FINITE))
@@ -216,9 +215,9 @@ class Engine:
 
     def _draw(self, rows: Sequence[Row], logits: Tensor) -> Tensor:
         """Return the next token of ``rows`` by ``logits`` [rows, vocab], drawn together where the settings agree."""
-        kinds: dict[Any, list[int]] = {}
+        kinds: dict[DrawSettings, list[int]] = {}
         for index, row in enumerate(rows):
-            kinds.setdefault(row.kind_of_draw, []).append(index)
+            kinds.setdefault(row.draw_settings, []).append(index)
         tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
         for indices in kinds.values():
             chosen = [rows[index] for index in indices]

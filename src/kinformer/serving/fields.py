@@ -11,12 +11,13 @@ from typing import Any, NoReturn
 from kinformer.generation.sampling import Sampling
 from kinformer.runtime.errors import KinformerError, nearest
 from kinformer.runtime.fields import require_kind
+from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.words import plural
 
 MOST_STOPS, MOST_LOGPROBS = 4, 20
 IGNORED = ("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
-"""Fields that say nothing of what is to be generated."""
-NEUTRAL: Mapping[str, Any] = {
+"""Fields that do not affect what is generated."""
+NEUTRAL: Mapping[str, object] = {
     "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "best_of": 1, "suffix": "",
     "response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "functions": [],
     "parallel_tool_calls": True, "modalities": ["text"], "reasoning_effort": "none",
@@ -40,7 +41,7 @@ class FieldError(KinformerError):
 
 @dataclass(frozen=True, kw_only=True)
 class Body:
-    """What both kinds of completions request: the ``model``, how is drawn, and how the answer comes.
+    """What a completion of either kind requests: the ``model``, how tokens are drawn, and the form of the answer.
 
     ``seed`` is a random one where the request names none; ``max_tokens`` and ``logprobs`` are None where it does not.
     ``fields`` are all that the request has.
@@ -56,10 +57,10 @@ class Body:
     stream: bool
     include_usage: bool
     return_token_ids: bool
-    fields: Mapping[str, Any]
+    fields: Mapping[str, object]
 
 
-def parse(data: bytes) -> Mapping[str, Any]:
+def parse(data: bytes) -> JsonObject:
     """Return the fields in the JSON of ``data``."""
     try:
         fields = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
@@ -168,7 +169,7 @@ def _chat_logprobs(values: Mapping[str, object]) -> int | None:
     return top or 0
 
 
-def _mapping(values: Mapping[str, object], name: str) -> Mapping[str, Any]:
+def _mapping(values: Mapping[str, object], name: str) -> Mapping[str, object]:
     value = values.get(name, {})
     if not isinstance(value, dict):
         raise FieldError(f"{name} is {_short(value)} but must be an object.", name)
@@ -185,10 +186,12 @@ def _value(values: Mapping[str, object], name: str, kind: type, default: object)
     return values[name]
 
 
-def _count(values: Mapping[str, object], name: str, least: int, default: int | None, most: int = 1 << 40) -> int | None:
+def _count(
+    values: Mapping[str, object], name: str, minimum: int, default: int | None, maximum: int = 1 << 40
+) -> int | None:
     value = _value(values, name, int, default)
-    if value is not None and not least <= value <= most:
-        raise FieldError(f"{name} is {value} but must be a whole number from {least} to {most}.", name)
+    if value is not None and not minimum <= value <= maximum:
+        raise FieldError(f"{name} is {value} but must be a whole number from {minimum} to {maximum}.", name)
     return value
 
 

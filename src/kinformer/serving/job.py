@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,8 +14,11 @@ from kinformer.generation.stops import ends_of_text
 from kinformer.runtime.errors import KinformerError
 from kinformer.serving.engine import Engine
 from kinformer.serving.fields import Body
-from kinformer.serving.request import Request
+from kinformer.serving.request import Request, TokenScore
 from kinformer.serving.text import Failure, Piece, TextListener
+
+if TYPE_CHECKING:
+    from starlette.types import Receive
 
 
 class ClientLeftError(Exception):
@@ -25,8 +28,8 @@ class ClientLeftError(Exception):
 class Job:
     """The choices of one HTTP request: ``body.n`` for each of ``prompts``, texts or lists of ids.
 
-    Choice number i is what row i of ``kinformer.generate`` is for the prompts repeated ``n`` times each. It is made
-    without the event loop, :meth:`submit` and :meth:`pieces` belong to it.
+    Choice number i is what row i of ``kinformer.generate`` is for the prompts repeated ``n`` times each. It may be
+    built outside of the event loop; :meth:`submit` and :meth:`pieces` must run in it.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class Job:
         for request in self._requests:
             self.engine.cancel(request)
 
-    async def pieces(self, receive: Any) -> AsyncIterator[Piece]:
+    async def pieces(self, receive: Receive) -> AsyncIterator[Piece]:
         """Yield the pieces as they come, until all choices have ended.
 
         Errors: ``KinformerError`` where the engine fails; :class:`ClientLeftError` as soon as ``receive`` says so.
@@ -93,7 +96,7 @@ class Job:
             if left:
                 self.cancel()
 
-    async def _watch(self, receive: Any) -> None:
+    async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._queue.put_nowait(None)
@@ -137,6 +140,6 @@ class _Counting(TextListener):
         super().__init__(job._send, tokenizer, job.body.stops, first, ends_of_text(job.engine.model))
         self._job = job
 
-    def drawn(self, copy: int, token: int, score: Any) -> bool:
+    def drawn(self, copy: int, token: int, score: TokenScore | None) -> bool:
         self._job.new_tokens += 1
         return super().drawn(copy, token, score)

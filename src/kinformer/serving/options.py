@@ -1,4 +1,4 @@
-"""What serving a run takes: by keyword in Python, by flag on the command line. Free of PyTorch."""
+"""The options of serving a run: keywords in Python, flags on the command line. Free of PyTorch."""
 
 from __future__ import annotations
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from kinformer.core import state as states
-from kinformer.core.model import device_of
+from kinformer.core.model import CausalModel, device_of
+from kinformer.core.state import State
 from kinformer.generation.recorded import logits_after
 from kinformer.runtime.matmul import FEW, few_rows
 from kinformer.serving.batch import ROOM, Joining
@@ -21,14 +20,14 @@ _LEAST = -9999.0
 class Prefill:
     """The prompt of one request on its way into a state; copies share it."""
 
-    def __init__(self, model: Any, request: Request) -> None:
+    def __init__(self, model: CausalModel, request: Request) -> None:
         self.model, self.request = model, request
         self.absorbed = 0
         self.scores: list[TokenScore | None] = [None]
         self._tokens = torch.from_numpy(request.tokens)[None].to(device_of(model))
         self._logits: Tensor | None = None
         room = min(ROOM, request.max_new_tokens)
-        self._state: Any = states.reserve(model.initial_state(1), len(request.tokens) + room)
+        self._state: State = states.reserve(model.initial_state(1), len(request.tokens) + room)
 
     @property
     def done(self) -> bool:
@@ -40,9 +39,9 @@ class Prefill:
         """Return the bytes that the state holds now."""
         return states.nbytes(self._state)
 
-    def absorb(self, most: int) -> int:
-        """Absorb the next chunk, of at most ``most`` tokens; return how many it has."""
-        chunk = self._tokens[:, self.absorbed : self.absorbed + most]
+    def absorb(self, limit: int) -> int:
+        """Absorb the next chunk, of at most ``limit`` tokens; return how many it has."""
+        chunk = self._tokens[:, self.absorbed : self.absorbed + limit]
         with few_rows(chunk.device, chunk.numel() < FEW):
             if self.request.scores_prompt:
                 self._score(chunk)

@@ -1,9 +1,9 @@
-"""A request for continuations of one prompt, and who hears of their tokens."""
+"""A request for continuations of one prompt, and the listener that receives their tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor
 
 from kinformer.generation.sampling import Sampling, UniformStreams
 from kinformer.runtime.errors import KinformerError
+
+DrawSettings: TypeAlias = tuple[float, int | None, float | None, float | None]
+"""The temperature, top_k, top_p and min_p of a draw."""
 
 
 class TokenScore(NamedTuple):
@@ -79,7 +82,7 @@ class Row:
         return self.request.max_new_tokens - self.new_tokens
 
     @property
-    def kind_of_draw(self) -> tuple[float, int | None, float | None, float | None]:
+    def draw_settings(self) -> DrawSettings:
         """Return the settings of sampling that rows must share to draw in one operation."""
         sampling = self.request.sampling
         return sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p

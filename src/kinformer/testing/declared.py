@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +68,7 @@ def alike(state: State, start: object, place: str) -> None:
         )
 
 
-def _skeleton(state: State) -> Any:
+def _skeleton(state: State) -> object:
     return None if isinstance(state, Tensor) else (type(state), tuple(_skeleton(item) for item in state))
 
 

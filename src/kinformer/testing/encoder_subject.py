@@ -34,7 +34,7 @@ class EncoderSubject(ABC):
     def __init__(self, make: Callable[[], nn.Module], batch: int, time: int) -> None:
         self.make, self.batch, self.time = make, batch, time
 
-    def build(self, dtype: torch.dtype = torch.float64, make: Callable[[], nn.Module] | None = None) -> Any:
+    def build(self, dtype: torch.dtype = torch.float64, make: Callable[[], nn.Module] | None = None) -> nn.Module:
         """Return a fresh module in eval mode with the same weights on every call."""
         return built(make or self.make, dtype)
 
@@ -123,7 +123,7 @@ class EncoderMixerSubject(EncoderSubject):
         ]
         return Case(case.name, spoiled, text), alone, valid
 
-    def run(self, module: Any, case: Case) -> Tensor:
+    def run(self, module: nn.Module, case: Case) -> Tensor:
         return module(case.inputs, case.text)
 
 
@@ -179,7 +179,7 @@ class EncoderModelSubject(EncoderSubject):
             spoiled = case.inputs.masked_fill(~valid.view(*valid.shape, *[1] * len(self.shape)), torch.nan)
         return Case(case.name, spoiled, case.text | {"valid": valid}), alone, valid
 
-    def run(self, module: Any, case: Case) -> Tensor:
+    def run(self, module: nn.Module, case: Case) -> Tensor:
         return module(case.inputs, **case.text)
 
 
@@ -209,7 +209,7 @@ class ImageModelSubject(EncoderSubject):
     def padded(self, case: Case) -> tuple[Case, list[Case], Tensor]:
         raise NotImplementedError("images have no padding")
 
-    def run(self, module: Any, case: Case) -> Tensor:
+    def run(self, module: nn.Module, case: Case) -> Tensor:
         return module(case.inputs)
 
 
@@ -218,8 +218,8 @@ def _valid_positions(positions: Tensor) -> Tensor | None:
     return positions[None] if len(positions) else None
 
 
-def _of_rows(text: Any, index: Tensor) -> Any:
+def _of_rows(text: SequenceContext | dict[str, Tensor], index: Tensor) -> SequenceContext | dict[str, Tensor]:
     if isinstance(text, dict):
         return {name: value[index] for name, value in text.items()}
-    changed = {name: x[index] for name, x in text._asdict().items() if isinstance(x, Tensor)}
+    changed: dict[str, Any] = {name: x[index] for name, x in text._asdict().items() if isinstance(x, Tensor)}
     return text._replace(**changed)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kinformer.testing.derivatives import agree_derivatives, agree_gradients, dense_gradients
 from kinformer.testing.encoder_subject import Case, EncoderMixerSubject, EncoderSubject
@@ -108,7 +107,7 @@ def derivatives(subject: EncoderMixerSubject) -> None:
             agree_derivatives(f"implementation {name!r}, {case.name}", *_as_function(module, case))
 
 
-def _as_function(module: Any, case: Case) -> tuple[Callable[..., tuple[Tensor]], list[Tensor]]:
+def _as_function(module: nn.Module, case: Case) -> tuple[Callable[..., tuple[Tensor]], list[Tensor]]:
     """Return the outputs of the first row as a function of inputs and weights, and these as leaves."""
     one = case.rows(torch.tensor([0]))
     names = [name for name, _ in module.named_parameters()]
@@ -136,13 +135,13 @@ def compile_(subject: EncoderMixerSubject) -> None:
 
 def _outcome(
     subject: EncoderSubject,
-    module: Any,
+    module: nn.Module,
     case: Case,
     valid: Tensor | None = None,
     run: Callable[[Case], Tensor] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return outputs, and the gradients of their sum weighted by feature, padding left out."""
-    leaves = {
+    leaves: dict[str, Tensor] = {
         f"parameter {name}": named_parameter
         for name, named_parameter in module.named_parameters()
         if named_parameter.requires_grad
@@ -164,5 +163,5 @@ def _near(place: str, got: Tensor, want: Tensor, tolerance: float) -> None:
     require(error <= tolerance, f"{place}: off by {error:.3g} of their norm; at most {tolerance:g} is allowed.")
 
 
-def _through(module: Any) -> Callable[[Case], Tensor]:
+def _through(module: Callable[..., Tensor]) -> Callable[[Case], Tensor]:
     return lambda case: module(case.inputs, case.text)

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kinformer.core import state as states
 from kinformer.core.contract import CausalMixer, Chunk
@@ -115,6 +115,7 @@ def compile_(subject: MixerSubject) -> None:
     torch.compiler.reset()
     module = subject.build()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert isinstance(compiled, nn.Module)
     plan = Plan(subject.inputs(subject.batch, 7, seed=74), [7])
     start = subject.started(module, subject.batch)
     want = outcome(subject, module, absorb, plan, start)

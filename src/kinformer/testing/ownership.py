@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ def purity(subject: Subject) -> None:
                 _twice(subject, module, start, f"{kind}, {'with' if grad else 'without'} gradients")
 
 
-def _twice(subject: Subject, module: Any, start: Any, place: str) -> None:
+def _twice(subject: Subject, module: nn.Module, start: State, place: str) -> None:
     inputs, others = (subject.inputs(subject.batch, subject.time, seed) for seed in (21, 22))
     watched = {"inputs": inputs}
     watched |= {f"leaf {i} of the state": leaf for i, leaf in enumerate(() if start is None else states.tensors(start))}
@@ -65,13 +64,13 @@ def reserved(subject: Subject) -> None:
 
 def _walk(subject: Subject, module: nn.Module, start: object, total: int, kind: str) -> None:
     for masks in ("without masks", "with ragged rows and resets"):
-        held, state = states.reserve(states.fork(start), total), start
+        owned, state = states.reserve(states.fork(start), total), start
         for step, (inputs, valid, reset) in enumerate(_steps(subject, total, masks != "without masks")):
-            got, held = subject.call(module, inputs, held, valid, reset)
+            got, owned = subject.call(module, inputs, owned, valid, reset)
             want, state = subject.run(module, inputs, state, valid, reset)
             place = f"step {step} of a reserved state against the value state, {masks}, {kind}"
             agree(f"{place}, outputs", got, want, VALUES)
-            agree_states(f"{place}, state", held, state)
+            agree_states(f"{place}, state", owned, state)
 
 
 def _steps(subject: Subject, total: int, masked: bool) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:
@@ -89,19 +88,19 @@ def _steps(subject: Subject, total: int, masked: bool) -> Iterator[tuple[Tensor,
 
 def _ownership(subject: Subject, module: nn.Module, start: object, kind: str) -> None:
     """Check that a consumed state is refused, and a value taken before is not written to."""
-    held = states.reserve(states.fork(start), subject.time)
-    if not has_reserved(held):
+    owned = states.reserve(states.fork(start), subject.time)
+    if not has_reserved(owned):
         return
     inputs = subject.inputs(subject.batch, 3, seed=41)
-    taken = states.value(held)
+    taken = states.value(owned)
     agree_states(f"value of a fresh reservation, {kind}", taken, start, 0.0)
-    _, successor = subject.call(module, inputs, held)
+    _, successor = subject.call(module, inputs, owned)
     agree_states(f"value taken before a step of the reservation, {kind}", taken, start, 0.0)
     require(has_reserved(successor), f"a step of a reserved state gave back a value state, {kind}.")
     for use, act in {
-        "stepped again": lambda: subject.call(module, inputs, held),
-        "forked": lambda: states.fork(held),
-        "read": lambda: states.value(held),
+        "stepped again": lambda: subject.call(module, inputs, owned),
+        "forked": lambda: states.fork(owned),
+        "read": lambda: states.value(owned),
     }.items():
         try:
             act()
@@ -113,13 +112,13 @@ def _ownership(subject: Subject, module: nn.Module, start: object, kind: str) ->
 def _forks(subject: Subject, module: nn.Module, start: object, kind: str) -> None:
     """Check that fork, selected rows and original go on independently, in turns."""
     tokens = [subject.inputs(subject.batch, 2, seed) for seed in (51, 52, 53)]
-    _, held = subject.call(module, tokens[0], states.reserve(states.fork(start), subject.time))
+    _, owned = subject.call(module, tokens[0], states.reserve(states.fork(start), subject.time))
     _, state = subject.run(module, tokens[0], start)
     order = torch.arange(subject.batch).flip(0)
     branches = {
-        "the original": (held, state),
-        "a fork": (states.fork(held), state),
-        "its rows in another order": (states.select_rows(held, order), states.select_rows(state, order)),
+        "the original": (owned, state),
+        "a fork": (states.fork(owned), state),
+        "its rows in another order": (states.select_rows(owned, order), states.select_rows(state, order)),
     }
     for _ in range(2):
         for index, (name, (mine, plain)) in enumerate(branches.items()):
@@ -133,15 +132,15 @@ def _forks(subject: Subject, module: nn.Module, start: object, kind: str) -> Non
 def _reclaims(subject: Subject, module: nn.Module, start: object, kind: str) -> None:
     """Check that an earlier state goes on as if later chunks had never been absorbed, whichever buffers they filled."""
     for before, after in ((0, 1), (2, 3), (1, subject.time)):
-        held = states.reserve(states.fork(start), before + after + 3)
+        owned = states.reserve(states.fork(start), before + after + 3)
         state = start
         if before:
-            _, held = subject.call(module, subject.inputs(subject.batch, before, seed=61), held)
+            _, owned = subject.call(module, subject.inputs(subject.batch, before, seed=61), owned)
             _, state = subject.run(module, subject.inputs(subject.batch, before, seed=61), start)
-        dropped = held
+        dropped = owned
         for seed, size in ((62, after), (63, 1)):
             _, dropped = subject.call(module, subject.inputs(subject.batch, size, seed), dropped)
-        earlier = states.reclaimed(held)
+        earlier = states.reclaimed(owned)
         others, valid, reset = next(_steps(subject, 2, masked=True))
         got, now = subject.call(module, others, earlier, valid, reset)
         want, state = subject.run(module, others, state, valid, reset)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kinformer.core import state as states
 from kinformer.core.state import State
@@ -22,13 +22,13 @@ class ContractOutputs(NamedTuple):
     gradients: dict[str, Tensor]
 
 
-How = Callable[[Subject, Any, Plan, Any], tuple[Tensor, Any]]
+How = Callable[[Subject, nn.Module, Plan, State], tuple[Tensor, State]]
 
 
-def outcome(subject: Subject, module: Any, how: How, plan: Plan, start: Any) -> ContractOutputs:
+def outcome(subject: Subject, module: nn.Module, how: How, plan: Plan, start: State) -> ContractOutputs:
     """Return outputs, final state, and the gradients of a random projection of both
     by inputs, weights and initial state."""
-    leaves = {
+    leaves: dict[str, Tensor] = {
         f"parameter {name}": parameter for name, parameter in module.named_parameters() if parameter.requires_grad
     }
     inputs = plan.inputs.clone()
@@ -101,7 +101,7 @@ def agree_with_rows_alone(subject: Subject, new: Mapping[str, Plan], past: Mappi
             agree_outcomes(where, got, alone)
 
 
-def _together(subject: Subject, module: Any, plan: Plan, start: Any) -> ContractOutputs | None:
+def _together(subject: Subject, module: nn.Module, plan: Plan, start: State) -> ContractOutputs | None:
     """Return the outcome of all sequences together, or None from a subject that breaks down over them."""
     try:
         return outcome(subject, module, absorb_together, plan, start)
@@ -117,7 +117,7 @@ def _agreed(got: ContractOutputs, want: ContractOutputs) -> bool:
     return True
 
 
-def starts(subject: Subject, module: Any) -> Iterator[tuple[str, Any]]:
+def starts(subject: Subject, module: nn.Module) -> Iterator[tuple[str, State]]:
     """Yield a new state and one that has a past, with a name for messages."""
     yield "from a new state", subject.start(module, subject.batch)
     yield "after a past of 9 tokens", subject.started(module, subject.batch)

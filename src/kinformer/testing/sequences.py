@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kinformer.core import state as states
 from kinformer.core.state import State
@@ -31,7 +31,7 @@ class _Piece(NamedTuple):
     new: bool
 
 
-def absorb(subject: Subject, module: Any, plan: Plan, state: State) -> tuple[Tensor, State]:
+def absorb(subject: Subject, module: nn.Module, plan: Plan, state: State) -> tuple[Tensor, State]:
     """Absorb the plan as it stands, chunk after chunk; return outputs [batch, time, ...] and the final state."""
     outputs, begin = [], 0
     for size in plan.sizes:
@@ -43,7 +43,7 @@ def absorb(subject: Subject, module: Any, plan: Plan, state: State) -> tuple[Ten
     return torch.cat(outputs, dim=1), state
 
 
-def absorb_alone(subject: Subject, module: Any, plan: Plan, state: State) -> tuple[Tensor, State]:
+def absorb_alone(subject: Subject, module: nn.Module, plan: Plan, state: State) -> tuple[Tensor, State]:
     """Absorb every sequence of every row alone, whole, without padding, which defines the
     plan's results; zeros at invalid positions."""
     outputs, ends = [], []
@@ -56,7 +56,7 @@ def absorb_alone(subject: Subject, module: Any, plan: Plan, state: State) -> tup
     return _joined(plan, state, pieces, outputs, ends)
 
 
-def absorb_together(subject: Subject, module: Any, plan: Plan, state: State) -> tuple[Tensor, State]:
+def absorb_together(subject: Subject, module: nn.Module, plan: Plan, state: State) -> tuple[Tensor, State]:
     """Absorb all sequences at once as rows of two ragged batches: those that go on from ``state``, and the new ones.
 
     By the laws of rows and of padding the results are those of :func:`absorb_alone`, at two calls.
@@ -96,7 +96,7 @@ def _pieces(plan: Plan) -> Iterator[_Piece]:
 def _joined(
     plan: Plan, state: State, pieces: list[_Piece], outputs: list[Tensor], ends: list[State]
 ) -> tuple[Tensor, State]:
-    """Return what the plan's rows are of the ``outputs`` and final states of their sequences."""
+    """Return the plan's outputs and final state, put together from those of its sequences."""
     rows, finals = [], []
     for row in range(len(plan.inputs)):
         final = None if state is None else states.select_rows(state, torch.tensor([row]))
@@ -112,7 +112,7 @@ def _joined(
     return torch.stack(rows), states.join_rows(finals)
 
 
-def _with_costs(state: State, before: State) -> Any:
+def _with_costs(state: State, before: State) -> State:
     """Return ``state`` with the side costs of ``before``, its row's last
     sequence added: a reset clears none of them."""
     if isinstance(state, Tensor):

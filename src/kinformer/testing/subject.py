@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from kinformer.core import state as states
 from kinformer.core.contract import CausalMixer, Chunk
 from kinformer.core.state import State
+
+M = TypeVar("M", bound=nn.Module)
 
 JITTER = 0.1
 """Noise added to every parameter, so that weights that begin at zero or one hide nothing."""
@@ -26,7 +28,7 @@ def draw(function: Callable[[torch.Generator], Tensor], seed: int) -> Tensor:
     return drawn.to(torch.get_default_device())
 
 
-def built(make: Callable[[], nn.Module], dtype: torch.dtype) -> Any:
+def built(make: Callable[[], M], dtype: torch.dtype) -> M:
     """Return the module of ``make``, always with the same weights, none of which is zero or one."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -38,7 +40,7 @@ def built(make: Callable[[], nn.Module], dtype: torch.dtype) -> Any:
 
 
 class Subject(ABC):
-    """The interface of the thing under examination: it is built, has inputs made for it, and runs.
+    """The interface of the module under examination: how to build it, make inputs for it, and run it.
 
     ``batch`` rows of ``time`` tokens are enough to cross every window and segment; ``make`` must be repeatable under
     a fixed seed. Outputs are [batch, time, ...].
@@ -60,7 +62,7 @@ class Subject(ABC):
         into its state spoils no other check."""
         return self.call(module, inputs, None if state is None else states.fork(state), valid, reset)
 
-    def started(self, module: nn.Module, batch: int, time: int = 9) -> Any:
+    def started(self, module: nn.Module, batch: int, time: int = 9) -> State:
         """Return a state that has absorbed ``time`` tokens, cut from the graph."""
         with torch.no_grad():
             return states.detach(self.run(module, self.inputs(batch, time, seed=7), self.start(module, batch))[1])
@@ -70,10 +72,10 @@ class Subject(ABC):
         """Return random inputs [batch, time, ...]."""
 
     @abstractmethod
-    def start(self, module: nn.Module, batch: int) -> Any:
+    def start(self, module: nn.Module, batch: int) -> State:
         """Return the state of ``batch`` new sequences."""
 
-    def anew(self, module: nn.Module, state: State, batch: int = 1) -> Any:
+    def anew(self, module: nn.Module, state: State, batch: int = 1) -> State:
         """Return the state of ``batch`` rows' new sequences where a reset ends those of ``state``."""
         return _keeping(self.start(module, batch), state)
 
@@ -119,11 +121,11 @@ class MixerSubject(Subject):
         shape = (batch, time, self.dim)
         return draw(lambda generator: torch.randn(shape, generator=generator, dtype=torch.float64), seed)
 
-    def start(self, module: Any, batch: int) -> Any:
+    def start(self, module: Any, batch: int) -> State:
         return module.initial_state(batch, dtype=torch.float64)
 
     def call(
-        self, module: Any, inputs: Tensor, state: State, valid: Tensor | None = None, reset: Tensor | None = None
+        self, module: nn.Module, inputs: Tensor, state: State, valid: Tensor | None = None, reset: Tensor | None = None
     ) -> tuple[Tensor, State]:
         return module(Chunk(inputs, valid, reset), state)
 
@@ -149,7 +151,7 @@ class LayerSubject(MixerSubject):
         self.dim, self.impls = dim, {}
 
     def call(
-        self, module: Any, inputs: Tensor, state: State, valid: Tensor | None = None, reset: Tensor | None = None
+        self, module: nn.Module, inputs: Tensor, state: State, valid: Tensor | None = None, reset: Tensor | None = None
     ) -> tuple[Tensor, State]:
         mask = None if valid is None else ~valid
         return module(inputs, state, return_state=True, key_padding_mask=mask, reset=reset)
@@ -178,7 +180,7 @@ class ModelSubject(Subject):
         return None
 
     def call(
-        self, module: Any, inputs: Tensor, state: State, valid: Tensor | None = None, reset: Tensor | None = None
+        self, module: nn.Module, inputs: Tensor, state: State, valid: Tensor | None = None, reset: Tensor | None = None
     ) -> tuple[Tensor, State]:
         return module(inputs, state, valid=valid, reset=reset)
 
@@ -203,7 +205,7 @@ class SourceModelSubject(ModelSubject):
         super().__init__(make, vocab_size, batch=batch, time=time)
         self.source_length = source_length
 
-    def start(self, module: Any, batch: int) -> Any:
+    def start(self, module: Any, batch: int) -> State:
         source = self.inputs(1, self.source_length, seed=5).expand(batch, -1)
         valid = (torch.arange(self.source_length) != 2).expand(batch, -1)
         with torch.no_grad():
@@ -216,7 +218,7 @@ def scattered(counts: Tensor, time: int, seed: int) -> Tensor:
     return order < counts[:, None]
 
 
-def _keeping(new: Any, old: Any) -> Any:
+def _keeping(new: State, old: State) -> State:
     """Return ``new`` with those parts of ``old`` that outlive a reset."""
     if not isinstance(new, tuple) or old is None:
         return new

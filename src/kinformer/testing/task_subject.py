@@ -6,7 +6,7 @@ import copy
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -20,8 +20,9 @@ from kinformer.training.settings import Settings
 
 if TYPE_CHECKING:
     from kinformer.runs.run import Run
-    from kinformer.tasks.evaluation import Evaluation
-    from kinformer.tasks.task import Task, TrainingPlan
+    from kinformer.tasks.evaluation import Evaluation, EvaluationReport
+    from kinformer.tasks.runs import TrainedRun
+    from kinformer.tasks.task import Load, Task, TrainingPlan
     from kinformer.training.data_module import DataModule
 
 KINDS = ("Options", "EvaluationOptions", "GenerationOptions", "PredictionOptions")
@@ -92,7 +93,9 @@ class TaskSubject:
         def watched_plan(plan: TrainingPlan) -> TrainingPlan:
             return plan._replace(settings=training(**vars(plan.settings)))
 
-        def watched_evaluate(runs: Any, load: Any, settings: EvaluationSettings, *options: Any) -> Any:
+        def watched_evaluate(
+            runs: Sequence[TrainedRun], load: Load, settings: EvaluationSettings, *options: Any
+        ) -> EvaluationReport:
             return evaluate(runs, load, evaluation(**vars(settings)), *options)
 
         watched: Any = self.task
@@ -135,7 +138,7 @@ class TaskSubject:
         return kinformer.evaluate(self.run.folder, quiet=True, device=self.device, **self.evaluate)
 
     @cached_property
-    def generated(self) -> Any:
+    def generated(self) -> object:
         """Return the results that the run generates."""
         from kinformer.runs.generate import generate
         from kinformer.runs.options import GenerateOptions
@@ -159,12 +162,12 @@ def _watched(options: type, read: set[str]) -> type:
     """Return a subclass of a dataclass of options that adds the name of every field that is read to ``read``."""
     names = {item.name for item in fields(options)}
 
-    def look(self: object, name: str) -> Any:
+    def look(self: object, name: str) -> object:
         if name in names and sys._getframe(1).f_globals.get("__name__") not in _COPIES:
             read.add(name)
         return object.__getattribute__(self, name)
 
-    def initialise(self: object, **values: Any) -> None:
+    def initialise(self: object, **values: object) -> None:
         before = set(read)
         options.__init__(self, **values)  # type: ignore[misc]
         read.intersection_update(before)  # a check of values is no use of them

@@ -58,7 +58,7 @@ def objective(subject: TaskSubject) -> None:
     torch.manual_seed(0)
     model = run.build().train()
     data.begin(model, {})
-    function: Any = run.task.objective(run.training["objective"], model, data)
+    function = run.task.objective(run.training["objective"], model, data)
     state = model.initial_state(len(_tensors(data.batch(0, 0, 1))[0])) if data.carries else None
     loss, metrics, _ = function(model, data.batch(0, 0, 1), state, 0.5)
     require(loss.shape == () and loss.dtype == torch.float32, f"the loss is {loss.dtype} {list(loss.shape)}")

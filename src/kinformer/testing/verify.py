@@ -272,15 +272,15 @@ def verify_config(
         raise ContractError("config", f"{text} is read back as {restored!r} instead of {config!r}.")
 
     describe = subject or (lambda item: MixerSubject(lambda: item.build(dim), dim=dim))
-    here, there = describe(config), describe(restored)
-    written = here.build()
-    fresh = there.make().double().eval()
+    original, copy = describe(config), describe(restored)
+    written = original.build()
+    fresh = copy.make().double().eval()
     weights = {name: tensor.detach().clone().contiguous() for name, tensor in written.state_dict().items()}
     fresh.load_state_dict(load(save(weights)))
-    inputs = here.inputs(here.batch, here.time, seed=81)
+    inputs = original.inputs(original.batch, original.time, seed=81)
     with torch.no_grad():
-        want, _ = here.run(written, inputs, here.start(written, here.batch))
-        got, _ = there.run(fresh, inputs, there.start(fresh, here.batch))
+        want, _ = original.run(written, inputs, original.start(written, original.batch))
+        got, _ = copy.run(fresh, inputs, copy.start(fresh, original.batch))
     if not torch.equal(got, want):
         gap = float((got - want).abs().max())
         raise ContractError("weights", f"outputs of a fresh build with the same weights differ by {gap:.3g}, not by 0.")

@@ -117,6 +117,6 @@ def require_ids(values: Tensor | None, options: dict[str, object]) -> Tensor:
     return values
 
 
-def scaling(options: dict[str, object]) -> dict[str, Any]:
+def scaling(options: dict[str, object]) -> dict[str, object]:
     """Return the option by which a trainer says how many labels there are in all micro-batches of a step."""
     return {name: options[name] for name in ("num_items_in_batch",) if name in options}

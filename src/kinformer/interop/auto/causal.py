@@ -23,8 +23,8 @@ class KinformerForCausalLM(ContinuingModel):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        **options: Any,
-    ) -> Any:
+        **options: object,
+    ) -> ContinuedOutput | tuple[object, ...]:
         """Return logits [batch, time, vocab] of ``input_ids`` [batch, time], which follow the tokens in the cache.
 
         attention_mask: [batch, tokens so far] or [batch, time]; 0 marks padding, on either side. labels: shifted here;
@@ -41,5 +41,5 @@ class KinformerForCausalLM(ContinuingModel):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **scaling(options))
             loss = self._with_costs(loss, labels, tokens.numel(), options, costs, pop_aux(after)[0])
-        held: dict[str, Any] = {} if cache is None else {CACHE: cache}
-        return as_output(ContinuedOutput(loss=loss, logits=logits, **held), options)
+        caches: dict[str, Any] = {} if cache is None else {CACHE: cache}
+        return as_output(ContinuedOutput(loss=loss, logits=logits, **caches), options)

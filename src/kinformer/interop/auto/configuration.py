@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -10,6 +9,7 @@ from transformers import PretrainedConfig
 from kinformer.core import kind_table
 from kinformer.core.config import from_dict
 from kinformer.core.model_config import ModelConfig
+from kinformer.interop.layouts import ConfigView
 
 
 class KinformerConfig(PretrainedConfig):  # type: ignore[misc]
@@ -18,7 +18,7 @@ class KinformerConfig(PretrainedConfig):  # type: ignore[misc]
 
     model_type = "kinformer"
 
-    def __init__(self, composition: Mapping[str, Any] | None = None, member: str = "", **settings: Any) -> None:
+    def __init__(self, composition: ConfigView | None = None, member: str = "", **settings: Any) -> None:
         self.composition = dict(composition or {})
         self.member = member
         tokens = self.composition.get("input", {})

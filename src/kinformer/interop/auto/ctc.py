@@ -32,7 +32,7 @@ class KinformerForCTC(KinformerModel):
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         **options: Any,
-    ) -> Any:
+    ) -> CausalLMOutput | tuple[object, ...]:
         """Return the logits [batch, positions, classes] of sound ``input_values`` [batch, samples] from -1 to 1, zero
         behind the end of a row.
 

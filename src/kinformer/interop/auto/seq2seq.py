@@ -25,7 +25,7 @@ class SourceReader(nn.Module):
         super().__init__()
         self.encoder = encoder
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> BaseModelOutput:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: object) -> BaseModelOutput:
         """Return hidden states [batch, length, dim] of ``input_ids`` [batch, length], zero at padding."""
         valid = _source_valid(attention_mask, len(input_ids), input_ids.shape[1])
         return BaseModelOutput(last_hidden_state=self.encoder(input_ids, valid))
@@ -60,9 +60,9 @@ class KinformerForSeq2SeqLM(ContinuingModel):
         decoder_input_ids: Tensor | None = None,
         decoder_attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
-        encoder_outputs: object = None,
+        encoder_outputs: BaseModelOutput | tuple[Tensor, ...] | None = None,
         **options: Any,
-    ) -> Any:
+    ) -> ContinuedOutput | tuple[object, ...]:
         """Return logits [batch, time, vocab] of ``decoder_input_ids`` [batch, time], which follow those in the cache.
 
         A cache holds all that is read of the source. Without one the source is ``input_ids`` [batch, length], or what
@@ -89,11 +89,15 @@ class KinformerForSeq2SeqLM(ContinuingModel):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **scaling(options))
             loss = self._with_costs(loss, labels, decoder_input_ids.numel(), options, costs, pop_aux(state)[0])
-        held: dict[str, Any] = {} if cache is None else {CACHE: cache}
-        return as_output(ContinuedOutput(loss=loss, logits=logits, encoder_last_hidden_state=hidden, **held), options)
+        caches: dict[str, Any] = {} if cache is None else {CACHE: cache}
+        return as_output(ContinuedOutput(loss=loss, logits=logits, encoder_last_hidden_state=hidden, **caches), options)
 
     def _read(
-        self, input_ids: Tensor | None, attention_mask: Tensor | None, encoder_outputs: Any, options: dict[str, object]
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        encoder_outputs: BaseModelOutput | tuple[Tensor, ...] | None,
+        options: dict[str, object],
     ) -> Tensor:
         """Return the hidden states of the source."""
         if encoder_outputs is not None:

@@ -33,7 +33,7 @@ class TextEncoder(KinformerModel):
         global_attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         **options: Any,
-    ) -> Any:
+    ) -> ModelOutput | tuple[object, ...]:
         """Return the logits of ``input_ids`` [batch, time], zero at padding, or of texts.
 
         attention_mask: 0 marks padding, on either side. global_attention_mask: 1 marks tokens that all others see;
@@ -93,7 +93,9 @@ class KinformerForImageClassification(KinformerModel):
     use = "ImageClassification"
     main_input_name = "pixel_values"
 
-    def forward(self, pixel_values: Tensor | None = None, labels: Tensor | None = None, **options: Any) -> Any:
+    def forward(
+        self, pixel_values: Tensor | None = None, labels: Tensor | None = None, **options: object
+    ) -> ImageClassifierOutput | tuple[object, ...]:
         """Return the logits [batch, classes] of ``pixel_values`` [batch, channels, height, width], from 0 to 1 or
         uint8; the model normalises them itself. Of several classifiers logits and losses are means."""
         if pixel_values is None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from kinformer.core.config import Config, field_types
 from kinformer.core.leaves import BATCH, PAST, leaves_of, named_leaves, unflattened
 from kinformer.core.model import PROTOCOLS, CausalModel
+from kinformer.core.model_config import ModelConfig
 from kinformer.core.state import map_tensors
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import HostDriven, trusted_arguments
@@ -36,7 +37,7 @@ class FlatStep(nn.Module):
     place of kernels. No argument is checked.
     """
 
-    def __init__(self, model: Any, operators: Mapping[str, Operator]) -> None:
+    def __init__(self, model: CausalModel, operators: Mapping[str, Operator]) -> None:
         super().__init__()
         self.leaves = leaves_of(model)
         self.operators = operators
@@ -50,7 +51,7 @@ class FlatStep(nn.Module):
         return (logits, *(leaf for _, leaf in named_leaves(state)))
 
 
-def require_graphable(config: Any) -> None:
+def require_graphable(config: ModelConfig) -> None:
     """Raise unless a model of ``config`` continues sequences of tokens, and takes no step that its data decide.
 
     Errors: ``KinformerError``, with what the model is.
@@ -112,7 +113,7 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def without_notes() -> Iterator[None]:
-    """Keep warnings and notes of PyTorch and of the converter on their own graphs from the user."""
+    """Hide the warnings and notes of PyTorch and of the converter about their own graphs."""
     loggers = {logger: logger.level for logger in map(logging.getLogger, TALKATIVE)}
     for logger in loggers:
         logger.setLevel(logging.ERROR)

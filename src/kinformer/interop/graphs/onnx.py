@@ -11,23 +11,27 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kinformer.core.leaves import Leaf, named_leaves
+from kinformer.core.model import CausalModel
 from kinformer.interop.graphs.flat import FlatStep, captured, without_notes
 from kinformer.interop.graphs.operators import OPSET, SUBSTITUTES
 from kinformer.runtime.errors import KinformerError
+
+if TYPE_CHECKING:
+    from onnxruntime import InferenceSession
 
 FILE = "model.onnx"
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 CONVERTED = 25
 """The opset that the converter of onnxscript reaches. What it writes means the same in opset 27."""
 LIMIT = 1e-3
-"""The largest difference of logits, of the largest logit, that rounding explains in float32."""
+"""The largest difference of logits, relative to the largest logit, that rounding explains in float32."""
 
 
 def require_packages() -> None:
@@ -39,9 +43,9 @@ def require_packages() -> None:
         )
 
 
-def write_onnx(model: nn.Module, folder: Path, facts: Mapping[str, object]) -> tuple[dict[str, Any], float]:
-    """Write ``model`` into ``folder`` with ``facts`` as metadata; return what is to be known of the file, and the
-    largest difference from the model of the logits that onnxruntime computes, of the largest logit.
+def write_onnx(model: CausalModel, folder: Path, facts: Mapping[str, object]) -> tuple[dict[str, Any], float]:
+    """Write ``model`` into ``folder`` with ``facts`` as metadata; return the facts of the file, and the largest
+    difference between the logits that onnxruntime computes and those of the model, relative to the largest logit.
 
     Errors: ``KinformerError`` for a model that is no graph, and for a file that computes something else.
     """
@@ -83,7 +87,7 @@ def _reason(error: BaseException) -> str:
     return f"it has no operator {operator[1]}" if operator else str(error).splitlines()[0].rstrip(".")
 
 
-def session_of(path: Path, threads: int = 0) -> Any:
+def session_of(path: Path, threads: int = 0) -> InferenceSession:
     """Return a session of onnxruntime on the processor, with ``threads`` threads (0: its default)."""
     import onnxruntime
 
@@ -110,23 +114,23 @@ class OnnxModel:
         return logits, after
 
 
-def gap(model: nn.Module, path: Path, leaves: Sequence[Leaf]) -> float:
-    """Return the largest difference of logits and of constant leaves between the file at ``path`` and ``model``, of
-    the largest number: with a prompt and steps, and with steps before a longer chunk."""
+def gap(model: CausalModel, path: Path, leaves: Sequence[Leaf]) -> float:
+    """Return the largest difference of logits and of constant leaves between the file at ``path`` and ``model``,
+    relative to the largest number: with a prompt and steps, and with steps before a longer chunk."""
     graph = OnnxModel(path, leaves)
     return max(_gap(model, graph, 2, (7, 1, 1, 3, 1)), _gap(model, graph, 1, (1, 1, 9)))
 
 
 @torch.no_grad()
-def _gap(model: Any, graph: OnnxModel, batch: int, times: Sequence[int]) -> float:
-    held, state, worst = graph.begin(batch), model.initial_state(batch), 0.0
+def _gap(model: CausalModel, graph: OnnxModel, batch: int, times: Sequence[int]) -> float:
+    past, state, worst = graph.begin(batch), model.initial_state(batch), 0.0
     numbers = np.random.default_rng(0)
     for time in times:
         tokens = numbers.integers(model.vocab_size, size=(batch, time))
         logits, state = model(torch.from_numpy(tokens), state)
-        theirs, held = graph(tokens, held)
+        theirs, past = graph(tokens, past)
         worst = max(worst, _relative(torch.from_numpy(theirs), logits))
-    for (_, ours), item in zip(named_leaves(state), held, strict=True):
+    for (_, ours), item in zip(named_leaves(state), past, strict=True):
         if ours.shape == item.shape and ours.numel():
             worst = max(worst, _relative(torch.from_numpy(item), ours))
     return worst
@@ -142,8 +146,8 @@ def _running_maximum(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     indices are never read."""
     assert dim in (-1, x.dim() - 1)
     index = torch.arange(x.shape[-1], device=x.device)
-    least = torch.iinfo(x.dtype).min if not x.is_floating_point() else -torch.inf
-    values = torch.where(index[:, None] >= index, x.unsqueeze(-2), least).amax(-1)
+    lowest = torch.iinfo(x.dtype).min if not x.is_floating_point() else -torch.inf
+    values = torch.where(index[:, None] >= index, x.unsqueeze(-2), lowest).amax(-1)
     return values, torch.zeros_like(values, dtype=torch.int64)
 
 

@@ -5,7 +5,7 @@ All are written down, not computed. Shapes are those of the kernels that they st
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -112,5 +112,12 @@ def _by_channel(x: Tensor) -> Tensor:
     return x.mT.flatten(1, 2)
 
 
-def _emit(name: str, inputs: Any, attributes: dict[str, Any], shapes: Any, dtypes: Any) -> Any:
-    return torch.onnx.ops.symbolic_multi_out(name, inputs, attributes, dtypes=dtypes, shapes=shapes)
+def _emit(
+    name: str,
+    inputs: Sequence[Tensor | None],
+    attributes: Mapping[str, int | float | str],
+    shapes: Sequence[Sequence[int]],
+    dtypes: Sequence[torch.dtype],
+) -> Sequence[Tensor]:
+    """Return the outputs, of these ``shapes`` and ``dtypes``, of the ONNX operator ``name``."""
+    return torch.onnx.ops.symbolic_multi_out(name, inputs, {**attributes}, dtypes=dtypes, shapes=shapes)

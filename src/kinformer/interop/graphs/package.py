@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from kinformer.core.model import CausalModel
 from kinformer.interop.graphs.flat import FlatStep, captured, without_notes
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import checksum
@@ -44,8 +45,8 @@ def machine() -> dict[str, str]:
     }
 
 
-def write_package(model: nn.Module, folder: Path) -> dict[str, Any]:
-    """Compile the step of ``model`` for one sequence into ``folder``; return what is to be known of the file.
+def write_package(model: CausalModel, folder: Path) -> dict[str, Any]:
+    """Compile the step of ``model`` for one sequence into ``folder``; return the facts of the file.
 
     Errors: ``KinformerError`` for a model that is no graph, and where the compiler fails.
     """
@@ -66,16 +67,15 @@ def write_package(model: nn.Module, folder: Path) -> dict[str, Any]:
 
 
 def load_package(path: Path, facts: Mapping[str, Any]) -> Step:
-    """Return the step (token [1, 1], leaves) -> [logits, leaves] of the package at ``path``, of which ``facts`` are
-    known.
+    """Return the step (token [1, 1], leaves) -> [logits, leaves] of the package at ``path``, which has these ``facts``.
 
     Errors: ``KinformerError`` for a file that is another one, or was made for another machine.
     """
-    here = machine()
+    current = machine()
     for name, made_for in facts["machine"].items():
-        if here.get(name) != made_for:
+        if current.get(name) != made_for:
             raise KinformerError(
-                f"{path}: was made for {name} {made_for}, but here is {here.get(name)}; export the run again, here."
+                f"{path}: was made for {name} {made_for}, but here is {current.get(name)}; export the run again, here."
             )
     if checksum(path) != facts["sha256"]:
         raise KinformerError(f"{path}: is not the file that was exported (its checksum differs); export the run again.")

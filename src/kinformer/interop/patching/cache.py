@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from kinformer.core.reserved import KeysValues
-from kinformer.core.state import map_tensors, nbytes, repeat_rows, select_rows, tensors
+from kinformer.core.state import State, map_tensors, nbytes, repeat_rows, select_rows, tensors
 from kinformer.nn.causal import CausalLayer
 from kinformer.runtime.errors import KinformerError
 
@@ -25,7 +25,7 @@ class _Recorded(NamedTuple):
     layer: weakref.ref[CausalLayer]
     x: Tensor
     padding: Tensor | None
-    before: Any
+    before: State
 
 
 class StateLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -35,9 +35,9 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]
     is_compileable = False
     supports_early_init = False
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: object) -> None:
         super().__init__(**options)
-        self.state: Any = None
+        self.state: State = None
         self.length = 0
         self.unpadded = 0
         self.record_past = False
@@ -164,7 +164,9 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]
         """Refuse keys and values, which a state does not hold."""
         self.update(key_states, value_states)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *rest: object, **options: object
+    ) -> tuple[Tensor, Tensor]:
         """Refuse keys and values, which a state does not hold."""
         raise KinformerError(
             "this cache was filled by a patched model and holds states, not keys and values; use it with that model."
@@ -178,7 +180,7 @@ def _unpadded(padding: Tensor, before: int) -> int:
     return time - 1 - int(padded[-1]) if padded.numel() else before + time
 
 
-def state_layer(cache: Any, index: int) -> StateLayer:
+def state_layer(cache: Cache, index: int) -> StateLayer:
     """Return the layer ``index`` of ``cache`` as one that holds a state; put it there if the cache is new."""
     layers = getattr(cache, "layers", None)
     if not isinstance(layers, list):

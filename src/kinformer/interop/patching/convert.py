@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -27,6 +28,8 @@ from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from torch.utils.hooks import RemovableHandle
+    from transformers import PreTrainedModel
 
 Batch = Tensor | Mapping[str, Tensor]
 TRAINS = ("model", "mixers", "lora")
@@ -58,7 +61,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What :func:`convert` did: ``model``, its ``layers`` and its losses in nats per token on the evaluation batches.
+    """The result of :func:`convert`: ``model``, its ``layers``, its losses in nats per token on the evaluation batches.
 
     ``losses`` has "before", "patched" (the new mixers untrained), "transferred" and "fine_tuned". ``errors`` are the
     mean squared errors of the mixers' outputs relative to the outputs' variance, in the first and last tenth of the
@@ -66,7 +69,7 @@ class Conversion:
     trained.
     """
 
-    model: Any
+    model: PreTrainedModel
     layers: tuple[PatchedLayer, ...]
     losses: dict[str, float]
     errors: dict[str, tuple[float, ...]]
@@ -74,7 +77,7 @@ class Conversion:
 
 
 def convert(
-    hf_model: nn.Module,
+    hf_model: PreTrainedModel,
     mixer: str | Config,
     batches: Iterable[Batch],
     *,
@@ -114,7 +117,7 @@ def convert(
 
 
 def match(
-    hf_model: Any, replacements: Mapping[int, PatchedAttention], stream: Iterator[Batch], phase: Phase
+    hf_model: PreTrainedModel, replacements: Mapping[int, PatchedAttention], stream: Iterator[Batch], phase: Phase
 ) -> dict[str, tuple[float, ...]]:
     """Train ``replacements`` to give what the attention of their layers in ``hf_model`` gives; return the errors."""
     parameters = [parameter for item in replacements.values() for parameter in item.parameters()]
@@ -139,7 +142,7 @@ def match(
     return {name: tuple(torch.stack(items).mean(0).tolist()) for name, items in ends.items()}
 
 
-def fine_tune(hf_model: Any, stream: Iterator[Batch], phase: Phase) -> int:
+def fine_tune(hf_model: PreTrainedModel, stream: Iterator[Batch], phase: Phase) -> int:
     """Train the patched ``hf_model``, or what ``phase`` says of it, to predict the next token.
 
     Return how many parameters were trained.
@@ -157,7 +160,7 @@ def fine_tune(hf_model: Any, stream: Iterator[Batch], phase: Phase) -> int:
 
 
 @contextmanager
-def _trained(hf_model: Any, trains: Any) -> Iterator[list[nn.Parameter]]:
+def _trained(hf_model: PreTrainedModel, trains: str | LoraConfig) -> Iterator[list[nn.Parameter]]:
     """Yield the parameters that a phase trains; low-rank updates stand in the model meanwhile and are merged then."""
     name = attention_name(hf_model)
     mixers = [getattr(layer, name) for layer in layers_of(hf_model)]
@@ -185,7 +188,7 @@ def _trained(hf_model: Any, trains: Any) -> Iterator[list[nn.Parameter]]:
             parameter.requires_grad_(value)
 
 
-def _peft() -> Any:
+def _peft() -> ModuleType:
     try:
         import peft
     except ImportError as error:
@@ -194,7 +197,7 @@ def _peft() -> Any:
 
 
 @torch.no_grad()
-def evaluate(hf_model: Any, batches: list[dict[str, Tensor]]) -> float:
+def evaluate(hf_model: PreTrainedModel, batches: list[dict[str, Tensor]]) -> float:
     """Return the mean loss of ``batches`` in nats per token."""
     training = hf_model.training
     hf_model.eval()
@@ -203,7 +206,7 @@ def evaluate(hf_model: Any, batches: list[dict[str, Tensor]]) -> float:
     return loss
 
 
-def _loss(hf_model: Any, batch: dict[str, Tensor]) -> Tensor:
+def _loss(hf_model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     """Return the cross entropy of the next token, of which padding is none."""
     labels, mask = batch["input_ids"], batch.get("attention_mask")
     if mask is not None:
@@ -217,7 +220,7 @@ def _steps(parameters: list[nn.Parameter], phase: Phase) -> Iterator[torch.optim
     """Yield the optimiser for every step of ``phase``, with gradients at 0; clip them by the norm 1 before it steps."""
     optimiser = torch.optim.AdamW(parameters, lr=phase.lr, weight_decay=0.0)
 
-    def clip(*_: Any) -> None:
+    def clip(*_: object) -> None:
         nn.utils.clip_grad_norm_(parameters, 1.0)
 
     optimiser.register_step_pre_hook(clip)
@@ -230,14 +233,16 @@ def _steps(parameters: list[nn.Parameter], phase: Phase) -> Iterator[torch.optim
 
 @torch.no_grad()
 def _seen(
-    hf_model: Any, replacements: Mapping[int, PatchedAttention], batch: dict[str, Tensor]
+    hf_model: PreTrainedModel, replacements: Mapping[int, PatchedAttention], batch: dict[str, Tensor]
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """Return what the attention of the layers of ``replacements`` reads and gives for ``batch``."""
     pairs: dict[int, tuple[Tensor, Tensor]] = {}
     layers, name = layers_of(hf_model), attention_name(hf_model)
 
-    def record(index: int) -> Any:
-        def hook(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+    def record(index: int) -> RemovableHandle:
+        def hook(
+            module: nn.Module, arguments: tuple[Tensor, ...], options: dict[str, Any], output: tuple[Tensor, ...]
+        ) -> None:
             pairs[index] = (arguments[0] if arguments else options["hidden_states"], output[0])
 
         return getattr(layers[index], name).register_forward_hook(hook, with_kwargs=True)
@@ -259,13 +264,13 @@ def _error(mixer: PatchedAttention, x: Tensor, y: Tensor, padding: Tensor | None
     return (output - y).float().square().mean() / y.float().var()
 
 
-def _inputs(batch: Batch, hf_model: Any) -> dict[str, Tensor]:
+def _inputs(batch: Batch, hf_model: PreTrainedModel) -> dict[str, Tensor]:
     """Return ``batch`` as the arguments of the model, on its device."""
     inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
     return {name: inputs[name].to(hf_model.device) for name in ("input_ids", "attention_mask") if name in inputs}
 
 
-def _endless(batches: Iterable[Batch]) -> Iterator[Any]:
+def _endless(batches: Iterable[Batch]) -> Iterator[Batch]:
     """Yield ``batches``, again and again if they can be gone through again."""
     again = not isinstance(batches, Iterator)
     while True:

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from kinformer.interop.layouts import ConfigData
 from kinformer.interop.rotary import rope
 from kinformer.runtime.errors import KinformerError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 PLACES = {
     "gpt2": ("h", "attn"),
@@ -51,7 +55,7 @@ class Attention:
         return self.weights["q"].shape[1]
 
 
-def base_of(hf_model: nn.Module) -> Any:
+def base_of(hf_model: PreTrainedModel) -> nn.Module:
     """Return the model below the head of ``hf_model``; refuse what is no causal model that can be patched."""
     config = getattr(hf_model, "config", None)
     kind = getattr(config, "model_type", None)
@@ -67,17 +71,17 @@ def base_of(hf_model: nn.Module) -> Any:
     return hf_model.base_model
 
 
-def layers_of(hf_model: Any) -> list[nn.Module]:
+def layers_of(hf_model: PreTrainedModel) -> list[nn.Module]:
     """Return the layers of the model, in order."""
     return list(getattr(base_of(hf_model), PLACES[hf_model.config.model_type][0]))
 
 
-def attention_name(hf_model: Any) -> str:
+def attention_name(hf_model: PreTrainedModel) -> str:
     """Return the name that the attention has in its layer."""
     return PLACES[hf_model.config.model_type][1]
 
 
-def read_attention(module: Any, config: Any) -> Attention:
+def read_attention(module: Any, config: PretrainedConfig) -> Attention:
     """Return what ``module``, an attention of the model with this ``config``, is."""
     kind = config.model_type
     heads = config.num_attention_heads
@@ -103,7 +107,7 @@ def read_attention(module: Any, config: Any) -> Attention:
     return Attention(heads, kv_heads, head_dim, weights, biases, scale=scale, **options)
 
 
-def _gpt2_scale(module: Any, config: Any, head_dim: int) -> float:
+def _gpt2_scale(module: Any, config: PretrainedConfig, head_dim: int) -> float:
     """Return what q is multiplied by beside head_dim ** -0.5; transformers 5.0 holds it in the config only."""
     scale = 1.0 if config.scale_attn_weights else head_dim**0.5
     return scale / (module.layer_idx + 1) if config.scale_attn_by_inverse_layer_idx else scale
@@ -117,7 +121,7 @@ def _split(rows: Tensor, heads: int, by_head: bool) -> dict[str, Tensor]:
     return {name: part.flatten(0, 1) for name, part in zip("qkv", parts, strict=True)}
 
 
-def rope_of(config: Any) -> dict[str, Any] | None:
+def rope_of(config: PretrainedConfig) -> ConfigData | None:
     """Return the rotary position of the model as the data of a config, None where positions are learned."""
     if getattr(config, "rope_parameters", None) is None:
         return None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from kinformer.interop.patching.cache import refuse_fixed_size, state_layer
 from kinformer.nn.causal import CausalLayer
@@ -51,7 +52,7 @@ class PatchedAttention(nn.Module):
         self.layer_idx = record.layer
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, hidden_states: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, None]:
+    def forward(self, hidden_states: Tensor, *rest: object, **options: Any) -> tuple[Tensor, None]:
         """Return y [batch, time, dim] and, in place of attention weights, None."""
         padding, reset = options.get(PADDING), options.get(RESET)
         cache = _cache(options)
@@ -63,20 +64,20 @@ class PatchedAttention(nn.Module):
 
 
 def share_padding(
-    model: nn.Module, arguments: tuple[Any, ...], options: dict[str, object]
-) -> tuple[Any, dict[str, Any]]:
+    model: nn.Module, arguments: tuple[object, ...], options: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
     """Hand the padding of a call of ``model`` to its layers, as a forward pre-hook.
 
     The model makes a mask of pairs from ``attention_mask`` [batch, past + time], from which padding cannot be read
     reliably; a checkpointed layer needs it again in the backward pass, so it travels with the arguments.
     """
-    values = dict(zip(_names(model), arguments, strict=False)) | options
+    values: dict[str, Any] = dict(zip(_names(model), arguments, strict=False)) | options
     tokens = next(
         (values[name] for name in ("input_ids", "inputs_embeds") if values.get(name) is not None),
         None,
     )
     if tokens is None:
-        return arguments, options  # the model says so
+        return arguments, options  # the model itself raises
     mask, time = values.get("attention_mask"), tokens.shape[1]
     if mask is None:
         return arguments, options | {RESET: _packed(values, tokens)}
@@ -93,7 +94,7 @@ def share_padding(
     return arguments, options | {PADDING: padding if bool(padding.any()) else None}
 
 
-def _cache(options: Mapping[str, object]) -> Any:
+def _cache(options: Mapping[str, Any]) -> Cache | None:
     return next((options[name] for name in CACHES if options.get(name) is not None), None)
 
 

@@ -149,7 +149,7 @@ def _measured(
             counts += answered.labels.cpu().bincount(minlength=len(SYMBOLS))
             if write is not None:
                 for row in _problems(batch, answered):
-                    write({"digits": digits} | row)
+                    write({"digits": digits, **row})
             if deep is not None:
                 deep.note(batch, answered.right)
     require_finite(isfinite(nats))

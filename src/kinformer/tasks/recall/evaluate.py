@@ -92,7 +92,7 @@ def _measured(
             nats += float(answered.nats)
             if write is not None:
                 for row in _queries(batch, answered, done):
-                    write({"pairs": pairs} | row)
+                    write({"pairs": pairs, **row})
             done += len(batch.tokens)
     require_finite(isfinite(nats))
     return {
