@@ -19,7 +19,7 @@ Shapes: batch first, ``x [batch, time, dim]``, ``valid`` and ``reset`` ``[batch,
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from kinformer.core.config import Config
 from kinformer.core.division import Divisible
 from kinformer.core.first_values import FirstValues
+from kinformer.core.state import State
 from kinformer.runtime.autocast import autocast_dtype
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import checks_calls
@@ -56,11 +57,20 @@ class ChecksChunk:
     dim: int = 0
     """The width that the module was built for; 0 where a call is not checked for it."""
 
-    def __call__(self, chunk: Chunk, state: Any, *rest: Any, **options: Any) -> Any:
+    def __call__(self, chunk: Chunk, state: State, *rest: object, **options: object) -> tuple[Tensor, State]:
         """Call ``forward`` after a look at the arguments, which takes about a microsecond."""
         if checks_calls():
             require_chunk(chunk, state, self.dim)
         return super().__call__(chunk, state, *rest, **options)  # type: ignore[misc]
+
+
+class StateOptions(TypedDict, total=False):
+    """What ``initial_state`` takes beside the batch size: of layers and stacks, which hand it to their mixers."""
+
+    device: torch.device | None
+    dtype: torch.dtype | None
+    source: Tensor | None
+    source_valid: Tensor | None
 
 
 class CausalMixer(ChecksChunk, nn.Module):
@@ -87,11 +97,13 @@ class CausalMixer(ChecksChunk, nn.Module):
         "window"``), None where the notion is void."""
         return None
 
-    def initial_state(self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
+    def initial_state(
+        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> State:
         """Return the state of ``batch`` new sequences: zero-length or zero-valued tensors of constant structure."""
         raise NotImplementedError
 
-    def forward(self, chunk: Chunk, state: Any) -> tuple[Tensor, Any]:
+    def forward(self, chunk: Chunk, state: State) -> tuple[Tensor, State]:
         """Absorb ``chunk`` after ``state``; return y ``[batch, time, dim]`` and the new state."""
         raise NotImplementedError
 
@@ -100,7 +112,7 @@ class CausalMixer(ChecksChunk, nn.Module):
         raise NotImplementedError
 
 
-def require_chunk(chunk: Any, state: Any, dim: int) -> None:
+def require_chunk(chunk: object, state: object, dim: int) -> None:
     """Raise unless ``chunk`` and ``state`` are such that a mixer or layer of width ``dim`` can absorb them."""
     if not isinstance(chunk, Chunk):
         raise KinformerError(
@@ -118,13 +130,13 @@ def require_chunk(chunk: Any, state: Any, dim: int) -> None:
         raise KinformerError("the state is None; begin with initial_state(batch) of the mixer or layer.")
 
 
-def require_input(x: Any, dim: int) -> None:
+def require_input(x: object, dim: int) -> None:
     """Raise unless ``x`` is a floating-point tensor [batch, time, dim] with a time of 1 or more."""
     if not isinstance(x, Tensor):
         raise KinformerError(f"x is of the type {type(x).__name__} but must be a tensor [batch, time, dim].")
     if x.dim() != 3 or x.shape[1] < 1 or (dim and x.shape[2] != dim):
-        wanted = "[batch, time, dim]" if not dim else f"[batch, time, dim = {dim}]"
-        raise KinformerError(f"x has the shape {list(x.shape)} but must be {wanted} with time >= 1.")
+        expected = "[batch, time, dim]" if not dim else f"[batch, time, dim = {dim}]"
+        raise KinformerError(f"x has the shape {list(x.shape)} but must be {expected} with time >= 1.")
     if not x.is_floating_point():
         raise KinformerError(f"x is {x.dtype} but must be a floating-point tensor; convert it by x.float().")
 
@@ -171,7 +183,7 @@ def initial_states(
     dtype: torch.dtype | None = None,
     source: Tensor | None = None,
     source_valid: Tensor | None = None,
-) -> tuple[Any, ...]:
+) -> tuple[State, ...]:
     """Return the states of ``batch`` new sequences, one per mixer; those with a
     source receive it, [batch, length, width]."""
     options = {"source": source, "source_valid": source_valid}
@@ -227,8 +239,8 @@ def positions_of(chunk: Chunk, seen: Tensor) -> Tensor:
     reset = real_resets(chunk)
     if reset is None:
         return seen[:, None] + index
-    begun = torch.where(reset, index, -1).cummax(dim=1).values
-    return torch.where(begun >= 0, index - begun, seen[:, None] + index)
+    start = torch.where(reset, index, -1).cummax(dim=1).values
+    return torch.where(start >= 0, index - start, seen[:, None] + index)
 
 
 def advance(seen: Tensor, chunk: Chunk, positions: Tensor) -> Tensor:

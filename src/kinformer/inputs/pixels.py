@@ -11,7 +11,7 @@ holds the values of all channels.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -135,7 +135,7 @@ class Pixels(Input):
         self.classes = nn.Embedding(config.classes, dim) if config.classes else None
 
     @property
-    def table(self) -> Any:
+    def table(self) -> Tensor:
         return self.values.weight
 
     @property

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -113,7 +113,7 @@ class Steps(Input):
         self.config = config
         self.width = width_of(config.state_dim, config.action_dim)
         self.returns = nn.Linear(1, dim)
-        self.states: Any = nn.Linear(config.state_dim, dim)
+        self.states: nn.Linear | ImageStates = nn.Linear(config.state_dim, dim)
         if config.image:
             self.states = ImageStates(config.image, config.convolutions, dim)
         self.actions = nn.Linear(config.action_dim, dim)
@@ -156,7 +156,7 @@ class Steps(Input):
         states[chosen] = product
         return states
 
-    def _product(self, linear: Any, values: Tensor) -> Tensor:
+    def _product(self, linear: nn.Linear | ImageStates, values: Tensor) -> Tensor:
         y = linear(values.to(linear.weight.dtype))
         return y if self.norm is not None else y.tanh()
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kinformer.core.input import Input, InputConfig
+from kinformer.core.model import WholeModel
 from kinformer.core.model_config import ModelConfig
 from kinformer.inputs.patches import Activation, Patches, Resize, grid_of
 from kinformer.runtime.errors import KinformerError
@@ -67,22 +68,24 @@ class Tiles(Input):
             _ = self.patches  # refuses what does not go together
 
         @property
+        def _lower(self) -> Any:
+            """Return the input of the encoder, patches or tiles."""
+            return self.encoder.input
+
+        @property
         def patch(self) -> int:
             """Return the pixels of a side of a tile."""
-            local: Any = self.encoder.input
-            return local.size[0]
+            return self._lower.size[0]
 
         @property
         def channels(self) -> int:
             """Return the number of channels of the images."""
-            local: Any = self.encoder.input
-            return local.channels
+            return self._lower.channels
 
         @property
         def mean(self) -> tuple[float, ...]:
             """Return the mean that the lowest encoder subtracts from pixels, channel by channel."""
-            local: Any = self.encoder.input
-            return local.mean
+            return self._lower.mean
 
         @property
         def patches(self) -> Patches.Config:
@@ -118,13 +121,13 @@ class Tiles(Input):
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
         self.config = config
-        self.encoder: Any = config.encoder.build()
+        self.encoder: WholeModel = config.encoder.build()
         self.patches = config.patches.build(dim)
         if config.frozen:
             self.encoder.requires_grad_(False).eval()
 
     @property
-    def lower(self) -> tuple[Any, ...]:
+    def lower(self) -> tuple[WholeModel, ...]:
         return (*self.encoder.input.lower, self.encoder)
 
     def train(self, mode: bool = True) -> Tiles:

@@ -70,18 +70,21 @@ class Decoder(CommonModel):
         def build(self) -> Decoder:
             return Decoder(self)
 
-    def __init__(self, config: Any) -> None:
+    config: Config
+
+    def __init__(self, config: Config) -> None:
         super().__init__(config)
         if self.stack.reads_source and config.protocol is not SourceModel:
+            stack: Any = config.stack
             raise KinformerError(
-                f"the stack's rule {config.stack.rule.kind!r} reads the source of a translation, but this model has "
+                f"the stack's rule {stack.rule.kind!r} reads the source of a translation, but this model has "
                 "none; use it in an encoder-decoder (vanilla), or another rule (multinomial, geometric)."
             )
         self.ahead = nn.ModuleList(Ahead(config.width, config.dim) for _ in range(config.ahead)) or None
         if self.ahead is not None:
             config.initialisation.apply(self.ahead)
 
-    def _build_entrance(self, config: Any, dim: int) -> None:
+    def _build_entrance(self, config: Config, dim: int) -> None:
         self.embedding_norm = config.embedding_norm.build(dim) if config.embedding_norm else None
 
     def _embedded(self, values: Tensor, positions: Tensor, valid: Tensor | None, **others: Tensor) -> Tensor:
@@ -154,7 +157,7 @@ class Decoder(CommonModel):
         *,
         valid: Tensor | None = None,
         reset: Tensor | None = None,
-    ) -> tuple[Any, DecoderState]:
+    ) -> tuple[Tensor | Left, DecoderState]:
         """Return the last hidden states [batch, time, dim], where exits have heads of their own as
         :class:`Left`, and the state after the chunk."""
         (x, state, _), exits = self._read(values, state, valid, reset, ())
@@ -195,7 +198,7 @@ class Decoder(CommonModel):
         return Hidden(order.restore(x), state, tuple(map(order.restore, tapped))), exits
 
     @cached_property
-    def _form(self) -> Any:
+    def _form(self) -> object:
         """Return the form of this model's states; None of one with a source, whose states also depend on its length."""
         if any(isinstance(module, ReadsSource) for module in self.modules()):
             return None

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kinformer.blocks.norms import NormConfig
 from kinformer.core.contract import ReadsSource
+from kinformer.core.encoder import EncoderLayerConfig
 from kinformer.core.input import Input, InputConfig
 from kinformer.core.model import SourceModel
 from kinformer.core.parts import PositionConfig
@@ -51,9 +52,11 @@ class SourceEncoder(Reader):
                 raise KinformerError("encoder.layers must hold at least one layer, but is empty.")
 
         @property
-        def uses(self) -> tuple[Any, ...]:
+        def uses(self) -> tuple[EncoderLayerConfig, ...]:
             """Return the config of the layer of every use, in order."""
             return tuple(self.layers[index] for index in self.stack.uses(len(self.layers)))
+
+    config: Config
 
     def __init__(self, config: Config, dim: int, input: Input) -> None:
         if config.input is not None:
@@ -77,6 +80,8 @@ class EncoderDecoder(Decoder):
 
         def build(self) -> EncoderDecoder:
             return EncoderDecoder(self)
+
+    config: Config
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
