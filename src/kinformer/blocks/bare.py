@@ -8,8 +8,9 @@ from typing import Unpack
 from torch import Tensor, nn
 
 from kinformer.blocks.layer import LayerConfig, causal
-from kinformer.core.contract import CausalMixer, ChecksChunk, Chunk, MixerConfig, StateOptions, initial_states
+from kinformer.core.contract import CausalMixer, ChecksChunk, Chunk, MixerConfig, initial_states
 from kinformer.core.encoder import ChecksInput, EncoderLayerConfig, EncoderMixerConfig, SequenceContext
+from kinformer.core.source import StateOptions
 from kinformer.core.state import State
 from kinformer.runtime.dropout import Dropout
 

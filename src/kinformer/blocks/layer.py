@@ -12,16 +12,9 @@ from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.blocks.residual import PreNorm, Residual, ResidualConfig
 from kinformer.blocks.sublayers import Sublayers, fed, feed_forward_branch, mixed, mixing
 from kinformer.core.config import Config
-from kinformer.core.contract import (
-    CausalMixer,
-    ChecksChunk,
-    Chunk,
-    MixerConfig,
-    PartialOutput,
-    StateOptions,
-    initial_states,
-)
+from kinformer.core.contract import CausalMixer, ChecksChunk, Chunk, MixerConfig, PartialOutput, initial_states
 from kinformer.core.feed_forward import FeedForwardConfig
+from kinformer.core.source import StateOptions
 from kinformer.core.stack import Branch
 from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError

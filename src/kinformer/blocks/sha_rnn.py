@@ -20,9 +20,10 @@ from kinformer.blocks.layer import LayerConfig, causal
 from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.blocks.sublayers import feed, mixed, tokenwise
 from kinformer.core.config import Config
-from kinformer.core.contract import CausalMixer, ChecksChunk, Chunk, MixerConfig, StateOptions, initial_states
+from kinformer.core.contract import CausalMixer, ChecksChunk, Chunk, MixerConfig, initial_states
 from kinformer.core.encoder import ChecksInput, EncoderLayerConfig, EncoderMixer, EncoderMixerConfig, SequenceContext
 from kinformer.core.feed_forward import FeedForwardConfig
+from kinformer.core.source import StateOptions
 from kinformer.core.state import State
 from kinformer.runtime.dropout import Dropout
 

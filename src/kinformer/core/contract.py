@@ -19,7 +19,7 @@ Shapes: batch first, ``x [batch, time, dim]``, ``valid`` and ``reset`` ``[batch,
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -64,15 +64,6 @@ class ChecksChunk:
         return super().__call__(chunk, state, *rest, **options)  # type: ignore[misc]
 
 
-class StateOptions(TypedDict, total=False):
-    """What ``initial_state`` takes beside the batch size: of layers and stacks, which hand it to their mixers."""
-
-    device: torch.device | None
-    dtype: torch.dtype | None
-    source: Tensor | None
-    source_valid: Tensor | None
-
-
 class CausalMixer(ChecksChunk, nn.Module):
     """The base of a decoder's mixers, which absorb a chunk after a state.
 
@@ -93,8 +84,7 @@ class CausalMixer(ChecksChunk, nn.Module):
 
     @property
     def retained(self) -> int | None:
-        """Return how many past positions the state holds at most (``growth =
-        "window"``), None where the notion is void."""
+        """Return how many past positions the state of ``growth = "window"`` holds at most, None for others."""
         return None
 
     def initial_state(
@@ -184,8 +174,7 @@ def initial_states(
     source: Tensor | None = None,
     source_valid: Tensor | None = None,
 ) -> tuple[State, ...]:
-    """Return the states of ``batch`` new sequences, one per mixer; those with a
-    source receive it, [batch, length, width]."""
+    """Return the states of ``batch`` new sequences, one per mixer; ``source`` [batch, length, width] is for some."""
     options = {"source": source, "source_valid": source_valid}
     return tuple(
         mixer.initial_state(batch, device=device, dtype=dtype, **options if isinstance(mixer, ReadsSource) else {})
@@ -274,8 +263,7 @@ def _gathered(x: Tensor, order: Tensor) -> Tensor:
 
 
 def left_align(valid: Tensor) -> Alignment:
-    """Return the stable order that moves each row's valid tokens to its front;
-    once per forward, at the model's edge."""
+    """Return the stable order that moves each row's valid tokens to its front; once per call, at the model's edge."""
     order = torch.argsort((~valid).to(torch.int8), dim=1, stable=True)
     inverse = torch.argsort(order, dim=1)
     return Alignment(order, inverse, valid.gather(1, order))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,15 @@ from kinformer.core.contract import CausalMixer, ReadsSource, select_valid
 from kinformer.core.crossing import Crossing
 from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
+
+
+class StateOptions(TypedDict, total=False):
+    """What ``initial_state`` takes beside the batch size: of layers and stacks, which hand it to their mixers."""
+
+    device: torch.device | None
+    dtype: torch.dtype | None
+    source: Tensor | None
+    source_valid: Tensor | None
 
 
 def checked_source(source: Tensor | None, valid: Tensor | None, batch: int, width: int) -> tuple[Tensor, Tensor]:

@@ -12,13 +12,14 @@ from torch.utils.checkpoint import checkpoint
 
 from kinformer.core import state as states
 from kinformer.core.config import Config
-from kinformer.core.contract import Chunk, PartialOutput, StateOptions
+from kinformer.core.contract import Chunk, PartialOutput
 from kinformer.core.first_values import FirstValues, shares_values
 from kinformer.core.stochastic_depth import drop_sublayers
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
     from kinformer.core.encoder import SequenceContext
+    from kinformer.core.source import StateOptions
     from kinformer.core.state import State
 
 Use = Callable[[nn.Module, Tensor, int], Tensor]

@@ -23,9 +23,10 @@ from typing import NamedTuple, Unpack
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.contract import Chunk, StateOptions, state_dtype
+from kinformer.core.contract import Chunk, state_dtype
 from kinformer.core.encoder import SequenceContext
 from kinformer.core.learning import AuxLoss
+from kinformer.core.source import StateOptions
 from kinformer.core.stack import BeforeUse, HaltingState, Stack, StackConfig
 from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError

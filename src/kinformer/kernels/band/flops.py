@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 import kinformer.runtime.flops  # noqa: F401 (products in place are counted)
@@ -27,7 +27,7 @@ def computed_pairs(call: BandCall) -> int:
 
 
 @register_flop_formula(torch.ops.kinformer.band_attention, get_raw=True)
-def forward_flops(*arguments: Any, **_: Any) -> int:
+def forward_flops(*arguments: *BandCall, **_: object) -> int:
     """Return the floating-point operations of a forward call with the operator's arguments."""
     call = BandCall(*arguments)
     # S = Q K^T and O = P V
@@ -35,7 +35,7 @@ def forward_flops(*arguments: Any, **_: Any) -> int:
 
 
 @register_flop_formula(torch.ops.kinformer.band_attention_backward, get_raw=True)
-def backward_flops(*arguments: Any, **_: Any) -> int:
+def backward_flops(*arguments: *tuple[Tensor, Tensor, Tensor, Tensor, *BandCall], **_: object) -> int:
     """Return the floating-point operations of a backward call with the operator's arguments."""
     call = BandCall(*arguments[4:])
     # S again, dQ and dK are of the width of q; dP and dV of that of v.

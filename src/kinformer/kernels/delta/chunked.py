@@ -77,7 +77,7 @@ class _Chunked(torch.autograd.Function):
     the products, log_decay and w in that of the accumulators."""
 
     @staticmethod
-    def forward(ctx: Context, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Context, *arguments: *tuple[*DeltaTokens, Tensor]) -> tuple[Tensor, Tensor]:
         tokens, w = DeltaTokens(*arguments[:-1]), arguments[-1]
         out, last = torch.empty_like(tokens.v), w.clone()
         states = []

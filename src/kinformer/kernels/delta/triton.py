@@ -13,7 +13,7 @@ and dbeta = rowsum of G times the error. A decay by channel stands in Q, E and K
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -37,6 +37,7 @@ from kinformer.kernels.linear.triton import (
 )
 from kinformer.runtime.derivatives import Context, check_reverse, first_order
 
+_Sequence = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 _SEQUENCE = (
     "Tensor q, Tensor k, Tensor v, Tensor beta, Tensor w, Tensor? log_decay, Tensor? reset, Tensor? erase, "
     "Tensor? retained"
@@ -234,7 +235,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, *rest: Te
 
 
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return v.new_empty(v.shape), w.new_empty(w.shape)
 
 
@@ -244,7 +245,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, *_: Any) -> tupl
     schema=f"(Tensor grad_out, Tensor grad_w, {_SEQUENCE}, bool learns) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _backward(Y: Tensor, grad_w: Tensor, *saved_inputs: Any) -> tuple[Tensor, ...]:
+def _backward(Y: Tensor, grad_w: Tensor, *saved_inputs: *tuple[*_Sequence, bool]) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, beta, w, if it ``learns`` of log_decay, of erase and of ``retained`` (else empty
     tensors)."""
     q, k, v, beta, w, log_decay, reset, erase, retained, learns = saved_inputs
@@ -272,7 +273,7 @@ def _backward(Y: Tensor, grad_w: Tensor, *saved_inputs: Any) -> tuple[Tensor, ..
 
 
 @_backward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, ...]:
+def _(*arguments: *tuple[Tensor, Tensor, *_Sequence, bool]) -> tuple[Tensor, ...]:
     tensors, (log_decay, _, erase, retained, learns) = arguments[2:7], arguments[7:]
     de = tensors[1].new_empty(0 if erase is None else erase.shape)
     dg, dretained = (
@@ -281,12 +282,12 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     return *(x.new_empty(x.shape) for x in tensors), dg, de, dretained
 
 
-def _save(ctx: Context, inputs: Any, output: Any) -> None:
+def _save(ctx: Context, inputs: _Sequence, output: object) -> None:
     ctx.save_for_backward(*inputs)
 
 
 @first_order("Triton's delta rule")
-def _differentiate(ctx: Context, saved: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Context, saved: tuple[Tensor | None, ...], *gradients: Tensor) -> tuple[Tensor | None, ...]:
     learns = ctx.needs_input_grad[5]
     *grads, dg, de, dretained = _backward(*gradients, *saved, learns)
     needs = ctx.needs_input_grad
@@ -307,12 +308,12 @@ def _flops(k: Tensor, v: Tensor, squares: int, states: int) -> int:
 
 
 @register_flop_formula(torch.ops.kinformer.triton_delta, get_raw=True)
-def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> int:
     return _flops(k, v, k.shape[-1] + v.shape[-1], states=3)
 
 
 @register_flop_formula(torch.ops.kinformer.triton_delta_backward, get_raw=True)
-def _backward_flops(*arguments: Any, **_: Any) -> int:
+def _backward_flops(*arguments: *tuple[Tensor, Tensor, *_Sequence, bool], **_: object) -> int:
     """Return the operations of a backward: the forward's ``run``, that of the backward, and
     six mixes, four of which read states."""
     k, v = arguments[3:5]

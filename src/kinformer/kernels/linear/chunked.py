@@ -81,7 +81,13 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *rest: Any
+        ctx: Context,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        s: Tensor,
+        z: Tensor,
+        *rest: *tuple[Tensor | None, float | None, Tensor | None],
     ) -> tuple[Tensor, Tensor, Tensor]:
         sequence = LinearSequence(q, k, v, *rest)
         out, last_s, last_z = torch.empty_like(v), s.clone(), z.clone()

@@ -15,7 +15,7 @@ A decay by channel stands in queries and keys (:func:`fold`), and S <- retained 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 import triton
@@ -35,6 +35,9 @@ LARGEST = 64
 """Tokens in a block."""
 LEAST = 16
 """The least side of a product, tl.dot's; narrower operands are filled up with zeros."""
+_Rest = tuple[Tensor | None, Tensor | None, Tensor | None, float | None]
+_Sequence = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+_Saved = tuple[*_Sequence, bool, bool]
 _SEQUENCE = "Tensor q, Tensor k, Tensor v, Tensor s, Tensor z, Tensor? log_decay, Tensor? reset, Tensor? retained"
 
 
@@ -219,12 +222,12 @@ class Cut:
         self.retained = None if retained is None else retained.contiguous()
 
     @property
-    def sequence(self) -> tuple[Any, ...]:
+    def sequence(self) -> tuple[int, int, int]:
         return self.heads, self.time, self.count
 
     def mix(
         self, a: Tensor, b: Tensor, x: Tensor, states: Tensor | None = None, *, transposed: bool = False,
-        reverse: bool = False, strict: bool = False, dtype: torch.dtype | None = None, **normaliser: Any,
+        reverse: bool = False, strict: bool = False, dtype: torch.dtype | None = None, **normaliser: Unpack[Normaliser],
     ) -> Tensor:  # fmt: skip
         """Run the kernel :func:`mix`, in ``dtype`` or that of x; the states, where
         ``transposed``, are [rows, count, n, m]."""
@@ -273,6 +276,15 @@ class Cut:
         numbers = None if self.reset is None else number(self.reset, self.count, self.size)
         blocks = SequenceBlocks(self.batch, self.heads, self.time, self.count, self.size, sequence=numbers)
         return blocks.decay_gradient(blocks.split(change.unsqueeze(-1)), ended).squeeze(-1).contiguous()
+
+
+class Normaliser(TypedDict, total=False):
+    """What :func:`mix` takes of a normaliser, as of the kernel."""
+
+    weights: Tensor | None
+    sums_z: Tensor | None
+    divisor: Tensor
+    eps: float
 
 
 class Fold(NamedTuple):
@@ -328,7 +340,7 @@ def attend(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tens
     mutates_args=(),
     schema=f"({_SEQUENCE}, float? eps) -> (Tensor out, Tensor last_s, Tensor last_z, Tensor divisor)",
 )
-def _forward(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *rest: *_Rest) -> tuple[Tensor, ...]:
     log_decay, reset, retained, eps = rest
     cut, (q, k, v) = Cut(q, log_decay, reset, retained), (x.contiguous() for x in (q, k, v))
     with torch.cuda.device_of(q):
@@ -342,7 +354,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *rest: Any) 
 
 
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *rest: *_Rest) -> tuple[Tensor, ...]:
     divisor = z.new_empty(0 if rest[3] is None else q.shape[:3])
     return v.new_empty(v.shape), s.new_empty(s.shape), z.new_empty(z.shape), divisor
 
@@ -353,7 +365,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *rest: Any) -> tupl
     schema=f"(Tensor grad_out, Tensor grad_s, Tensor grad_z, Tensor out, Tensor divisor, {_SEQUENCE}, "
     "bool normalised, bool learns) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _backward(Y: Tensor, grad_s: Tensor, grad_z: Tensor, out: Tensor, divisor: Tensor, *saved_inputs: Any) -> Any:
+def _backward(
+    Y: Tensor, grad_s: Tensor, grad_z: Tensor, out: Tensor, divisor: Tensor, *saved_inputs: *_Saved
+) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, s, z, if it ``learns`` of log_decay, and of ``retained``, else empty tensors."""
     *tensors, log_decay, reset, retained, normalised, learns = saved_inputs
     s, z = tensors[3:]
@@ -388,7 +402,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     return *(x.new_empty(x.shape) for x in tensors), *map(tensors[4].new_empty, decays)
 
 
-def _save(ctx: Context, inputs: Any, output: Any) -> None:
+def _save(ctx: Context, inputs: tuple[*_Sequence, float | None], output: tuple[Tensor, ...]) -> None:
     *tensors, eps = inputs
     ctx.normalised = eps is not None
     out = output[0] if ctx.normalised else output[3]
@@ -396,7 +410,7 @@ def _save(ctx: Context, inputs: Any, output: Any) -> None:
 
 
 @first_order("Triton's linear attention")
-def _differentiate(ctx: Context, saved: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Context, saved: tuple[Tensor | None, ...], *gradients: Tensor) -> tuple[Tensor | None, ...]:
     learns = ctx.needs_input_grad[5]
     *grads, dg, dretained = _backward(*gradients[:3], *saved, ctx.normalised, learns)
     return *grads, dg if learns else None, None, dretained if ctx.needs_input_grad[7] else None, None
@@ -418,10 +432,10 @@ def _flops(q: Tensor, v: Tensor, mixes: int, passes: int) -> int:
 
 
 @register_flop_formula(torch.ops.kinformer.triton_linear, get_raw=True)
-def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> int:
     return _flops(q, v, mixes=1, passes=1)
 
 
 @register_flop_formula(torch.ops.kinformer.triton_linear_backward, get_raw=True)
-def _backward_flops(*arguments: Any, **_: Any) -> int:
+def _backward_flops(*arguments: *tuple[Tensor, Tensor, Tensor, Tensor, Tensor, *_Saved], **_: object) -> int:
     return _flops(arguments[5], arguments[7], mixes=3, passes=2)
