@@ -154,7 +154,7 @@ FAMILY = plugins.Registry.of_records(Member, MEMBERS, plugins.MEMBERS)
 
 
 def member(name: str, package: str | None = None) -> Member:
-    """The record called ``name``, in capitals or not; an unknown name is an error that lists the nearest.
+    """Return the record called ``name``, in capitals or not; an unknown name is an error that lists the nearest.
 
     ``package`` ("name version", as ``FAMILY.package(name)`` gave it) is where the member came from when that was
     written down; if it is not found there any more, the error says so.
@@ -169,7 +169,7 @@ def member(name: str, package: str | None = None) -> Member:
 
 
 def members(complain: Callable[[str], object] = plugins.warn_once) -> list[Member]:
-    """The records of the family, Kinformer's own first, in the order of the table.
+    """Return the records of the family, Kinformer's own first, in the order of the table.
 
     ``complain`` gets a sentence for every member of another package that cannot be had, and is left out.
     """
