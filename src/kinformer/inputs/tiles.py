@@ -160,8 +160,8 @@ class Tiles(Input):
         x = functional.pad(images, (0, columns * side - images.shape[3], 0, rows * side - images.shape[2]))
         x = x.unflatten(3, (columns, side)).unflatten(2, (rows, side))  # [batch, channels, rows, side, columns, side]
         tiles = x.permute(0, 2, 4, 1, 3, 5).flatten(0, 2)
-        most = max(1, AT_ONCE // tiles[0].numel())
-        vectors = torch.cat([self.encoder(some) for some in tiles.split(most)])
+        count = max(1, AT_ONCE // tiles[0].numel())
+        vectors = torch.cat([self.encoder(some) for some in tiles.split(count)])
         return vectors.unflatten(0, (len(images), rows, columns)).permute(0, 3, 1, 2)
 
     def example(self, batch: int, time: int, device: torch.device | str | None = None) -> Tensor:

@@ -143,7 +143,7 @@ class ChosenBlocks(HostDriven, CausalMixer):
 
         @property
         def summary_and_stride(self) -> tuple[int, int]:
-            """The tokens of a summary, and from the first one of a summary to that of the next."""
+            """Return how many tokens a summary has, and how many lie between the first tokens of two summaries."""
             length = self.summary_length or self.block
             return length, self.summary_stride or length
 

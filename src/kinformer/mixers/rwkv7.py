@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -129,9 +129,9 @@ class RWKV7(Crosses, CausalMixer):
         self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> TimeMixState:
         like, width = self.out.weight, self.head_dim
-        options: dict[str, Any] = {"device": device or like.device, "dtype": state_dtype(dtype or like.dtype)}
-        kv = torch.zeros(batch, self.config.num_heads, width, width, **options)
-        return TimeMixState(kv, torch.zeros(batch, 1, 1, self.dim, **options))
+        device, dtype = device or like.device, state_dtype(dtype or like.dtype)
+        kv = torch.zeros(batch, self.config.num_heads, width, width, device=device, dtype=dtype)
+        return TimeMixState(kv, torch.zeros(batch, 1, 1, self.dim, device=device, dtype=dtype))
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
         return (self.config.num_heads * self.head_dim**2 + self.dim) * state_dtype(dtype).itemsize
