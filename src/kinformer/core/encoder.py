@@ -159,8 +159,8 @@ def global_positions(kinds: Tensor, valid: Tensor | None) -> Tensor | None:
     if valid is not None:
         chosen = chosen & valid
     count = chosen.sum(1)
-    most = int(count.max())
-    if most == 0:
+    largest = int(count.max())
+    if largest == 0:
         return None
-    positions = torch.argsort((~chosen).to(torch.int8), dim=1, stable=True)[:, :most]
-    return positions.masked_fill(torch.arange(most, device=kinds.device) >= count[:, None], -1)
+    positions = torch.argsort((~chosen).to(torch.int8), dim=1, stable=True)[:, :largest]
+    return positions.masked_fill(torch.arange(largest, device=kinds.device) >= count[:, None], -1)

@@ -105,7 +105,7 @@ def _leaf(name: str, first: Tensor, now: Tensor, then: Tensor) -> Leaf:
         if size != next_size:
             shape[axis] = PAST
     sizes: Mapping[int, int] = dict(enumerate(first.shape))
-    strange = [axis for axis, size in enumerate(now.shape) if size != sizes.get(axis) and axis != _SLOTS]
-    if strange or PAST in shape[:_SLOTS] + shape[_SLOTS + 1 :]:
+    irregular = [axis for axis, size in enumerate(now.shape) if size != sizes.get(axis) and axis != _SLOTS]
+    if irregular or PAST in shape[:_SLOTS] + shape[_SLOTS + 1 :]:
         raise KinformerError(f"the state's {name} grows otherwise than by a slot for every token.")
     return Leaf(name, str(first.dtype).removeprefix("torch."), tuple(shape))

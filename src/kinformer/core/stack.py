@@ -98,7 +98,7 @@ class StackConfig(Config):
 
     @property
     def reads_exits(self) -> bool:
-        """Whether a step without gradients computes what exits predict between its layers."""
+        """Return whether a step without gradients computes what exits predict between its layers."""
         return False
 
     def exit_heads(self, layers: int) -> int:

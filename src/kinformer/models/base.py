@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,7 @@ class Trunk(nn.Module):
         else:
             object.__setattr__(self, "input", input)
         self.position = config.position.build_model(dim, len(config.uses))
-        self._build_entrance(config, dim)
+        self._build_entrance(dim)
         config.stack.check(self.position)
         widths = config.stack.widths(dim, len(config.layers))
         layers = [layer.build(width) for layer, width in zip(config.layers, widths, strict=True)]
@@ -71,7 +71,7 @@ class Trunk(nn.Module):
         self._max_length = min((n for n in (self.position.max_length, *mixers) if n is not None), default=None)
         self.dropout = Dropout(config.dropout) if config.dropout else None
 
-    def _build_entrance(self, config: Any, dim: int) -> None:
+    def _build_entrance(self, dim: int) -> None:
         """Build the parts between the input and the stack."""
 
     @property

@@ -84,8 +84,9 @@ class Decoder(CommonModel):
         if self.ahead is not None:
             config.initialisation.apply(self.ahead)
 
-    def _build_entrance(self, config: Config, dim: int) -> None:
-        self.embedding_norm = config.embedding_norm.build(dim) if config.embedding_norm else None
+    def _build_entrance(self, dim: int) -> None:
+        norm = self.config.embedding_norm
+        self.embedding_norm = norm.build(dim) if norm else None
 
     def _embedded(self, values: Tensor, positions: Tensor, valid: Tensor | None, **others: Tensor) -> Tensor:
         x = super()._embedded(values, positions, valid, **others)
@@ -237,16 +238,18 @@ class Decoder(CommonModel):
         return state
 
     def further(self, number: int, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Return what predicts the token after ``tokens`` [batch, time], which ``hidden`` [batch, time, width] predict:
-        hidden states for ``number`` 1, else what number - 1 returned."""
+        """Return hidden states [batch, time, width] that predict the tokens after ``tokens`` [batch, time].
+
+        hidden: [batch, time, width], which predict ``tokens``: the model's for ``number`` 1, else those of number - 1.
+        """
         assert self.ahead is not None
         return self.ahead[number - 1](hidden, self.input(tokens, torch.zeros_like(tokens)))
 
-    def guesses(self, hidden: Tensor, tokens: Tensor, most: int) -> Tensor:
+    def guesses(self, hidden: Tensor, tokens: Tensor, limit: int) -> Tensor:
         """Return the most probable tokens [batch, n] behind ``tokens`` [batch, 1], which were drawn by ``hidden``
-        [batch, 1, width]; n is at most ``most``."""
+        [batch, 1, width]; n is at most ``limit``."""
         guesses = []
-        for number in range(1, min(most, len(self.ahead or ())) + 1):
+        for number in range(1, min(limit, len(self.ahead or ())) + 1):
             hidden = self.further(number, hidden, tokens)
             tokens = self.head(hidden, self.input).argmax(dim=-1)
             guesses.append(tokens)

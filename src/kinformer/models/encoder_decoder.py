@@ -11,7 +11,6 @@ serves three times (section 3.4).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,9 +90,9 @@ class EncoderDecoder(Decoder):
                 '`set` \'layers.*.further_mixers=[{"kind": "cross"}]\', or train a decoder alone.'
             )
 
-    def _build_entrance(self, config: Any, dim: int) -> None:
-        super()._build_entrance(config, dim)
-        self.encoder = SourceEncoder(config.encoder, dim, self.input)
+    def _build_entrance(self, dim: int) -> None:
+        super()._build_entrance(dim)
+        self.encoder = SourceEncoder(self.config.encoder, dim, self.input)
 
     @property
     def source_input(self) -> Input:

@@ -56,7 +56,8 @@ class Reader(Trunk):
     config: Encoder.Config | SourceEncoder.Config
     crossing: Crossing | None = None
 
-    def _build_entrance(self, config: ReaderConfig, dim: int) -> None:
+    def _build_entrance(self, dim: int) -> None:
+        config = self.config
         self.global_tokens = config.global_tokens
         self.global_input = config.global_input.build(dim) if config.global_input else None
         self.embedding_norm = config.embedding_norm.build(dim) if config.embedding_norm else nn.Identity()

@@ -56,7 +56,7 @@ class LayerUse:
         backward pass must set up again.
 
         Branches are computed as they will be again, with a graph, since some do otherwise without one; but what the
-        graph would keep is let go of at once.
+        graph would save is dropped at once.
         """
         self.autocast, self.drawn = _autocast(a.device), []
         inputs, after = iter(state), []
@@ -209,7 +209,7 @@ _NOTHING = torch.empty(0)
 
 
 def _never(_: object) -> Tensor:
-    raise AssertionError("a graph that nobody goes through was gone through")
+    raise AssertionError("a graph without saved tensors was differentiated")
 
 
 def _sum(left: Tensor | None, right: Tensor | None) -> Tensor | None:

@@ -92,9 +92,9 @@ class _Around(torch.autograd.Function):
                 out_d, lse_d = _piece(query, piece, distance, ctx.call)
                 weight = torch.where(lse_d > -torch.inf, (lse_d - lse).exp(), lse_d.new_zeros(())).detach()
                 along = (d_out * (out_d.detach() - out)).sum(-1).to(lse.dtype)
-                wanted = [weight[..., None].to(d_out.dtype) * d_out, weight * (d_lse + along)]
-                mine, gradients[distance] = torch.autograd.grad([out_d, lse_d], [query, piece], wanted)
-            d_q += mine
+                upstream = [weight[..., None].to(d_out.dtype) * d_out, weight * (d_lse + along)]
+                d_query, gradients[distance] = torch.autograd.grad([out_d, lse_d], [query, piece], upstream)
+            d_q += d_query
         for distance in range(1, crossing.count):
             room = torch.empty_like(d_kv)
             if crossing.exchange(

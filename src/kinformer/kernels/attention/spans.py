@@ -63,8 +63,8 @@ def _reaches(z: Tensor, span: TokenSpan, impl: AttentionImpl) -> tuple[list[int]
     head by head; the bounds of all spans where the host reads none."""
     if impl == "reference" or torch.compiler.is_compiling() or not has_data(z):
         return [max(span.windows)] * z.shape[1], [0.0] * z.shape[1]
-    least, most = z.detach().transpose(0, 1).flatten(1).aminmax(dim=1)
-    return [span.reach(item) for item in most.tolist()], least.tolist()
+    shortest, longest = z.detach().transpose(0, 1).flatten(1).aminmax(dim=1)
+    return [span.reach(item) for item in longest.tolist()], shortest.tolist()
 
 
 def _seen(

@@ -91,9 +91,9 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, membership: Membership, scale: f
     if not itself:
         seen = seen & (torch.arange(slots, device=q.device) < slots - 1)
     # A round shows two chunks at most, so the keys seen in any round fit into so many slots.
-    most = 2 * size * runs.shape[2]
-    if most < slots:
-        seen, index = seen.to(torch.uint8).topk(most, dim=2)
+    limit = 2 * size * runs.shape[2]
+    if limit < slots:
+        seen, index = seen.to(torch.uint8).topk(limit, dim=2)
         seen = seen > 0
         k, v = (gathered(x, index) for x in (k, v))
     wide = state_dtype(q.dtype)

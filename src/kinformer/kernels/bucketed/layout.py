@@ -103,13 +103,13 @@ def _blocks_of_depths(first: list[int], counts: list[int], per_chunk: int, rows:
             yield Block(keys[-1], keys)
 
 
-def _pieces(begin: int, end: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield the beginnings and ends of pieces of ``most`` at most, whose sizes are powers of two.
+def _pieces(begin: int, end: int, limit: int) -> Iterator[tuple[int, int]]:
+    """Yield the beginnings and ends of pieces of ``limit`` at most, whose sizes are powers of two.
 
     Libraries compile a product for every shape and keep it: oneDNN a thousand of them, of 0.65 MB each.
     """
     while begin < end:
-        size = 1 << min(end - begin, max(1, most)).bit_length() - 1
+        size = 1 << min(end - begin, max(1, limit)).bit_length() - 1
         yield begin, begin + size
         begin += size
 

@@ -72,7 +72,7 @@ def solve(
     """
     here = tl.program_id(0).to(tl.int64)
     row, at = here // count, here % count * SIZE + tl.arange(0, SIZE)
-    sums, begun, enter, leave, _ = factors(decay, reset, row, heads, time, at, SIZE)
+    sums, sequence, enter, leave, _ = factors(decay, reset, row, heads, time, at, SIZE)
     tokens, inside = row * time + at, at < time
     strength = tl.load(beta + tokens, inside, 0.0)
     A = tl.zeros([SIZE, SIZE], tl.float32)
@@ -81,7 +81,7 @@ def solve(
         K = tl.load(k + tokens[:, None] * m + f[None, :], inside[:, None] & (f < m)[None, :], 0.0)
         E = tl.load(e + tokens[:, None] * m + f[None, :], inside[:, None] & (f < m)[None, :], 0.0)
         A = product(E, tl.trans(K), A)
-    R = inverse(A * between(sums, begun, False, 1, SIZE) * strength[:, None], LEVELS, SIZE)
+    R = inverse(A * between(sums, sequence, False, 1, SIZE) * strength[:, None], LEVELS, SIZE)
     if REVERSE:
         R, reads, writes = tl.trans(R), leave, 1.0
         keys = k
@@ -91,14 +91,14 @@ def solve(
     R = R.to(k.dtype.element_ty)
     for start in range(0, m, INNER):
         f = start + tl.arange(0, INNER)
-        held, seen = tokens[:, None] * m + f[None, :], inside[:, None] & (f < m)[None, :]
-        K = (tl.load(keys + held, seen, 0.0).to(tl.float32) * reads[:, None]).to(R.dtype)
-        tl.store(x + held, product(R, K, tl.zeros([SIZE, INNER], tl.float32)), seen)
+        offset, seen = tokens[:, None] * m + f[None, :], inside[:, None] & (f < m)[None, :]
+        K = (tl.load(keys + offset, seen, 0.0).to(tl.float32) * reads[:, None]).to(R.dtype)
+        tl.store(x + offset, product(R, K, tl.zeros([SIZE, INNER], tl.float32)), seen)
     for start in range(0, n, COLUMNS):
         d = start + tl.arange(0, COLUMNS)
-        held, seen = tokens[:, None] * n + d[None, :], inside[:, None] & (d < n)[None, :]
-        V = (tl.load(v + held, seen, 0.0).to(tl.float32) * writes).to(R.dtype)
-        tl.store(u + held, product(R, V, tl.zeros([SIZE, COLUMNS], tl.float32)), seen)
+        offset, seen = tokens[:, None] * n + d[None, :], inside[:, None] & (d < n)[None, :]
+        V = (tl.load(v + offset, seen, 0.0).to(tl.float32) * writes).to(R.dtype)
+        tl.store(u + offset, product(R, V, tl.zeros([SIZE, COLUMNS], tl.float32)), seen)
 
 
 @triton.jit
@@ -115,8 +115,8 @@ def run(
     row, f = tl.program_id(0).to(tl.int64), tl.arange(0, FEATURES)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inner, wide = f < m, d < n
-    held, within = f[:, None] * n + d[None, :], inner[:, None] & wide[None, :]
-    W = tl.load(first + row * m * n + held, within, 0.0)
+    offset, within = f[:, None] * n + d[None, :], inner[:, None] & wide[None, :]
+    W = tl.load(first + row * m * n + offset, within, 0.0)
     for step in range(count):
         block = count - 1 - step if REVERSE else step
         at = block * SIZE + tl.arange(0, SIZE)
@@ -126,7 +126,7 @@ def run(
             late = tl.exp(tl.load(retained + (row * count + block) * m + f, inner, 0.0))
         if REVERSE:
             W = W * late[:, None]
-        tl.store(states + (row * count + block) * m * n + held, W, within)
+        tl.store(states + (row * count + block) * m * n + offset, W, within)
         _, _, enter, leave, keep = factors(decay, reset, row, heads, time, at, SIZE)
         X = tl.load(x + tokens[:, None] * m + f[None, :], inside[:, None] & inner[None, :], 0.0)
         written, seen = u + tokens[:, None] * n + d[None, :], inside[:, None] & wide[None, :]
@@ -143,7 +143,7 @@ def run(
             W = product(Q, tl.load(y + tokens[:, None] * n + d[None, :], seen, 0.0), W)
         else:
             W = W * late[:, None]
-    tl.store(last + row * m * n + held, W, within)
+    tl.store(last + row * m * n + offset, W, within)
 
 
 class States(NamedTuple):
@@ -215,7 +215,7 @@ def attend(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
         if channels is None:
             return chunked(tokens, state)
         erase = (k if erase is None else erase) * channels.read
-        q, k, state = q * channels.read, k * channels.written, state * channels.begun.unsqueeze(-1)
+        q, k, state = q * channels.read, k * channels.written, state * channels.initial.unsqueeze(-1)
         log_decay, retained = None, channels.retained
     operands = q.to(dtype), k.to(dtype), v.to(dtype), beta.to(wide), state
     out, state = _forward(*operands, log_decay, reset, None if erase is None else erase.to(dtype), retained)

@@ -29,11 +29,11 @@ class Running(NamedTuple):
 
 
 def running_maximum(
-    lacking: Tensor, before: Tensor, begun: Tensor, valid: Tensor | None, reset: Tensor | None
+    lacking: Tensor, before: Tensor, continues: Tensor, valid: Tensor | None, reset: Tensor | None
 ) -> Running:
     """Return the factors and decays for ``lacking`` [batch, heads, time], the exponents b of a chunk's keys.
 
-    before: [batch, heads] int64, c before the chunk in rows that have ``begun`` ([batch] bool).
+    before: [batch, heads] int64, c before the chunk in the rows that go on, ``continues`` [batch] bool.
     valid, reset: [batch, time] bool or None; invalid keys do not count.
     """
     lacking = lacking.clamp(-_LARGEST, _LARGEST)
@@ -41,7 +41,7 @@ def running_maximum(
     whole = lacking.detach().double().ceil().long()
     if valid is not None:
         whole = torch.where(valid[:, None], whole, _NOTHING)
-    first = torch.where(begun[:, None], before, _NOTHING).unsqueeze(-1)
+    first = torch.where(continues[:, None], before, _NOTHING).unsqueeze(-1)
     number = functional.pad(torch.zeros_like(whole[:, 0]) if reset is None else reset.long().cumsum(1), (1, 0))
     lift = number[:, None] * _FAR  # sequences one above the other
     c = (torch.cat([first, whole], dim=-1) + lift).cummax(dim=-1).values - lift

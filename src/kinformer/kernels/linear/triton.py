@@ -58,26 +58,26 @@ def factors(decay, reset, row, heads, time, at, SIZE: tl.constexpr):
     """Return for the block whose tokens are ``at``: the running sums of the decay's logarithms, the sequence numbers,
     and the factors of the state at each token, of each token after the block, and of the state after the block."""
     sums = tl.zeros([SIZE], tl.float32)
-    begun = tl.zeros([SIZE], tl.int32)
+    sequence = tl.zeros([SIZE], tl.int32)
     if decay is not None:
         sums = tl.cumsum(tl.load(decay + row * time + at, at < time, 0.0), 0)
     if reset is not None:
-        begun = tl.cumsum(tl.load(reset + row // heads * time + at, at < time, 0).to(tl.int32), 0)
+        sequence = tl.cumsum(tl.load(reset + row // heads * time + at, at < time, 0).to(tl.int32), 0)
     last = tl.arange(0, SIZE) == SIZE - 1
-    total, count = tl.sum(tl.where(last, sums, 0.0), 0), tl.sum(tl.where(last, begun, 0), 0)
-    enter = tl.where(begun == 0, tl.exp(sums), 0.0)
-    leave = tl.where(begun == count, tl.exp(total - sums), 0.0)
-    return sums, begun, enter, leave, tl.where(count == 0, tl.exp(total), 0.0)
+    total, count = tl.sum(tl.where(last, sums, 0.0), 0), tl.sum(tl.where(last, sequence, 0), 0)
+    enter = tl.where(sequence == 0, tl.exp(sums), 0.0)
+    leave = tl.where(sequence == count, tl.exp(total - sums), 0.0)
+    return sums, sequence, enter, leave, tl.where(count == 0, tl.exp(total), 0.0)
 
 
 @triton.jit
-def between(sums, begun, REVERSE: tl.constexpr, STRICT: tl.constexpr, SIZE: tl.constexpr):
+def between(sums, sequence, REVERSE: tl.constexpr, STRICT: tl.constexpr, SIZE: tl.constexpr):
     """Return M [SIZE, SIZE]: the row sees the columns before it (REVERSE: after it) and itself (STRICT: not itself)."""
     t = tl.arange(0, SIZE)
     distance, decayed = t[:, None] - t[None, :], sums[:, None] - sums[None, :]
     if REVERSE:
         distance, decayed = -distance, -decayed
-    seen = (distance >= STRICT) & (begun[:, None] == begun[None, :])
+    seen = (distance >= STRICT) & (sequence[:, None] == sequence[None, :])
     return tl.where(seen, tl.exp(tl.minimum(decayed, 0.0)), 0.0)
 
 
@@ -94,7 +94,7 @@ def mix(
     """
     here, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row, at = here // count, here % count * SIZE + tl.arange(0, SIZE)
-    sums, begun, enter, leave, _ = factors(decay, reset, row, heads, time, at, SIZE)
+    sums, sequence, enter, leave, _ = factors(decay, reset, row, heads, time, at, SIZE)
     tokens, inside, wide = row * time + at, at < time, cols < n
     scores = tl.zeros([SIZE, SIZE], tl.float32)
     total = tl.zeros([SIZE, COLUMNS], tl.float32)
@@ -117,7 +117,7 @@ def mix(
             z = tl.load(sums_z + here * n + cols, wide, 0.0)[None, :]
             total += z if REVERSE else g[:, None] * z
     edge = leave if REVERSE else enter
-    scores *= between(sums, begun, REVERSE, STRICT, SIZE)
+    scores *= between(sums, sequence, REVERSE, STRICT, SIZE)
     X = tl.load(x + tokens[:, None] * n + cols[None, :], inside[:, None] & wide[None, :], 0.0)
     total = product(scores.to(X.dtype), X, total * edge[:, None])
     if divisor is not None:
@@ -143,8 +143,8 @@ def accumulate(
     d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     # Masks compare tensors: a scalar's comparison is an int32 in Triton's interpreter, and 3.9 refuses such masks.
     inner, wide, once = f < m, d < n, f < tl.where(tl.program_id(2) == 0, m, 0)
-    held, within = f[:, None] * n + d[None, :], inner[:, None] & wide[None, :]
-    S, z = tl.load(first + row * m * n + held, within, 0.0), tl.load(first_z + row * m + f, inner, 0.0)
+    offset, within = f[:, None] * n + d[None, :], inner[:, None] & wide[None, :]
+    S, z = tl.load(first + row * m * n + offset, within, 0.0), tl.load(first_z + row * m + f, inner, 0.0)
     for step in range(count):
         block = count - 1 - step if REVERSE else step
         at, here = block * SIZE + tl.arange(0, SIZE), row * count + block
@@ -154,7 +154,7 @@ def accumulate(
             late = tl.exp(tl.load(retained + here * m + f, inner, 0.0))
         if REVERSE:
             S, z = S * late[:, None], z * late
-        tl.store(states + here * m * n + held, S, within)
+        tl.store(states + here * m * n + offset, S, within)
         tl.store(states_z + here * m + f, z, once)
         _, _, enter, leave, keep = factors(decay, reset, row, heads, time, at, SIZE)
         K = tl.load(k + tokens[None, :] * m + f[:, None], inner[:, None] & inside[None, :], 0.0)
@@ -168,7 +168,7 @@ def accumulate(
             z += tl.sum(scaled, 1)
         if not REVERSE:
             S, z = S * late[:, None], z * late
-    tl.store(last + row * m * n + held, S, within)
+    tl.store(last + row * m * n + offset, S, within)
     tl.store(last_z + row * m + f, z, once)
 
 
@@ -289,12 +289,12 @@ class Normaliser(TypedDict, total=False):
 
 class Fold(NamedTuple):
     """A decay by channel that queries and keys take up (``blocks.Fold``): factors ``read`` of queries and keys that are
-    read by, ``written`` of keys [batch, heads, time, m], ``begun`` of the state [batch, heads, m], and the logarithms
+    read by, ``written`` of keys [batch, heads, time, m], ``initial`` of the state [batch, heads, m], and the logarithms
     of what is ``retained`` of a state behind each block [rows, count, m]."""
 
     read: Tensor
     written: Tensor
-    begun: Tensor
+    initial: Tensor
     retained: Tensor
 
 
@@ -307,9 +307,9 @@ def fold(log_decay: Tensor, size: int) -> Fold | None:
     sums = padded.reshape(-1, size, m).cumsum(1)
     if not bool((sums[:, 0] - sums[:, -1]).amax() <= RANGE):
         return None
-    away, begun, retained = folded(sums, batch * heads)
+    away, initial, retained = folded(sums, batch * heads)
     read, written = (x.exp().view(batch, heads, -1, m)[:, :, :time] for x in (away, -away))
-    return Fold(read, written, begun.exp().view(batch, heads, m), retained)
+    return Fold(read, written, initial.exp().view(batch, heads, m), retained)
 
 
 def attend(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -330,7 +330,7 @@ def attend(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tens
         if channels is None:
             return chunked(sequence, s, z)
         q, k, log_decay, retained = q * channels.read, k * channels.written, None, channels.retained
-        s, z = s * channels.begun.unsqueeze(-1), z * channels.begun
+        s, z = s * channels.initial.unsqueeze(-1), z * channels.initial
     out, s, z, _ = _forward(q.to(dtype), k.to(dtype), v.to(dtype), s, z, log_decay, reset, retained, eps)
     return out.to(operand_types), s, z
 

@@ -86,10 +86,10 @@ class Integers(_Numbered):
     never = -base
 
     def __init__(self, q: Tensor, keys: Sequence[Tensor], bits: int) -> None:
-        most = _longest(q.shape[1], bits)
-        self.q = (q * (_INT8 / q.abs().amax(dim=1, keepdim=True)).clamp(max=most)).round_().to(torch.int8)
+        limit = _longest(q.shape[1], bits)
+        self.q = (q * (_INT8 / q.abs().amax(dim=1, keepdim=True)).clamp(max=limit)).round_().to(torch.int8)
         largest = max(float(end.abs()) for piece in keys for end in piece.aminmax())
-        self.scale, self.bits = min(_INT8 / largest, most) if largest else most, bits
+        self.scale, self.bits = min(_INT8 / largest, limit) if largest else limit, bits
 
     def rounded(self, keys: Tensor) -> Tensor:
         out = torch.empty(keys.shape, dtype=torch.int8, device=keys.device)
