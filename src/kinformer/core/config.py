@@ -202,7 +202,7 @@ def _cycle(items: tuple[object, ...], count: int, path: str) -> tuple[object, ..
     return tuple(items[i % len(items)] for i in range(count))
 
 
-def _parse(kind: object, value: object, kinds: Kinds, place: str) -> Any:
+def _parse(kind: object, value: object, kinds: Kinds, place: str) -> object:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return _parse_union(args, value, kinds, place)
@@ -222,7 +222,7 @@ def _parse(kind: object, value: object, kinds: Kinds, place: str) -> Any:
     return parse_plain(kind, value, place)
 
 
-def _parse_union(args: tuple[object, ...], value: object, kinds: Kinds, place: str) -> Any:
+def _parse_union(args: tuple[object, ...], value: object, kinds: Kinds, place: str) -> object:
     """Return None, or ``value`` as the first of the types that it is one of."""
     if type(None) in args and (value is None or (isinstance(value, str) and value.lower() in ("none", "null"))):
         return None

@@ -57,8 +57,8 @@ class Crossing:
         this stretch. One all-gather of summaries."""
         leaves: Any = summary
         dtype, sizes = leaves[0].dtype, [leaf.numel() for leaf in leaves]
-        mine = torch.cat([leaf.flatten() for leaf in leaves])
-        everyone, after = self.gathered(mine, state.to(dtype))
+        local = torch.cat([leaf.flatten() for leaf in leaves])
+        everyone, after = self.gathered(local, state.to(dtype))
         before = after
         for number, flat in enumerate(everyone.unbind(0)):
             if number == self.number:
@@ -82,9 +82,9 @@ class Crossing:
         everyone, slots = self.gathered(slots, slots)
         return torch.cat([first, *everyone[: self.number].unbind(0)], dim=2), slots
 
-    def gathered(self, mine: Tensor, tied: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the ``mine`` of all stretches [stretches, ...], and ``tied``, which every stretch differentiates
-        whether or not its outputs depend on what the others sent."""
+    def gathered(self, local: Tensor, tied: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ``local`` tensors of all stretches [stretches, ...], and ``tied``, which every stretch
+        differentiates whether or not its outputs depend on what the others sent."""
         raise NotImplementedError
 
     def from_neighbours(self, slots: Tensor, limit: int) -> tuple[Tensor, Tensor]:

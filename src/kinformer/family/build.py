@@ -32,8 +32,8 @@ def configure(
     require_kind("vocab_size", vocab_size, int, type(None))
     require("vocab_size", vocab_size, 1)
     require_kind("set", set, Mapping, type(None))
-    if strangers := [path for path in set or {} if not isinstance(path, str)]:
-        raise KinformerError(f"`set` holds the path {strangers[0]!r}, but paths must be text.")
+    if wrong := [path for path in set or {} if not isinstance(path, str)]:
+        raise KinformerError(f"`set` holds the path {wrong[0]!r}, but paths must be text.")
     record = member(name)
     if recipe in PURPOSES and recipe not in record.recipes:
         raise KinformerError(

@@ -160,12 +160,12 @@ def member(name: str, package: str | None = None) -> Member:
     written down; if it is not found there any more, the error says so.
     """
     FAMILY.check_package(name, package)
-    spelt = name if name in FAMILY else next((item for item in FAMILY if item.lower() == name.lower()), name)
-    if spelt not in FAMILY and (other := nearest_member(name)) is not None:
+    key = name if name in FAMILY else next((item for item in FAMILY if item.lower() == name.lower()), name)
+    if key not in FAMILY and (other := nearest_member(name)) is not None:
         raise KinformerError(f"member: {name!r} is none of the family; {other.sentence}")
-    if spelt not in FAMILY and "/" in name:
+    if key not in FAMILY and "/" in name:
         raise KinformerError(f"member: {name!r} is a path, where the name of a member belongs; see: kinformer list.")
-    return FAMILY[choose(spelt, FAMILY, "member")]
+    return FAMILY[choose(key, FAMILY, "member")]
 
 
 def members(complain: Callable[[str], object] = plugins.warn_once) -> list[Member]:

@@ -204,8 +204,8 @@ class SegmentMemory(RecomputesKV, CausalMixer):
     def _past(self, state: SegmentState, like: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
         """Return keys and values of the past without gradients: those of the
         state, or projections of its hidden states."""
-        lacking = state.hidden_states.shape[2] - state.k.shape[2]
-        if not lacking:
+        missing = state.hidden_states.shape[2] - state.k.shape[2]
+        if not missing:
             return state.k.to(like.dtype), state.v.to(like.dtype)
         return self._keys_values(state.hidden_states, _before(state.seen, state.hidden_states.shape[2]), norm)
 
@@ -288,5 +288,5 @@ def _cut(slots: Tensor, live: Tensor, limit: int) -> Tensor:
     of which no row has more than ``limit``."""
     old, new = slots[:, :, : slots.shape[2] - limit].detach(), slots[:, :, slots.shape[2] - limit :]
     age = torch.arange(limit, 0, -1, device=live.device)
-    mine = (age <= live[:, None])[:, None, :, None]
-    return torch.cat([old, torch.where(mine, new, new.detach())], dim=2)
+    inside = (age <= live[:, None])[:, None, :, None]
+    return torch.cat([old, torch.where(inside, new, new.detach())], dim=2)

@@ -147,8 +147,8 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
 
     def _compressed_after(self, seen: int) -> int:
         """Return how many compressed vectors a sequence of ``seen`` tokens has."""
-        fallen = max(0, seen // self.segment * self.segment - self.memory)
-        return min(self.config.compressed, fallen // self.compression.rate)
+        evicted = max(0, seen // self.segment * self.segment - self.memory)
+        return min(self.config.compressed, evicted // self.compression.rate)
 
     def forward(
         self, chunk: Chunk, state: CompressiveState, norm: nn.Module = AS_THEY_ARE
@@ -268,10 +268,10 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
         """Return the cost [batch] for one segment: ``tokens`` of the segment that is
         over, ``old`` memories and ``new`` ones."""
         if self.expansion is not None:
-            lost = content_loss(old, self.expansion(new))
+            loss = content_loss(old, self.expansion(new))
         else:
-            lost = attention_loss(nn.Sequential(norm, self.projection), tokens, old, new, self.scale)
-        return self.config.loss_weight * self.segment * lost
+            loss = attention_loss(nn.Sequential(norm, self.projection), tokens, old, new, self.scale)
+        return self.config.loss_weight * self.segment * loss
 
     def _projected(self, state: CompressiveState, like: Tensor, norm: nn.Module) -> CompressiveState:
         """Return the state with the projections that it lacks after a step with gradients."""

@@ -185,14 +185,14 @@ class LinearAttention(Crosses, CausalMixer):
             seen = advance(seen, chunk, positions)
         log_decay = None if self.decay is None else self.decay(x)
         k = k.unflatten(-1, (-1, self.head_dim)).flatten(2, 3)
-        q, (k, lacking) = self.feature_map.queries(q), self.feature_map.keys(k)
-        if lacking is not None:
-            running = running_maximum(lacking, maximum, state.seen > 0, chunk.valid, reset)
+        q, (k, log_scale) = self.feature_map.queries(q), self.feature_map.keys(k)
+        if log_scale is not None:
+            running = running_maximum(log_scale, maximum, state.seen > 0, chunk.valid, reset)
             k, maximum = k * running.factor.unsqueeze(-1).to(k.dtype), running.last
         q, k = self._shared(q), self._shared(k)
         if log_decay is not None:
             k, log_decay = self._decayed(k, log_decay, chunk.valid)
-        if lacking is not None:
+        if log_scale is not None:
             more = self._shared(running.log_decay)
             log_decay = more if log_decay is None else _joined(log_decay, more)
         v = self._by_head(v, self.value_dim)
