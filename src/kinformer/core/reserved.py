@@ -163,7 +163,7 @@ class ReservedSlots(ReservedState):
         return type(self)(self._state, self._slots, self._ticket if self._generation else [0])
 
     def cropped(self, tokens: int) -> Self | None:
-        """Return this state as it was ``tokens`` tokens ago; None where it has let go of earlier slots."""
+        """Return this state as it was ``tokens`` tokens ago; None where it no longer has the earlier slots."""
         slots = self._slots
         if slots.start > 0 or slots.stop < tokens or not self._generation:
             return None

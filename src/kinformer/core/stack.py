@@ -27,7 +27,7 @@ Use = Callable[[nn.Module, Tensor, int], Tensor]
 BeforeUse = Callable[[Tensor, int], Tensor]
 """(x [batch, time, dim], number of the use) -> x, before each use of a layer: where a position enters every layer."""
 ReadExit = Callable[[Tensor, int], Tensor]
-"""(x [..., dim] as a layer gave it, number of the exit) -> logits [..., vocab], what is predicted at that exit."""
+"""(x [..., dim], a layer's output, number of the exit) -> logits [..., vocab], the prediction at that exit."""
 
 
 class HaltingState(NamedTuple):
@@ -80,7 +80,7 @@ class StackConfig(Config):
         return dim
 
     def widths(self, dim: int, layers: int) -> tuple[int, ...]:
-        """Return the width of each of so many layers, in a model of width ``dim``."""
+        """Return the width of each of ``layers`` layers, in a model of width ``dim``."""
         return (dim,) * layers
 
     def select(self, layers: Sequence[int]) -> StackConfig:

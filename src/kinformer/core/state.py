@@ -176,7 +176,7 @@ def join_rows(states: list[State]) -> State:
     if any(isinstance(state, ReservedState) for state in states):
         raise KinformerError(
             "a reserved state has an owner of its own and cannot be joined; join value(state) of each "
-            "(kinformer.core.state), and reserve what comes of it."
+            "(kinformer.core.state), and reserve the result."
         )
     if any(type(state) is not type(first) for state in states):
         raise KinformerError(

@@ -35,7 +35,7 @@ class Droppable(nn.Module):
 
 
 def drop_rates(peak: float, layers: int) -> tuple[float, ...]:
-    """Return the probability of each of so many layers, up to ``peak`` in the last."""
+    """Return the probability of each of ``layers`` layers, rising to ``peak`` in the last."""
     return tuple(peak if layers == 1 else peak * layer / (layers - 1) for layer in range(layers))
 
 

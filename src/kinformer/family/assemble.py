@@ -203,7 +203,7 @@ def image_encoder(
 def recogniser(
     shape: ModelShape, classes: int, mixer: EncoderMixerConfig, convolutions: int = 2, bare: bool = False
 ) -> Encoder.Config:
-    """Return an encoder of frames of sound below a CTC head of so many ``classes``, the blank included.
+    """Return an encoder of frames of sound below a CTC head of that many ``classes``, the blank included.
 
     ``convolutions``: each halves the number of positions. ``bare``: the layers are mixers alone, without positions.
     """

@@ -156,8 +156,8 @@ FAMILY = plugins.Registry.of_records(Member, MEMBERS, plugins.MEMBERS)
 def member(name: str, package: str | None = None) -> Member:
     """Return the record called ``name``, in capitals or not; an unknown name is an error that lists the nearest.
 
-    ``package`` ("name version", as ``FAMILY.package(name)`` gave it) is where the member came from when that was
-    written down; if it is not found there any more, the error says so.
+    ``package`` ("name version", the result of ``FAMILY.package(name)``) is where the member came from when that was
+    recorded; if it is no longer there, the error says so.
     """
     FAMILY.check_package(name, package)
     key = name if name in FAMILY else next((item for item in FAMILY if item.lower() == name.lower()), name)
@@ -171,6 +171,6 @@ def member(name: str, package: str | None = None) -> Member:
 def members(complain: Callable[[str], object] = plugins.warn_once) -> list[Member]:
     """Return the records of the family, Kinformer's own first, in the order of the table.
 
-    ``complain`` gets a sentence for every member of another package that cannot be had, and is left out.
+    ``complain`` gets a sentence for every member of another package that cannot be loaded, which is left out.
     """
     return FAMILY.available(complain)

@@ -29,8 +29,8 @@ class Tiles(Input):
     """The input values [batch, channels, height, width] -> [batch, token + tiles, dim].
 
     Values are images as the ``encoder`` takes them, cut into tiles of the size that it was made for; one whose sides
-    are no multiples of that is continued to the right and below with zeros. They may also be what :meth:`features` gave
-    of images, [batch, the encoder's width, rows, columns]: a map of features that was computed before.
+    are no multiples of that is continued to the right and below with zeros. They may also be the result of
+    :meth:`features`, [batch, the encoder's width, rows, columns]: a map of features that was computed before.
 
     ``size``: rows and columns of pixels of the images that positions are learned for; ``class_token``, ``positions``,
     ``resize`` and ``activation`` as of ``patches``, whose patches are here the vectors of tiles. ``frozen``: the

@@ -37,7 +37,7 @@ class Decoder(CommonModel):
 
     ``logits, state = model(tokens, state)`` with tokens [batch, time] int64 (or whatever else the input takes) and
     logits [batch, time, vocab]; ``state=None`` begins new sequences. Chunks may have any length: a prompt, a segment,
-    or one token. With ``ahead`` the model has parts that predict so many tokens beyond the next (:class:`Ahead`); the
+    or one token. With ``ahead`` the model has parts that predict that many tokens beyond the next (:class:`Ahead`); the
     objective multi-token trains them, and generation may use them as drafts.
     """
 
@@ -258,9 +258,9 @@ class Decoder(CommonModel):
     def until_exit(self, number: int, values: Tensor, state: DecoderState) -> tuple[tuple[Tensor, ...], DecoderState]:
         """Run tokens that all go on behind exit ``number`` - 1, up to exit ``number``, in a stack with early exits.
 
-        ``values`` are tokens [batch, time] for exit 0, else what the exit before gave; ``state`` has the layers between
-        alone. Returns (hidden [batch, time, dim] for the next exit, logits [batch, time, vocab] of this one, by which
-        exit each token is to leave [batch, time]), and the state after.
+        values: tokens [batch, time] for exit 0, else the hidden states of the exit before. state: of the layers between
+        them alone. Returns (hidden [batch, time, dim] for the next exit, logits [batch, time, vocab] of this one, by
+        which exit each token is to leave [batch, time]), and the state after.
         """
         chunk, before, seen = self._placed(Chunk(values), state.seen)
         if number == 0:

@@ -11,7 +11,7 @@ from torch import Tensor
 from kinformer.core.pattern import ALL, NONE, SOME, Boxes, Cover, Ints, Pattern
 
 MOST_BLOCKS = 256
-"""A box of more query blocks than these is SOME without a look; the executor's boxes are at most 128 queries tall."""
+"""A box of more query blocks than these is SOME; the executor's boxes are at most 128 queries tall."""
 
 Numbers = TypeVar("Numbers", Tensor, Ints)
 

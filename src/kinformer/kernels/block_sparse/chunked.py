@@ -106,7 +106,7 @@ _ARGUMENTS = (
     "SymInt seed"
 )
 _TENSORS = Call._fields.index("lowest")
-"""The first so many arguments are tensors."""
+"""How many of the first arguments are tensors."""
 LEARNED = ("vector", *TABLES)
 """What beside q, k and v has a gradient."""
 

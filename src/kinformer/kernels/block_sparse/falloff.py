@@ -26,7 +26,7 @@ _ROUNDING = 1.01  # of the products, whose operands may be narrow
 
 
 def reaches(q: Tensor, k: Tensor, bias: Tensor, heads: int) -> list[int]:
-    """Return for each of ``heads`` the distance from which on keys are lost, or as many as ``bias`` has.
+    """Return for each of ``heads`` the distance from which on keys are negligible, or as many as ``bias`` has.
 
     ``q`` [rows * heads, group, queries, head_dim] with the scale in it, ``k`` [rows * heads, keys, head_dim], ``bias``
     [heads or 1, group or 1, n] of the distances 0, 1, ...

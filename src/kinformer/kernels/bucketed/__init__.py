@@ -90,7 +90,7 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, membership: Membership, scale: f
     seen = ((runs == last_run) & (last_run >= 0) & (ranks // size >= rank // size - 1)).any(2)
     if not itself:
         seen = seen & (torch.arange(slots, device=q.device) < slots - 1)
-    # A round shows two chunks at most, so the keys seen in any round fit into so many slots.
+    # A round shows two chunks at most, so the keys seen in any round fit into this many slots.
     limit = 2 * size * runs.shape[2]
     if limit < slots:
         seen, index = seen.to(torch.uint8).topk(limit, dim=2)

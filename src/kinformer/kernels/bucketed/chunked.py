@@ -26,7 +26,7 @@ from kinformer.runtime.derivatives import Context, check_reverse, first_order
 
 _LOG2_E = math.log2(math.e)
 SPARE = 1.25
-"""Room for scratch, in what is first asked for: a later round may need more."""
+"""Scratch is allocated larger than its first use by this factor: a later round may need more."""
 
 
 class BucketedCall(NamedTuple):

@@ -77,7 +77,7 @@ def means_of(
     # A recording of a step ends at this look, before slots of another past than the means' confuse what follows.
     if not _any(complete > before) and old.shape[2] == count:
         return Means(old.to(x.dtype), complete[:, None] - count, old)
-    # A chunk completes at most so many blocks; the others are in ``old``.
+    # A chunk completes at most this many blocks; the others are in ``old``.
     new = min(time // size + 1, count)
     number = complete[:, None] + torch.arange(-new, 0, device=x.device)
     fresh = summarise([in_blocks(x, blocks.first[:, :1] + size * number, length) for x in xs], size * number)

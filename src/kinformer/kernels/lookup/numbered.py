@@ -30,9 +30,9 @@ from kinformer.runtime.processor import multiplies_int8
 _POSITIVE = 1.0625
 """Added to scores, which are -1 at least but for rounding."""
 _MANY = 1024
-"""Among so many memories the nearest are near to each other: it matters little which of them are found."""
+"""Among this many memories the nearest are near to each other: it matters little which of them are returned."""
 _QUERIES = 32
-"""For so many queries it pays to round the keys."""
+"""From this many queries on it pays to round the keys."""
 _CACHED = 1 << 12
 """Keys that are rounded at a time."""
 _INT8 = 127
