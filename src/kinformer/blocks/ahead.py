@@ -8,12 +8,13 @@ from torch.nn import functional
 
 
 class Ahead(nn.Module):
-    """The map of what predicts a token, and that token, to what predicts the token after it, by the same head:
+    """The map from hidden states that predict a token, and the token's vector, to those that predict the next one:
 
         z' = z + V silu(U [rms(z); rms(e)])
 
-    z [batch, time, width] are hidden states or what this map made of them, e [batch, time, dim] are the vectors of the
-    tokens. DeepSeek-V3's equation 21 continues with a layer of attention; without one there is no state.
+    z [batch, time, width] are the model's hidden states or results of this map, e [batch, time, dim] the vectors of the
+    tokens. The same head reads all of them. DeepSeek-V3's equation 21 continues with a layer of attention; without one
+    there is no state.
     """
 
     def __init__(self, width: int, dim: int) -> None:

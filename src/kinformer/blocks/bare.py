@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Unpack
 
 from torch import Tensor, nn
 
 from kinformer.blocks.layer import LayerConfig, causal
 from kinformer.core.contract import CausalMixer, ChecksChunk, Chunk, MixerConfig, initial_states
 from kinformer.core.encoder import ChecksInput, EncoderLayerConfig, EncoderMixerConfig, SequenceContext
+from kinformer.core.source import StateOptions
 from kinformer.core.state import State
 from kinformer.runtime.dropout import Dropout
 
@@ -61,7 +62,7 @@ class BareDecoderLayer(ChecksChunk, nn.Module):
     def mixers(self) -> tuple[CausalMixer, ...]:
         return (self.mixer, *self.further_mixers)  # type: ignore[arg-type]
 
-    def initial_state(self, batch: int, **options: Any) -> tuple[Any, ...]:
+    def initial_state(self, batch: int, **options: Unpack[StateOptions]) -> tuple[State, ...]:
         """Return the states of the mixers; ``options`` as of ``core.contract.initial_states``."""
         return initial_states(self.mixers, batch, **options)
 

@@ -142,8 +142,8 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
 
     def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Return the chosen experts [..., topk] int64 and their weights."""
-        favoured = scores if self.bias is None else scores + self.bias.to(scores.dtype)
-        experts = favoured.topk(self.config.topk, dim=-1).indices
+        biased = scores if self.bias is None else scores + self.bias.to(scores.dtype)
+        experts = biased.topk(self.config.topk, dim=-1).indices
         weights = scores.gather(-1, experts)
         if self.config.normalise:
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)

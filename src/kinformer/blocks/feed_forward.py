@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -115,7 +115,7 @@ class SwiGLU(nn.Module):
             """Return the config with this ``hidden_dim``."""
             return self.replace(hidden_dim=self.width(dim))
 
-    def __init__(self, config: Any, dim: int) -> None:
+    def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
         hidden_dim = config.width(dim)
         self.chunks = config.chunks

@@ -32,13 +32,13 @@ class Initialisation(Config):
     def apply(self, model: nn.Module) -> None:
         """Initialise every linear product and embedding of ``model`` in place, but those of a model inside it, which
         has an initialisation of its own."""
-        begun = {
+        initialised = {
             part for module in model.modules() if getattr(module, "initialised", False) for part in module.modules()
         }
         modules = [
             module
             for module in model.modules()
-            if isinstance(module, (nn.Linear, nn.Embedding)) and module not in begun
+            if isinstance(module, (nn.Linear, nn.Embedding)) and module not in initialised
         ]
         outputs = [module for module in modules if isinstance(module, ResidualOutput)]
         with torch.no_grad():

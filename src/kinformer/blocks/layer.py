@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Unpack
 
 from torch import Tensor, nn
 
@@ -14,6 +14,7 @@ from kinformer.blocks.sublayers import Sublayers, fed, feed_forward_branch, mixe
 from kinformer.core.config import Config
 from kinformer.core.contract import CausalMixer, ChecksChunk, Chunk, MixerConfig, PartialOutput, initial_states
 from kinformer.core.feed_forward import FeedForwardConfig
+from kinformer.core.source import StateOptions
 from kinformer.core.stack import Branch
 from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
@@ -73,7 +74,7 @@ class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
         """Return the feed-forward, where it is a mixer."""
         return (self.feed_forward,) if isinstance(self.feed_forward, CausalMixer) else ()
 
-    def initial_state(self, batch: int, **options: Any) -> tuple[Any, ...]:
+    def initial_state(self, batch: int, **options: Unpack[StateOptions]) -> tuple[State, ...]:
         """Return the states of the mixers; ``options`` as of ``core.contract.initial_states``."""
         return initial_states(self.mixers, batch, **options)
 

@@ -33,7 +33,7 @@ class ParallelLayer(DecoderLayer):
         def __post_init__(self) -> None:
             if self.further_mixers:
                 raise KinformerError(
-                    "the layer 'parallel' has no place for further_mixers, which read what the first gave; use the "
+                    "the layer 'parallel' has no place for further_mixers, which read the output of the first; use the "
                     "layer 'decoder'."
                 )
 

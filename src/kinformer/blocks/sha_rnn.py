@@ -11,7 +11,7 @@ has neither.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Unpack
 
 from torch import Tensor, nn
 
@@ -21,8 +21,9 @@ from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.blocks.sublayers import feed, mixed, tokenwise
 from kinformer.core.config import Config
 from kinformer.core.contract import CausalMixer, ChecksChunk, Chunk, MixerConfig, initial_states
-from kinformer.core.encoder import ChecksInput, EncoderLayerConfig, EncoderMixerConfig, SequenceContext
+from kinformer.core.encoder import ChecksInput, EncoderLayerConfig, EncoderMixer, EncoderMixerConfig, SequenceContext
 from kinformer.core.feed_forward import FeedForwardConfig
+from kinformer.core.source import StateOptions
 from kinformer.core.state import State
 from kinformer.runtime.dropout import Dropout
 
@@ -48,8 +49,8 @@ class ShaRnnParts(nn.Module):
     def __init__(self, config: ShaRnnLayer.Config | ShaRnnEncoderLayer.Config, dim: int) -> None:
         super().__init__()
         self.dim = dim
-        self.mixer: Any = config.mixer.build(dim)
-        self.attention: Any = None if config.attention is None else config.attention.build(dim)
+        self.mixer: nn.Module = config.mixer.build(dim)
+        self.attention: nn.Module | None = None if config.attention is None else config.attention.build(dim)
         self.feed_forward = tokenwise(config.feed_forward, dim)
         self.mixer_norm, self.stream_norm, self.feed_forward_norm = (config.norm.build(dim) for _ in range(3))
         self.dropout = Dropout(config.dropout) if config.dropout else nn.Identity()
@@ -63,6 +64,9 @@ class ShaRnnParts(nn.Module):
 class ShaRnnLayer(ChecksChunk, ShaRnnParts):
     """The layer of recurrence, attention, any ``further_mixers`` (such as cross-attention) and feed-forward. Its state
     is the tuple of the mixers'."""
+
+    mixer: CausalMixer
+    attention: CausalMixer | None
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ShaRnnConfig, LayerConfig):
@@ -84,7 +88,7 @@ class ShaRnnLayer(ChecksChunk, ShaRnnParts):
         attention = () if self.attention is None else (self.attention,)
         return (self.mixer, *attention, *self.further_mixers)  # type: ignore[return-value]
 
-    def initial_state(self, batch: int, **options: Any) -> tuple[Any, ...]:
+    def initial_state(self, batch: int, **options: Unpack[StateOptions]) -> tuple[State, ...]:
         """Return the states of the mixers; ``options`` as of ``core.contract.initial_states``."""
         return initial_states(self.mixers, batch, **options)
 
@@ -104,6 +108,9 @@ class ShaRnnLayer(ChecksChunk, ShaRnnParts):
 
 class ShaRnnEncoderLayer(ChecksInput, ShaRnnParts):
     """The layer (x [batch, time, dim], text) -> y of a recurrence both ways, attention and feed-forward."""
+
+    mixer: EncoderMixer
+    attention: EncoderMixer | None
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ShaRnnConfig, EncoderLayerConfig):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor, nn
 
@@ -14,11 +14,19 @@ from kinformer.core.stack import Branch
 from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
 
+if TYPE_CHECKING:
+    from kinformer.blocks.encoder_layer import EncoderLayer
+    from kinformer.blocks.layer import DecoderLayer
+
+R = TypeVar("R")
+
 
 class Sublayers(nn.Module):
     """A mixer and a feed-forward, both built; ``config`` has norm, residuals and dropout."""
 
-    def __init__(self, config: Any, mixer: nn.Module, feed_forward: nn.Module, dim: int) -> None:
+    def __init__(
+        self, config: DecoderLayer.Config | EncoderLayer.Config, mixer: nn.Module, feed_forward: nn.Module, dim: int
+    ) -> None:
         super().__init__()
         self.dim = dim
         self.mixer = mixer
@@ -83,7 +91,7 @@ def tokenwise(config: FeedForwardConfig, dim: int) -> nn.Module:
 def mixing(mixer: CausalMixer, residual: Residual) -> Branch:
     """Return the branch of a decoder's mixer."""
 
-    def run(x: Tensor, chunk: Any, state: State) -> tuple[Tensor, State]:
+    def run(x: Tensor, chunk: Chunk, state: State) -> tuple[Tensor, State]:
         y, state = mixed(mixer, chunk._replace(x=x), state, residual)
         return residual.added(y), state
 
@@ -93,7 +101,7 @@ def mixing(mixer: CausalMixer, residual: Residual) -> Branch:
 def encode_branch(mixer: nn.Module, residual: Residual) -> Branch:
     """Return the branch of an encoder's mixer."""
 
-    def run(x: Tensor, text: object, state: State) -> tuple[Tensor, State]:
+    def run(x: Tensor, text: SequenceContext, state: State) -> tuple[Tensor, State]:
         return residual.added(mixer(residual.enter(x), text)), state
 
     return Branch(_additive(residual, run), mixes=False)
@@ -102,17 +110,18 @@ def encode_branch(mixer: nn.Module, residual: Residual) -> Branch:
 def feed_forward_branch(residual: Residual, feed_forward: nn.Module, share: float = 1.0) -> Branch:
     """Return the branch of a feed-forward, ``share`` of whose output is added."""
 
-    def run(x: Tensor, context: Any, state: State) -> tuple[Tensor, State]:
+    def run(x: Tensor, context: Chunk | SequenceContext, state: State) -> tuple[Tensor, State]:
         return residual.added(_fed(residual, feed_forward, x, context.valid), share), state
 
     return Branch(_additive(residual, run), mixes=False)
 
 
-def _additive(residual: Residual, run: object) -> Any:
+def _additive(residual: Residual, run: R) -> R:
+    """Return ``run``, a sublayer; refuse a ``residual`` behind which its output cannot be taken away again."""
     if residual.additive:
         return run
     raise KinformerError(
         "the layer's residual changes the sum of stream and sublayer (by a norm or a gate behind it), so that no "
-        "sublayer "
-        "can be taken away again; use the residual 'pre' (`set` layers.*.residual=pre), or the stack 'sequential'."
+        "sublayer can be taken away again; use the residual 'pre' (`set` layers.*.residual=pre), or the stack "
+        "'sequential'."
     )

@@ -4,7 +4,7 @@ brings and projects."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,27 +87,28 @@ class CacheShape(NamedTuple):
         past = empty
         if self.int8:
             past = torch.zeros(*empty.shape[:3], self.head_dim + SCALE, device=device, dtype=torch.int8)
-        state: Any = KeysValues(past, past, seen)  # type: ignore[call-arg]
+        cache: Cache = KeysValues(past, past, seen)  # type: ignore[call-arg]
         if self.decay:
             sums = torch.zeros(batch, self.num_heads, 0, 1, device=device, dtype=torch.float64)
-            state = DecayedKeysValues(past, past, sums, seen)  # type: ignore[call-arg]
+            cache = DecayedKeysValues(past, past, sums, seen)  # type: ignore[call-arg]
+        slots: Slots = cache
         if self.context:
-            state = ContextState(state, empty.new_zeros(batch, self.projected_heads, 0, self.head_dim))  # type: ignore[call-arg]
+            slots = ContextState(cache, empty.new_zeros(batch, self.projected_heads, 0, self.head_dim))  # type: ignore[call-arg]
         if self.pinned:
             first = empty.new_zeros(*empty.shape[:2], self.pinned, self.head_dim)
-            state = PinnedState(state, first, first)  # type: ignore[call-arg]
+            return PinnedState(slots, first, first)  # type: ignore[call-arg]
         if self.spans:
-            state = SpanState(state, torch.zeros(batch, device=device, dtype=state_dtype(dtype)))  # type: ignore[call-arg]
-        return state  # type: ignore[no-any-return]
+            return SpanState(slots, torch.zeros(batch, device=device, dtype=state_dtype(dtype)))  # type: ignore[call-arg]
+        return slots
 
     def bytes(self, length: int, horizon: int | None, dtype: torch.dtype) -> int:
         """Return the bytes of one row's state after ``length`` tokens, of which the last ``horizon`` are kept."""
         past = length if horizon is None else min(length, horizon)
         vector = self.head_dim * dtype.itemsize
-        held = 2 * self.kv_heads * past * (self.head_dim + SCALE if self.int8 else vector)
-        held += (2 * self.kv_heads * self.pinned + self.projected_heads * min(length, self.context)) * vector
+        size = 2 * self.kv_heads * past * (self.head_dim + SCALE if self.int8 else vector)
+        size += (2 * self.kv_heads * self.pinned + self.projected_heads * min(length, self.context)) * vector
         sums = self.decay * self.num_heads * past * torch.float64.itemsize
-        return held + sums + 8 + state_dtype(dtype).itemsize * self.spans
+        return size + sums + 8 + state_dtype(dtype).itemsize * self.spans
 
 
 class AttentionCall(NamedTuple):

@@ -25,25 +25,25 @@ from kinformer.runtime.plugins import KINFORMER, PARTS, package_of, require_pack
 
 Kinds = Mapping[str, Mapping[str, type["Config"]]]
 LONGEST = 10_000  # items that a list may be repeated to; more layers than any model has
-_hints: Callable[[Any], dict[str, Any]] = cache(typing.get_type_hints)  # Python evaluates every type at each call
+_hints: Callable[[type], dict[str, object]] = cache(typing.get_type_hints)  # Python evaluates every type at each call
 
 
 class _Typed(type):
     """Fields that are checked when a config is made, and may be written as in ``--set``: a part as its config, its kind
     or a mapping, a number as text."""
 
-    def __call__(cls, *arguments: Any, **values: Any) -> Any:
+    def __call__(cls, *arguments: object, **values: object) -> Any:
         types = _plain_field_types(cls)
         for name, value in values.items():
             kind = types.get(name, Any)
             if (names_part := _names_part(value) and _takes_part(kind)) or not fits(kind, value):
-                place = f"{name} of {describe(typing.cast(Any, cls))}"
+                place = f"{name} of {describe(typing.cast(type[Config], cls))}"
                 values[name] = _parse(kind, value, kind_table.find() if names_part else {}, place)
         return super().__call__(*arguments, **values)
 
 
 @cache
-def _plain_field_types(config: Any) -> Mapping[str, Any]:
+def _plain_field_types(config: type[Config]) -> Mapping[str, object]:
     """Return the types of the fields that can be checked; of none where one cannot be found yet."""
     try:
         return field_types(config)
@@ -65,19 +65,20 @@ class Config(metaclass=_Typed):
     kind: ClassVar[str] = ""
     slot: ClassVar[str] = ""
 
-    def __new__(cls, **values: Any) -> Self:
+    def __new__(cls, **values: object) -> Self:
         require_ranges(values)
         return super().__new__(cls)
 
-    def replace(self, **changes: Any) -> Self:
+    def replace(self, **changes: object) -> Self:
         """Return a copy with some fields changed (validated again)."""
         return dataclasses.replace(typing.cast(Any, self), **changes)
 
 
 C = TypeVar("C", bound=Config)
+T = TypeVar("T")
 
 
-def field_types(config: type[Config]) -> dict[str, Any]:
+def field_types(config: type[Config]) -> dict[str, object]:
     """Return the resolved type of every field of a config class, by name."""
     if not dataclasses.is_dataclass(config):
         raise KinformerError(
@@ -102,7 +103,7 @@ def to_dict(value: object) -> Any:
     return value
 
 
-def tags(config: Config) -> dict[str, Any]:
+def tags(config: Config) -> dict[str, str]:
     """Return the keys beside the fields in a config's dict form: its ``kind`` and, if
     another package has it, its ``package``."""
     tagged = {"kind": config.kind} if config.kind else {}
@@ -157,7 +158,7 @@ def _replace(node: object, keys: list[str], value: object, kinds: Kinds, path: s
     return _checked(lambda: node.replace(**{key: new}), path)
 
 
-def _retyped(node: Config, kind: object, kinds: Kinds) -> dict[str, Any]:
+def _retyped(node: Config, kind: object, kinds: Kinds) -> dict[str, object]:
     """Return the data of a part of ``kind`` with the fields of ``node`` that it has too, of the same type."""
     new = kinds.get(type(node).slot, {}).get(str(kind))
     shared = field_types(type(node)).items() & (field_types(new).items() if new else ())
@@ -187,7 +188,7 @@ def describe(config: Config | type[Config]) -> str:
     return f"the {cls.slot} {cls.kind!r}" if cls.kind else cls.__qualname__
 
 
-def _index(key: str, node: tuple[Any, ...], path: str) -> int:
+def _index(key: str, node: tuple[object, ...], path: str) -> int:
     if key.isdigit() and int(key) < len(node):
         return int(key)
     raise KinformerError(
@@ -195,13 +196,13 @@ def _index(key: str, node: tuple[Any, ...], path: str) -> int:
     )
 
 
-def _cycle(items: tuple[Any, ...], count: int, path: str) -> tuple[Any, ...]:
+def _cycle(items: tuple[object, ...], count: int, path: str) -> tuple[object, ...]:
     if not 1 <= count <= LONGEST or not items:
         raise KinformerError(f"{path}: {count} is no length for this list; give a whole number of 1 to {LONGEST:,}.")
     return tuple(items[i % len(items)] for i in range(count))
 
 
-def _parse(kind: object, value: object, kinds: Kinds, place: str) -> Any:
+def _parse(kind: object, value: object, kinds: Kinds, place: str) -> object:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return _parse_union(args, value, kinds, place)
@@ -221,7 +222,7 @@ def _parse(kind: object, value: object, kinds: Kinds, place: str) -> Any:
     return parse_plain(kind, value, place)
 
 
-def _parse_union(args: tuple[Any, ...], value: object, kinds: Kinds, place: str) -> Any:
+def _parse_union(args: tuple[object, ...], value: object, kinds: Kinds, place: str) -> object:
     """Return None, or ``value`` as the first of the types that it is one of."""
     if type(None) in args and (value is None or (isinstance(value, str) and value.lower() in ("none", "null"))):
         return None
@@ -290,7 +291,7 @@ def _parse_fields(config: type[Config], data: object, kinds: Kinds, place: str) 
     return _checked(lambda: config(**values), place)
 
 
-def _checked(make: typing.Callable[[], Any], place: str) -> Any:
+def _checked(make: Callable[[], T], place: str) -> T:
     try:
         return make()
     except KinformerError as error:

@@ -19,7 +19,7 @@ Shapes: batch first, ``x [batch, time, dim]``, ``valid`` and ``reset`` ``[batch,
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from kinformer.core.config import Config
 from kinformer.core.division import Divisible
 from kinformer.core.first_values import FirstValues
+from kinformer.core.state import State
 from kinformer.runtime.autocast import autocast_dtype
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import checks_calls
@@ -56,7 +57,7 @@ class ChecksChunk:
     dim: int = 0
     """The width that the module was built for; 0 where a call is not checked for it."""
 
-    def __call__(self, chunk: Chunk, state: Any, *rest: Any, **options: Any) -> Any:
+    def __call__(self, chunk: Chunk, state: State, *rest: object, **options: object) -> tuple[Tensor, State]:
         """Call ``forward`` after a look at the arguments, which takes about a microsecond."""
         if checks_calls():
             require_chunk(chunk, state, self.dim)
@@ -83,15 +84,16 @@ class CausalMixer(ChecksChunk, nn.Module):
 
     @property
     def retained(self) -> int | None:
-        """Return how many past positions the state holds at most (``growth =
-        "window"``), None where the notion is void."""
+        """Return how many past positions the state of ``growth = "window"`` holds at most, None for others."""
         return None
 
-    def initial_state(self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
+    def initial_state(
+        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> State:
         """Return the state of ``batch`` new sequences: zero-length or zero-valued tensors of constant structure."""
         raise NotImplementedError
 
-    def forward(self, chunk: Chunk, state: Any) -> tuple[Tensor, Any]:
+    def forward(self, chunk: Chunk, state: State) -> tuple[Tensor, State]:
         """Absorb ``chunk`` after ``state``; return y ``[batch, time, dim]`` and the new state."""
         raise NotImplementedError
 
@@ -100,7 +102,7 @@ class CausalMixer(ChecksChunk, nn.Module):
         raise NotImplementedError
 
 
-def require_chunk(chunk: Any, state: Any, dim: int) -> None:
+def require_chunk(chunk: object, state: object, dim: int) -> None:
     """Raise unless ``chunk`` and ``state`` are such that a mixer or layer of width ``dim`` can absorb them."""
     if not isinstance(chunk, Chunk):
         raise KinformerError(
@@ -118,13 +120,13 @@ def require_chunk(chunk: Any, state: Any, dim: int) -> None:
         raise KinformerError("the state is None; begin with initial_state(batch) of the mixer or layer.")
 
 
-def require_input(x: Any, dim: int) -> None:
+def require_input(x: object, dim: int) -> None:
     """Raise unless ``x`` is a floating-point tensor [batch, time, dim] with a time of 1 or more."""
     if not isinstance(x, Tensor):
         raise KinformerError(f"x is of the type {type(x).__name__} but must be a tensor [batch, time, dim].")
     if x.dim() != 3 or x.shape[1] < 1 or (dim and x.shape[2] != dim):
-        wanted = "[batch, time, dim]" if not dim else f"[batch, time, dim = {dim}]"
-        raise KinformerError(f"x has the shape {list(x.shape)} but must be {wanted} with time >= 1.")
+        expected = "[batch, time, dim]" if not dim else f"[batch, time, dim = {dim}]"
+        raise KinformerError(f"x has the shape {list(x.shape)} but must be {expected} with time >= 1.")
     if not x.is_floating_point():
         raise KinformerError(f"x is {x.dtype} but must be a floating-point tensor; convert it by x.float().")
 
@@ -171,9 +173,8 @@ def initial_states(
     dtype: torch.dtype | None = None,
     source: Tensor | None = None,
     source_valid: Tensor | None = None,
-) -> tuple[Any, ...]:
-    """Return the states of ``batch`` new sequences, one per mixer; those with a
-    source receive it, [batch, length, width]."""
+) -> tuple[State, ...]:
+    """Return the states of ``batch`` new sequences, one per mixer; ``source`` [batch, length, width] is for some."""
     options = {"source": source, "source_valid": source_valid}
     return tuple(
         mixer.initial_state(batch, device=device, dtype=dtype, **options if isinstance(mixer, ReadsSource) else {})
@@ -227,8 +228,8 @@ def positions_of(chunk: Chunk, seen: Tensor) -> Tensor:
     reset = real_resets(chunk)
     if reset is None:
         return seen[:, None] + index
-    begun = torch.where(reset, index, -1).cummax(dim=1).values
-    return torch.where(begun >= 0, index - begun, seen[:, None] + index)
+    start = torch.where(reset, index, -1).cummax(dim=1).values
+    return torch.where(start >= 0, index - start, seen[:, None] + index)
 
 
 def advance(seen: Tensor, chunk: Chunk, positions: Tensor) -> Tensor:
@@ -262,8 +263,7 @@ def _gathered(x: Tensor, order: Tensor) -> Tensor:
 
 
 def left_align(valid: Tensor) -> Alignment:
-    """Return the stable order that moves each row's valid tokens to its front;
-    once per forward, at the model's edge."""
+    """Return the stable order that moves each row's valid tokens to its front; once per call, at the model's edge."""
     order = torch.argsort((~valid).to(torch.int8), dim=1, stable=True)
     inverse = torch.argsort(order, dim=1)
     return Alignment(order, inverse, valid.gather(1, order))

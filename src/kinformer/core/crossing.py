@@ -57,8 +57,8 @@ class Crossing:
         this stretch. One all-gather of summaries."""
         leaves: Any = summary
         dtype, sizes = leaves[0].dtype, [leaf.numel() for leaf in leaves]
-        mine = torch.cat([leaf.flatten() for leaf in leaves])
-        everyone, after = self.gathered(mine, state.to(dtype))
+        local = torch.cat([leaf.flatten() for leaf in leaves])
+        everyone, after = self.gathered(local, state.to(dtype))
         before = after
         for number, flat in enumerate(everyone.unbind(0)):
             if number == self.number:
@@ -68,27 +68,27 @@ class Crossing:
                 after = type(leaves)(*parts).after(after)
         return before, after
 
-    def past(self, slots: Tensor, first: Tensor, most: int | None) -> tuple[Tensor, Tensor]:
-        """Return the last ``most`` (None: all) slots before this stretch [batch, heads, past, width], and ``slots``.
+    def past(self, slots: Tensor, first: Tensor, limit: int | None) -> tuple[Tensor, Tensor]:
+        """Return the last ``limit`` (None: all) slots before this stretch [batch, heads, past, width], and ``slots``.
 
         slots: [batch, heads, time, width], this stretch's; first: [batch, heads, n, width], those before the row. All
         of them are gathered; some are sent by those neighbours that have them.
         """
         first = first.to(slots.dtype)
-        if most is not None:
-            received, slots = self.from_neighbours(slots, most)
-            rest = most - received.shape[2]
+        if limit is not None:
+            received, slots = self.from_neighbours(slots, limit)
+            rest = limit - received.shape[2]
             return torch.cat([first[:, :, max(0, first.shape[2] - rest) :], received], dim=2), slots
         everyone, slots = self.gathered(slots, slots)
         return torch.cat([first, *everyone[: self.number].unbind(0)], dim=2), slots
 
-    def gathered(self, mine: Tensor, tied: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the ``mine`` of all stretches [stretches, ...], and ``tied``, which every stretch differentiates
-        whether or not its outputs depend on what the others sent."""
+    def gathered(self, local: Tensor, tied: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ``local`` tensors of all stretches [stretches, ...], and ``tied``, which every stretch
+        differentiates whether or not its outputs depend on what the others sent."""
         raise NotImplementedError
 
-    def from_neighbours(self, slots: Tensor, most: int) -> tuple[Tensor, Tensor]:
-        """Return the last ``most`` slots [batch, heads, time, width] of earlier stretches, as many as there are, and
+    def from_neighbours(self, slots: Tensor, limit: int) -> tuple[Tensor, Tensor]:
+        """Return the last ``limit`` slots [batch, heads, time, width] of earlier stretches, as many as there are, and
         this stretch's ``slots``."""
         raise NotImplementedError
 
@@ -137,48 +137,48 @@ class Crosses:
         return self.crossing is not None and self.crossing.ring and self.rings and self.growth == "linear"
 
     def behind_past(
-        self, kv: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor], most: int | None
+        self, kv: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor], limit: int | None
     ) -> tuple[Tensor, Tensor]:
         """Return :func:`with_past`; where keys and values go round, behind those of the state alone."""
-        return with_past(None if self.goes_round else self.crossing, kv, first, most)
+        return with_past(None if self.goes_round else self.crossing, kv, first, limit)
 
     def row_end(
-        self, slots: tuple[Tensor, ...], seen: Tensor, first: Tensor, time: int, most: int | None
+        self, slots: tuple[Tensor, ...], seen: Tensor, first: Tensor, time: int, limit: int | None
     ) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return slots and ``seen`` after the row: :func:`after_row` where there is a crossing."""
         if self.crossing is None:
             return slots, seen
-        return after_row(self.crossing, slots, first, time, most), self.crossing.seen
+        return after_row(self.crossing, slots, first, time, limit), self.crossing.seen
 
 
-def sent_by_neighbours(time: int, most: int, stretches: int) -> list[int]:
-    """Return how many of the last ``most`` slots each earlier stretch of ``time`` slots has, nearest first."""
-    return [min(time, most - begin) for begin in range(0, most, time)][: stretches - 1]
+def sent_by_neighbours(time: int, limit: int, stretches: int) -> list[int]:
+    """Return how many of the last ``limit`` slots each earlier stretch of ``time`` slots has, nearest first."""
+    return [min(time, limit - begin) for begin in range(0, limit, time)][: stretches - 1]
 
 
 def with_past(
-    crossing: Crossing | None, kv: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor], most: int | None
+    crossing: Crossing | None, kv: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor], limit: int | None
 ) -> tuple[Tensor, Tensor]:
     """Return keys and values ``kv`` [batch, heads, time, width] behind ``first``, those of the state; of one stretch of
-    a row, behind those of earlier ones, too: the last ``most`` (None: all). Keys and values travel side by side."""
+    a row, behind those of earlier ones, too: the last ``limit`` (None: all). Keys and values travel side by side."""
     if crossing is None:
         if not first[0].shape[2]:
             return kv
         k, v = (torch.cat([old.to(new.dtype), new], dim=2) for old, new in zip(first, kv, strict=True))
         return k, v
     first = first[0].to(kv[0].dtype), first[1].to(kv[1].dtype)
-    past, both = crossing.past(torch.cat(kv, dim=-1), torch.cat(first, dim=-1), most)
+    past, both = crossing.past(torch.cat(kv, dim=-1), torch.cat(first, dim=-1), limit)
     k, v = torch.cat([past, both], dim=2).split([part.shape[-1] for part in kv], dim=-1)
     return k, v
 
 
 def after_row(
-    crossing: Crossing, slots: tuple[Tensor, ...], first: Tensor, time: int, most: int | None
+    crossing: Crossing, slots: tuple[Tensor, ...], first: Tensor, time: int, limit: int | None
 ) -> tuple[Tensor, ...]:
-    """Return the ``slots`` [batch, heads, up to most, width] of the last stretch, each ``time`` long; ``first`` are
+    """Return the ``slots`` [batch, heads, up to limit, width] of the last stretch, each ``time`` long; ``first`` are
     those before the row."""
     total = first.shape[2] + crossing.count * time
-    return tuple(crossing.last(leaf, total if most is None else min(most, total)) for leaf in slots)
+    return tuple(crossing.last(leaf, total if limit is None else min(limit, total)) for leaf in slots)
 
 
 def recent_slots(crossing: Crossing, tokens: Tensor, first: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

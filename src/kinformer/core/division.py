@@ -47,7 +47,7 @@ class Divisible:
 class FollowsHeads:
     """Mixin of modules that hold something beside tensors which follows from the number of heads."""
 
-    def follow(self, whole: Any, part: int) -> None:
+    def follow(self, whole: Self, part: int) -> None:
         """Become part number ``part`` of ``whole``, such a module for all heads."""
         raise NotImplementedError
 
@@ -59,7 +59,7 @@ def undivided(config: Config, why: str) -> KinformerError:
     return KinformerError(f"{describe(config)} cannot be divided among processes: {why}; leave `parallel` tp out.")
 
 
-def fewer_heads(config: Config, dim: int, parts: int) -> dict[str, Any]:
+def fewer_heads(config: Config, dim: int, parts: int) -> dict[str, object]:
     """Return the fields of ``config`` that count heads and say their width, for one of ``parts`` parts; refuse parts of
     a pattern that is another one for every head."""
     values: Any = config
@@ -70,7 +70,7 @@ def fewer_heads(config: Config, dim: int, parts: int) -> dict[str, Any]:
     if pattern is not None and pattern.build().num_heads is not None:
         raise undivided(config, f"its pattern {pattern.kind!r} is another one for every head")
     heads = divided(config, "num_heads", values.num_heads, parts)
-    changes: dict[str, Any] = {"num_heads": heads, "head_dim": values.head_dim or dim // values.num_heads}
+    changes: dict[str, object] = {"num_heads": heads, "head_dim": values.head_dim or dim // values.num_heads}
     if getattr(values, "key_heads", None) is not None:
         changes["key_heads"] = divided(config, "key_heads", values.key_heads, parts)
     if hasattr(values, "projection"):

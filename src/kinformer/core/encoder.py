@@ -9,7 +9,7 @@ Shapes: ``x [batch, num_global + time, dim]``; of either input, a row's valid to
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +74,7 @@ class ChecksInput:
     dim: int = 0
     """The width that the module was built for; 0 where a call is not checked for it."""
 
-    def __call__(self, x: Tensor, *rest: Any, **options: Any) -> Any:
+    def __call__(self, x: Tensor, *rest: object, **options: object) -> Tensor:
         """Call ``forward`` after a look at the shape of x [batch, time, dim]."""
         if checks_calls():
             require_input(x, self.dim)
@@ -159,8 +159,8 @@ def global_positions(kinds: Tensor, valid: Tensor | None) -> Tensor | None:
     if valid is not None:
         chosen = chosen & valid
     count = chosen.sum(1)
-    most = int(count.max())
-    if most == 0:
+    largest = int(count.max())
+    if largest == 0:
         return None
-    positions = torch.argsort((~chosen).to(torch.int8), dim=1, stable=True)[:, :most]
-    return positions.masked_fill(torch.arange(most, device=kinds.device) >= count[:, None], -1)
+    positions = torch.argsort((~chosen).to(torch.int8), dim=1, stable=True)[:, :largest]
+    return positions.masked_fill(torch.arange(largest, device=kinds.device) >= count[:, None], -1)

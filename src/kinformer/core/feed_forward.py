@@ -45,11 +45,11 @@ def active_parameters(model: nn.Module) -> int:
 
 
 class Selection(nn.Module):
-    """The selection among ``size`` experts, which does nothing: whoever measures usage hooks it."""
+    """A module that is called with the experts chosen among ``size`` and does nothing, for hooks that measure usage."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.size = size
 
     def forward(self, chosen: Tensor, weights: Tensor) -> None:
-        """Note ``chosen`` [..., n] int64 and their ``weights`` [..., n]."""
+        """Take the experts ``chosen`` [..., n] int64 and their ``weights`` [..., n]."""

@@ -16,7 +16,7 @@ class FirstValues:
         self._values: Tensor | None = None
 
     def of(self, v: Tensor) -> Tensor:
-        """Return the first values: ``v`` where nobody gave any before. A recomputed layer reads its forward's."""
+        """Return the first values, which are ``v`` in the first call. A recomputed layer reads those of its forward."""
         if self._values is None:
             self._values = v
         return self._values

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from kinformer.core.input import Input
 
 
+class VocabularyShare(Protocol):
+    """The tokens of a vocabulary that one process has the logits of."""
+
+    def nats(self, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+        """Return the sum of the cross-entropies of ``targets`` [rows] for x [rows, dim], a scalar, in all processes."""
+        ...
+
+
 class OutputProduct(nn.Module):
     """A head whose logits are x W^T + b. ``vocabulary_part``: where processes share the vocabulary, which tokens W has
     (``training.vocabulary``)."""
 
-    vocabulary_part: Any = None
+    vocabulary_part: VocabularyShare | None = None
 
     def product(self, input: Input) -> tuple[Tensor, Tensor | None]:
         """Return W [vocab, dim] and b [vocab] or None; ``input`` is the model's, whose table may be W."""

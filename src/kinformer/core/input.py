@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from kinformer.core.config import Config
+
+if TYPE_CHECKING:
+    from kinformer.core.model import WholeModel
 
 
 class Input(nn.Module):
@@ -37,7 +40,7 @@ class Input(nn.Module):
         return None
 
     @property
-    def lower(self) -> tuple[Any, ...]:
+    def lower(self) -> tuple[WholeModel, ...]:
         """Return the models that encode parts of a value before this input does,
         the lowest first; none of most inputs."""
         return ()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
-find: Callable[[], Any] = dict
+if TYPE_CHECKING:
+    from kinformer.core.config import Kinds
+
+find: Callable[[], Kinds] = dict
 """Return the table, slot -> kind -> config class; the package puts its own function here."""

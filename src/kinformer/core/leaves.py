@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kinformer.core.state import State, map_tensors
 from kinformer.runtime.errors import KinformerError
+
+if TYPE_CHECKING:
+    from kinformer.core.model import CausalModel
 
 BATCH, PAST = "batch", "past"
 """The open axes of a leaf: the sequences, and the tokens that they have absorbed."""
@@ -36,8 +39,8 @@ class Leaf:
         return PAST in self.shape
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """The leaf as data that JSON can hold."""
+    def facts(self) -> dict[str, object]:
+        """Return the leaf as data that JSON can hold."""
         return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape)}
 
     def zeros(self, batch: int, past: int = 0) -> Tensor:
@@ -49,7 +52,7 @@ class Leaf:
     def accepts(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` has the dtype and all sizes but the open ones."""
         sizes = zip(tensor.shape, self.shape, strict=False)
-        fits = all(isinstance(wanted, str) or size == wanted for size, wanted in sizes)
+        fits = all(isinstance(expected, str) or size == expected for size, expected in sizes)
         return fits and tensor.dim() == len(self.shape) and str(tensor.dtype) == f"torch.{self.dtype}"
 
     def filled(self, tensor: Tensor) -> Tensor:
@@ -71,13 +74,13 @@ def named_leaves(state: State, path: tuple[str, ...] = ()) -> Iterator[tuple[str
         yield from named_leaves(item, (*path, name))
 
 
-def unflattened(like: object, leaves: Sequence[Tensor]) -> Any:
+def unflattened(like: State, leaves: Sequence[Tensor]) -> State:
     """Return the state of the structure of ``like`` that has these leaves."""
     rest = iter(leaves)
     return map_tensors(lambda _: next(rest), like)
 
 
-def leaves_of(model: Any) -> list[Leaf]:
+def leaves_of(model: CausalModel) -> list[Leaf]:
     """Return the leaves of the states of ``model``, a causal model of tokens, with windows that are full.
 
     Errors: ``KinformerError`` for a leaf that does not begin with zeros, or grows otherwise than by slots.
@@ -102,7 +105,7 @@ def _leaf(name: str, first: Tensor, now: Tensor, then: Tensor) -> Leaf:
         if size != next_size:
             shape[axis] = PAST
     sizes: Mapping[int, int] = dict(enumerate(first.shape))
-    strange = [axis for axis, size in enumerate(now.shape) if size != sizes.get(axis) and axis != _SLOTS]
-    if strange or PAST in shape[:_SLOTS] + shape[_SLOTS + 1 :]:
+    irregular = [axis for axis, size in enumerate(now.shape) if size != sizes.get(axis) and axis != _SLOTS]
+    if irregular or PAST in shape[:_SLOTS] + shape[_SLOTS + 1 :]:
         raise KinformerError(f"the state's {name} grows otherwise than by a slot for every token.")
     return Leaf(name, str(first.dtype).removeprefix("torch."), tuple(shape))

@@ -32,6 +32,17 @@ class Hidden(NamedTuple):
     taps: tuple[Tensor, ...] = ()
 
 
+class Encoded(NamedTuple):
+    """The hidden states of an encoder: of the ``long_input`` [batch, time, dim] in the caller's order; of the
+    ``global_input`` [batch, n, dim] with ``sentences`` [batch, n] bool, which of its tokens stand for a sentence of
+    that row; and of the long input at the outputs of the ``tapped`` layers."""
+
+    long_input: Tensor
+    global_input: Tensor | None
+    sentences: Tensor | None
+    tapped: tuple[Tensor, ...]
+
+
 class Model(Protocol):
     """What all models are: modules with an input. ``max_length`` is how long a sequence may get, None where its
     positions do not end."""
@@ -55,6 +66,8 @@ class Model(Protocol):
     def train(self, mode: bool = True) -> Self: ...
 
     def eval(self) -> Self: ...
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self: ...
 
 
 class StackedModel(Model, Protocol):
@@ -115,7 +128,7 @@ class CausalModel(Model, Protocol):
 
     def head_inputs(
         self, values: Tensor, state: State = None, *, valid: Tensor | None = None, reset: Tensor | None = None
-    ) -> tuple[Any, Any]:
+    ) -> tuple[Any, State]:
         """Return the inputs of :meth:`logits` at every position, a tensor or a NamedTuple of tensors [batch, time,
         ...], and the state. These are the hidden states, unless the head needs more than those."""
         ...
@@ -132,8 +145,8 @@ class WholeModel(Model, Protocol):
         """Return the logits of every position or of every row."""
         ...
 
-    def hidden(self, values: Tensor, *, valid: Tensor | None = None) -> Any:
-        """Return the hidden states of every position, and further results of the model."""
+    def hidden(self, values: Tensor, *, valid: Tensor | None = None) -> Encoded:
+        """Return the hidden states of every position."""
         ...
 
     def logits(self, hidden_states: Tensor, valid: Tensor | None = None) -> Tensor:

@@ -79,13 +79,13 @@ class HeadConfig(Config):
 
 def check_table(head: HeadConfig, dim: int, input: Input) -> None:
     """Refuse an ``input`` whose table is no output matrix [vocab_size, dim] for the tied ``head``."""
-    want, table = [vocab_size_of(input, head), dim], input.table
+    expected, table = [vocab_size_of(input, head), dim], input.table
     shape = list(table.shape) if isinstance(table, Tensor) else None
-    if shape != want:
+    if shape != expected:
         has = f"is {shape}" if shape else "is none" if table is None else "is in clusters"
         untied = "give the head a matrix of its own (tied = false), or" if hasattr(head, "tied") else "give"
         raise KinformerError(
-            f"the head {head.kind!r} is tied to the input's table, which must be [vocab_size, width] = {want} but "
+            f"the head {head.kind!r} is tied to the input's table, which must be [vocab_size, width] = {expected} but "
             f"{has}; {untied} the input another embedding."
         )
 

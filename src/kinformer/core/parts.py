@@ -223,7 +223,7 @@ class Projection(nn.Module):
     """The projection of x [batch, time, dim] to q [batch, num_heads, time, head_dim], k and v [batch, num_kv_heads,
     ...].
 
-    A projection with ``context`` above 0 also looks at so many tokens before each token: the mixer remembers what
+    A projection with ``context`` above 0 also looks at that many tokens before each token: the mixer remembers what
     ``forward`` made of the last ones, and ``combine`` makes q, k and v of that and of the new tokens.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from torch import Tensor
 
@@ -143,15 +143,15 @@ class ReservedSlots(ReservedState):
         return past + max(time, self.room, 0 if fresh else past)
 
     @property
-    def like(self) -> Any:
+    def like(self) -> State:
         return self._state
 
-    def value(self) -> Any:
+    def value(self) -> State:
         self.check()
         leaves = (buffer[:, :, self._slots.start : self._slots.stop].clone() for buffer in self._state[:-1])
         return type(self._state)(*leaves, self._state.seen.clone())
 
-    def release(self) -> Any:
+    def release(self) -> State:
         """Return the value of this state, which is thereby consumed."""
         value = self.value()
         self.consume()
@@ -163,7 +163,7 @@ class ReservedSlots(ReservedState):
         return type(self)(self._state, self._slots, self._ticket if self._generation else [0])
 
     def cropped(self, tokens: int) -> Self | None:
-        """Return this state as it was ``tokens`` tokens ago; None where it has let go of earlier slots."""
+        """Return this state as it was ``tokens`` tokens ago; None where it no longer has the earlier slots."""
         slots = self._slots
         if slots.start > 0 or slots.stop < tokens or not self._generation:
             return None

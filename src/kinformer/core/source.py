@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from kinformer.core.contract import CausalMixer, ReadsSource, select_valid
 from kinformer.core.crossing import Crossing
+from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
+
+
+class StateOptions(TypedDict, total=False):
+    """What ``initial_state`` takes beside the batch size: of layers and stacks, which hand it to their mixers."""
+
+    device: torch.device | None
+    dtype: torch.dtype | None
+    source: Tensor | None
+    source_valid: Tensor | None
 
 
 def checked_source(source: Tensor | None, valid: Tensor | None, batch: int, width: int) -> tuple[Tensor, Tensor]:
@@ -41,13 +51,13 @@ class SourceMixer(ReadsSource, CausalMixer):
         dtype: torch.dtype | None = None,
         source: Tensor | None = None,
         source_valid: Tensor | None = None,
-    ) -> Any:
+    ) -> State:
         """Return the state of ``batch`` sequences over ``source`` [batch, length, source_dim], of which
         ``source_valid`` [batch, length] bool is real (None: all)."""
         source, valid = checked_source(source, source_valid, batch, self.source_dim)
         return self.over(source, valid, device, dtype)
 
-    def over(self, source: Tensor, valid: Tensor, device: torch.device | None, dtype: torch.dtype | None) -> Any:
+    def over(self, source: Tensor, valid: Tensor, device: torch.device | None, dtype: torch.dtype | None) -> State:
         """Return the state over ``source`` [batch, length, source_dim], zero where it is not ``valid`` [batch, length]
         bool, in ``dtype`` (None: that of activations)."""
         raise NotImplementedError

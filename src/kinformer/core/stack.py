@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from kinformer.runtime.errors import KinformerError
 if TYPE_CHECKING:
     from kinformer.core.encoder import SequenceContext
     from kinformer.core.model import Model
+    from kinformer.core.source import StateOptions
     from kinformer.core.state import State
 
 Use = Callable[[nn.Module, Tensor, int], Tensor]
@@ -27,7 +28,7 @@ Use = Callable[[nn.Module, Tensor, int], Tensor]
 BeforeUse = Callable[[Tensor, int], Tensor]
 """(x [batch, time, dim], number of the use) -> x, before each use of a layer: where a position enters every layer."""
 ReadExit = Callable[[Tensor, int], Tensor]
-"""(x [..., dim] as a layer gave it, number of the exit) -> logits [..., vocab], what is predicted at that exit."""
+"""(x [..., dim], a layer's output, number of the exit) -> logits [..., vocab], the prediction at that exit."""
 
 
 class HaltingState(NamedTuple):
@@ -47,7 +48,7 @@ class Branch(NamedTuple):
     is ignored, or an encoder's ``SequenceContext``. ``state`` is that of the mixer; anything where ``mixes`` is False.
     """
 
-    run: Callable[[Tensor, Any, Any], tuple[Tensor, Any]]
+    run: Callable[[Tensor, Any, State], tuple[Tensor, State]]
     mixes: bool
 
 
@@ -80,7 +81,7 @@ class StackConfig(Config):
         return dim
 
     def widths(self, dim: int, layers: int) -> tuple[int, ...]:
-        """Return the width of each of so many layers, in a model of width ``dim``."""
+        """Return the width of each of ``layers`` layers, in a model of width ``dim``."""
         return (dim,) * layers
 
     def select(self, layers: Sequence[int]) -> StackConfig:
@@ -98,7 +99,7 @@ class StackConfig(Config):
 
     @property
     def reads_exits(self) -> bool:
-        """Whether a step without gradients computes what exits predict between its layers."""
+        """Return whether a step without gradients computes what exits predict between its layers."""
         return False
 
     def exit_heads(self, layers: int) -> int:
@@ -134,7 +135,7 @@ class Stack(nn.Module):
         self.shared = share(self.layers)
         self._values = shares_values(self.layers, config.kind, self.opens_values)
         self.order = config.uses(len(self.layers))
-        self.halting: Any = None
+        self.halting: nn.Module | None = None
         if config.stochastic_depth:
             drop_sublayers(self.layers, config.stochastic_depth)
 
@@ -152,8 +153,8 @@ class Stack(nn.Module):
         """Return whether tokens may leave by an exit before the last, outside of training."""
         return False
 
-    def initial_state(self, batch: int, **options: Any) -> tuple[Any, ...]:
-        """Return one state per use; ``options`` as of ``CausalModel.initial_state``."""
+    def initial_state(self, batch: int, **options: Unpack[StateOptions]) -> tuple[State, ...]:
+        """Return one state per use; ``options`` as of ``core.contract.initial_states``."""
         return tuple(self.layers[index].initial_state(batch, **options) for index in self.order)  # type: ignore[operator]
 
     def through(
@@ -177,7 +178,7 @@ class Stack(nn.Module):
     ) -> tuple[Tensor, tuple[State, ...], tuple[Tensor, ...]]:
         """Return outputs [batch, time, dim] of a decoder's layers, the states after,
         and the outputs of the uses in ``taps``."""
-        after: list[Any] = []
+        after: list[State] = []
         if self._values:
             chunk = chunk._replace(values=FirstValues())
 
@@ -197,7 +198,7 @@ class Stack(nn.Module):
         taps: Sequence[int],
         read: ReadExit,
         source: Tensor | None = None,
-    ) -> tuple[tuple[Tensor, tuple[Any, ...], tuple[Tensor, ...]], Tensor | None]:
+    ) -> tuple[tuple[Tensor, tuple[State, ...], tuple[Tensor, ...]], Tensor | None]:
         """Absorb like :meth:`absorb`, where tokens may leave early by their logits from ``read``, or by the mean of the
         rows' ``source`` [batch, dim]; also return the number of the exit by which each left, [batch, time] int64, None
         where all went through every use."""
@@ -216,7 +217,7 @@ class Stack(nn.Module):
         inputs = (x, text, output_mask) if output_mask is not None and isinstance(layer, PartialOutput) else (x, text)
         return checkpoint(layer, *inputs, use_reentrant=False) if self._recomputes else layer(*inputs)
 
-    def _applied(self, layer: nn.Module, *inputs: Any) -> tuple[Tensor, Any]:
+    def _applied(self, layer: nn.Module, *inputs: object) -> tuple[Tensor, State]:
         """Apply ``layer`` to a chunk, a state and whatever else it takes."""
         return checkpoint(_owning, layer, *inputs, use_reentrant=False) if self._recomputes else layer(*inputs)
 
@@ -236,7 +237,7 @@ class Stack(nn.Module):
         return self.config.checkpoint and self.training and torch.is_grad_enabled()
 
 
-def _owning(layer: nn.Module, *inputs: Any) -> tuple[Tensor, Any]:
+def _owning(layer: nn.Module, *inputs: object) -> tuple[Tensor, State]:
     """Return a layer's result with a state of its own memory: a view would keep the tensors that it is a part of."""
     x, state = layer(*inputs)
     return x, states.map_tensors(torch.Tensor.clone, state)
@@ -261,7 +262,7 @@ def share(layers: nn.ModuleList) -> nn.ModuleList:
     The layers go on calling it, but it is no longer among their submodules: it is saved, counted, moved and sharded
     once, with the module that keeps the result.
     """
-    shared: dict[Any, nn.Module] = {}
+    shared: dict[object, nn.Module] = {}
     for owner in list(layers.modules()):
         for name, part in list(owner.named_children()):
             if getattr(part, "shared", False):

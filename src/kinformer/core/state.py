@@ -51,7 +51,7 @@ class ReservedState:
         if torch.is_grad_enabled():
             raise KinformerError("a reserved state holds no graph; step it under torch.no_grad(), or use its value.")
 
-    def value(self) -> Any:
+    def value(self) -> State:
         """Return a copy of this state as an immutable ``NamedTuple`` value."""
         raise NotImplementedError
 
@@ -60,7 +60,7 @@ class ReservedState:
         raise NotImplementedError
 
     @property
-    def like(self) -> Any:
+    def like(self) -> State:
         """Return a value of the same types and widths, of any number of slots."""
         return self.value()
 
@@ -86,7 +86,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], state: State) -> State:
     return _mapped(state, lambda part: part.map(function), function)
 
 
-def _mapped(state: State, part: Callable[[ReservedState], Any], leaf: Callable[..., Tensor] = lambda x: x) -> State:
+def _mapped(state: State, part: Callable[[ReservedState], State], leaf: Callable[..., Tensor] = lambda x: x) -> State:
     if isinstance(state, (Tensor, ReservedState)):
         return leaf(state) if isinstance(state, Tensor) else part(state)
     return rebuilt(state, [_mapped(item, part, leaf) for item in state])
@@ -117,7 +117,7 @@ def reserved_parts(state: State) -> Iterator[ReservedState]:
             yield from reserved_parts(item)
 
 
-def form(state: State) -> Any:
+def form(state: State) -> object:
     """Return what all states of one mixer share: the types, and the sizes of leaves but for rows and past slots."""
     if isinstance(state, Tensor):
         return state.shape[1:]
@@ -176,7 +176,7 @@ def join_rows(states: list[State]) -> State:
     if any(isinstance(state, ReservedState) for state in states):
         raise KinformerError(
             "a reserved state has an owner of its own and cannot be joined; join value(state) of each "
-            "(kinformer.core.state), and reserve what comes of it."
+            "(kinformer.core.state), and reserve the result."
         )
     if any(type(state) is not type(first) for state in states):
         raise KinformerError(
@@ -241,17 +241,17 @@ def fork(state: State) -> State:
     return map_tensors(torch.clone, state)
 
 
-def reclaimed(state: State) -> Any:
+def reclaimed(state: State) -> State:
     """Return an earlier state for use again: values never change, and the later ones lose their reserved parts."""
     return _mapped(state, lambda part: part.reclaimed())
 
 
-def value(state: State) -> Any:
+def value(state: State) -> State:
     """Return the state as plain values: every reserved part copied out of its buffers."""
     return _mapped(state, lambda part: part.value())
 
 
-def difference(left: Any, right: Any) -> float:
+def difference(left: State, right: State) -> float:
     """Return the largest absolute difference of two states of one structure, on valid slots (0: equal, inf: NaN)."""
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         if left.shape != right.shape:
@@ -283,11 +283,11 @@ def _same_slots(leaves: list[Tensor]) -> list[Tensor]:
     ]
 
 
-def pop_aux(state: State) -> tuple[dict[str, Tensor], Any]:
+def pop_aux(state: State) -> tuple[dict[str, Tensor], State]:
     """Return the side costs accumulated in the state, ``({name: [batch]}, state with zeros in their place)``."""
     costs: dict[str, Tensor] = {}
 
-    def walk(node: Any) -> Any:
+    def walk(node: State) -> State:
         if isinstance(node, (Tensor, ReservedState)):
             return node
         items = [walk(item) for item in node]

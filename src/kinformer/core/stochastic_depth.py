@@ -34,24 +34,24 @@ class Droppable(nn.Module):
         return torch.where(remain, y / (1 - self.drop_rate), y.new_zeros(()))
 
 
-def drop_rates(most: float, layers: int) -> tuple[float, ...]:
-    """Return the probability of each of so many layers, up to ``most`` in the last."""
-    return tuple(most if layers == 1 else most * layer / (layers - 1) for layer in range(layers))
+def drop_rates(peak: float, layers: int) -> tuple[float, ...]:
+    """Return the probability of each of ``layers`` layers, rising to ``peak`` in the last."""
+    return tuple(peak if layers == 1 else peak * layer / (layers - 1) for layer in range(layers))
 
 
-def drop_sublayers(layers: nn.ModuleList, most: float) -> None:
-    """Let the sublayers of ``layers`` be dropped with a probability that rises with depth up to ``most``."""
-    for layer, rate in zip(layers, drop_rates(most, len(layers)), strict=True):
+def drop_sublayers(layers: nn.ModuleList, peak: float) -> None:
+    """Let the sublayers of ``layers`` be dropped with a probability that rises with depth up to ``peak``."""
+    for layer, rate in zip(layers, drop_rates(peak, len(layers)), strict=True):
         droppable = [module for module in layer.modules() if isinstance(module, Droppable)]
         if not droppable:
             raise KinformerError(
-                f"stack.stochastic_depth is {most:g}, but {type(layer).__name__} has no residual sum past which its "
+                f"stack.stochastic_depth is {peak:g}, but {type(layer).__name__} has no residual sum past which its "
                 "sublayers could be dropped; use the layer 'decoder' or 'encoder', or stack.stochastic_depth = 0."
             )
         for sublayer in droppable:
             if sublayer.undroppable is not None:
                 raise KinformerError(
-                    f"stack.stochastic_depth is {most:g}, but {sublayer.undroppable}; use another residual (pre), or "
+                    f"stack.stochastic_depth is {peak:g}, but {sublayer.undroppable}; use another residual (pre), or "
                     "stack.stochastic_depth = 0."
                 )
             sublayer.drop_rate = rate

@@ -22,7 +22,7 @@ class Decay(nn.Module):
         raise NotImplementedError
 
     def entering(self, log_decay: Tensor) -> Tensor:
-        """Return the factors of keys, from what :meth:`forward` gave: what is taken of the state, 1 - a."""
+        """Return the factors 1 - a of keys, from the result of :meth:`forward`, log a."""
         # 1 - a = -expm1(log a), exact where a is near 1
         return -torch.expm1(log_decay)
 
@@ -31,5 +31,5 @@ class DecayConfig(Config):
     slot = "decay"
 
     def build(self, dim: int, num_heads: int, features: int) -> Decay:
-        """Build the decay for inputs of width ``dim``, and so many ``features`` in each head."""
+        """Build the decay for inputs of width ``dim`` and heads of ``features`` features."""
         raise NotImplementedError

@@ -79,8 +79,8 @@ def sums_of(decay: Decay, x: Tensor, chunk: Chunk, positions: Tensor, last: Tens
     if real_resets(chunk) is None:
         return Sums(going_on[..., None], going_on[..., None])
     # A sequence that begins at slot b of the chunk counts from there: without what was summed before b.
-    begun = torch.arange(x.shape[1], device=x.device) - positions
-    index = begun.clamp_min(0)[:, None].expand(-1, logs.shape[1], -1)
+    start = torch.arange(x.shape[1], device=x.device) - positions
+    index = start.clamp_min(0)[:, None].expand(-1, logs.shape[1], -1)
     earlier = torch.cat([before, going_on[..., :-1]], -1).gather(-1, index)
-    counted = going_on - torch.where((begun >= 0)[:, None], earlier, 0)
+    counted = going_on - torch.where((start >= 0)[:, None], earlier, 0)
     return Sums(going_on[..., None], counted[..., None])

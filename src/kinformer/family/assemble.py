@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 if TYPE_CHECKING:
     from kinformer.blocks.feed_forward import Activation
+    from kinformer.blocks.global_input import GlobalInputConfig
     from kinformer.blocks.initialise import Initialisation
+    from kinformer.blocks.norms import NormConfig
     from kinformer.blocks.residual import ResidualConfig
     from kinformer.core.contract import MixerConfig
     from kinformer.core.encoder import EncoderMixerConfig
     from kinformer.core.input import InputConfig
     from kinformer.core.model_config import HeadConfig
     from kinformer.core.parts import PositionConfig
+    from kinformer.core.stack import StackConfig
     from kinformer.models.decoder import Decoder
     from kinformer.models.encoder import Encoder
     from kinformer.models.encoder_decoder import EncoderDecoder
@@ -32,9 +35,20 @@ class ModelShape:
     activation: Activation = "gelu"
 
 
-def noam(dim: int, warmup: int = 4000, **more: Any) -> dict[str, Any]:
-    """The training of a model ``dim`` wide by Vaswani et al. 2017, section 5.3: the rate dim^-0.5 min(step^-0.5, step
-    warmup^-1.5); ``more`` are further options."""
+class EncoderSettings(TypedDict, total=False):
+    """The fields of an encoder's config that some recipes set."""
+
+    norm: NormConfig | None
+    embedding_norm: NormConfig | None
+    global_tokens: int
+    global_input: GlobalInputConfig | None
+    initialisation: Initialisation
+    stack: StackConfig
+
+
+def noam(dim: int, warmup: int = 4000, **more: object) -> dict[str, object]:
+    """Return the training of a model ``dim`` wide by Vaswani et al. 2017, section 5.3: the rate dim^-0.5 min(step^-0.5,
+    step warmup^-1.5); ``more`` are further options."""
     return {
         "lr": dim**-0.5 * warmup**-0.5,
         "schedule": "inverse-sqrt",
@@ -47,9 +61,9 @@ def noam(dim: int, warmup: int = 4000, **more: Any) -> dict[str, Any]:
     }
 
 
-def plateau_training(optimizer: str = "radam", lr: float = 1e-4) -> dict[str, Any]:
-    """The training of speech recognisers by Katharopoulos et al. 2020, section 4.3: a learning rate that is divided by
-    2 when the validation error stops to decrease."""
+def plateau_training(optimizer: str = "radam", lr: float = 1e-4) -> dict[str, object]:
+    """Return the training of speech recognisers by Katharopoulos et al. 2020, section 4.3: a learning rate that is
+    divided by 2 when the validation error stops to decrease."""
     return {
         "optimizer": optimizer,
         "lr": lr,
@@ -62,7 +76,7 @@ def plateau_training(optimizer: str = "radam", lr: float = 1e-4) -> dict[str, An
 
 
 def residual(name: Literal["pre", "post"]) -> ResidualConfig:
-    """The residual with the norm before (pre) or behind (post) every sublayer."""
+    """Return the residual with the norm before (pre) or behind (post) every sublayer."""
     from kinformer.blocks.residual import PostNorm, PreNorm
 
     return PreNorm.Config() if name == "pre" else PostNorm.Config()
@@ -74,7 +88,7 @@ def encoder(
     mixers: Sequence[EncoderMixerConfig],
     position: PositionConfig,
     types: int = 0,
-    **settings: Any,
+    **settings: Unpack[EncoderSettings],
 ) -> Encoder.Config:
     """Return an encoder of ``shape.depth`` layers, their mixers taken in turns, below a masked-language-model head.
 
@@ -118,8 +132,8 @@ def encoder_decoder(
     cross: MixerConfig | None = None,
     source: InputConfig | None = None,
 ) -> EncoderDecoder.Config:
-    """The decoder's config with cross-attention (``cross``, exact if not given) behind the mixer of every layer, and
-    ``depth`` encoder layers (as many as the decoder has, if not given) of ``mixer`` that are otherwise like the
+    """Return the decoder's config with cross-attention (``cross``, exact if not given) behind the mixer of every layer,
+    and ``depth`` encoder layers (as many as the decoder has, if not given) of ``mixer`` that are otherwise like the
     decoder's first.
 
     Both read by one input, whose last two ids are BOS and EOS, unless the encoder has its own, ``source``; at positions
@@ -154,16 +168,21 @@ def encoder_decoder(
 
 
 def image_encoder(
-    shape: ModelShape, input: InputConfig, mixer: EncoderMixerConfig, head: HeadConfig, **settings: Any
+    shape: ModelShape,
+    input: InputConfig,
+    mixer: EncoderMixerConfig,
+    head: HeadConfig,
+    stack: StackConfig | None = None,
 ) -> Encoder.Config:
-    """Return an encoder of ``shape.depth`` equal layers over patches, with a norm behind the
-    last. ``settings`` are further fields."""
+    """Return an encoder of ``shape.depth`` equal layers over patches, with a norm behind the last. ``stack`` None is
+    the sequential one."""
     from kinformer.blocks.encoder_layer import EncoderLayer
     from kinformer.blocks.feed_forward import MLP
     from kinformer.blocks.initialise import Initialisation
     from kinformer.blocks.norms import LayerNorm
     from kinformer.models.encoder import Encoder
     from kinformer.positions.none import NoPosition
+    from kinformer.stacks.sequential import Sequential
 
     norm = LayerNorm(eps=1e-6)
     feed_forward = MLP.Config(hidden_dim=shape.hidden_dim or 4 * shape.dim, activation=shape.activation)
@@ -177,14 +196,14 @@ def image_encoder(
         norm=norm,
         head=head,
         initialisation=Initialisation(scheme="xavier", residual="plain"),
-        **settings,
+        stack=stack or Sequential.Config(),
     )
 
 
 def recogniser(
     shape: ModelShape, classes: int, mixer: EncoderMixerConfig, convolutions: int = 2, bare: bool = False
 ) -> Encoder.Config:
-    """Return an encoder of frames of sound below a CTC head of so many ``classes``, the blank included.
+    """Return an encoder of frames of sound below a CTC head of that many ``classes``, the blank included.
 
     ``convolutions``: each halves the number of positions. ``bare``: the layers are mixers alone, without positions.
     """

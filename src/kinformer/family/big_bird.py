@@ -20,7 +20,7 @@ def _recipe(
     vocab_size: int = 259,
     types: int = 0,
 ) -> Recipe:
-    """The recipe with a global input of ``extra`` tokens, or else the first and the last block for all."""
+    """Return the recipe with a global input of ``extra`` tokens, or else the first and the last block for all."""
 
     def recipe(vocab: int | None) -> Encoder.Config:
         from kinformer.blocks.global_input import ExtraTokens

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def _recipe(
     shape: ModelShape, heads: Sequence[int], max_length: int = 512, vocab_size: int = 259, types: int = 0
 ) -> Recipe:
-    """The recipe; ``heads``: how many see their own block, how many the next, and so on round all blocks."""
+    """Return the recipe; ``heads``: how many see their own block, how many the next, and so on round all blocks."""
 
     def recipe(vocab: int | None) -> Encoder.Config:
         from kinformer.mixers.bidirectional import BidirectionalAttention

@@ -25,14 +25,15 @@ PURPOSES = {
 def configure(
     name: str, recipe: str = "small", vocab_size: int | None = None, set: Mapping[str, object] | None = None
 ) -> ModelConfig:
-    """The config of member ``name`` by ``recipe``, with overrides such as ``{"layers.*.mixer.num_heads": 8}``."""
+    """Return the config of member ``name`` by ``recipe``, with overrides such as ``{"layers.*.mixer.num_heads":
+    8}``."""
     require_kind("member", name, str)
     require_kind("recipe", recipe, str)
     require_kind("vocab_size", vocab_size, int, type(None))
     require("vocab_size", vocab_size, 1)
     require_kind("set", set, Mapping, type(None))
-    if strangers := [path for path in set or {} if not isinstance(path, str)]:
-        raise KinformerError(f"`set` holds the path {strangers[0]!r}, but paths must be text.")
+    if wrong := [path for path in set or {} if not isinstance(path, str)]:
+        raise KinformerError(f"`set` holds the path {wrong[0]!r}, but paths must be text.")
     record = member(name)
     if recipe in PURPOSES and recipe not in record.recipes:
         raise KinformerError(
@@ -58,8 +59,8 @@ def model_config(data: object, place: str = "config") -> ModelConfig:
     return from_dict(ModelConfig, data, kinds(), place)
 
 
-def storable(config: ModelConfig) -> dict[str, Any]:
-    """The dict form of a model config for a file, from which :func:`model_config` can read it again.
+def storable(config: ModelConfig) -> dict[str, object]:
+    """Return the dict form of a model config for a file, from which :func:`model_config` can read it again.
 
     Errors: ``KinformerError`` for what could not: a part whose class was given as an object only, so that no name leads
     to it, and a value that JSON cannot hold.

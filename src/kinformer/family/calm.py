@@ -38,7 +38,8 @@ def _recipe(
 
 
 def _paper(measure: Measure = "softmax_response") -> Recipe:
-    """The decoder of T5-small (1.1), whose thresholds decay with tau = 4 over texts of 512 tokens (section 3.4)."""
+    """Return the decoder of T5-small (1.1), whose thresholds decay with tau = 4 over texts of 512 tokens (section
+    3.4)."""
     return _recipe(_shape(512, 8, 6, 1024), measure, head_dim=64, vocab_size=32128, decay_tokens=512 / 4)
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def _recipe(shape: ModelShape, sizes: tuple[int, int, int], rate: int, head_dim: int | None = None) -> Recipe:
-    """The recipe; ``sizes`` are those of segment, memory and compressed memory."""
+    """Return the recipe; ``sizes`` are those of segment, memory and compressed memory."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.initialise import Initialisation

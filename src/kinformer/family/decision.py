@@ -20,8 +20,8 @@ def _recipe(
     shape: ModelShape, *, state_dim: int = 4, actions: int = 2, discrete: bool = True, timesteps: int = 1024,
     dropout: float = 0.0, atari: bool = False,
 ) -> Recipe:  # fmt: skip
-    """The recipe; ``discrete``: ``actions`` to choose from, else so many numbers;
-    ``atari``: the authors' model of such games."""
+    """Return the recipe; ``discrete``: ``actions`` to choose from, else that many numbers; ``atari``: the authors'
+    model of such games."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.heads.actions import ContinuousActions, DiscreteActions

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.family.assemble import ModelShape, decoder, encoder_decoder
-from kinformer.family.record import Member, Recipe
+from kinformer.family.record import DecoderRecipe, Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 def _recipe(
     shape: ModelShape, *, multinomial: bool = False, mixed: bool = False, tied: bool = False, dropout: float = 0.0
-) -> Recipe:
-    """The recipe; ``mixed``: with exits drawn in training, and confidence instead of a learnt rule."""
+) -> DecoderRecipe:
+    """Return the recipe; ``mixed``: with exits drawn in training, and confidence instead of a learnt rule."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.initialise import Initialisation
@@ -48,14 +48,15 @@ def _recipe(
 
 
 def _translating(shape: ModelShape, dropout: float = 0.0) -> Recipe:
-    """The recipe of a decoder over a source, from which one exit for the whole translation is predicted (3.2.1)."""
+    """Return the recipe of a decoder over a source, from which one exit for the whole translation is predicted
+    (3.2.1)."""
 
     def recipe(vocab: int | None) -> EncoderDecoder.Config:
         from kinformer.heads.language import LanguageModelHead
         from kinformer.mixers.bidirectional import BidirectionalAttention
         from kinformer.stacks.learned_exits import SequenceMultinomial
 
-        base: Any = _recipe(shape)(vocab or 258)
+        base = _recipe(shape)(vocab or 258)
         base = base.replace(stack=base.stack.replace(rule=SequenceMultinomial.Config(), classifiers="tied"))
         base = base.replace(head=LanguageModelHead.Config(tied=True))
         return encoder_decoder(base, BidirectionalAttention.Config(num_heads=shape.num_heads), dropout=dropout)

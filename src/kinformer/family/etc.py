@@ -23,8 +23,8 @@ def _recipe(
     vocab_size: int = 259,
     types: int = 0,
 ) -> Recipe:
-    """The recipe; ``radius``: how far a token sees to the left and right; ``sentence``:
-    how many tokens a global one stands for."""
+    """Return the recipe; ``radius``: how far a token sees to the left and right; ``sentence``: how many tokens a global
+    one stands for."""
 
     def recipe(vocab: int | None) -> Encoder.Config:
         from kinformer.blocks.global_input import Sentences

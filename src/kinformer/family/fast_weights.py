@@ -37,7 +37,7 @@ def _recipe(shape: ModelShape) -> Recipe:
 
 
 def _outer(shape: ModelShape) -> Recipe:
-    """The recipe of fast weights behind an activation (the paper's equations 1 to 3)."""
+    """Return the recipe of fast weights behind an activation (the paper's equations 1 to 3)."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.mixers.outer_product import OuterProduct

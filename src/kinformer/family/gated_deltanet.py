@@ -43,7 +43,7 @@ def _recipe(
 
 
 def _hybrid(shape: ModelShape) -> Recipe:
-    """The recipe in which every fourth layer is softmax attention."""
+    """Return the recipe in which every fourth layer is softmax attention."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.mixers.softmax import SoftmaxAttention

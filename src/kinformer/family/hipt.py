@@ -15,7 +15,7 @@ Level = tuple[ModelShape, int]
 
 
 def _recipe(patch: int, tile: Level, region: Level, slide: Level, dropout: float = 0.0, classes: int = 2) -> Recipe:
-    """The recipe; ``patch``: pixels of a side of the lowest encoder's images; ``dropout``: of the highest."""
+    """Return the recipe; ``patch``: pixels of a side of the lowest encoder's images; ``dropout``: of the highest."""
 
     def recipe(vocab: int | None) -> Encoder.Config:
         from kinformer.blocks.encoder_layer import EncoderLayer

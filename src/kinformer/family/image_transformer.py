@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kinformer.family.assemble import ModelShape, decoder
-from kinformer.family.record import Member, Recipe
+from kinformer.family.record import DecoderRecipe, Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.core.input import InputConfig
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from kinformer.models.encoder_decoder import EncoderDecoder
 
 
-def _recipe(shape: ModelShape, pixels: bool = False, **pattern: Any) -> Recipe:
-    """The recipe; ``pattern``: ``block`` of the 1D form, or all sizes of the 2D form; ``pixels``: of
-    colours, as published, instead of tokens."""
+def _recipe(shape: ModelShape, pixels: bool = False, **pattern: Any) -> DecoderRecipe:
+    """Return the recipe; ``pattern``: ``block`` of the 1D form, or all sizes of the 2D form; ``pixels``: of colours, as
+    published, instead of tokens."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.initialise import Initialisation
@@ -42,7 +42,7 @@ def _recipe(shape: ModelShape, pixels: bool = False, **pattern: Any) -> Recipe:
 
 
 def _super_resolution(shape: ModelShape, encoder_depth: int, source: int, size: int, block: int) -> Recipe:
-    """The recipe of an encoder-decoder that enlarges ``source`` x ``source`` pixels to ``size`` x ``size``; the
+    """Return the recipe of an encoder-decoder that enlarges ``source`` x ``source`` pixels to ``size`` x ``size``; the
     attention of both is local, in blocks of one dimension."""
 
     def recipe(vocab: int | None) -> EncoderDecoder.Config:
@@ -51,9 +51,9 @@ def _super_resolution(shape: ModelShape, encoder_depth: int, source: int, size: 
         from kinformer.mixers.bidirectional import BidirectionalAttention
         from kinformer.patterns.image_1d import Image1D
 
-        base: Any = _recipe(shape, pixels=True, block=block)(None)
+        base = _recipe(shape, pixels=True, block=block)(None)
         mixer = BidirectionalAttention.Config(num_heads=shape.num_heads, pattern=Image1D(block=block, masked=False))
-        read: Any = base.input
+        read = base.input
         assert isinstance(read, Pixels.Config)
         low = read.replace(height=source, width=source, shifted=False)
         config = encoder_decoder(base, mixer, depth=encoder_depth, source=low)
@@ -63,7 +63,7 @@ def _super_resolution(shape: ModelShape, encoder_depth: int, source: int, size: 
 
 
 def _pixels(pattern: dict[str, int]) -> InputConfig:
-    """The input: a table of values for each channel, times the root of the width, and timing signals of rows and
+    """Return the input: a table of values for each channel, times the root of the width, and timing signals of rows and
     columns; in 2D every block begins anew."""
     from kinformer.inputs.pixels import Pixels
 

@@ -9,10 +9,10 @@ its recipe.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kinformer.core.config import Config, field_types
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
@@ -43,13 +43,14 @@ def inherited_config(base: ModelConfig, recipe: ModelConfig, place: Path | str) 
         )
     places = places_of(recipe.layers, len(base.layers))
     layers = tuple(_layer(layer, recipe.layers[at]) for layer, at in zip(base.layers, places, strict=True))
-    changes = {"layers": _seeded(layers), "position": _position(old["position"], new["position"])}
-    changes["stack"] = old["stack"] if old["stack"].kind == new["stack"].kind else new["stack"]
-    changes["head"] = old["head"] if new["head"].kind in PLAIN["head"] else new["head"]
-    if changes["stack"] is new["stack"] and not getattr(new["head"], "tied", True) and hasattr(old["head"], "tied"):
-        changes["head"] = changes["head"].replace(tied=False)  # as early exits with heads of their own need it
+    position = _position(old["position"], new["position"])
+    stack = old["stack"] if old["stack"].kind == new["stack"].kind else new["stack"]
+    head = old["head"] if new["head"].kind in PLAIN["head"] else new["head"]
+    if stack is new["stack"] and not getattr(new["head"], "tied", True) and hasattr(old["head"], "tied"):
+        head = head.replace(tied=False)  # as early exits with heads of their own need it
+    changes: dict[str, object] = {"layers": _seeded(layers), "position": position, "stack": stack, "head": head}
     changes |= {name: new[name] for name in ("global_input", "global_tokens") if name in new}
-    if all(layer.mixer == before.mixer for layer, before in zip(layers, base.layers, strict=True)):
+    if all(_fields(layer)["mixer"] == before.mixer for layer, before in zip(layers, base.layers, strict=True)):
         changes["norm"] = new["norm"]
     return base.replace(**changes)
 
@@ -73,13 +74,13 @@ def places_of(layers: Sequence[object], depth: int) -> list[int]:
 _MADE_OF = ("mixer", "feed_forward", "residual")
 
 
-def _layer(base: Any, recipe: Any) -> Any:
+def _layer(base: Config, recipe: Config) -> Config:
     """Return the layer ``base`` with the mixer of ``recipe``, and with its other parts that are no plain ones.
 
     Where the mixer is that of the run, norms stand where those of the recipe do: they may be all that differs.
     """
     old, new = _fields(base), _fields(recipe)
-    mixer = _mixer(base.mixer, recipe.mixer)
+    mixer = _mixer(old["mixer"], new["mixer"])
     plain = PLAIN["layer"]
     layer = base if base.kind == recipe.kind or {base.kind, recipe.kind} <= plain else recipe
     changes: dict[str, Any] = {name: old[name] for name in ("norm", "dropout") if name in old and name in new}
@@ -89,12 +90,12 @@ def _layer(base: Any, recipe: Any) -> Any:
     if "feed_forward" in changes and "hidden_dim" in _fields(changes["feed_forward"]):
         hidden_dim = getattr(old["feed_forward"], "hidden_dim", None)
         changes["feed_forward"] = changes["feed_forward"].replace(hidden_dim=hidden_dim)
-    if mixer == base.mixer and "residual" in new:
+    if mixer == old["mixer"] and "residual" in new:
         changes["residual"] = new["residual"]
     return layer.replace(mixer=mixer, **changes)
 
 
-def _mixer(base: Any, recipe: Any) -> Any:
+def _mixer(base: Config, recipe: Config) -> Config:
     """Return the mixer ``recipe`` with the heads of ``base``."""
     old, new = _fields(base), _fields(recipe)
     changes = {name: old[name] for name in SIZES if name in old and name in new}
@@ -113,31 +114,32 @@ def _mixer(base: Any, recipe: Any) -> Any:
     return recipe.replace(**changes)
 
 
-def _seeded(layers: tuple[Any, ...]) -> tuple[Any, ...]:
+def _seeded(layers: tuple[Config, ...]) -> tuple[Config, ...]:
     """Return ``layers`` whose random patterns have the number of their layer as seed, and the heads of their mixer."""
     made = []
     for index, layer in enumerate(layers):
-        pattern = getattr(layer.mixer, "pattern", None)
+        mixer = _fields(layer)["mixer"]
+        pattern = getattr(mixer, "pattern", None)
         settings = {} if pattern is None else _fields(pattern)
-        changes: dict[str, Any] = {"seed": index} if "seed" in settings else {}
-        changes |= {"num_heads": layer.mixer.num_heads} if settings.get("num_heads") else {}
+        changes = {"seed": index} if "seed" in settings else {}
+        changes |= {"num_heads": mixer.num_heads} if settings.get("num_heads") else {}
         if pattern is not None and changes:
-            layer = layer.replace(mixer=layer.mixer.replace(pattern=pattern.replace(**changes)))
+            layer = layer.replace(mixer=mixer.replace(pattern=pattern.replace(**changes)))
         made.append(layer)
     return tuple(made)
 
 
-def _position(base: Any, recipe: Any) -> Any:
+def _position(base: Config, recipe: Config) -> Config:
     """Return the position of ``recipe``, or ``base`` where it is of the same kind and reaches as far."""
     reach = [getattr(config, "max_length", None) or 0 for config in (base, recipe)]
     return base if base.kind == recipe.kind and reach[0] >= reach[1] else recipe
 
 
-def _chosen(base: Any, recipe: Any) -> Any:
+def _chosen(base: Config, recipe: Config) -> Config:
     """Return ``base`` where both are of one kind, or plain, else ``recipe``."""
     plain = PLAIN.get(recipe.slot, frozenset())
     return base if base.kind == recipe.kind or {base.kind, recipe.kind} <= plain else recipe
 
 
-def _fields(config: Any) -> dict[str, Any]:
-    return {field.name: getattr(config, field.name) for field in fields(config)}
+def _fields(config: Config) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in field_types(type(config))}

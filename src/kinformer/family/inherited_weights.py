@@ -20,6 +20,7 @@ from kinformer.runtime.errors import KinformerError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kinformer.core.config import Config
     from kinformer.core.model_config import ModelConfig
 
 POSITIONS, HEAD = "position.table", "head."
@@ -103,7 +104,7 @@ class Inheritance:
         return tuple(name for name in self.base if name not in used)
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """Return the names of what is ``new``, ``partly_new`` and ``left``, and how many weights and numbers are taken
         of how many."""
         sizes = {name: prod(shape) for name, shape in self.shapes.items()}
@@ -178,7 +179,7 @@ def inheritance(base: ModelConfig, config: ModelConfig, place: Path | str, head:
     return result
 
 
-def require_width(base: Any, config: Any, place: Path | str) -> None:
+def require_width(base: ModelConfig, config: ModelConfig, place: Path | str) -> None:
     """Refuse a model of ``config`` whose width or vocabulary is not that of ``base``, of the run at ``place``."""
     for what, old, new in (
         ("dim", base.dim, config.dim),
@@ -191,7 +192,7 @@ def require_width(base: Any, config: Any, place: Path | str) -> None:
             )
 
 
-def _described(config: ModelConfig) -> tuple[dict[str, Shape], dict[str, Any]]:
+def _described(config: ModelConfig) -> tuple[dict[str, Shape], dict[str, tuple[type, Config]]]:
     """Return the shape of every weight by its name, and the config of every shared part by its number."""
     from kinformer.runtime.unallocated import unallocated
 

@@ -57,7 +57,7 @@ def _latent(num_heads: int, head_dim: int, rotary_dim: int, latent_dim: int) -> 
 
 
 def _hybrid(shape: ModelShape) -> Recipe:
-    """The recipe in which every fourth layer is latent attention without positions."""
+    """Return the recipe in which every fourth layer is latent attention without positions."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
         config, width = _recipe(shape)(vocab), shape.dim // shape.num_heads

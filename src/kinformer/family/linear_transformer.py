@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.family.assemble import ModelShape, decoder
-from kinformer.family.record import Member, Recipe
+from kinformer.family.record import DecoderRecipe, Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(shape: ModelShape) -> Recipe:
+def _recipe(shape: ModelShape) -> DecoderRecipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.initialise import Initialisation
         from kinformer.heads.language import LanguageModelHead
@@ -31,15 +31,15 @@ def _recipe(shape: ModelShape) -> Recipe:
 
 
 def _images(depth: int, height: int, width: int, channels: int) -> Recipe:
-    """The authors' model of images: half of the features say the value, half are sines of its place; a mixture of ten
-    logistics."""
+    """Return the authors' model of images: half of the features say the value, half are sines of its place; a mixture
+    of ten logistics."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.heads.logistics import LogisticMixture
         from kinformer.inputs.pixels import Pixels
         from kinformer.positions.none import NoPosition
 
-        config: Any = _recipe(ModelShape(256, depth, 8, residual="post", activation="relu"))(vocab)
+        config = _recipe(ModelShape(256, depth, 8, residual="post", activation="relu"))(vocab)
         return config.replace(
             input=Pixels.Config(height=height, width=width, channels=channels, places="sinusoid", concatenate=True),
             position=NoPosition.Config(),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def _recipe(
     shape: ModelShape, ranks: Sequence[int], max_length: int, layerwise: bool = True, vocab_size: int = 259
 ) -> Recipe:
-    """The recipe; ``ranks``: how many summaries a sequence has, layer by layer (in turns); ``layerwise``: one
+    """Return the recipe; ``ranks``: how many summaries a sequence has, layer by layer (in turns); ``layerwise``: one
     projection for keys and values of all layers, else two per layer."""
 
     def recipe(vocab: int | None) -> Encoder.Config:

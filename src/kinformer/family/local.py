@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
@@ -102,11 +102,11 @@ def _longformer(depth: int, dilations: tuple[int, ...], dropout: float) -> Recip
     return recipe
 
 
-def _phases(depth: int, steps: tuple[int, ...]) -> dict[str, Any]:
-    """The training of :func:`_longformer` in five phases (table 12): windows and rows twice as long in each, half the
-    learning rate, which rises anew over a tenth of the phase, for 10,000 steps at most."""
+def _phases(depth: int, steps: tuple[int, ...]) -> dict[str, object]:
+    """Return the training of :func:`_longformer` in five phases (table 12): windows and rows twice as long in each,
+    half the learning rate, which rises anew over a tenth of the phase, for 10,000 steps at most."""
     lengths, rows = (2048, 4096, 8192, 16384, 23040), (32, 32, 16, 16, 16)
-    stages: list[dict[str, Any]] = []
+    stages: list[dict[str, object]] = []
     for phase, (count, length, batch) in enumerate(zip(steps, lengths, rows, strict=True)):
         rate = {"lr": 2.5e-4 / 2**phase, "warmup": min(count // 10, 10_000)}
         windows = {f"layers.{layer}.mixer.pattern.window": item for layer, item in enumerate(_windows(depth, phase))}

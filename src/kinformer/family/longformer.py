@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def _recipe(
     shape: ModelShape, windows: Sequence[int], max_length: int, vocab_size: int = 259, global_tokens: int = 1
 ) -> Recipe:
-    """The recipe; ``windows``: how far a token sees on either side, layer by layer (in turns)."""
+    """Return the recipe; ``windows``: how far a token sees on either side, layer by layer (in turns)."""
 
     def recipe(vocab: int | None) -> Encoder.Config:
         from kinformer.mixers.bidirectional import BidirectionalAttention

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.family.assemble import ModelShape, encoder, encoder_decoder
-from kinformer.family.record import Member, Recipe
+from kinformer.family.record import DecoderRecipe, Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kinformer.models.encoder_decoder import EncoderDecoder
 
 
-def _recipe(dim: int, depth: int, num_heads: int, vocab_size: int = 256) -> Recipe:
+def _recipe(dim: int, depth: int, num_heads: int, vocab_size: int = 256) -> DecoderRecipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.feed_forward import MLP
         from kinformer.blocks.initialise import Initialisation
@@ -41,7 +41,7 @@ def _recipe(dim: int, depth: int, num_heads: int, vocab_size: int = 256) -> Reci
 
 
 def _encoding(dim: int, depth: int, num_heads: int, max_length: int = 512, vocab_size: int = 259) -> Recipe:
-    """The recipe of BERT with Macaron layers (the paper's section 5.2)."""
+    """Return the recipe of BERT with Macaron layers (the paper's section 5.2)."""
 
     def recipe(vocab: int | None) -> Encoder.Config:
         from kinformer.blocks.feed_forward import MLP
@@ -61,14 +61,15 @@ def _encoding(dim: int, depth: int, num_heads: int, max_length: int = 512, vocab
 
 
 def _translating(dim: int, depth: int, num_heads: int, vocab_size: int = 258, dropout: float = 0.0) -> Recipe:
-    """The recipe of Macaron layers on both sides (the paper's section 5.1)."""
+    """Return the recipe of Macaron layers on both sides (the paper's section 5.1)."""
 
     def recipe(vocab: int | None) -> EncoderDecoder.Config:
-        from kinformer.blocks.macaron import MacaronEncoderLayer
+        from kinformer.blocks.macaron import MacaronEncoderLayer, MacaronLayer
         from kinformer.mixers.bidirectional import BidirectionalAttention
 
-        base: Any = _recipe(dim, depth, num_heads)(vocab or vocab_size)
+        base = _recipe(dim, depth, num_heads)(vocab or vocab_size)
         mixer, first = BidirectionalAttention.Config(num_heads=num_heads), base.layers[0]
+        assert isinstance(first, MacaronLayer.Config)
         layer = MacaronEncoderLayer.Config(
             mixer=mixer, feed_forward=first.feed_forward, residual=first.residual, dropout=dropout
         )

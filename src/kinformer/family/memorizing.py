@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _recipe(shape: ModelShape, layer: int, window: int, memory_size: int, topk: int = 32) -> Recipe:
-    """The recipe with a window of ``window`` tokens in all layers, and memories in one of them."""
+    """Return the recipe with a window of ``window`` tokens in all layers, and memories in one of them."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.mixers.memorizing import Memorizing

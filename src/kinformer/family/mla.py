@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 def _recipe(shape: ModelShape, experts: bool = False) -> Recipe:
-    """The recipe of ``shape``; with ``experts`` all layers but the first have a mixture of them, as DeepSeek-V3."""
+    """Return the recipe of ``shape``; with ``experts`` all layers but the first have a mixture of them, as
+    DeepSeek-V3."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.experts import Experts

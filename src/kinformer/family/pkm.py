@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _recipe(shape: ModelShape, depths: tuple[int, ...], num_keys: int, **sizes: int) -> Recipe:
-    """The recipe with a memory of ``num_keys`` keys in each half at each of ``depths``."""
+    """Return the recipe with a memory of ``num_keys`` keys in each half at each of ``depths``."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.product_keys import ProductKeys

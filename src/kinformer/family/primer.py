@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.family.assemble import ModelShape, decoder
-from kinformer.family.record import Member, Recipe
+from kinformer.family.record import DecoderRecipe, Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(shape: ModelShape, vocab_size: int = 256) -> Recipe:
+def _recipe(shape: ModelShape, vocab_size: int = 256) -> DecoderRecipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.mixers.softmax import SoftmaxAttention
         from kinformer.positions.t5 import T5
@@ -33,15 +33,18 @@ def _recipe(shape: ModelShape, vocab_size: int = 256) -> Recipe:
 
 
 def _whole(shape: ModelShape, vocab_size: int = 256) -> Recipe:
-    """The recipe of the whole Primer: queries are made of the keys, and norms stand behind feed-forwards."""
+    """Return the recipe of the whole Primer: queries are made of the keys, and norms stand behind feed-forwards."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.blocks.layer import DecoderLayer
         from kinformer.blocks.residual import ResPostNorm
         from kinformer.projections.shared_qk import SharedQK
 
-        base: Any = _recipe(shape, vocab_size)(vocab)
-        mixer = base.layers[0].mixer.replace(projection=SharedQK.Config())
-        layer = base.layers[0].replace(mixer=mixer, feed_forward_residual=ResPostNorm.Config())
+        base = _recipe(shape, vocab_size)(vocab)
+        first = base.layers[0]
+        assert isinstance(first, DecoderLayer.Config)
+        mixer = first.mixer.replace(projection=SharedQK.Config())
+        layer = first.replace(mixer=mixer, feed_forward_residual=ResPostNorm.Config())
         return base.replace(layers=(layer,) * shape.depth)
 
     return recipe

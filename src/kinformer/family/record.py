@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from kinformer.runtime.errors import spelled
 
 if TYPE_CHECKING:
     from kinformer.core.model_config import ModelConfig
+    from kinformer.models.decoder import Decoder
 
 Growth = Literal["none", "constant", "window", "linear", "store"]
 Cost = Literal["linear", "between", "quadratic"]
 Recipe = Callable[[int | None], "ModelConfig"]
+DecoderRecipe = Callable[[int | None], "Decoder.Config"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +53,8 @@ class Member:
     results: tuple[str, ...] = ()
     recipes: Mapping[str, Recipe]
     objective: Literal["next-token", "deep-supervision", "exits"] = "next-token"
-    needs: Mapping[str, Any] = field(default_factory=dict)
-    training: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    needs: Mapping[str, object] = field(default_factory=dict)
+    training: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     cost: Cost | None = None
     task: str | None = None
     layer: int = 0
@@ -69,8 +71,8 @@ class Member:
         return self.cost or ("linear" if self.growth in ("constant", "window") else "quadratic")
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """The record as data for JSON."""
+    def facts(self) -> dict[str, object]:
+        """Return the record as data for JSON."""
         names = (
             "name", "title", "paper", "year", "axes", "causal", "growth", "departures", "exact_limit", "use_when",
             "avoid_when",

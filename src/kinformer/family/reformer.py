@@ -27,7 +27,8 @@ def _recipe(shape: ModelShape, num_buckets: int, chunk_size: int, rounds: int, r
 
 
 def _paper(vocab: int | None) -> Decoder.Config:
-    """The authors' configuration for 64k bytes of enwik8: of four layers the third hashes, the others see a window."""
+    """Return the authors' configuration for 64k bytes of enwik8: of four layers the third hashes, the others see a
+    window."""
     from kinformer.heads.language import LanguageModelHead
     from kinformer.mixers.lsh import LSHAttention
     from kinformer.mixers.softmax import SoftmaxAttention

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.family.assemble import ModelShape, decoder, encoder_decoder
-from kinformer.family.record import Member, Recipe
+from kinformer.family.record import DecoderRecipe, Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
     from kinformer.models.encoder_decoder import EncoderDecoder
 
 
-def _recipe(shape: ModelShape) -> Recipe:
+def _recipe(shape: ModelShape) -> DecoderRecipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.decays.sigmoid import Sigmoid
         from kinformer.features.random_fourier import RandomFourier
@@ -32,7 +32,7 @@ def _recipe(shape: ModelShape) -> Recipe:
 
 
 def _translating(shape: ModelShape, dropout: float = 0.0) -> Recipe:
-    """The recipe with an encoder of softmax attention before it and random features between both, as the authors
+    """Return the recipe with an encoder of softmax attention before it and random features between both, as the authors
     translate (section 4.2)."""
 
     def recipe(vocab: int | None) -> EncoderDecoder.Config:
@@ -40,7 +40,7 @@ def _translating(shape: ModelShape, dropout: float = 0.0) -> Recipe:
         from kinformer.mixers.bidirectional import BidirectionalAttention
         from kinformer.mixers.cross_linear import LinearCrossAttention
 
-        base: Any = _recipe(shape)(vocab or 258)
+        base = _recipe(shape)(vocab or 258)
         heads = shape.num_heads
         cross = LinearCrossAttention.Config(num_heads=heads, feature_map=RandomFourier.Config(), floor=0.1)
         return encoder_decoder(base, BidirectionalAttention.Config(num_heads=heads), dropout=dropout, cross=cross)

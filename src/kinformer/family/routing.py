@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.family.assemble import ModelShape, decoder
-from kinformer.family.record import Member, Recipe
+from kinformer.family.record import DecoderRecipe, Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(shape: ModelShape, num_clusters: int, window: int) -> Recipe:
+def _recipe(shape: ModelShape, num_clusters: int, window: int) -> DecoderRecipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.mixers.routing import RoutingAttention
         from kinformer.positions.sinusoidal import Sinusoidal
@@ -25,13 +25,13 @@ def _recipe(shape: ModelShape, num_clusters: int, window: int) -> Recipe:
 
 
 def _upper(shape: ModelShape, num_clusters: int, window: int) -> Recipe:
-    """The recipe of routing in the last two layers above windows, as in the authors' model of PG-19."""
+    """Return the recipe of routing in the last two layers above windows, as in the authors' model of PG-19."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.mixers.softmax import SoftmaxAttention
         from kinformer.patterns.local import Local
 
-        config: Any = _recipe(shape, num_clusters, window)(vocab)
+        config = _recipe(shape, num_clusters, window)(vocab)
         local = SoftmaxAttention.Config(num_heads=shape.num_heads, pattern=Local.Config(window=window))
         below = tuple(layer.replace(mixer=local) for layer in config.layers[:-2])
         return config.replace(layers=below + config.layers[-2:])

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def _recipe(dim: int, depth: int, memory: int, dropout: float = 0.0, vocab_size: int = 256) -> Recipe:
-    """The recipe of ``depth`` layers, of which the last but one attends."""
+    """Return the recipe of ``depth`` layers, of which the last but one attends."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.feed_forward import Boom

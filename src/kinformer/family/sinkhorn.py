@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 def _recipe(
     shape: ModelShape, block: int, max_length: int, *, iterations: int = 5, cut: int = 0, vocab_size: int = 259
 ) -> Recipe:
-    """The recipe; ``cut``: how many sorted blocks all tokens see (SortCut); 0: every block sees its own and itself."""
+    """Return the recipe; ``cut``: how many sorted blocks all tokens see (SortCut); 0: every block sees its own and
+    itself."""
 
     def recipe(vocab: int | None) -> Encoder.Config:
         from kinformer.mixers.sinkhorn import SinkhornAttention
@@ -30,7 +31,7 @@ def _recipe(
 
 
 def _causal(shape: ModelShape, block: int, max_length: int, *, iterations: int = 5, vocab_size: int = 256) -> Recipe:
-    """The recipe of a decoder whose blocks are sorted within the past."""
+    """Return the recipe of a decoder whose blocks are sorted within the past."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.mixers.causal_sinkhorn import CausalSinkhornAttention

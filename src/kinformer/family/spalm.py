@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def _recipe(name: str) -> Recipe:
-    """The recipe of Transformer-XL with the same name, with the gate in its head."""
+    """Return the recipe of Transformer-XL with the same name, with the gate in its head."""
     base = transformer_xl.MEMBER.recipes[name]
 
     def recipe(vocab: int | None) -> ModelConfig:

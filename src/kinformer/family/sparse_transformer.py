@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from kinformer.family.assemble import ModelShape, decoder
-from kinformer.family.record import Member, Recipe
+from kinformer.family.record import DecoderRecipe, Member
 
 if TYPE_CHECKING:
     from kinformer.core.parts import PatternConfig
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 HeadLayout = Literal["merged", "interleaved", "heads"]
 
 
-def _recipe(shape: ModelShape, use: HeadLayout = "merged", max_length: int = 4096, **pattern: object) -> Recipe:
-    """The recipe; ``use``: both parts in one softmax, or by turns in layers or in
-    heads; ``pattern`` are the config's fields."""
+def _recipe(shape: ModelShape, use: HeadLayout = "merged", max_length: int = 4096, **pattern: object) -> DecoderRecipe:
+    """Return the recipe; ``use``: both parts in one softmax, or by turns in layers or in heads; ``pattern`` are the
+    config's fields."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.initialise import Initialisation
@@ -40,17 +40,18 @@ def _recipe(shape: ModelShape, use: HeadLayout = "merged", max_length: int = 409
 
 
 def _cifar(vocab: int | None) -> Decoder.Config:
-    """The recipe of CIFAR-10: 128 layers, feed-forwards half as wide as usual, learned rows, columns and channels."""
+    """Return the recipe of CIFAR-10: 128 layers, feed-forwards half as wide as usual, learned rows, columns and
+    channels."""
     from kinformer.inputs.pixels import Pixels
     from kinformer.positions.none import NoPosition
 
     shape = ModelShape(256, 128, 2, hidden_dim=512, activation="gelu_sigmoid")
-    config: Any = _recipe(shape, stride=128)(vocab)
+    config = _recipe(shape, stride=128)(vocab)
     return config.replace(input=Pixels.Config(channels=3), position=NoPosition.Config())
 
 
 def _patterns(use: HeadLayout, num_heads: int, fields: dict[str, object]) -> Sequence[PatternConfig]:
-    """The patterns that the layers take by turns."""
+    """Return the patterns that the layers take by turns."""
     from kinformer.patterns.fixed import Fixed
     from kinformer.patterns.per_head import PerHead
     from kinformer.patterns.strided import Strided

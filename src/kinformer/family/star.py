@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def _published(dim: int, num_heads: int, max_length: int, iterations: int, vocab_size: int = 259) -> Recipe:
-    """The recipe of one layer of ``iterations`` updates, without residual and feed-forward."""
+    """Return the recipe of one layer of ``iterations`` updates, without residual and feed-forward."""
 
     def recipe(vocab: int | None) -> Encoder.Config:
         from kinformer.blocks.bare import BareLayer
@@ -35,7 +35,7 @@ def _published(dim: int, num_heads: int, max_length: int, iterations: int, vocab
 
 
 def _deep(shape: ModelShape, max_length: int) -> Recipe:
-    """The recipe with two updates with one set of weights in place of every layer's attention."""
+    """Return the recipe with two updates with one set of weights in place of every layer's attention."""
 
     def recipe(vocab: int | None) -> Encoder.Config:
         from kinformer.mixers.star import StarAttention

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
+    from kinformer.core.model_config import ModelConfig
     from kinformer.models.encoder import Encoder
 
 
@@ -20,7 +21,8 @@ def _recipe(
     second: bool = False,
     classes: int = 1000,
 ) -> Recipe:
-    """The recipe; ``num_heads``: in the first stage, twice as many in every further one; ``second``: as Swin V2."""
+    """Return the recipe; ``num_heads``: in the first stage, twice as many in every further one; ``second``: as Swin
+    V2."""
 
     def recipe(vocab: int | None) -> Encoder.Config:
         from kinformer.blocks.encoder_layer import EncoderLayer
@@ -64,8 +66,8 @@ def _recipe(
 def _dropping(rate: float, recipe: Recipe) -> Recipe:
     """Return ``recipe`` with stochastic depth up to ``rate``."""
 
-    def dropping(vocab: int | None) -> Any:
-        config: Any = recipe(vocab)
+    def dropping(vocab: int | None) -> ModelConfig:
+        config = recipe(vocab)
         return config.replace(stack=config.stack.replace(stochastic_depth=rate))
 
     return dropping

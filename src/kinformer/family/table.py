@@ -154,23 +154,23 @@ FAMILY = plugins.Registry.of_records(Member, MEMBERS, plugins.MEMBERS)
 
 
 def member(name: str, package: str | None = None) -> Member:
-    """The record called ``name``, in capitals or not; an unknown name is an error that lists the nearest.
+    """Return the record called ``name``, in capitals or not; an unknown name is an error that lists the nearest.
 
-    ``package`` ("name version", as ``FAMILY.package(name)`` gave it) is where the member came from when that was
-    written down; if it is not found there any more, the error says so.
+    ``package`` ("name version", the result of ``FAMILY.package(name)``) is where the member came from when that was
+    recorded; if it is no longer there, the error says so.
     """
     FAMILY.check_package(name, package)
-    spelt = name if name in FAMILY else next((item for item in FAMILY if item.lower() == name.lower()), name)
-    if spelt not in FAMILY and (other := nearest_member(name)) is not None:
+    key = name if name in FAMILY else next((item for item in FAMILY if item.lower() == name.lower()), name)
+    if key not in FAMILY and (other := nearest_member(name)) is not None:
         raise KinformerError(f"member: {name!r} is none of the family; {other.sentence}")
-    if spelt not in FAMILY and "/" in name:
+    if key not in FAMILY and "/" in name:
         raise KinformerError(f"member: {name!r} is a path, where the name of a member belongs; see: kinformer list.")
-    return FAMILY[choose(spelt, FAMILY, "member")]
+    return FAMILY[choose(key, FAMILY, "member")]
 
 
 def members(complain: Callable[[str], object] = plugins.warn_once) -> list[Member]:
-    """The records of the family, Kinformer's own first, in the order of the table.
+    """Return the records of the family, Kinformer's own first, in the order of the table.
 
-    ``complain`` gets a sentence for every member of another package that cannot be had, and is left out.
+    ``complain`` gets a sentence for every member of another package that cannot be loaded, which is left out.
     """
     return FAMILY.available(complain)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.family.assemble import ModelShape, decoder, encoder, encoder_decoder
-from kinformer.family.record import Member, Recipe
+from kinformer.family.record import DecoderRecipe, Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kinformer.models.encoder_decoder import EncoderDecoder
 
 
-def _recipe(shape: ModelShape, rank: int, max_length: int, *, blocks: int = 2, vocab_size: int = 256) -> Recipe:
+def _recipe(shape: ModelShape, rank: int, max_length: int, *, blocks: int = 2, vocab_size: int = 256) -> DecoderRecipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.mixers.tensorized import TensorizedAttention
 
@@ -24,7 +24,7 @@ def _recipe(shape: ModelShape, rank: int, max_length: int, *, blocks: int = 2, v
 
 
 def _remembering(shape: ModelShape, rank: int, segment: int, memory: int, vocab_size: int = 256) -> Recipe:
-    """The recipe of a language model with the memory of Transformer-XL (the paper's section 5.1)."""
+    """Return the recipe of a language model with the memory of Transformer-XL (the paper's section 5.1)."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.mixers.tensorized_memory import TensorizedMemory
@@ -36,7 +36,7 @@ def _remembering(shape: ModelShape, rank: int, segment: int, memory: int, vocab_
 
 
 def _encoding(shape: ModelShape, rank: int, max_length: int) -> Recipe:
-    """The recipe of an encoder below a masked-language-model head."""
+    """Return the recipe of an encoder below a masked-language-model head."""
 
     def recipe(vocab: int | None) -> Encoder.Config:
         from kinformer.mixers.tensorized import BidirectionalTensorized
@@ -49,13 +49,14 @@ def _encoding(shape: ModelShape, rank: int, max_length: int) -> Recipe:
 
 
 def _translating(shape: ModelShape, rank: int, max_length: int, vocab_size: int = 258) -> Recipe:
-    """The recipe of tensorized attention on both sides (the paper's section 5.2), and exact attention between them."""
+    """Return the recipe of tensorized attention on both sides (the paper's section 5.2), and exact attention between
+    them."""
 
     def recipe(vocab: int | None) -> EncoderDecoder.Config:
         from kinformer.mixers.cross import CrossAttention
         from kinformer.mixers.tensorized import BidirectionalTensorized
 
-        base: Any = _recipe(shape, rank, max_length)(vocab or vocab_size)
+        base = _recipe(shape, rank, max_length)(vocab or vocab_size)
         mixer = BidirectionalTensorized.Config(rank=rank, blocks=2, max_length=max_length)
         return encoder_decoder(base, mixer, cross=CrossAttention.Config(num_heads=shape.num_heads))
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.family.assemble import ModelShape, decoder
-from kinformer.family.record import Member, Recipe
+from kinformer.family.record import DecoderRecipe, Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.core.model_config import ModelConfig
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(shape: ModelShape, segment: int, memory: int | None = None, head_dim: int | None = None) -> Recipe:
+def _recipe(shape: ModelShape, segment: int, memory: int | None = None, head_dim: int | None = None) -> DecoderRecipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.initialise import Initialisation
         from kinformer.heads.language import LanguageModelHead
@@ -39,8 +39,8 @@ WORD_CUTOFFS = (20000, 40000, 200000)
 
 
 def _words(shape: ModelShape, segment: int, head_dim: int, divisor: int) -> Recipe:
-    """The recipe of words numbered by falling frequency: clusters in the softmax and,
-    with ``divisor`` above 1, in the tables."""
+    """Return the recipe of words numbered by falling frequency: clusters in the softmax and, with ``divisor`` above 1,
+    in the tables."""
     letters = _recipe(shape, segment, head_dim=head_dim)
 
     def recipe(vocab: int | None) -> ModelConfig:
@@ -51,7 +51,7 @@ def _words(shape: ModelShape, segment: int, head_dim: int, divisor: int) -> Reci
         size = vocab or 267735
         cutoffs = tuple(cutoff for cutoff in WORD_CUTOFFS if cutoff < size)
         table = Lookup.Config() if divisor == 1 else AdaptiveEmbedding.Config(cutoffs=cutoffs, divisor=divisor)
-        config: Any = letters(size)
+        config = letters(size)
         return config.replace(
             input=config.input.replace(embedding=table), head=AdaptiveSoftmax.Config(cutoffs=cutoffs, divisor=divisor)
         )

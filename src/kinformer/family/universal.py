@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.family.assemble import ModelShape, decoder, encoder, encoder_decoder
-from kinformer.family.record import Member, Recipe
+from kinformer.family.record import DecoderRecipe, Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
@@ -31,9 +31,9 @@ def _recipe(
     learned: bool = False,
     convolution: bool = False,
     post: bool = False,
-) -> Recipe:
-    """The recipe of ``shape.depth`` layers, ``steps`` times; ``convolution``: their transition is a separable one;
-    ``post``: norms stand behind sublayers."""
+) -> DecoderRecipe:
+    """Return the recipe of ``shape.depth`` layers, ``steps`` times; ``convolution``: their transition is a separable
+    one; ``post``: norms stand behind sublayers."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.residual import PostNorm
@@ -60,8 +60,8 @@ def _recipe(
 
 
 def _encoding(shape: ModelShape, steps: int, bias: float = 1.0) -> Recipe:
-    """The recipe of an encoder of ``shape.depth`` layers, ``steps`` times or until a token
-    halts, below a masked-language-model head."""
+    """Return the recipe of an encoder of ``shape.depth`` layers, ``steps`` times or until a token halts, below a
+    masked-language-model head."""
 
     def recipe(vocab: int | None) -> Encoder.Config:
         from kinformer.blocks.norms import LayerNorm
@@ -69,20 +69,23 @@ def _encoding(shape: ModelShape, steps: int, bias: float = 1.0) -> Recipe:
         from kinformer.positions.timing import Timing
 
         mixer = BidirectionalAttention.Config(num_heads=shape.num_heads)
-        settings: dict[str, Any] = {"norm": LayerNorm(), "embedding_norm": None, "stack": _stack(steps, True, bias)}
-        config: Any = encoder(shape, vocab or 259, [mixer], Timing.Config(), **settings)
+        stack = _stack(steps, True, bias)
+        config = encoder(
+            shape, vocab or 259, [mixer], Timing.Config(), norm=LayerNorm(), embedding_norm=None, stack=stack
+        )
         return config.replace(input=config.input.replace(scale=True))
 
     return recipe
 
 
 def _translating(shape: ModelShape, steps: int, *, halts: bool, dropout: float = 0.0) -> Recipe:
-    """The recipe of tied layers on both sides, applied ``steps`` times or, with ``halts``, until a token halts."""
+    """Return the recipe of tied layers on both sides, applied ``steps`` times or, with ``halts``, until a token
+    halts."""
 
     def recipe(vocab: int | None) -> EncoderDecoder.Config:
         from kinformer.mixers.bidirectional import BidirectionalAttention
 
-        base: Any = _recipe(shape, steps, halts=halts, bias=-0.5, learned=True)(vocab or 258)
+        base = _recipe(shape, steps, halts=halts, bias=-0.5, learned=True)(vocab or 258)
         mixer = BidirectionalAttention.Config(num_heads=shape.num_heads)
         config = encoder_decoder(base, mixer, dropout=dropout)
         return config.replace(encoder=config.encoder.replace(stack=base.stack))

@@ -63,8 +63,8 @@ class Frames(Input):
         self.register_buffer("like", torch.zeros(()), persistent=False)
 
     def check(self, values: Tensor) -> None:
-        want = [self.width, self.mels]
-        if values.dim() != 4 or list(values.shape[2:]) != want or not values.is_floating_point():
+        expected = [self.width, self.mels]
+        if values.dim() != 4 or list(values.shape[2:]) != expected or not values.is_floating_point():
             raise KinformerError(
                 f"frames must be floats [batch, time, width, mels] = [batch, time, {self.width}, {self.mels}], but are "
                 f"{values.dtype} {list(values.shape)}; kinformer.data.filterbank.windows makes them of features."

@@ -11,7 +11,7 @@ holds the values of all channels.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -135,7 +135,7 @@ class Pixels(Input):
         self.classes = nn.Embedding(config.classes, dim) if config.classes else None
 
     @property
-    def table(self) -> Any:
+    def table(self) -> Tensor:
         return self.values.weight
 
     @property
@@ -207,7 +207,7 @@ class Pixels(Input):
         placed = self.rows(y) + self.columns(x // config.channels)
         return placed if self.channels is None else placed + self.channels(x % config.channels)
 
-    def _check_range(self, values: Tensor, most: int, what: str) -> None:
+    def _check_range(self, values: Tensor, limit: int, what: str) -> None:
         """Refuse values that are no intensities, or no classes; on a GPU looking at them would wait for the device."""
         if (
             type(values) is not Tensor
@@ -217,11 +217,11 @@ class Pixels(Input):
         ):
             return
         low, high = values.aminmax()
-        if low < 0 or high > most:
-            wanted = f"which are 0 to 255, with {START} for the start of an image; give the bytes of an image."
+        if low < 0 or high > limit:
+            expected = f"which are 0 to 255, with {START} for the start of an image; give the bytes of an image."
             if what == "class":
-                wanted = f"which are 0 to {most} here; give the number of a class at every position."
-            raise KinformerError(f"{int(low) if low < 0 else int(high)} is no {what}, {wanted}")
+                expected = f"which are 0 to {limit} here; give the number of a class at every position."
+            raise KinformerError(f"{int(low) if low < 0 else int(high)} is no {what}, {expected}")
 
     def example(self, batch: int, time: int, device: torch.device | str | None = None) -> Tensor:
         numbers = self.config.numbers

@@ -6,21 +6,23 @@
 
 then a layer norm over all (the authors' control models) or tanh over the products (their Atari models). The Atari
 models have e of the row's first timestep at all its positions instead, beside a position that counts from there, and
-their states are images, which convolutions read (``inputs.state_images``).
+their states are images, which convolutions read (Mnih et al. 2015, Methods):
+
+    h(state s) = W flatten(relu(conv(... relu(conv(s / 255))))) + b
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from kinformer.core.config import check_unused
 from kinformer.core.input import Input, InputConfig
-from kinformer.inputs.state_images import ImageStates
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 
@@ -32,6 +34,7 @@ KIND, TIMESTEP, FIRST = range(3)
 """What stands where in a position: its kind, its timestep, and from ``FIRST`` on the values."""
 LARGEST_TIMESTEP = 1 << 24
 """Beyond it float32 no longer counts."""
+LARGEST_INTENSITY = 255.0
 
 
 def width_of(state_dim: int, action_dim: int) -> int:
@@ -113,7 +116,7 @@ class Steps(Input):
         self.config = config
         self.width = width_of(config.state_dim, config.action_dim)
         self.returns = nn.Linear(1, dim)
-        self.states: Any = nn.Linear(config.state_dim, dim)
+        self.states: nn.Linear | ImageStates = nn.Linear(config.state_dim, dim)
         if config.image:
             self.states = ImageStates(config.image, config.convolutions, dim)
         self.actions = nn.Linear(config.action_dim, dim)
@@ -156,7 +159,7 @@ class Steps(Input):
         states[chosen] = product
         return states
 
-    def _product(self, linear: Any, values: Tensor) -> Tensor:
+    def _product(self, linear: nn.Linear | ImageStates, values: Tensor) -> Tensor:
         y = linear(values.to(linear.weight.dtype))
         return y if self.norm is not None else y.tanh()
 
@@ -183,3 +186,51 @@ def _check_ranges(kind: Tensor, timestep: Tensor) -> None:
         )
     if not bool((timestep >= 0).all()):
         raise KinformerError(f"a step has the timestep {float(timestep.min()):g}, but must be 0 or more.")
+
+
+class ImageStates(nn.Module):
+    """The map of intensities [n, channels * height * width] from 0 to 255 to [n, dim]. ``image``: channels, height and
+    width; ``convolutions``: filters, side and stride of each."""
+
+    def __init__(self, image: Sequence[int], convolutions: Sequence[Sequence[int]], dim: int) -> None:
+        super().__init__()
+        self.image = tuple(image)
+        layers: list[nn.Module] = []
+        channels = image[0]
+        for filters, side, stride in convolutions:
+            layers += [nn.Conv2d(channels, filters, side, stride), nn.ReLU()]
+            channels = filters
+        height, width = features_of(image, convolutions)
+        self.layers = nn.Sequential(*layers)
+        self.output = nn.Linear(channels * height * width, dim)
+
+    @property
+    def weight(self) -> Tensor:
+        """Return the weight of the last product."""
+        return self.output.weight
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Return vectors [n, dim] of ``values``."""
+        images = values.unflatten(-1, self.image) / LARGEST_INTENSITY
+        return self.output(self.layers(images).flatten(1))
+
+
+def features_of(image: Sequence[int], convolutions: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """Return the height and width of what the last of ``convolutions`` gives.
+
+    Errors: ``KinformerError`` for lists that say no convolution, and images smaller than a filter.
+    """
+    _, height, width = image
+    for item in convolutions:
+        if len(item) != 3 or min(item) < 1:
+            raise KinformerError(
+                f"convolutions must be lists of filters, side and stride of 1 or more, but hold {list(item)}."
+            )
+        _, side, stride = item
+        if side > min(height, width):
+            raise KinformerError(
+                f"convolutions: a filter of side {side} is larger than what it reads, {height} x {width}; give smaller "
+                "ones, or fewer, by `set` input.convolutions."
+            )
+        height, width = (height - side) // stride + 1, (width - side) // stride + 1
+    return height, width

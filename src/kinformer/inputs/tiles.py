@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kinformer.core.input import Input, InputConfig
+from kinformer.core.model import WholeModel
 from kinformer.core.model_config import ModelConfig
 from kinformer.inputs.patches import Activation, Patches, Resize, grid_of
 from kinformer.runtime.errors import KinformerError
@@ -28,8 +29,8 @@ class Tiles(Input):
     """The input values [batch, channels, height, width] -> [batch, token + tiles, dim].
 
     Values are images as the ``encoder`` takes them, cut into tiles of the size that it was made for; one whose sides
-    are no multiples of that is continued to the right and below with zeros. They may also be what :meth:`features` gave
-    of images, [batch, the encoder's width, rows, columns]: a map of features that was computed before.
+    are no multiples of that is continued to the right and below with zeros. They may also be the result of
+    :meth:`features`, [batch, the encoder's width, rows, columns]: a map of features that was computed before.
 
     ``size``: rows and columns of pixels of the images that positions are learned for; ``class_token``, ``positions``,
     ``resize`` and ``activation`` as of ``patches``, whose patches are here the vectors of tiles. ``frozen``: the
@@ -67,22 +68,24 @@ class Tiles(Input):
             _ = self.patches  # refuses what does not go together
 
         @property
+        def _lower(self) -> Any:
+            """Return the input of the encoder, patches or tiles."""
+            return self.encoder.input
+
+        @property
         def patch(self) -> int:
             """Return the pixels of a side of a tile."""
-            local: Any = self.encoder.input
-            return local.size[0]
+            return self._lower.size[0]
 
         @property
         def channels(self) -> int:
             """Return the number of channels of the images."""
-            local: Any = self.encoder.input
-            return local.channels
+            return self._lower.channels
 
         @property
         def mean(self) -> tuple[float, ...]:
             """Return the mean that the lowest encoder subtracts from pixels, channel by channel."""
-            local: Any = self.encoder.input
-            return local.mean
+            return self._lower.mean
 
         @property
         def patches(self) -> Patches.Config:
@@ -118,13 +121,13 @@ class Tiles(Input):
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
         self.config = config
-        self.encoder: Any = config.encoder.build()
+        self.encoder: WholeModel = config.encoder.build()
         self.patches = config.patches.build(dim)
         if config.frozen:
             self.encoder.requires_grad_(False).eval()
 
     @property
-    def lower(self) -> tuple[Any, ...]:
+    def lower(self) -> tuple[WholeModel, ...]:
         return (*self.encoder.input.lower, self.encoder)
 
     def train(self, mode: bool = True) -> Tiles:
@@ -157,8 +160,8 @@ class Tiles(Input):
         x = functional.pad(images, (0, columns * side - images.shape[3], 0, rows * side - images.shape[2]))
         x = x.unflatten(3, (columns, side)).unflatten(2, (rows, side))  # [batch, channels, rows, side, columns, side]
         tiles = x.permute(0, 2, 4, 1, 3, 5).flatten(0, 2)
-        most = max(1, AT_ONCE // tiles[0].numel())
-        vectors = torch.cat([self.encoder(some) for some in tiles.split(most)])
+        count = max(1, AT_ONCE // tiles[0].numel())
+        vectors = torch.cat([self.encoder(some) for some in tiles.split(count)])
         return vectors.unflatten(0, (len(images), rows, columns)).permute(0, 3, 1, 2)
 
     def example(self, batch: int, time: int, device: torch.device | str | None = None) -> Tensor:

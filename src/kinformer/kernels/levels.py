@@ -62,17 +62,17 @@ def leveled_attention(
     time, levels = tokens.q.shape[2], tokens.scales.shape[3] - 1
     whole, counts = state.unflatten(2, (levels, -1)), _host_counts(tokens, seen)
     which = _levels(counts, counts, levels, state.device)
-    held, outputs = whole.index_select(2, which), []
+    states, outputs = whole.index_select(2, which), []
     for part in tokens.tiles(time if impl == "reference" else TILE):
         place = _place(part, seen)
         sums = None if part.log_decay is None else part.log_decay.to(state.dtype).cumsum(2)
         y = _pairs(part, place, sums)
-        outputs.append(y + _read(part, held.to(y.dtype), which, place, sums) if len(which) else y)
+        outputs.append(y + _read(part, states.to(y.dtype), which, place, sums) if len(which) else y)
         counts, newest = _counts_after(counts, part, place)
         following, new = (_levels(counts, some, levels, state.device) for some in (counts, newest))
-        held = _written(part, held, (which, following, new), place, sums)
+        states = _written(part, states, (which, following, new), place, sums)
         which, seen = following, place.end
-    after = held if len(which) == levels else torch.zeros_like(whole).index_copy(2, which, held)
+    after = states if len(which) == levels else torch.zeros_like(whole).index_copy(2, which, states)
     return torch.cat(outputs, 2), after.flatten(2, 3)
 
 
@@ -121,8 +121,8 @@ def _pairs(tokens: LeveledTokens, place: _Place, sums: Tensor | None) -> Tensor:
     return weights.masked_fill(hidden.unsqueeze(1), 0) @ v
 
 
-def _read(tokens: LeveledTokens, held: Tensor, which: Tensor, place: _Place, sums: Tensor | None) -> Tensor:
-    """Return what the tile reads in ``held`` [batch, heads, n, features, width], levels ``which`` [n] of a state."""
+def _read(tokens: LeveledTokens, states: Tensor, which: Tensor, place: _Place, sums: Tensor | None) -> Tensor:
+    """Return what the tile reads in ``states`` [batch, heads, n, features, width], levels ``which`` [n] of a state."""
     q, scales = tokens.q, tokens.scales
     reached = level(tokens.positions, place.start.unsqueeze(1), scales.shape[3] - 1)
     levels = torch.maximum(reached.unsqueeze(2), which + 1)[:, None].expand(-1, q.shape[1], -1, -1)
@@ -130,38 +130,38 @@ def _read(tokens: LeveledTokens, held: Tensor, which: Tensor, place: _Place, sum
     weights = scales.gather(3, levels).masked_fill(~seen.unsqueeze(1), 0)
     if sums is not None:
         weights = weights * sums.exp().unsqueeze(3).to(weights.dtype)
-    return (weights.unsqueeze(4) * q.unsqueeze(3)).flatten(3) @ held.flatten(2, 3)
+    return (weights.unsqueeze(4) * q.unsqueeze(3)).flatten(3) @ states.flatten(2, 3)
 
 
 def _written(
     tokens: LeveledTokens,
-    held: Tensor,
+    states: Tensor,
     which: tuple[Tensor, Tensor, Tensor],
     place: _Place,
     sums: Tensor | None,
 ) -> Tensor:
-    """Return the levels of the state after the tile from those ``held`` before it, [batch, heads, m or n, features,
+    """Return the levels of the state after the tile from those ``states`` before it, [batch, heads, m or n, features,
     width]; ``which``: the numbers of those before [n], after [m], and of those after that its tokens are in."""
     k, levels, (before, after, new) = tokens.k, tokens.scales.shape[3] - 1, which
     of = level(place.end.unsqueeze(1), tokens.positions, levels).unsqueeze(2) == new + 1
-    share = (of & place.last.unsqueeze(2))[:, None].to(held.dtype)
+    share = (of & place.last.unsqueeze(2))[:, None].to(states.dtype)
     if sums is not None:
         share = share * (sums[:, :, -1:] - sums).exp().unsqueeze(3)
     keys = (share.to(k.dtype).unsqueeze(4) * k.unsqueeze(3)).flatten(3)
-    added = (keys.mT @ tokens.v).unflatten(2, (len(new), k.shape[3])).to(held.dtype)
+    added = (keys.mT @ tokens.v).unflatten(2, (len(new), k.shape[3])).to(states.dtype)
     # Levels move as a whole: a matrix of ones, of the level before and the level after.
     moved = torch.maximum(level(place.end, place.start, levels).unsqueeze(1), before + 1) - 1
     stays = place.stays.unsqueeze(1) & _occupied(place.start, before, levels)
-    moves = ((moved.unsqueeze(1) == after.unsqueeze(1)) & stays.unsqueeze(1))[:, None].to(held.dtype)
+    moves = ((moved.unsqueeze(1) == after.unsqueeze(1)) & stays.unsqueeze(1))[:, None].to(states.dtype)
     if sums is not None:
         moves = moves * sums[:, :, -1].exp()[..., None, None]
-    old = (moves @ held.flatten(3)).unflatten(3, held.shape[3:])
+    old = (moves @ states.flatten(3)).unflatten(3, states.shape[3:])
     return old + added if len(new) == len(after) else old.index_add(2, torch.searchsorted(after, new), added)
 
 
-def level(a: Tensor, b: Tensor, most: int) -> Tensor:
-    """Return the bits of a xor b, ``most`` at most, of positions."""
-    return torch.frexp((a ^ b).double())[1].long().clamp_max(most)
+def level(a: Tensor, b: Tensor, limit: int) -> Tensor:
+    """Return the bits of a xor b, ``limit`` at most, of positions."""
+    return torch.frexp((a ^ b).double())[1].long().clamp_max(limit)
 
 
 def _occupied(ends: Tensor, which: Tensor, levels: int) -> Tensor:

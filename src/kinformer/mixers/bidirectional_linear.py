@@ -56,12 +56,12 @@ class BidirectionalLinear(EncoderMixer):
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         x = select_valid(x, text.valid)
         q, k, v = self.qkv(x).unflatten(-1, self.shape).permute(2, 0, 3, 1, 4).unbind()
-        q, (k, lacking) = self.feature_map.queries(q), self.feature_map.keys(k)
+        q, (k, log_scale) = self.feature_map.queries(q), self.feature_map.keys(k)
         valid = None if text.valid is None else text.valid[:, None]
-        if lacking is not None:  # a factor that all keys of a row share is in both sums
+        if log_scale is not None:  # a factor that all keys of a row share is in both sums
             if valid is not None:
-                lacking = torch.where(valid, lacking, lacking.new_full((), torch.finfo(lacking.dtype).min))
-            k = k * (lacking - lacking.detach().amax(-1, keepdim=True)).exp().unsqueeze(-1).to(k.dtype)
+                log_scale = torch.where(valid, log_scale, log_scale.new_full((), torch.finfo(log_scale.dtype).min))
+            k = k * (log_scale - log_scale.detach().amax(-1, keepdim=True)).exp().unsqueeze(-1).to(k.dtype)
         if valid is not None:
             # ``where`` rather than a product: 0 * inf of a padding key would be NaN.
             k = torch.where(valid.unsqueeze(-1), k, k.new_zeros(()))

@@ -56,13 +56,13 @@ class SortedState(NamedTuple):
 
 class Rows(NamedTuple):
     """Sequences of a chunk as rows: sequence i stands in row ``row[i]`` after others; ``places`` [n, time]
-    are its tokens' in the chunk flattened, ``valid`` [n, time] where there is one; ``begun`` [n] whether it
+    are its tokens' in the chunk flattened, ``valid`` [n, time] where there is one; ``continues`` [n] whether it
     continues what the row's state holds; ``last`` [batch]: the last sequence of every row."""
 
     row: Tensor
     places: Tensor
     valid: Tensor
-    begun: Tensor
+    continues: Tensor
     last: Tensor
 
 
@@ -128,7 +128,7 @@ class CausalSinkhornAttention(CausalMixer):
             return self._absorb(chunk, state)
         rows = _sequences(reset, chunk.valid)
         x = chunk.x.flatten(0, 1)[rows.places]
-        y, after = self._absorb(Chunk(x, rows.valid), _begun(state, rows))
+        y, after = self._absorb(Chunk(x, rows.valid), _continued(state, rows))
         joined = y.new_zeros(chunk.x.shape[0] * chunk.x.shape[1], y.shape[-1])
         joined = joined.index_put((rows.places[rows.valid],), y[rows.valid])
         return joined.unflatten(0, chunk.x.shape[:2]), SortedState(*(leaf[rows.last] for leaf in after))  # type: ignore[call-arg]
@@ -152,10 +152,10 @@ class CausalSinkhornAttention(CausalMixer):
     def _check(self, state: SortedState, time: int, seen: Tensor) -> None:
         """Raise where a sequence ends beyond ``max_length``; the host looks only where that is possible."""
         if state.k.shape[2] + time > self.max_length and has_data(seen) and not torch.compiler.is_compiling():
-            most = int(seen.max())
-            if most > self.max_length:
+            longest = int(seen.max())
+            if longest > self.max_length:
                 raise KinformerError(
-                    f"a sequence has {most} tokens, but the mixer causal_sinkhorn ends at max_length = "
+                    f"a sequence has {longest} tokens, but the mixer causal_sinkhorn ends at max_length = "
                     f"{self.max_length}; give shorter sequences, or a model that is built and trained with more."
                 )
 
@@ -235,10 +235,10 @@ def _sequences(reset: Tensor, valid: Tensor | None) -> Rows:
     return Rows(row, index, there, ~reset[row, first], starts.sum(1).cumsum(0) - 1)
 
 
-def _begun(state: SortedState, rows: Rows) -> SortedState:
+def _continued(state: SortedState, rows: Rows) -> SortedState:
     """Return the states in which the sequences ``rows`` begin: those of their rows, or new ones."""
     state = SortedState(*(leaf[rows.row] for leaf in state))  # type: ignore[call-arg]
     k, v, sums = (
-        torch.where(rows.begun.view(-1, *[1] * (leaf.dim() - 1)), leaf, leaf.new_zeros(())) for leaf in state[:3]
+        torch.where(rows.continues.view(-1, *[1] * (leaf.dim() - 1)), leaf, leaf.new_zeros(())) for leaf in state[:3]
     )
-    return SortedState(k, v, sums, torch.where(rows.begun, state.seen, 0))  # type: ignore[call-arg]
+    return SortedState(k, v, sums, torch.where(rows.continues, state.seen, 0))  # type: ignore[call-arg]

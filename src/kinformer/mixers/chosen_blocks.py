@@ -11,9 +11,8 @@ means of their keys, after the position has turned them (``kernels.chosen.choice
 blocks are those of the largest probabilities there, and ``window`` attends to the last tokens. Summaries are means, or
 what a perceptron makes of a block (``projections.block_summary``). It sees keys as the position turns them from the
 block's first token on, and what it makes stands where that token does: a summary knows no more of where the block lies
-than its mean would. With ``summary_length`` and ``summary_stride`` summaries are of so many tokens, one every so
-many, which may overlap; the importance of a block then is that of the summaries that share tokens with it (NSA,
-equation 9).
+than its mean would. Summaries of ``summary_length`` tokens begin every ``summary_stride`` tokens and may overlap; the
+importance of a block then is that of the summaries that share tokens with it (NSA, equation 9).
 """
 
 from __future__ import annotations
@@ -143,7 +142,7 @@ class ChosenBlocks(HostDriven, CausalMixer):
 
         @property
         def summary_and_stride(self) -> tuple[int, int]:
-            """The tokens of a summary, and from the first one of a summary to that of the next."""
+            """Return how many tokens a summary has, and how many lie between the first tokens of two summaries."""
             length = self.summary_length or self.block
             return length, self.summary_stride or length
 

@@ -11,13 +11,13 @@ Transformer-XL, are those of p_t - j, which is negative where j is ahead.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kinformer.core.contract import Chunk, advance, positions_of, select_valid
 from kinformer.core.parts import PositionConfig, ScoreConfig, merge_heads
+from kinformer.core.state import State
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
 from kinformer.kernels.impls import AttentionImpl
 from kinformer.patterns.full import Full
@@ -55,7 +55,7 @@ class CrossAttention(OverSource):
         needs = Needs.of_parts(Full(), self.score, self.position, config.dropout)
         check_impl(config.impl, needs._replace(sets=True), "cross")
 
-    def forward(self, chunk: Chunk, state: Any) -> tuple[Tensor, Any]:
+    def forward(self, chunk: Chunk, state: State) -> tuple[Tensor, State]:
         x, source = select_valid(chunk.x, chunk.valid), state
         visibility, relative, after, aligned = Visibility(), None, state, None
         if isinstance(state, AlignedState):

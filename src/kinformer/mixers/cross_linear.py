@@ -78,12 +78,12 @@ class LinearCrossAttention(SourceMixer):
     def over(self, source: Tensor, valid: Tensor, device: torch.device | None, dtype: torch.dtype | None) -> SourceSums:
         kv = self.key_value(source)
         k, v = kv.view(*source.shape[:2], 2, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind()
-        k, lacking = self.feature_map.keys(k)
+        k, log_scale = self.feature_map.keys(k)
         wide = state_dtype(dtype or self.out.weight.dtype)
         k, v, mask = k.to(wide), v.to(wide), valid[:, None]
-        if lacking is not None:  # a factor that all keys of a row share is in both sums
-            lacking = torch.where(mask, lacking, lacking.new_full((), torch.finfo(lacking.dtype).min))
-            k = k * (lacking - lacking.detach().amax(-1, keepdim=True)).exp().unsqueeze(-1).to(wide)
+        if log_scale is not None:  # a factor that all keys of a row share is in both sums
+            log_scale = torch.where(mask, log_scale, log_scale.new_full((), torch.finfo(log_scale.dtype).min))
+            k = k * (log_scale - log_scale.detach().amax(-1, keepdim=True)).exp().unsqueeze(-1).to(wide)
         k = torch.where(mask.unsqueeze(-1), k, k.new_zeros(()))
         with no_autocast(k.device):
             sums = k.mT @ v  # S = sum_j phi(k_j) v_j^T

@@ -70,6 +70,8 @@ class LinformerCrossAttention(Summarising, SourceMixer):
         def build(self, dim: int) -> LinformerCrossAttention:
             return LinformerCrossAttention(self, dim)
 
+    config: Config
+
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
         self.dim = dim

@@ -101,15 +101,15 @@ class EtcAttention(EncoderMixer):
         pieces = self.projection.pieces(select_valid(x, text.valid), text.num_global)
         if not text.num_global:
             return select_valid(self.out(merge_heads(self._l2l(pieces, text).out)), text.valid)
-        mine = _mine(text)
-        long = self.out(merge_heads(self._long(pieces, text, mine)))
-        short = (self.global_out or self.out)(merge_heads(self._global(pieces, text, mine)))
+        in_sentence = _in_sentence(text)
+        long = self.out(merge_heads(self._long(pieces, text, in_sentence)))
+        short = (self.global_out or self.out)(merge_heads(self._global(pieces, text, in_sentence)))
         return select_valid(torch.cat([short, long], 1), text.valid)
 
-    def _long(self, pieces: Pieces, text: SequenceContext, mine: Tensor | None) -> Tensor:
+    def _long(self, pieces: Pieces, text: SequenceContext, in_sentence: Tensor | None) -> Tensor:
         """Return attention of the long input's tokens: l2l and l2g, merged into one softmax."""
         q = pieces.q_long
-        bias = self.relations.by_sentence(self.relations.scores(q), mine)
+        bias = self.relations.by_sentence(self.relations.scores(q), in_sentence)
         visibility = Visibility(key_padding_mask=None if text.valid is None else ~text.valid[:, : text.num_global])
         l2g = self._attend(q, *pieces.l2g, visibility, bias=bias, lse=True)
         return merge(self._l2l(pieces, text), l2g).out
@@ -122,13 +122,13 @@ class EtcAttention(EncoderMixer):
         visibility = Visibility(self.pattern, key_padding_mask=None if text.long_valid is None else ~text.long_valid)
         return self._attend(q, k, v, visibility, relative=relative, lse=bool(text.num_global))
 
-    def _global(self, pieces: Pieces, text: SequenceContext, mine: Tensor | None) -> Tensor:
+    def _global(self, pieces: Pieces, text: SequenceContext, in_sentence: Tensor | None) -> Tensor:
         """Return attention of the global input's tokens: g2g and g2l in one softmax over [global; long]."""
         q, relations = pieces.q_global, self.global_relations
         (batch, heads, count, _), time = q.shape, pieces.q_long.shape[2]
         scores = relations.scores(q)
         ids = self._global_ids(count, q.device).expand(batch, heads, -1, -1)
-        turned = None if mine is None else mine.mT
+        turned = None if in_sentence is None else in_sentence.mT
         g2l = relations.by_sentence(scores, turned).expand(-1, -1, -1, time)
         visibility = Visibility(key_padding_mask=None if text.valid is None else ~text.valid)
         if self.config.hard_g2l:
@@ -163,7 +163,7 @@ class EtcAttention(EncoderMixer):
         return attention(q, k, v, visibility, scoring, impl=self.config.impl, lse=lse)
 
 
-def _mine(text: SequenceContext) -> Tensor | None:
+def _in_sentence(text: SequenceContext) -> Tensor | None:
     """Return whether the global token stands for the sentence of the long input's token,
     [batch, time, num_global] bool, or None."""
     if text.sentences is None:

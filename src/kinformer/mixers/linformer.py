@@ -61,6 +61,8 @@ class Linformer(Summarising, EncoderMixer):
         def build(self, dim: int) -> Linformer:
             return Linformer(self, dim)
 
+    config: Config
+
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
         self.dim = dim

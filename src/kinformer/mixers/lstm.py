@@ -9,7 +9,7 @@ lengths and resets; ``torch.compile`` leaves it as it is, outside of the graph.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,8 +52,8 @@ class LSTM(CausalMixer):
         self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> LSTMState:
         like: Tensor = self.rnn.weight_hh_l0  # type: ignore[assignment]
-        options: dict[str, Any] = {"device": device or like.device, "dtype": state_dtype(dtype or like.dtype)}
-        return LSTMState(*(torch.zeros(batch, self.dim, **options) for _ in range(2)))
+        device, dtype = device or like.device, state_dtype(dtype or like.dtype)
+        return LSTMState(*(torch.zeros(batch, self.dim, device=device, dtype=dtype) for _ in range(2)))
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
         return 2 * self.dim * state_dtype(dtype).itemsize

@@ -47,7 +47,7 @@ from kinformer.runtime.host import HostDriven, host_ints
 from kinformer.runtime.words import plural
 
 _BLOCKS = 16
-"""How many times the memory is copied while it fills: it is evicted from the window in so many blocks."""
+"""How many times the memory is copied while it fills: tokens leave the window in this many blocks."""
 
 
 class MemorizingState(NamedTuple):

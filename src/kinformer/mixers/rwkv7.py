@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -129,9 +129,9 @@ class RWKV7(Crosses, CausalMixer):
         self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> TimeMixState:
         like, width = self.out.weight, self.head_dim
-        options: dict[str, Any] = {"device": device or like.device, "dtype": state_dtype(dtype or like.dtype)}
-        kv = torch.zeros(batch, self.config.num_heads, width, width, **options)
-        return TimeMixState(kv, torch.zeros(batch, 1, 1, self.dim, **options))
+        device, dtype = device or like.device, state_dtype(dtype or like.dtype)
+        kv = torch.zeros(batch, self.config.num_heads, width, width, device=device, dtype=dtype)
+        return TimeMixState(kv, torch.zeros(batch, 1, 1, self.dim, device=device, dtype=dtype))
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
         return (self.config.num_heads * self.head_dim**2 + self.dim) * state_dtype(dtype).itemsize
@@ -145,13 +145,13 @@ class RWKV7(Crosses, CausalMixer):
         recent = recent if self.crossing is None else self.crossing.last(recent)
         xr, xw, xk, xv, xa, xg = mixed.unbind(1)
         rate = torch.sigmoid(self.rate_up(self.rate_down(xa)) + self.rate_bias)
-        k, tilted = self.k(xk), self.decay_up(torch.tanh(self.decay_down(xw))) + self.decay_bias
-        heads = [self._heads(part) for part in (self.r(xr), k * self.erased, self.v(xv), rate, tilted)]
-        r, erased, v, rate_by_head, tilted = heads
+        k, decay_logits = self.k(xk), self.decay_up(torch.tanh(self.decay_down(xw))) + self.decay_bias
+        heads = [self._heads(part) for part in (self.r(xr), k * self.erased, self.v(xv), rate, decay_logits)]
+        r, erased, v, rate_by_head, decay_logits = heads
         v = v if self.first_values is None else self.first_values(v, xv, chunk.values)
         key = self._heads(k * (1 + (rate - 1) * self.replaced))
         # In float32 at least, where a small decay and its inverse are exact.
-        log_decay = _RATE * torch.sigmoid(tilted.to(state_dtype(tilted.dtype)))
+        log_decay = _RATE * torch.sigmoid(decay_logits.to(state_dtype(decay_logits.dtype)))
         if chunk.valid is not None:
             log_decay = torch.where(chunk.valid[:, None, :, None], log_decay, log_decay.new_zeros(()))
         erasing = functional.normalize(erased, dim=-1), rate_by_head

@@ -204,8 +204,8 @@ class SegmentMemory(RecomputesKV, CausalMixer):
     def _past(self, state: SegmentState, like: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
         """Return keys and values of the past without gradients: those of the
         state, or projections of its hidden states."""
-        lacking = state.hidden_states.shape[2] - state.k.shape[2]
-        if not lacking:
+        missing = state.hidden_states.shape[2] - state.k.shape[2]
+        if not missing:
             return state.k.to(like.dtype), state.v.to(like.dtype)
         return self._keys_values(state.hidden_states, _before(state.seen, state.hidden_states.shape[2]), norm)
 
@@ -274,8 +274,8 @@ class SegmentMemory(RecomputesKV, CausalMixer):
         if not hidden_states.requires_grad:
             return hidden_states
         counts = host_ints(seen, hidden_states.shape[2])
-        most = self.segment - 1 if counts is None else max(count % self.segment for count in counts)
-        return _cut(hidden_states, seen % self.segment, min(most, hidden_states.shape[2]))
+        longest = self.segment - 1 if counts is None else max(count % self.segment for count in counts)
+        return _cut(hidden_states, seen % self.segment, min(longest, hidden_states.shape[2]))
 
 
 def _before(seen: Tensor, slots: int) -> Tensor:
@@ -283,10 +283,10 @@ def _before(seen: Tensor, slots: int) -> Tensor:
     return seen[:, None] + torch.arange(-slots, 0, device=seen.device)
 
 
-def _cut(slots: Tensor, live: Tensor, most: int) -> Tensor:
+def _cut(slots: Tensor, live: Tensor, limit: int) -> Tensor:
     """Return ``slots`` [batch, 1, past, dim] with a graph to the last ``live`` [batch] of each row alone,
-    of which no row has more than ``most``."""
-    old, new = slots[:, :, : slots.shape[2] - most].detach(), slots[:, :, slots.shape[2] - most :]
-    age = torch.arange(most, 0, -1, device=live.device)
-    mine = (age <= live[:, None])[:, None, :, None]
-    return torch.cat([old, torch.where(mine, new, new.detach())], dim=2)
+    of which no row has more than ``limit``."""
+    old, new = slots[:, :, : slots.shape[2] - limit].detach(), slots[:, :, slots.shape[2] - limit :]
+    age = torch.arange(limit, 0, -1, device=live.device)
+    inside = (age <= live[:, None])[:, None, :, None]
+    return torch.cat([old, torch.where(inside, new, new.detach())], dim=2)

@@ -10,7 +10,7 @@ decoder back alone, and the state holds the last tokens of what enters either. T
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -92,8 +92,8 @@ class CausalTransition(_Weights, CausalMixer):
         self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> ConvolutionState:
         like = self.up.weight
-        options: dict[str, Any] = {"device": device or like.device, "dtype": state_dtype(dtype or like.dtype)}
-        return ConvolutionState(*(torch.zeros(batch, 1, *size, **options) for size in self._sizes))
+        device, dtype = device or like.device, state_dtype(dtype or like.dtype)
+        return ConvolutionState(*(torch.zeros(batch, 1, *size, device=device, dtype=dtype) for size in self._sizes))
 
     @property
     def _sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:

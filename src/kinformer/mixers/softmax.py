@@ -201,11 +201,11 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
         seen = advance(state.seen, chunk, positions)
         new = self._decayed(self._project(call, positions, seen, recent), chunk, positions, state)
         first, pinned = self._pinned(call, new, positions, seen)
-        past, most = state[:-1], self.pattern.horizon
-        seeing = new.behind(past) if self.crossing is None else self.behind_past((new.k, new.v), past[:2], most)
+        past, horizon = state[:-1], self.pattern.horizon
+        seeing = new.behind(past) if self.crossing is None else self.behind_past((new.k, new.v), past[:2], horizon)
         y = self._attend(call, new.q, seeing, positions, not past[0].shape[2] and chunk.reset is None, pinned)
-        retained = tuple(newest(chunk, slots, seen, most) for slots in new.after(past, seeing))
-        retained, seen = self.row_end(retained, seen, state.k, positions.shape[1], most)
+        retained = tuple(newest(chunk, slots, seen, horizon) for slots in new.after(past, seeing))
+        retained, seen = self.row_end(retained, seen, state.k, positions.shape[1], horizon)
         return select_valid(y, chunk.valid), type(state)(*retained, seen), new.recent, first  # type: ignore[call-arg]
 
     def _extend(

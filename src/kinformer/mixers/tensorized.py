@@ -17,7 +17,7 @@ weights, so this is for short sequences. M is in the state: a generated token co
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,8 +81,7 @@ class TensorizedAttention(Factors, CausalMixer):
     ) -> TensorizedState:
         like = self.pairs
         device, dtype = device or like.device, dtype or activation_dtype(like)
-        options: dict[str, Any] = {"device": device, "dtype": dtype}
-        empty = torch.zeros(batch, 1, 0, self.config.rank, **options)
+        empty = torch.zeros(batch, 1, 0, self.config.rank, device=device, dtype=dtype)
         total = torch.zeros(batch, self.dim, self.terms * self.config.rank, device=device, dtype=state_dtype(dtype))
         return TensorizedState(empty, empty, total, torch.zeros(batch, dtype=torch.int64, device=device))  # type: ignore[call-arg]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from kinformer.core.stack import StackConfig
 from kinformer.runtime.dropout import Dropout
 from kinformer.runtime.errors import KinformerError
 from kinformer.stacks.sequential import Sequential
+
+if TYPE_CHECKING:
+    from kinformer.models.encoder_decoder import SourceEncoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,7 @@ class Trunk(nn.Module):
     module's own, to be saved and trained with it.
     """
 
-    def __init__(self, config: Any, dim: int, input: Input, owns: bool = True) -> None:
+    def __init__(self, config: CommonConfig | SourceEncoder.Config, dim: int, input: Input, owns: bool = True) -> None:
         super().__init__()
         self.config = config
         if owns:
@@ -56,7 +59,7 @@ class Trunk(nn.Module):
         else:
             object.__setattr__(self, "input", input)
         self.position = config.position.build_model(dim, len(config.uses))
-        self._build_entrance(config, dim)
+        self._build_entrance(dim)
         config.stack.check(self.position)
         widths = config.stack.widths(dim, len(config.layers))
         layers = [layer.build(width) for layer, width in zip(config.layers, widths, strict=True)]
@@ -68,15 +71,8 @@ class Trunk(nn.Module):
         self._max_length = min((n for n in (self.position.max_length, *mixers) if n is not None), default=None)
         self.dropout = Dropout(config.dropout) if config.dropout else None
 
-    def _build_entrance(self, config: object, dim: int) -> None:
+    def _build_entrance(self, dim: int) -> None:
         """Build the parts between the input and the stack."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Return how many ids the input takes."""
-        if self.input.vocab_size is None:
-            raise KinformerError(f"the input {self.config.input.kind!r} of this model knows no token ids.")
-        return self.input.vocab_size
 
     @property
     def max_length(self) -> int | None:
@@ -117,6 +113,8 @@ class Trunk(nn.Module):
 class CommonModel(Trunk):
     """A trunk with a head; models define ``forward`` and ``hidden`` themselves."""
 
+    config: CommonConfig
+
     def __init__(self, config: CommonConfig) -> None:
         super().__init__(config, config.dim, config.input.build(config.dim))
         config.head.check(config.width, self.input)
@@ -124,6 +122,13 @@ class CommonModel(Trunk):
         self.exit_heads = self._build_exit_heads(config)
         config.initialisation.apply(self)
         self.initialised = True
+
+    @property
+    def vocab_size(self) -> int:
+        """Return how many ids the input takes."""
+        if self.input.vocab_size is None:
+            raise KinformerError(f"the input {self.config.input.kind!r} of this model knows no token ids.")
+        return self.input.vocab_size
 
     def _build_exit_heads(self, config: CommonConfig) -> nn.ModuleList | None:
         """Build the heads of exits that have one of their own, beside the last's."""

@@ -37,7 +37,7 @@ class Decoder(CommonModel):
 
     ``logits, state = model(tokens, state)`` with tokens [batch, time] int64 (or whatever else the input takes) and
     logits [batch, time, vocab]; ``state=None`` begins new sequences. Chunks may have any length: a prompt, a segment,
-    or one token. With ``ahead`` the model has parts that predict so many tokens beyond the next (:class:`Ahead`); the
+    or one token. With ``ahead`` the model has parts that predict that many tokens beyond the next (:class:`Ahead`); the
     objective multi-token trains them, and generation may use them as drafts.
     """
 
@@ -70,19 +70,23 @@ class Decoder(CommonModel):
         def build(self) -> Decoder:
             return Decoder(self)
 
-    def __init__(self, config: Any) -> None:
+    config: Config
+
+    def __init__(self, config: Config) -> None:
         super().__init__(config)
         if self.stack.reads_source and config.protocol is not SourceModel:
+            stack: Any = config.stack
             raise KinformerError(
-                f"the stack's rule {config.stack.rule.kind!r} reads the source of a translation, but this model has "
+                f"the stack's rule {stack.rule.kind!r} reads the source of a translation, but this model has "
                 "none; use it in an encoder-decoder (vanilla), or another rule (multinomial, geometric)."
             )
         self.ahead = nn.ModuleList(Ahead(config.width, config.dim) for _ in range(config.ahead)) or None
         if self.ahead is not None:
             config.initialisation.apply(self.ahead)
 
-    def _build_entrance(self, config: Any, dim: int) -> None:
-        self.embedding_norm = config.embedding_norm.build(dim) if config.embedding_norm else None
+    def _build_entrance(self, dim: int) -> None:
+        norm = self.config.embedding_norm
+        self.embedding_norm = norm.build(dim) if norm else None
 
     def _embedded(self, values: Tensor, positions: Tensor, valid: Tensor | None, **others: Tensor) -> Tensor:
         x = super()._embedded(values, positions, valid, **others)
@@ -154,7 +158,7 @@ class Decoder(CommonModel):
         *,
         valid: Tensor | None = None,
         reset: Tensor | None = None,
-    ) -> tuple[Any, DecoderState]:
+    ) -> tuple[Tensor | Left, DecoderState]:
         """Return the last hidden states [batch, time, dim], where exits have heads of their own as
         :class:`Left`, and the state after the chunk."""
         (x, state, _), exits = self._read(values, state, valid, reset, ())
@@ -195,7 +199,7 @@ class Decoder(CommonModel):
         return Hidden(order.restore(x), state, tuple(map(order.restore, tapped))), exits
 
     @cached_property
-    def _form(self) -> Any:
+    def _form(self) -> object:
         """Return the form of this model's states; None of one with a source, whose states also depend on its length."""
         if any(isinstance(module, ReadsSource) for module in self.modules()):
             return None
@@ -234,16 +238,18 @@ class Decoder(CommonModel):
         return state
 
     def further(self, number: int, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Return what predicts the token after ``tokens`` [batch, time], which ``hidden`` [batch, time, width] predict:
-        hidden states for ``number`` 1, else what number - 1 returned."""
+        """Return hidden states [batch, time, width] that predict the tokens after ``tokens`` [batch, time].
+
+        hidden: [batch, time, width], which predict ``tokens``: the model's for ``number`` 1, else those of number - 1.
+        """
         assert self.ahead is not None
         return self.ahead[number - 1](hidden, self.input(tokens, torch.zeros_like(tokens)))
 
-    def guesses(self, hidden: Tensor, tokens: Tensor, most: int) -> Tensor:
+    def guesses(self, hidden: Tensor, tokens: Tensor, limit: int) -> Tensor:
         """Return the most probable tokens [batch, n] behind ``tokens`` [batch, 1], which were drawn by ``hidden``
-        [batch, 1, width]; n is at most ``most``."""
+        [batch, 1, width]; n is at most ``limit``."""
         guesses = []
-        for number in range(1, min(most, len(self.ahead or ())) + 1):
+        for number in range(1, min(limit, len(self.ahead or ())) + 1):
             hidden = self.further(number, hidden, tokens)
             tokens = self.head(hidden, self.input).argmax(dim=-1)
             guesses.append(tokens)
@@ -252,9 +258,9 @@ class Decoder(CommonModel):
     def until_exit(self, number: int, values: Tensor, state: DecoderState) -> tuple[tuple[Tensor, ...], DecoderState]:
         """Run tokens that all go on behind exit ``number`` - 1, up to exit ``number``, in a stack with early exits.
 
-        ``values`` are tokens [batch, time] for exit 0, else what the exit before gave; ``state`` has the layers between
-        alone. Returns (hidden [batch, time, dim] for the next exit, logits [batch, time, vocab] of this one, by which
-        exit each token is to leave [batch, time]), and the state after.
+        values: tokens [batch, time] for exit 0, else the hidden states of the exit before. state: of the layers between
+        them alone. Returns (hidden [batch, time, dim] for the next exit, logits [batch, time, vocab] of this one, by
+        which exit each token is to leave [batch, time]), and the state after.
         """
         chunk, before, seen = self._placed(Chunk(values), state.seen)
         if number == 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -22,7 +22,7 @@ class DecoderState(NamedTuple):
     """The state: ``layers``, one state per use of a layer, ``seen`` [batch] int64, the tokens of each row's sequence,
     and ``source``, what the stack itself reads of a source (``()``: nothing)."""
 
-    layers: tuple[Any, ...]
+    layers: tuple[states.State, ...]
     seen: Tensor
     source: SourceMean | tuple[()] = ()
 

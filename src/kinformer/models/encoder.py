@@ -36,6 +36,8 @@ class Encoder(Reader, CommonModel):
         def build(self) -> Encoder:
             return Encoder(self)
 
+    config: Config
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._check_mixers()

@@ -11,13 +11,13 @@ serves three times (section 3.4).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kinformer.blocks.norms import NormConfig
 from kinformer.core.contract import ReadsSource
+from kinformer.core.encoder import EncoderLayerConfig
 from kinformer.core.input import Input, InputConfig
 from kinformer.core.model import SourceModel
 from kinformer.core.parts import PositionConfig
@@ -51,9 +51,11 @@ class SourceEncoder(Reader):
                 raise KinformerError("encoder.layers must hold at least one layer, but is empty.")
 
         @property
-        def uses(self) -> tuple[Any, ...]:
+        def uses(self) -> tuple[EncoderLayerConfig, ...]:
             """Return the config of the layer of every use, in order."""
             return tuple(self.layers[index] for index in self.stack.uses(len(self.layers)))
+
+    config: Config
 
     def __init__(self, config: Config, dim: int, input: Input) -> None:
         if config.input is not None:
@@ -78,6 +80,8 @@ class EncoderDecoder(Decoder):
         def build(self) -> EncoderDecoder:
             return EncoderDecoder(self)
 
+    config: Config
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         if not any(isinstance(module, ReadsSource) for module in self.stack.modules()):
@@ -86,9 +90,9 @@ class EncoderDecoder(Decoder):
                 '`set` \'layers.*.further_mixers=[{"kind": "cross"}]\', or train a decoder alone.'
             )
 
-    def _build_entrance(self, config: Any, dim: int) -> None:
-        super()._build_entrance(config, dim)
-        self.encoder = SourceEncoder(config.encoder, dim, self.input)
+    def _build_entrance(self, dim: int) -> None:
+        super()._build_entrance(dim)
+        self.encoder = SourceEncoder(self.config.encoder, dim, self.input)
 
     @property
     def source_input(self) -> Input:

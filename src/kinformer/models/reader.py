@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -23,19 +23,13 @@ from kinformer.core.encoder import (
     SequenceContext,
     global_positions,
 )
+from kinformer.core.model import Encoded
 from kinformer.models.base import Trunk
 from kinformer.runtime.errors import KinformerError
 
-
-class Encoded(NamedTuple):
-    """The hidden states: of the ``long_input`` [batch, time, dim] in the caller's order; of the ``global_input``
-    [batch, n, dim] with ``sentences`` [batch, n] bool, which of its tokens stand for a sentence of that row; and of the
-    long input at the outputs of the ``tapped`` layers."""
-
-    long_input: Tensor
-    global_input: Tensor | None
-    sentences: Tensor | None
-    tapped: tuple[Tensor, ...]
+if TYPE_CHECKING:
+    from kinformer.models.encoder import Encoder
+    from kinformer.models.encoder_decoder import SourceEncoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +53,11 @@ class Reader(Trunk):
     is then its first tokens.
     """
 
+    config: Encoder.Config | SourceEncoder.Config
     crossing: Crossing | None = None
 
-    def _build_entrance(self, config: Any, dim: int) -> None:
+    def _build_entrance(self, dim: int) -> None:
+        config = self.config
         self.global_tokens = config.global_tokens
         self.global_input = config.global_input.build(dim) if config.global_input else None
         self.embedding_norm = config.embedding_norm.build(dim) if config.embedding_norm else nn.Identity()

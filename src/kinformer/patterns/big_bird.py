@@ -47,7 +47,7 @@ class BigBird(Unsized):
         layer number ``seed``, for each of ``num_heads`` heads its own (None: the same for all). A block that is drawn
         twice, or that all see anyway, counts once.
 
-        ``length``: the pattern of a sequence of so many tokens for shorter ones too, as padded ones have it in the
+        ``length``: the pattern of a sequence of that many tokens for shorter ones too, as padded ones have it in the
         authors' code; None: that of each sequence's length.
         """
 
@@ -86,7 +86,7 @@ class BigBird(Unsized):
         return _sized(self, -(-length // self.block))
 
     def of_blocks(self, blocks: int) -> Pattern:
-        """Return the pattern of a sequence of so many blocks."""
+        """Return the pattern of a sequence of ``blocks`` blocks."""
         if blocks <= 5 + 2 * self.random:
             return Full(ahead=None)
         heads = range(self.heads) if self.head is None else (self.head,)

@@ -34,9 +34,9 @@ class Comb(Pattern):
         high = farthest if self.behind is None else np.minimum(farthest, self.behind)
         common = gcd(step, self.stride)
         period = self.stride // common
-        tooth = -(nearest // common) * pow(step // common, -1, period) % period
+        offset = -(nearest // common) * pow(step // common, -1, period) % period
         start = -((nearest - low) // step)
-        first = start + (tooth - start) % period
+        first = start + (offset - start) % period
         some = (nearest % common == 0) & (first <= (high - nearest) // step)
         every = some & (low == nearest) & (high == farthest) & ((period == 1) | (nearest == farthest))
         return np.where(every, ALL, np.where(some, SOME, NONE)).astype(np.int8)

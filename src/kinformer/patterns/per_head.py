@@ -67,10 +67,10 @@ class PerHead(Pattern):
         return PerHead(tuple(pattern.sized(length) for pattern in self.patterns))
 
     def allowed(self, q: Tensor, k: Tensor) -> Tensor:
-        raise AssertionError("a per-head pattern is asked head by head: pattern.at(head).allowed(q, k)")
+        raise AssertionError("a per-head pattern is evaluated head by head: pattern.at(head).allowed(q, k)")
 
     def cover(self, boxes: Boxes) -> Cover:
-        raise AssertionError("a per-head pattern is asked head by head: pattern.at(head).cover(boxes)")
+        raise AssertionError("a per-head pattern is evaluated head by head: pattern.at(head).cover(boxes)")
 
 
 def per_head(patterns: Sequence[Pattern]) -> Pattern:

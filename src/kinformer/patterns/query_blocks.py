@@ -11,7 +11,7 @@ from torch import Tensor
 from kinformer.core.pattern import ALL, NONE, SOME, Boxes, Cover, Ints, Pattern
 
 MOST_BLOCKS = 256
-"""A box of more query blocks than these is SOME without a look; the executor's boxes are at most 128 queries tall."""
+"""A box of more query blocks than these is SOME; the executor's boxes are at most 128 queries tall."""
 
 Numbers = TypeVar("Numbers", Tensor, Ints)
 
@@ -24,9 +24,9 @@ def by_query_block(boxes: Boxes, block: int, rule: Callable[[Boxes], Cover]) -> 
         count = q_high // block - q_low // block + 1
     else:
         count = (q_high - q_low) // step + 1
-    least, most = np.full(len(q_low), ALL, np.int8), np.full(len(q_low), NONE, np.int8)
+    lowest, highest = np.full(len(q_low), ALL, np.int8), np.full(len(q_low), NONE, np.int8)
     for number in range(min(int(count.max(initial=0)), MOST_BLOCKS)):
-        still = np.flatnonzero((count > number) & ((least == ALL) | (most == NONE)))
+        still = np.flatnonzero((count > number) & ((lowest == ALL) | (highest == NONE)))
         low, high = q_low[still], q_high[still]
         if step <= block:
             start = (low // block + number) * block
@@ -35,9 +35,9 @@ def by_query_block(boxes: Boxes, block: int, rule: Callable[[Boxes], Cover]) -> 
         else:
             low = high = low + number * step
         intervals = rule(Boxes(low, high, k_low[still], k_high[still], step))
-        least[still] = np.minimum(least[still], intervals)
-        most[still] = np.maximum(most[still], intervals)
-    return np.where((least == most) & (count <= MOST_BLOCKS), least, SOME).astype(np.int8)
+        lowest[still] = np.minimum(lowest[still], intervals)
+        highest[still] = np.maximum(highest[still], intervals)
+    return np.where((lowest == highest) & (count <= MOST_BLOCKS), lowest, SOME).astype(np.int8)
 
 
 class ChosenBlocks(Pattern):

@@ -32,7 +32,7 @@ class RandomBlocks(ChosenBlocks):
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
-        """The config; ``num_heads``: a draw of its own for each of so many heads; None: all heads see the same."""
+        """The config; ``num_heads``: a draw of its own for each of that many heads; None: all heads see the same."""
 
         kind = "random_blocks"
         block: int = 64

@@ -141,7 +141,7 @@ def _ramp(config: Rope.Config, width: int) -> tuple[float, float]:
     assert original is not None
 
     def pair(turns: float) -> float:
-        """Return the pair that makes so many turns within the original length."""
+        """Return the pair that makes this many ``turns`` within the original length."""
         # original * base^(-2i / width) = 2 pi turns, solved for i
         return width * math.log(original / (2 * math.pi * turns)) / (2 * math.log(config.base))
 

@@ -4,9 +4,10 @@ the other's sentence, as rows of one table.
     score(q, k) = (q . k + q . E[id] + c[id]) / sqrt(head_dim)
 
     id          0    1 ... K               K + 1 ... 2 K        2 K + 1      2 K + 2      2 K + 3
-    the key is  q    so far to the right   so far to the left   not mine     mine         another, in no order
+    the key is  q    so far to the right   so far to the left   unlike       same         another, in no order
 
-"Mine" is between the two inputs: the global token stands for the sentence of the long input's token. E[id] is the
+"Same" and "unlike" are between the two inputs: the global token stands for the sentence of the long input's token, or
+for another. E[id] is the
 paper's a^K of a relative position label, c[id] a bias that the authors' code adds; K is its clipping distance k, and
 distances beyond K are K.
 """
@@ -35,12 +36,12 @@ class TypedRelations(nn.Module):
         keys = torch.empty(rows or ids, num_heads, head_dim)
         self.keys = nn.Parameter(nn.init.trunc_normal_(keys, std=0.5, a=-1.0, b=1.0))
         self.bias = nn.Parameter(torch.zeros(rows or ids, num_heads))
-        self.other, self.mine, self.unordered = range(ids - 3, ids)
+        self.unlike, self.same, self.unordered = range(ids - 3, ids)
 
     def of_distance(self, distance: Tensor) -> Tensor:
         """Return the id of every distance (query position - key position), int64."""
-        most = self.max_distance
-        return torch.where(distance <= 0, (-distance).clamp_max(most), most + distance.clamp_max(most))
+        limit = self.max_distance
+        return torch.where(distance <= 0, (-distance).clamp_max(limit), limit + distance.clamp_max(limit))
 
     def relative(self, farthest: int) -> Relative:
         """Return the keys and biases of the distances up to ``farthest`` to the left and to the right."""
@@ -53,10 +54,12 @@ class TypedRelations(nn.Module):
         products = (q * self.scale) @ self.keys.permute(1, 2, 0).to(q.dtype)
         return products + (self.bias * self.scale).mT[:, None]
 
-    def by_sentence(self, scores: Tensor, mine: Tensor | None) -> Tensor:
+    def by_sentence(self, scores: Tensor, in_sentence: Tensor | None) -> Tensor:
         """Return the entries of :meth:`scores` for keys of the other input, [batch, heads, n, keys].
 
-        ``mine`` bool [batch, n, keys]: whether query and key belong together; None if there are no sentences.
+        in_sentence: bool [batch, n, keys], whether query and key belong together; None if there are no sentences.
         """
-        other = scores[..., self.other, None]
-        return other if mine is None else torch.where(mine[:, None], scores[..., self.mine, None], other)
+        unlike = scores[..., self.unlike, None]
+        if in_sentence is None:
+            return unlike
+        return torch.where(in_sentence[:, None], scores[..., self.same, None], unlike)

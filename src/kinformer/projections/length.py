@@ -5,7 +5,7 @@ E and F are learned weights of every position, or the mean or maximum of some to
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,28 @@ Method = Literal["learned", "mean", "max", "convolution"]
 Sharing = Literal["none", "heads", "keys_values"]
 
 
+class LengthConfig(Protocol):
+    """The fields of a mixer's config that say how it projects the length."""
+
+    @property
+    def method(self) -> Method: ...
+
+    @property
+    def sharing(self) -> Sharing: ...
+
+    @property
+    def shared(self) -> bool: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def max_length(self) -> int: ...
+
+    @property
+    def num_heads(self) -> int: ...
+
+
 class LengthProjection(nn.Module):
     """The weights of E and F (one for both where they are shared), returned by ``forward()``.
 
@@ -26,7 +48,7 @@ class LengthProjection(nn.Module):
     owns.
     """
 
-    def __init__(self, config: Any, sizes: tuple[int, int]) -> None:
+    def __init__(self, config: LengthConfig, sizes: tuple[int, int]) -> None:
         super().__init__()
         method, sharing = config.method, config.sharing
         self.config, self.shared = (method, sharing), config.shared
@@ -56,7 +78,7 @@ def check_summaries(config: Any) -> None:
         check_unused(config, f"with method = {config.method!r}, which has no weights", "sharing", "shared")
 
 
-def length_projection(config: Any, head_dim: int) -> LengthProjection | None:
+def length_projection(config: LengthConfig, head_dim: int) -> LengthProjection | None:
     """Return the weights of E and F as ``config`` says, None for a method without weights."""
     if config.method == "convolution":
         return LengthProjection(config, (head_dim, config.max_length // config.rank * head_dim))
@@ -67,7 +89,7 @@ class Summarising:
     """Mixin of mixers whose keys and values are summaries of a sequence. They have the products ``key`` and ``value``,
     the weights ``length`` of E and F (None: there are none), and a ``config`` like that of :class:`Linformer`."""
 
-    config: Any
+    config: LengthConfig
     key: nn.Linear
     value: nn.Linear
     length: LengthProjection | None

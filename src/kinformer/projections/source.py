@@ -60,7 +60,7 @@ class AlignedState(NamedTuple):
     seen: Tensor
 
     @classmethod
-    def begun(cls, source: CrossState) -> AlignedState:
+    def new(cls, source: CrossState) -> AlignedState:
         return cls(source, torch.zeros(len(source.k), dtype=torch.int64, device=source.k.device))
 
 
@@ -110,7 +110,7 @@ class OverSource(SourceMixer):
         state = CrossState(k, self.position.values(v), valid[:, None].to(kv.device))  # type: ignore[call-arg]
         if self.counts and self.crossing is not None:
             return AlignedState(state, self.crossing.before)
-        return AlignedState.begun(state) if self.counts else state
+        return AlignedState.new(state) if self.counts else state
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32, source_length: int = 0) -> int:
         return source_length * (2 * self.num_heads * self.head_dim * dtype.itemsize + 1) + 8 * self.counts

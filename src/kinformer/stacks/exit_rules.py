@@ -13,9 +13,10 @@ from kinformer.core.config import Config
 class AtExit(NamedTuple):
     """The n tokens that are still running at exit ``number``, counted from 0.
 
-    ``x`` [n, dim]: what the layer before the exit gave. ``earlier`` [n, dim]: the same at the exit before, at the first
-    what entered the stack. ``positions`` [n] int64: of the tokens in their sequences. ``logits()``: [n, vocab], what
-    the exit's head makes of ``x``. ``source`` [n, dim]: the mean vector of the source of each, where the rule reads it.
+    ``x`` [n, dim]: the outputs of the layer before the exit. ``earlier`` [n, dim]: those at the exit before, at the
+    first exit the inputs of the stack. ``positions`` [n] int64: of the tokens in their sequences. ``logits()``: [n,
+    vocab], of the exit's head for ``x``. ``source`` [n, dim]: the mean vector of each token's source, where the rule
+    reads it.
     """
 
     number: int
@@ -81,8 +82,8 @@ class ExitRule(nn.Module):
 
 
 class ExitRuleConfig(Config):
-    """The config of an exit rule; ``build(dim, exits)`` returns the rule of a
-    stack of width ``dim`` with so many exits."""
+    """The config of an exit rule; ``build(dim, exits)`` returns the rule of a stack of width ``dim`` with
+    that many exits."""
 
     slot = "exit_rule"
     learns: ClassVar[bool] = False

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -136,7 +136,7 @@ class Exits(Stack):
         taps: Sequence[int],
         read: ReadExit,
         source: Tensor | None = None,
-    ) -> tuple[tuple[Tensor, tuple[Any, ...], tuple[Tensor, ...]], Tensor | None]:
+    ) -> tuple[tuple[Tensor, tuple[State, ...], tuple[Tensor, ...]], Tensor | None]:
         drawn = self.training and self.config.training == "mixed"
         if not drawn and (self.training or not self.leaves_early):
             return self.absorb(chunk, state, before, taps), None
@@ -173,7 +173,7 @@ class Exits(Stack):
         before: BeforeUse,
         read: ReadExit,
         source: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, tuple[Any, ...]]:
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[State, ...]]:
         """Run a chunk, all of whose tokens run, from the exit before to exit ``number``, with ``state`` of the uses
         there.
 
@@ -194,7 +194,7 @@ class Exits(Stack):
             leaves = self.rule(at).view(leaves.shape)
         return x, logits, leaves, tuple(after)
 
-    def past(self, number: int, chunk: Chunk, state: tuple[State, ...], before: BeforeUse) -> tuple[Any, ...]:
+    def past(self, number: int, chunk: Chunk, state: tuple[State, ...], before: BeforeUse) -> tuple[State, ...]:
         """Return the states of the same uses after a chunk whose tokens have left before."""
         nothing = torch.ones(chunk.x.shape[0], 0, dtype=torch.bool, device=chunk.x.device)
         pairs = zip(self.leads(number), state, strict=True)

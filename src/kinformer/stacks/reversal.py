@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,8 @@ from kinformer.runtime.derivatives import Context, Gradients, first_order
 from kinformer.runtime.errors import KinformerError
 
 NAME = "the reversible stack"
+UndoState = tuple[State, Sequence[Tensor], Sequence[Tensor | None]]
+"""Of a mixer: its state before as a form and its tensors, and the gradients of those of the state after."""
 REMEDY = "use `set` stack.recompute=false for that"
 
 
@@ -40,7 +41,7 @@ class LayerUse:
         self.autocast: Callable[[], AbstractContextManager[object]] = nullcontext
         self.drawn: list[Callable[[], AbstractContextManager[object]]] = []
 
-    def forward(self, a: Tensor, b: Tensor, state: tuple[State, ...]) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    def forward(self, a: Tensor, b: Tensor, state: tuple[State, ...]) -> tuple[Tensor, Tensor, tuple[State, ...]]:
         """Return the streams and the mixers' states after the layer."""
         inputs, after = iter(state), []
         for branch in self.branches:
@@ -55,7 +56,7 @@ class LayerUse:
         backward pass must set up again.
 
         Branches are computed as they will be again, with a graph, since some do otherwise without one; but what the
-        graph would keep is let go of at once.
+        graph would save is dropped at once.
         """
         self.autocast, self.drawn = _autocast(a.device), []
         inputs, after = iter(state), []
@@ -74,13 +75,13 @@ class LayerUse:
         self,
         streams: tuple[Tensor, Tensor],
         gradients: tuple[Tensor | None, Tensor | None],
-        before: Sequence[tuple[Any, list[Tensor], Sequence[Tensor | None]]],
+        before: Sequence[UndoState],
         weights: Sequence[Tensor],
     ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None], list[Tensor | None], list[Tensor | None]]:
         """Return, from what is behind the layer, what was before it: streams, their gradients, those of the states'
         tensors, in order, and those of ``weights``.
 
-        before: of each mixer its state before as a form and its tensors, and the gradients of those of the state after.
+        before: of each mixer, in order.
         """
         (a, b), (of_a, of_b) = streams, gradients
         of_weights: list[Tensor | None] = [None] * len(weights)
@@ -102,7 +103,7 @@ class LayerUse:
         self,
         branch: Branch,
         x: Tensor,
-        undo_state: tuple[Any, Any, Any],
+        undo_state: UndoState,
         of_added: Tensor | None,
         weights: Sequence[Tensor],
     ) -> tuple[Tensor, list[Tensor | None]]:
@@ -198,7 +199,7 @@ def joined(a: Tensor, b: Tensor, mean: bool, dtype: torch.dtype) -> Tensor:
     return (0.5 * (a + b) if mean else torch.cat([a, b], dim=-1)).to(dtype)
 
 
-def filled(form: object, tensors: Iterable[Tensor]) -> Any:
+def filled(form: State, tensors: Iterable[Tensor]) -> State:
     """Return a state of the same form with other ``tensors``."""
     rest = iter(tensors)
     return states.map_tensors(lambda _: next(rest), form)
@@ -208,7 +209,7 @@ _NOTHING = torch.empty(0)
 
 
 def _never(_: object) -> Tensor:
-    raise AssertionError("a graph that nobody goes through was gone through")
+    raise AssertionError("a graph without saved tensors was differentiated")
 
 
 def _sum(left: Tensor | None, right: Tensor | None) -> Tensor | None:

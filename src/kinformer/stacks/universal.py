@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -26,20 +26,21 @@ from torch import Tensor, nn
 from kinformer.core.contract import Chunk, state_dtype
 from kinformer.core.encoder import SequenceContext
 from kinformer.core.learning import AuxLoss
+from kinformer.core.source import StateOptions
 from kinformer.core.stack import BeforeUse, HaltingState, Stack, StackConfig
 from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import has_data
-from kinformer.stacks.act import HaltingConfig
+from kinformer.stacks.act import ACT, HaltingConfig
 
 ApplyLayer = Callable[[int, Tensor, Tensor | None], Tensor]
-"""(number of the use, x [batch, time, dim], which tokens are asked for [batch, time], None for all) -> y."""
+"""(number of the use, x [batch, time, dim], which tokens need an output [batch, time], None for all) -> y."""
 
 
 class PonderState(NamedTuple):
     """The state ``layer`` of one use, and ``aux`` [batch]: the ponder cost of the steps that began with it."""
 
-    layer: Any
+    layer: State
     aux: Tensor
 
     aux_name = "ponder"  # type: ignore[misc]
@@ -74,6 +75,7 @@ class Universal(Stack):
             return Universal(self, layers, dim)
 
     config: Config
+    halting: ACT | None
 
     def __init__(self, config: Config, layers: Sequence[nn.Module], dim: int) -> None:
         super().__init__(config, layers)
@@ -82,7 +84,7 @@ class Universal(Stack):
             self.halting = config.halting.build(dim)
             self.pondered = AuxLoss(PonderState.aux_name)
 
-    def initial_state(self, batch: int, **options: Any) -> tuple[Any, ...]:
+    def initial_state(self, batch: int, **options: Unpack[StateOptions]) -> tuple[State, ...]:
         layers = super().initial_state(batch, **options)
         if self.halting is None:
             return layers
@@ -97,14 +99,14 @@ class Universal(Stack):
     ) -> tuple[Tensor, tuple[State, ...], tuple[Tensor, ...]]:
         if self.halting is None:
             return super().absorb(chunk, state, before, taps)
-        after: list[Any] = []
+        after: list[PonderState] = []
 
         def use(number: int, x: Tensor, output_mask: Tensor | None) -> Tensor:
             y, new_state = self._used(number, chunk._replace(x=x), state[number].layer, output_mask)
             after.append(state[number]._replace(layer=new_state))
             return y
 
-        x, tapped, costs = self._halted(chunk.x, chunk.valid, use, before, taps)
+        x, tapped, costs = self._halted(self.halting, chunk.x, chunk.valid, use, before, taps)
         for step, cost in enumerate(costs):
             first = after[step * self.group]
             after[step * self.group] = first._replace(aux=first.aux + cost)
@@ -121,17 +123,23 @@ class Universal(Stack):
                 return x
             return self._read(self.layers[self.order[number]], x, text, output_mask)
 
-        x, tapped, costs = self._halted(x, text.valid, use, before, taps)
+        x, tapped, costs = self._halted(self.halting, x, text.valid, use, before, taps)
         self.pondered(torch.stack(costs).sum(0))
         return x, tapped
 
     def _halted(
-        self, x: Tensor, valid: Tensor | None, use: ApplyLayer, before: BeforeUse, taps: Sequence[int]
+        self,
+        halting: ACT,
+        x: Tensor,
+        valid: Tensor | None,
+        use: ApplyLayer,
+        before: BeforeUse,
+        taps: Sequence[int],
     ) -> tuple[Tensor, tuple[Tensor, ...], list[Tensor]]:
         """Run with halting; return the outputs of all tokens, those of the uses in ``taps``, and
         the ponder cost [batch] of every step."""
         tapped, costs = [], []
-        progress = self.halting.begin(x, valid)
+        progress = halting.begin(x, valid)
         for step in range(self.config.steps):
             output_mask, read = self._output_mask(progress), x
             for number in range(step * self.group, (step + 1) * self.group):
@@ -141,7 +149,7 @@ class Universal(Stack):
                 x = torch.where(self._running(progress), use(number, entered, output_mask), x)
                 if number in taps:
                     tapped.append(x)
-            progress, cost = self.halting(progress, read, x)
+            progress, cost = halting(progress, read, x)
             costs.append(self._halting.weight * cost)
         return progress.out.to(x.dtype), tuple(tapped), costs
 

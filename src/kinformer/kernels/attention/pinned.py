@@ -47,9 +47,9 @@ def attend(
         k, v = (
             torch.cat([old.to(tokens.dtype), tokens[:, :, :count]], 2) for old, tokens in zip(first, new, strict=True)
         )
-        begun = positions[:, :1]
+        start = positions[:, :1]
         at = torch.cat([slots.expand(batch, -1), positions[:, :count]], 1)
-        real = torch.cat([slots < begun, positions[:, :count] < count], 1)
+        real = torch.cat([slots < start, positions[:, :count] < count], 1)
         seen = real[:, None] & (at[:, None] <= positions[:, :, None] - window)
         visibility = Visibility(attn_mask=seen[:, None])
     if scoring.relative is not None:
@@ -79,10 +79,10 @@ def renewed(first: Pinned, new: Pinned, valid: Tensor | None, seen: Tensor) -> P
 def _rows(q: Tensor, positions: Tensor, slots: Tensor, window: int, time: int) -> tuple[Tensor, Visibility, Tensor]:
     """Return each query as a row [batch * time, heads, 1, head_dim], what it sees, and the tokens of the chunk [batch,
     time, slots] that stand first in its sequence; they are negative where they stand before the chunk."""
-    begun = torch.arange(time, device=q.device) - positions
+    start = torch.arange(time, device=q.device) - positions
     seen = slots <= positions[:, :, None] - window
     rows = q.transpose(1, 2).flatten(0, 1)[:, :, None]
-    return rows, Visibility(attn_mask=seen.flatten(0, 1)[:, None, None]), begun[:, :, None] + slots
+    return rows, Visibility(attn_mask=seen.flatten(0, 1)[:, None, None]), start[:, :, None] + slots
 
 
 def _gathered(old: Tensor, tokens: Tensor, where: Tensor) -> Tensor:

@@ -55,13 +55,13 @@ def _probabilities(
     sink = None if scoring.sink is None else scoring.sink.to(accumulator)[:, None, None]
     if sink is not None:
         top = torch.maximum(top, sink.detach())
-    sighted = (top != -torch.inf)[..., 0]
-    top = top.where(sighted[..., None], 0)
+    sees_any = (top != -torch.inf)[..., 0]
+    top = top.where(sees_any[..., None], 0)
     weights = (scores - top).exp()
-    total = weights.sum(-1).where(sighted, 1)
+    total = weights.sum(-1).where(sees_any, 1)
     if sink is not None:
         total = total + (sink - top).exp()[..., 0]
-    lse = (total.log() + top[..., 0]).where(sighted, -torch.inf)
+    lse = (total.log() + top[..., 0]).where(sees_any, -torch.inf)
     return weights / total[..., None], lse, values
 
 

@@ -10,6 +10,7 @@ at a time:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from kinformer.kernels.softmax.request import Attended, Scoring, Visibility
 from kinformer.runtime.derivatives import Context
 
 _EVERY = Band(ahead=None)
+_Call = tuple[Visibility, Scoring, AttentionImpl]
 
 
 def around(
@@ -63,7 +65,7 @@ class _Around(torch.autograd.Function):
     """Output and log-sum-exp over the keys and values of earlier stretches."""
 
     @staticmethod
-    def forward(ctx: Context, q: Tensor, kv: Tensor, crossing: Crossing, call: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Context, q: Tensor, kv: Tensor, crossing: Crossing, call: _Call) -> tuple[Tensor, Tensor]:
         total = None
         for distance, piece in _pieces(kv, crossing):
             part = Attended(*_piece(q, piece, distance, call))
@@ -90,9 +92,9 @@ class _Around(torch.autograd.Function):
                 out_d, lse_d = _piece(query, piece, distance, ctx.call)
                 weight = torch.where(lse_d > -torch.inf, (lse_d - lse).exp(), lse_d.new_zeros(())).detach()
                 along = (d_out * (out_d.detach() - out)).sum(-1).to(lse.dtype)
-                wanted = [weight[..., None].to(d_out.dtype) * d_out, weight * (d_lse + along)]
-                mine, gradients[distance] = torch.autograd.grad([out_d, lse_d], [query, piece], wanted)
-            d_q += mine
+                upstream = [weight[..., None].to(d_out.dtype) * d_out, weight * (d_lse + along)]
+                d_query, gradients[distance] = torch.autograd.grad([out_d, lse_d], [query, piece], upstream)
+            d_q += d_query
         for distance in range(1, crossing.count):
             room = torch.empty_like(d_kv)
             if crossing.exchange(
@@ -102,12 +104,12 @@ class _Around(torch.autograd.Function):
         return d_q, d_kv, None, None
 
 
-def _pieces(kv: Tensor, crossing: Crossing) -> Any:
+def _pieces(kv: Tensor, crossing: Crossing) -> Iterator[tuple[int, Tensor]]:
     """Yield how far before this stretch each earlier one stands, nearest first, and its keys and values."""
-    held: Tensor | None = kv
+    piece: Tensor | None = kv
     for distance in range(1, crossing.count):
         room = torch.empty_like(kv, memory_format=torch.contiguous_format) if distance <= crossing.number else None
-        crossing.exchange(held, crossing.number + 1, room, crossing.number - 1)
-        held = room
+        crossing.exchange(piece, crossing.number + 1, room, crossing.number - 1)
+        piece = room
         if room is not None:
             yield distance, room

@@ -211,8 +211,8 @@ def choose_impl(
     pairs = time * slots
     if pattern is None:
         # Sets: PyTorch's kernel makes many small products, each of which oneDNN sets up anew; tiles of ours make few.
-        most = table.set_pairs if q.element_size() >= 4 else table.narrow_set_pairs
-        return "chunked" if _slow_to_begin(q, k) and pairs < most else "sdpa"
+        limit = table.set_pairs if q.element_size() >= 4 else table.narrow_set_pairs
+        return "chunked" if _slow_to_begin(q, k) and pairs < limit else "sdpa"
     if pattern.band is None or visibility.key_padding_mask is not None:
         return "chunked"
     if by_onednn(q) and q.element_size() >= 4:

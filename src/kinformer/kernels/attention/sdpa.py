@@ -105,8 +105,8 @@ def _attend_with_sink(
     if q.device.type != "cpu":
         raise KinformerError("attention: impl='sdpa' knows a sink logit on the CPU only; use impl='chunked'.")
     check_reverse(_NAME, q, k, v, sink)
-    width, most = v.shape[-1], max(q.shape[-1], v.shape[-1])
-    q, k, v = (_widened(x, most) for x in (q, k, v))
+    width, widest = v.shape[-1], max(q.shape[-1], v.shape[-1])
+    q, k, v = (_widened(x, widest) for x in (q, k, v))
     hidden = None if mask is None else q.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
     out: Tensor = _WithSink.apply(q, k, v, sink, hidden, causal, scale)
     return out[..., :width]

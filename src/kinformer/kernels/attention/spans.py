@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from kinformer.kernels.softmax.request import query_positions
 from kinformer.runtime.host import has_data
 
 _ROWS = 64
+_Call = tuple[Visibility, Scoring, AttentionImpl]
 
 
 def attend(
@@ -45,7 +45,7 @@ def attend(
     return torch.cat([_tile(slice(first, min(first + rows, time)), *call) for first in range(0, time, rows)], 2)
 
 
-def _tile(queries: slice, q: Tensor, k: Tensor, v: Tensor, z: Tensor, span: TokenSpan, *rest: Any) -> Tensor:
+def _tile(queries: slice, q: Tensor, k: Tensor, v: Tensor, z: Tensor, span: TokenSpan, *rest: *_Call) -> Tensor:
     reaches, least = _reaches(z[:, :, queries], span, rest[-1])
     groups: dict[int, list[int]] = {}
     for head, reach in enumerate(reaches):
@@ -63,11 +63,17 @@ def _reaches(z: Tensor, span: TokenSpan, impl: AttentionImpl) -> tuple[list[int]
     head by head; the bounds of all spans where the host reads none."""
     if impl == "reference" or torch.compiler.is_compiling() or not has_data(z):
         return [max(span.windows)] * z.shape[1], [0.0] * z.shape[1]
-    least, most = z.detach().transpose(0, 1).flatten(1).aminmax(dim=1)
-    return [span.reach(item) for item in most.tolist()], least.tolist()
+    shortest, longest = z.detach().transpose(0, 1).flatten(1).aminmax(dim=1)
+    return [span.reach(item) for item in longest.tolist()], shortest.tolist()
 
 
-def _seen(queries: slice, members: list[int], reach: int, least: float, *call: Any) -> Tensor:
+def _seen(
+    queries: slice,
+    members: list[int],
+    reach: int,
+    least: float,
+    *call: *tuple[Tensor, Tensor, Tensor, Tensor, TokenSpan, *_Call],
+) -> Tensor:
     """Attend from ``queries`` of the heads ``members``, whose spans are ``least`` tokens or more, to the ``reach``
     slots before each of them."""
     q, k, v, z, span, visibility, scoring, impl = call

@@ -10,7 +10,7 @@ and uses dS = P * (dP - delta), delta = rowsum(dO * O) - dlse; in the code S is 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -152,7 +152,7 @@ def rows_per_tile(layout: Layout) -> int:
 @torch.library.custom_op(
     "kinformer::band_attention", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor out, Tensor lse)"
 )
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _forward(*arguments: *BandCall) -> tuple[Tensor, Tensor]:
     call = BandCall(*arguments)
     work, (q, _, v) = _Work(call), call[:3]
     layout, width = work.layout, v.shape[-1]
@@ -192,7 +192,7 @@ _forward.register_fake(unfilled)
     schema=f"(Tensor grad_out, Tensor grad_lse, Tensor out, Tensor lse, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
 )
 def _backward(
-    grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arguments: Any
+    grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arguments: *BandCall
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v from those of the output and the log-sum-exp."""
     call = BandCall(*arguments)
@@ -234,7 +234,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(*arguments: *tuple[Tensor, Tensor, Tensor, Tensor, *BandCall]) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (x.new_empty(x.shape) for x in arguments[4:7])
     return q, k, v
 
@@ -247,13 +247,15 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.add_(torch.bmm(left, right))
 
 
-def _save(ctx: Context, inputs: Any, output: Any) -> None:
+def _save(ctx: Context, inputs: tuple[*BandCall], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, lookback, *ctx.plain = inputs
     ctx.save_for_backward(*output, q, k, v, lookback)
 
 
 @first_order("chunked attention")
-def _differentiate(ctx: Context, saved: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(
+    ctx: Context, saved: tuple[Tensor | None, ...], grad_out: Tensor, grad_lse: Tensor
+) -> tuple[Tensor | None, ...]:
     return *_backward(grad_out, grad_lse, *saved, *ctx.plain), None, None, None, None, None, None
 
 

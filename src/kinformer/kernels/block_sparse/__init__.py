@@ -8,7 +8,7 @@ queries. The pairs are those of rows that begin together, since the meta device 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ def _inner(call: Call) -> int:
 
 
 @register_flop_formula(torch.ops.kinformer.block_sparse_attention, get_raw=True)
-def forward_flops(*arguments: Any, **_: Any) -> int:
+def forward_flops(*arguments: *Call, **_: object) -> int:
     """Return the floating-point operations of a forward call with the operator's arguments."""
     call = Call(*arguments)
     near, wide = _inner(call) + call.v.shape[-1], _width(call.keys) + _width(call.values)
@@ -82,7 +82,7 @@ def forward_flops(*arguments: Any, **_: Any) -> int:
 
 
 @register_flop_formula(torch.ops.kinformer.block_sparse_attention_backward, get_raw=True)
-def backward_flops(*arguments: Any, **_: Any) -> int:
+def backward_flops(*arguments: *tuple[Tensor, Tensor, Tensor, Tensor, *Call, bool, bool], **_: object) -> int:
     """Return the floating-point operations of a backward call with the operator's arguments."""
     call = Call(*arguments[4:-2])
     near, wide = 3 * _inner(call) + 2 * call.v.shape[-1], 3 * _width(call.keys) + 2 * _width(call.values)

@@ -106,7 +106,7 @@ _ARGUMENTS = (
     "SymInt seed"
 )
 _TENSORS = Call._fields.index("lowest")
-"""The first so many arguments are tensors."""
+"""How many of the first arguments are tensors."""
 LEARNED = ("vector", *TABLES)
 """What beside q, k and v has a gradient."""
 
@@ -172,7 +172,7 @@ def slot_sums(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: 
 @torch.library.custom_op(
     "kinformer::block_sparse_attention", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor out, Tensor lse)"
 )
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _forward(*arguments: *Call) -> tuple[Tensor, Tensor]:
     call = Call(*arguments)
     q, _, v = call[:3]
     out, lse = ByQuery(q, v.shape[-1], q.dtype), ByQuery(q, 1, state_dtype(q.dtype), -torch.inf)
@@ -231,13 +231,13 @@ def _top(lse: Tensor) -> Tensor:
 
 
 @_backward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, ...]:
+def _(*arguments: *tuple[Tensor, Tensor, Tensor, Tensor, *Call, bool, bool]) -> tuple[Tensor, ...]:
     call = Call(*arguments[4:-2])
     learned = (getattr(call, name) for name in LEARNED)
     return tuple(call.q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (*call[:3], *learned))
 
 
-def _save(ctx: Context, inputs: Any, output: Any) -> None:
+def _save(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.plain = inputs[_TENSORS:]
     ctx.save_for_backward(*output, *inputs[:_TENSORS])
 

@@ -26,7 +26,7 @@ _ROUNDING = 1.01  # of the products, whose operands may be narrow
 
 
 def reaches(q: Tensor, k: Tensor, bias: Tensor, heads: int) -> list[int]:
-    """Return for each of ``heads`` the distance from which on keys are lost, or as many as ``bias`` has.
+    """Return for each of ``heads`` the distance from which on keys are negligible, or as many as ``bias`` has.
 
     ``q`` [rows * heads, group, queries, head_dim] with the scale in it, ``k`` [rows * heads, keys, head_dim], ``bias``
     [heads or 1, group or 1, n] of the distances 0, 1, ...
@@ -35,6 +35,6 @@ def reaches(q: Tensor, k: Tensor, bias: Tensor, heads: int) -> list[int]:
     products = (longest_q * longest_k).view(-1, heads).amax(0)
     ahead = bias.flip(-1).cummax(-1).values.flip(-1) - bias[..., :1]
     # The inequality above, solved for max b_d' - b_0.
-    lost = math.log(torch.finfo(bias.dtype).eps / 8) - math.log(k.shape[1]) - 2 * _ROUNDING * products
-    counts = ~(ahead.amax(1) < lost[:, None])  # where anything is NaN, all count
+    threshold = math.log(torch.finfo(bias.dtype).eps / 8) - math.log(k.shape[1]) - 2 * _ROUNDING * products
+    counts = ~(ahead.amax(1) < threshold[:, None])  # where anything is NaN, all count
     return counts.sum(-1).tolist()

@@ -20,7 +20,7 @@ from kinformer.kernels.block_sparse.plan import ROWS, Cutter, Interval, TermPlan
 from kinformer.kernels.block_sparse.tile import PartialMask, Tile
 
 _WASTE = 1.25
-"""Stacked heads may compute so many times the pairs that tiles of the same height compute one by one."""
+"""Stacked heads may compute this many times the pairs that tiles of the same height compute one by one."""
 
 
 @lru_cache(maxsize=256)

@@ -15,8 +15,6 @@ memory takes them to be as full as chance makes them, the last tile of each half
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
@@ -92,10 +90,10 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, membership: Membership, scale: f
     seen = ((runs == last_run) & (last_run >= 0) & (ranks // size >= rank // size - 1)).any(2)
     if not itself:
         seen = seen & (torch.arange(slots, device=q.device) < slots - 1)
-    # A round shows two chunks at most, so the keys seen in any round fit into so many slots.
-    most = 2 * size * runs.shape[2]
-    if most < slots:
-        seen, index = seen.to(torch.uint8).topk(most, dim=2)
+    # A round shows two chunks at most, so the keys seen in any round fit into this many slots.
+    limit = 2 * size * runs.shape[2]
+    if limit < slots:
+        seen, index = seen.to(torch.uint8).topk(limit, dim=2)
         seen = seen > 0
         k, v = (gathered(x, index) for x in (k, v))
     wide = state_dtype(q.dtype)
@@ -122,14 +120,14 @@ def computed_pairs(call: BucketedCall) -> int:
 
 
 @register_flop_formula(torch.ops.kinformer.bucketed_attention, get_raw=True)
-def forward_flops(*arguments: Any, **_: Any) -> int:
+def forward_flops(*arguments: *BucketedCall, **_: object) -> int:
     """Return the floating-point operations of a forward call with the operator's arguments: two products a pair."""
     call = BucketedCall(*arguments)
     return 2 * computed_pairs(call) * (call.q.shape[-1] + call.v.shape[-1])
 
 
 @register_flop_formula(torch.ops.kinformer.bucketed_attention_backward, get_raw=True)
-def backward_flops(*arguments: Any, **_: Any) -> int:
+def backward_flops(*arguments: *tuple[Tensor, Tensor, Tensor, Tensor, *BucketedCall], **_: object) -> int:
     """Return the floating-point operations of a backward call with the operator's arguments: five products a pair."""
     call = BucketedCall(*arguments[4:])
     return 2 * computed_pairs(call) * (3 * call.q.shape[-1] + 2 * call.v.shape[-1])
@@ -155,7 +153,7 @@ def _bytes(call: BucketedCall, of_lines: int, of_tokens: int, blocks: int) -> in
 
 
 @scratch(torch.ops.kinformer.bucketed_attention)
-def forward_bytes(*arguments: Any) -> int:
+def forward_bytes(*arguments: *BucketedCall) -> int:
     """Return the bytes of a forward call: q, k, v and outputs by line; outputs
     of a round and of all rounds by token."""
     call = BucketedCall(*arguments)
@@ -164,7 +162,7 @@ def forward_bytes(*arguments: Any) -> int:
 
 
 @scratch(torch.ops.kinformer.bucketed_attention_backward)
-def backward_bytes(*arguments: Any) -> int:
+def backward_bytes(*arguments: *tuple[Tensor, Tensor, Tensor, Tensor, *BucketedCall]) -> int:
     """Return the bytes of a backward call: q, k, v, their gradients and the
     output's by line; the gradients' sums by token."""
     call = BucketedCall(*arguments[4:])

@@ -35,8 +35,8 @@ def balanced_attention(
         where it sees nothing else. valid: [batch, time] bool, of keys.
     """
     wide = state_dtype(q.dtype)
-    asking = _most(similar[0], window)
-    keys = asking if similar[1] is None else _most(similar[1], window)
+    asking = _most_similar(similar[0], window)
+    keys = asking if similar[1] is None else _most_similar(similar[1], window)
     with no_autocast(q.device):
         scores = gathered(q.to(wide), asking) @ gathered(k.to(wide), keys).mT * width_of(q) ** -0.5
     hidden = torch.zeros((), dtype=torch.bool, device=q.device)
@@ -58,8 +58,8 @@ def balanced_attention(
     return (out / (counts + _EPS)).to(v.dtype)
 
 
-def _most(similar: Tensor, window: int) -> Tensor:
-    """[batch, heads, clusters, window]: the most similar tokens of each cluster; of equal ones the first.
+def _most_similar(similar: Tensor, window: int) -> Tensor:
+    """Return the most similar tokens of each cluster, [batch, heads, clusters, window] int64; of equal ones the first.
 
     Equal means equal but for rounding: the same word without a position, in another batch, or computed again by a
     reversible stack, differs in the last digits.

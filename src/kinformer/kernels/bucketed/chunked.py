@@ -26,7 +26,7 @@ from kinformer.runtime.derivatives import Context, check_reverse, first_order
 
 _LOG2_E = math.log2(math.e)
 SPARE = 1.25
-"""Room for scratch, in what is first asked for: a later round may need more."""
+"""Scratch is allocated larger than its first use by this factor: a later round may need more."""
 
 
 class BucketedCall(NamedTuple):
@@ -168,7 +168,7 @@ def _rounds(call: BucketedCall, memory: _Memory) -> Iterator[_Round]:
 @torch.library.custom_op(
     "kinformer::bucketed_attention", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor out, Tensor lse)"
 )
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _forward(*arguments: *BucketedCall) -> tuple[Tensor, Tensor]:
     call = BucketedCall.of(arguments)
     memory, width = _Memory(call.q), call.v.shape[-1]
     lowest = torch.finfo(memory.dtype).min
@@ -206,7 +206,7 @@ _forward.register_fake(unfilled)
     schema=f"(Tensor grad_out, Tensor grad_lse, Tensor out, Tensor lse, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
 )
 def _backward(
-    grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arguments: Any
+    grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arguments: *BucketedCall
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v from those of the output and the log-sum-exp."""
     call, grad_out = BucketedCall.of(arguments), grad_out.contiguous()
@@ -255,18 +255,20 @@ def _gradients(one: _Round, grad: Tensor, tops: Tensor, deltas: Tensor) -> tuple
 
 
 @_backward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(*arguments: *tuple[Tensor, Tensor, Tensor, Tensor, *BucketedCall]) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (x.new_empty(x.shape) for x in arguments[4:7])
     return q, k, v
 
 
-def _save(ctx: Context, inputs: Any, output: Any) -> None:
+def _save(ctx: Context, inputs: tuple[*BucketedCall], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, runs, ranks, *ctx.plain = inputs
     ctx.save_for_backward(*output, q, k, v, runs, ranks)
 
 
 @first_order("bucketed attention")
-def _differentiate(ctx: Context, saved: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(
+    ctx: Context, saved: tuple[Tensor | None, ...], grad_out: Tensor, grad_lse: Tensor
+) -> tuple[Tensor | None, ...]:
     return *_backward(grad_out, grad_lse, *saved, *ctx.plain), None, None, None, None, None, None
 
 

@@ -2,9 +2,9 @@
 
 By depth (``_by_depth``), tiles of ``rows`` tokens are sorted by their depth (first, second, ... of its run), and within
 one depth by the length of their runs, the longest first. So the runs that have a tile at some depth are the first ones
-at every depth before it, and what the tiles of one depth see lies in slices: nothing is computed in vain. Where a few
+at every depth before it, and what the tiles of one depth see lies in slices: no product is wasted. Where a few
 runs are long, as they are before hashes have learnt to tell tokens apart, depths are many and have few tiles; then runs
-lie one after the other (``by_run``), a tile's keys lie so many tiles before it, and what another run's are is masked.
+lie one after the other (``by_run``), a tile's keys lie in the tiles before it, and those of another run are masked.
 """
 
 from __future__ import annotations
@@ -103,13 +103,13 @@ def _blocks_of_depths(first: list[int], counts: list[int], per_chunk: int, rows:
             yield Block(keys[-1], keys)
 
 
-def _pieces(begin: int, end: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield the beginnings and ends of pieces of ``most`` at most, whose sizes are powers of two.
+def _pieces(begin: int, end: int, limit: int) -> Iterator[tuple[int, int]]:
+    """Yield the beginnings and ends of pieces of ``limit`` at most, whose sizes are powers of two.
 
     Libraries compile a product for every shape and keep it: oneDNN a thousand of them, of 0.65 MB each.
     """
     while begin < end:
-        size = 1 << min(end - begin, max(1, most)).bit_length() - 1
+        size = 1 << min(end - begin, max(1, limit)).bit_length() - 1
         yield begin, begin + size
         begin += size
 

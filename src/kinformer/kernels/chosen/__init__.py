@@ -22,7 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 from kinformer.core.contract import state_dtype
 from kinformer.kernels.chosen import chunked, few, reference
 from kinformer.kernels.chosen.blocks import Blocks, blocks_of
-from kinformer.kernels.chosen.choice import SCORES, MeansCall, attend_means, choose, steps
+from kinformer.kernels.chosen.choice import SCORES, MeansCall, Uncovered, attend_means, choose, steps
 from kinformer.kernels.chosen.chunked import LINES, PAIRS, ChosenCall
 from kinformer.kernels.chosen.rule import Choosing, Cover, Numbers
 from kinformer.kernels.impls import ChosenImpl, names_of
@@ -73,14 +73,14 @@ def seen_pairs(call: ChosenCall) -> int:
 
 
 @register_flop_formula(torch.ops.kinformer.chosen_blocks, get_raw=True)
-def forward_flops(*arguments: Any, **_: Any) -> int:
+def forward_flops(*arguments: *ChosenCall, **_: object) -> int:
     """Return the floating-point operations of a forward call with the operator's arguments: two products a pair."""
     call = ChosenCall(*arguments)
     return 2 * seen_pairs(call) * (call.q.shape[-1] + call.v.shape[-1])
 
 
 @register_flop_formula(torch.ops.kinformer.chosen_blocks_backward, get_raw=True)
-def backward_flops(*arguments: Any, **_: Any) -> int:
+def backward_flops(*arguments: *tuple[Tensor, Tensor, Tensor, *ChosenCall], **_: object) -> int:
     """Return the floating-point operations of a backward call with the operator's arguments: five products a pair."""
     call = ChosenCall(*arguments[3:])
     return 2 * seen_pairs(call) * (3 * call.q.shape[-1] + 2 * call.v.shape[-1])
@@ -98,7 +98,7 @@ def _lines(call: ChosenCall) -> int:
 
 
 @scratch(torch.ops.kinformer.chosen_blocks)
-def forward_bytes(*arguments: Any) -> int:
+def forward_bytes(*arguments: *ChosenCall) -> int:
     """Return the bytes of a forward call: a part's lines; keys and values by block where they do not stand so."""
     call = ChosenCall(*arguments)
     aligned = call.aligned and call.k.shape[2] % call.size == 0
@@ -106,7 +106,7 @@ def forward_bytes(*arguments: Any) -> int:
 
 
 @scratch(torch.ops.kinformer.chosen_blocks_backward)
-def backward_bytes(*arguments: Any) -> int:
+def backward_bytes(*arguments: *tuple[Tensor, Tensor, Tensor, *ChosenCall]) -> int:
     """Return the bytes of a backward call: those of the forward, and gradients of keys and values by block."""
     call = ChosenCall(*arguments[3:])
     return forward_bytes(*arguments[3:]) + (call.k.numel() + call.v.numel()) * state_dtype(call.q.dtype).itemsize
@@ -121,21 +121,21 @@ def _scored(call: MeansCall) -> int:
 
 
 @register_flop_formula(torch.ops.kinformer.choose_blocks, get_raw=True)
-def choice_flops(*arguments: Any, **_: Any) -> int:
+def choice_flops(*arguments: *Uncovered, **_: object) -> int:
     """Return the floating-point operations of a choice: a product for every query and mean."""
     call = MeansCall(*arguments)
     return 2 * _scored(call) * call.q.shape[3]
 
 
 @register_flop_formula(torch.ops.kinformer.attend_means, get_raw=True)
-def means_flops(*arguments: Any, **_: Any) -> int:
+def means_flops(*arguments: *MeansCall, **_: object) -> int:
     """Return the floating-point operations of attention to means: two products a pair."""
     call = MeansCall(*arguments)
     return 2 * _scored(call) * (call.q.shape[3] + call.v.shape[3])
 
 
 @register_flop_formula(torch.ops.kinformer.attend_means_backward, get_raw=True)
-def means_backward_flops(*arguments: Any, **_: Any) -> int:
+def means_backward_flops(*arguments: *tuple[Tensor, Tensor, Tensor, Tensor, *Uncovered], **_: object) -> int:
     """Return the floating-point operations of its backward: five products a pair."""
     call = MeansCall(*arguments[4:])
     return 2 * _scored(call) * (3 * call.q.shape[3] + 2 * call.v.shape[3])

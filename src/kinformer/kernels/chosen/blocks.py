@@ -40,7 +40,7 @@ class Blocks(NamedTuple):
 
 
 def runs(tokens: Tensor, length: int, stride: int) -> Tensor:
-    """Return how many runs of ``length`` tokens, one every ``stride``, a sequence of so many tokens completes."""
+    """Return how many runs of ``length`` tokens, one every ``stride``, a sequence of ``tokens`` tokens completes."""
     return ((tokens - length) // stride + 1).clamp_min(0)
 
 

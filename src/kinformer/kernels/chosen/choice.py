@@ -11,7 +11,7 @@ for rounding, the last is chosen. A choice has no gradient.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,6 +78,8 @@ class MeansCall(NamedTuple):
         return torch.full(shape, -1, dtype=torch.int64, device=self.q.device)
 
 
+Uncovered = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int, int, int, int]
+"""The fields of a :class:`MeansCall` without those of a cover."""
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor begin, Tensor current, Tensor complete, float scale, int choosers, int most, "
     "int first, int near"
@@ -171,7 +173,7 @@ def _write(chosen: Tensor, part: _Part, scores: Tensor, call: MeansCall) -> None
 
 
 @without_autocast
-def _choice(*arguments: Any) -> Tensor:
+def _choice(*arguments: *Uncovered) -> Tensor:
     call = MeansCall(*arguments)
     chosen = call.unfilled()
     for part in _parts(call):
@@ -186,12 +188,12 @@ _choose = torch.library.custom_op(
 
 
 @_choose.register_fake
-def _(*arguments: Any) -> Tensor:
+def _(*arguments: *Uncovered) -> Tensor:
     return MeansCall(*arguments).unfilled()
 
 
 @without_autocast
-def _attended(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _attended(*arguments: *MeansCall) -> tuple[Tensor, Tensor, Tensor]:
     call = MeansCall(*arguments)
     q, v, wide = call.q, call.v, state_dtype(call.q.dtype)
     out, lse, chosen = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=wide), call.unfilled()
@@ -215,7 +217,7 @@ _forward = torch.library.custom_op(
 
 
 @_forward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(*arguments: *MeansCall) -> tuple[Tensor, Tensor, Tensor]:
     call = MeansCall(*arguments)
     lse = call.q.new_empty(call.q.shape[:3], dtype=state_dtype(call.q.dtype))
     return call.q.new_empty(*call.q.shape[:3], call.v.shape[3]), lse, call.unfilled()
@@ -228,7 +230,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 )
 @without_autocast
 def _backward(
-    grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arguments: Any
+    grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arguments: *Uncovered
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v from those of the output and the log-sum-exp."""
     call = MeansCall(*arguments)
@@ -251,19 +253,21 @@ def _backward(
 
 
 @_backward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(*arguments: *tuple[Tensor, Tensor, Tensor, Tensor, *Uncovered]) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (torch.empty_like(x) for x in arguments[4:7])
     return q, k, v
 
 
-def _save(ctx: Context, inputs: Any, output: Any) -> None:
+def _save(ctx: Context, inputs: tuple[*MeansCall], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.save_for_backward(*output[:2], *inputs[:6])
     ctx.plain = inputs[6:11]
     ctx.mark_non_differentiable(output[2])
 
 
 @first_order("attention to chosen blocks")
-def _differentiate(ctx: Context, saved: Any, grad_out: Tensor, grad_lse: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _differentiate(
+    ctx: Context, saved: tuple[Tensor, ...], grad_out: Tensor, grad_lse: Tensor, _: Tensor
+) -> tuple[Tensor | None, ...]:
     return *_backward(grad_out.contiguous(), grad_lse, *saved, *ctx.plain), *(None,) * 13
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -174,7 +174,7 @@ def _attended(rows: _Rows, tiles: Tiles, q: Tensor, part: slice, current: bool) 
 
 @torch.library.custom_op("kinformer::chosen_blocks", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)")
 @without_autocast
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _forward(*arguments: *ChosenCall) -> tuple[Tensor, Tensor]:
     call = ChosenCall(*arguments)
     rows = _Rows(call)
     result = call.q.new_empty(*call.q.shape[:3], call.v.shape[3])
@@ -205,7 +205,7 @@ _forward.register_fake(unfilled)
     schema=f"(Tensor grad_out, Tensor out, Tensor lse, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
 )
 @without_autocast
-def _backward(grad_out: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(grad_out: Tensor, out: Tensor, lse: Tensor, *arguments: *ChosenCall) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v from that of the output; ``lse`` to base 2."""
     call = ChosenCall(*arguments)
     rows = _Rows(call)
@@ -255,19 +255,19 @@ def _in_slots(x: Tensor, call: ChosenCall, like: Tensor) -> Tensor:
 
 
 @_backward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(*arguments: *tuple[Tensor, Tensor, Tensor, *ChosenCall]) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (torch.empty_like(x) for x in arguments[3:6])
     return q, k, v
 
 
-def _save(ctx: Context, inputs: Any, output: Any) -> None:
+def _save(ctx: Context, inputs: tuple[*ChosenCall], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.size, ctx.aligned, ctx.scale = inputs
     ctx.save_for_backward(*output, *tensors)
     ctx.mark_non_differentiable(output[1])
 
 
 @first_order("attention to chosen blocks")
-def _differentiate(ctx: Context, saved: Any, grad_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Context, saved: tuple[Tensor, ...], grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     plain = ctx.size, ctx.aligned, ctx.scale
     return *_backward(grad_out.contiguous(), *saved, *plain), *(None,) * 7
 

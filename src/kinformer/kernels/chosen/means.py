@@ -66,8 +66,8 @@ def means_of(
         begins = torch.cat([past, positions], 1).gather(1, blocks.first.clamp_max(slots - 1))
         table = summarise([in_blocks(x, blocks.first, length) for x in xs], begins)
         number, before = torch.arange(table.shape[2], device=x.device).expand(len(x), -1), before[:, None]
-        held = torch.where(number < before, old.shape[2] - before + number, -1)
-        table = torch.where((held < 0)[:, None, :, None], table, _picked(old.to(x.dtype), held))
+        slot = torch.where(number < before, old.shape[2] - before + number, -1)
+        table = torch.where((slot < 0)[:, None, :, None], table, _picked(old.to(x.dtype), slot))
         return Means(table, None, _picked(table, _places(complete, count, blocks, chunk)))
     if slots == time:
         begins = size * torch.arange(count, device=x.device)[None]
@@ -77,13 +77,13 @@ def means_of(
     # A recording of a step ends at this look, before slots of another past than the means' confuse what follows.
     if not _any(complete > before) and old.shape[2] == count:
         return Means(old.to(x.dtype), complete[:, None] - count, old)
-    # A chunk completes at most so many blocks; the others are in ``old``.
+    # A chunk completes at most this many blocks; the others are in ``old``.
     new = min(time // size + 1, count)
     number = complete[:, None] + torch.arange(-new, 0, device=x.device)
     fresh = summarise([in_blocks(x, blocks.first[:, :1] + size * number, length) for x in xs], size * number)
     number, before = _places(complete, count, None, chunk), before[:, None]
-    held = torch.where(number < before, old.shape[2] - before + number, old.shape[2] + new - complete[:, None] + number)
-    after = _picked(torch.cat([old.to(x.dtype), fresh], 2), torch.where(number < 0, -1, held))
+    slot = torch.where(number < before, old.shape[2] - before + number, old.shape[2] + new - complete[:, None] + number)
+    after = _picked(torch.cat([old.to(x.dtype), fresh], 2), torch.where(number < 0, -1, slot))
     return Means(after, complete[:, None] - count, after)
 
 

@@ -13,8 +13,8 @@ from kinformer.kernels.chosen.rule import Choosing, Cover, Numbers, pick
 def numbers_of_slots(blocks: Blocks, slots: int) -> tuple[Tensor, Tensor]:
     """Return the number of each slot's block, -1 before the first, and its place there, [batch, slots] int64 each."""
     index = torch.arange(slots, device=blocks.first.device)
-    begun = blocks.first[:, None] <= index[:, None]
-    number = begun.sum(2) - 1
+    reached = blocks.first[:, None] <= index[:, None]
+    number = reached.sum(2) - 1
     first = blocks.first.gather(1, number.clamp_min(0))
     return number, index - first
 

@@ -14,8 +14,8 @@ _NONE = -(1 << 62)
 
 
 class Choosing(NamedTuple):
-    """How blocks are chosen: by so many ``choosers`` (query heads, or groups of them side by side) ``most`` blocks
-    beside the current one, among them the ``first`` of the sequence and the ``near`` ones before it."""
+    """How blocks are chosen: each of the ``choosers`` (query heads, or groups of them side by side) takes ``most``
+    blocks beside the current one, among them the ``first`` of the sequence and the ``near`` ones before it."""
 
     choosers: int
     most: int

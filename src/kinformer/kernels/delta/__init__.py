@@ -185,7 +185,7 @@ class DeltaSummary(NamedTuple):
     b: Tensor
 
     def then(self, later: DeltaSummary) -> DeltaSummary:
-        """The summary of this chunk and a ``later`` one, next to it."""
+        """Return the summary of this chunk and a ``later`` one, next to it."""
         return DeltaSummary(later.a @ self.a, later.after(self.b))
 
     def after(self, state: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ def summarise(
     log_decay: Tensor | None = None,
     reset: Tensor | None = None,
 ) -> DeltaSummary:
-    """The summary of a chunk; arguments as for ``delta_rule``, ``erase`` as of ``DeltaTokens``.
+    """Return the summary of a chunk; arguments as for ``delta_rule``, ``erase`` as of ``DeltaTokens``.
 
     The rule is linear in W and v, so a is what becomes of the identity when nothing is written. Both are made in one
     run of the chunked rule, with features + head_dim columns.

@@ -77,7 +77,7 @@ class _Chunked(torch.autograd.Function):
     the products, log_decay and w in that of the accumulators."""
 
     @staticmethod
-    def forward(ctx: Context, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Context, *arguments: *tuple[*DeltaTokens, Tensor]) -> tuple[Tensor, Tensor]:
         tokens, w = DeltaTokens(*arguments[:-1]), arguments[-1]
         out, last = torch.empty_like(tokens.v), w.clone()
         states = []
@@ -92,8 +92,8 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Context, saved: Any, grad_out: Tensor, grad_w: Tensor) -> tuple[Tensor | None, ...]:
         tokens, states = DeltaTokens(*saved[:7]), list(saved[7:])
         learns = ctx.needs_input_grad[5]
-        wanted = (*tokens[:5], tokens.log_decay if learns else None)
-        gradients = [None if x is None else torch.empty_like(x) for x in wanted]
+        learned = (*tokens[:5], tokens.log_decay if learns else None)
+        gradients = [None if x is None else torch.empty_like(x) for x in learned]
         dw = grad_w.clone()
         for batch, time in reversed(tiles(tokens.q, tokens.v)):
             at = batch, slice(None), time
@@ -186,7 +186,7 @@ def _inverse(blocks: SequenceBlocks, E: Tensor, K: Tensor, B: Tensor) -> tuple[T
 
 def _write(blocks: SequenceBlocks, U: Tensor, X: Tensor, K: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """Run U <- U - X W, W <- W + K^T U over the blocks, U in place; return W before each block and the last W."""
-    W = blocks.begun(w.flatten(0, 1))
+    W = blocks.initial(w.flatten(0, 1))
     states = []
     for j, (u, x, k) in enumerate(zip(*(blocks.by_row(part).unbind(1) for part in (U, X, K)))):
         states.append(W.to(U.dtype))
@@ -212,7 +212,7 @@ def _read_back(
         states.append(dW.to(G.dtype))
         g.baddbmm_(x, states[-1])
         dW = _add_product(gate(dW, early) + added, k.mT, g, alpha=-1)
-    return torch.stack(states[::-1], 1).flatten(0, 1), blocks.begun(dW)
+    return torch.stack(states[::-1], 1).flatten(0, 1), blocks.initial(dW)
 
 
 def _keep(blocks: SequenceBlocks, j: int) -> tuple[Tensor | None, Tensor | None]:

@@ -13,7 +13,7 @@ and dbeta = rowsum of G times the error. A decay by channel stands in Q, E and K
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -37,6 +37,7 @@ from kinformer.kernels.linear.triton import (
 )
 from kinformer.runtime.derivatives import Context, check_reverse, first_order
 
+_Sequence = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 _SEQUENCE = (
     "Tensor q, Tensor k, Tensor v, Tensor beta, Tensor w, Tensor? log_decay, Tensor? reset, Tensor? erase, "
     "Tensor? retained"
@@ -71,7 +72,7 @@ def solve(
     """
     here = tl.program_id(0).to(tl.int64)
     row, at = here // count, here % count * SIZE + tl.arange(0, SIZE)
-    sums, begun, enter, leave, _ = factors(decay, reset, row, heads, time, at, SIZE)
+    sums, sequence, enter, leave, _ = factors(decay, reset, row, heads, time, at, SIZE)
     tokens, inside = row * time + at, at < time
     strength = tl.load(beta + tokens, inside, 0.0)
     A = tl.zeros([SIZE, SIZE], tl.float32)
@@ -80,7 +81,7 @@ def solve(
         K = tl.load(k + tokens[:, None] * m + f[None, :], inside[:, None] & (f < m)[None, :], 0.0)
         E = tl.load(e + tokens[:, None] * m + f[None, :], inside[:, None] & (f < m)[None, :], 0.0)
         A = product(E, tl.trans(K), A)
-    R = inverse(A * between(sums, begun, False, 1, SIZE) * strength[:, None], LEVELS, SIZE)
+    R = inverse(A * between(sums, sequence, False, 1, SIZE) * strength[:, None], LEVELS, SIZE)
     if REVERSE:
         R, reads, writes = tl.trans(R), leave, 1.0
         keys = k
@@ -90,14 +91,14 @@ def solve(
     R = R.to(k.dtype.element_ty)
     for start in range(0, m, INNER):
         f = start + tl.arange(0, INNER)
-        held, seen = tokens[:, None] * m + f[None, :], inside[:, None] & (f < m)[None, :]
-        K = (tl.load(keys + held, seen, 0.0).to(tl.float32) * reads[:, None]).to(R.dtype)
-        tl.store(x + held, product(R, K, tl.zeros([SIZE, INNER], tl.float32)), seen)
+        offset, seen = tokens[:, None] * m + f[None, :], inside[:, None] & (f < m)[None, :]
+        K = (tl.load(keys + offset, seen, 0.0).to(tl.float32) * reads[:, None]).to(R.dtype)
+        tl.store(x + offset, product(R, K, tl.zeros([SIZE, INNER], tl.float32)), seen)
     for start in range(0, n, COLUMNS):
         d = start + tl.arange(0, COLUMNS)
-        held, seen = tokens[:, None] * n + d[None, :], inside[:, None] & (d < n)[None, :]
-        V = (tl.load(v + held, seen, 0.0).to(tl.float32) * writes).to(R.dtype)
-        tl.store(u + held, product(R, V, tl.zeros([SIZE, COLUMNS], tl.float32)), seen)
+        offset, seen = tokens[:, None] * n + d[None, :], inside[:, None] & (d < n)[None, :]
+        V = (tl.load(v + offset, seen, 0.0).to(tl.float32) * writes).to(R.dtype)
+        tl.store(u + offset, product(R, V, tl.zeros([SIZE, COLUMNS], tl.float32)), seen)
 
 
 @triton.jit
@@ -114,8 +115,8 @@ def run(
     row, f = tl.program_id(0).to(tl.int64), tl.arange(0, FEATURES)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inner, wide = f < m, d < n
-    held, within = f[:, None] * n + d[None, :], inner[:, None] & wide[None, :]
-    W = tl.load(first + row * m * n + held, within, 0.0)
+    offset, within = f[:, None] * n + d[None, :], inner[:, None] & wide[None, :]
+    W = tl.load(first + row * m * n + offset, within, 0.0)
     for step in range(count):
         block = count - 1 - step if REVERSE else step
         at = block * SIZE + tl.arange(0, SIZE)
@@ -125,7 +126,7 @@ def run(
             late = tl.exp(tl.load(retained + (row * count + block) * m + f, inner, 0.0))
         if REVERSE:
             W = W * late[:, None]
-        tl.store(states + (row * count + block) * m * n + held, W, within)
+        tl.store(states + (row * count + block) * m * n + offset, W, within)
         _, _, enter, leave, keep = factors(decay, reset, row, heads, time, at, SIZE)
         X = tl.load(x + tokens[:, None] * m + f[None, :], inside[:, None] & inner[None, :], 0.0)
         written, seen = u + tokens[:, None] * n + d[None, :], inside[:, None] & wide[None, :]
@@ -142,7 +143,7 @@ def run(
             W = product(Q, tl.load(y + tokens[:, None] * n + d[None, :], seen, 0.0), W)
         else:
             W = W * late[:, None]
-    tl.store(last + row * m * n + held, W, within)
+    tl.store(last + row * m * n + offset, W, within)
 
 
 class States(NamedTuple):
@@ -214,7 +215,7 @@ def attend(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
         if channels is None:
             return chunked(tokens, state)
         erase = (k if erase is None else erase) * channels.read
-        q, k, state = q * channels.read, k * channels.written, state * channels.begun.unsqueeze(-1)
+        q, k, state = q * channels.read, k * channels.written, state * channels.initial.unsqueeze(-1)
         log_decay, retained = None, channels.retained
     operands = q.to(dtype), k.to(dtype), v.to(dtype), beta.to(wide), state
     out, state = _forward(*operands, log_decay, reset, None if erase is None else erase.to(dtype), retained)
@@ -234,7 +235,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, *rest: Te
 
 
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return v.new_empty(v.shape), w.new_empty(w.shape)
 
 
@@ -244,7 +245,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, *_: Any) -> tupl
     schema=f"(Tensor grad_out, Tensor grad_w, {_SEQUENCE}, bool learns) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _backward(Y: Tensor, grad_w: Tensor, *saved_inputs: Any) -> tuple[Tensor, ...]:
+def _backward(Y: Tensor, grad_w: Tensor, *saved_inputs: *tuple[*_Sequence, bool]) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, beta, w, if it ``learns`` of log_decay, of erase and of ``retained`` (else empty
     tensors)."""
     q, k, v, beta, w, log_decay, reset, erase, retained, learns = saved_inputs
@@ -272,7 +273,7 @@ def _backward(Y: Tensor, grad_w: Tensor, *saved_inputs: Any) -> tuple[Tensor, ..
 
 
 @_backward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, ...]:
+def _(*arguments: *tuple[Tensor, Tensor, *_Sequence, bool]) -> tuple[Tensor, ...]:
     tensors, (log_decay, _, erase, retained, learns) = arguments[2:7], arguments[7:]
     de = tensors[1].new_empty(0 if erase is None else erase.shape)
     dg, dretained = (
@@ -281,12 +282,12 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     return *(x.new_empty(x.shape) for x in tensors), dg, de, dretained
 
 
-def _save(ctx: Context, inputs: Any, output: Any) -> None:
+def _save(ctx: Context, inputs: _Sequence, output: object) -> None:
     ctx.save_for_backward(*inputs)
 
 
 @first_order("Triton's delta rule")
-def _differentiate(ctx: Context, saved: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Context, saved: tuple[Tensor | None, ...], *gradients: Tensor) -> tuple[Tensor | None, ...]:
     learns = ctx.needs_input_grad[5]
     *grads, dg, de, dretained = _backward(*gradients, *saved, learns)
     needs = ctx.needs_input_grad
@@ -307,12 +308,12 @@ def _flops(k: Tensor, v: Tensor, squares: int, states: int) -> int:
 
 
 @register_flop_formula(torch.ops.kinformer.triton_delta, get_raw=True)
-def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> int:
     return _flops(k, v, k.shape[-1] + v.shape[-1], states=3)
 
 
 @register_flop_formula(torch.ops.kinformer.triton_delta_backward, get_raw=True)
-def _backward_flops(*arguments: Any, **_: Any) -> int:
+def _backward_flops(*arguments: *tuple[Tensor, Tensor, *_Sequence, bool], **_: object) -> int:
     """Return the operations of a backward: the forward's ``run``, that of the backward, and
     six mixes, four of which read states."""
     k, v = arguments[3:5]

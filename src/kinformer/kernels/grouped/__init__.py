@@ -37,6 +37,6 @@ def _stand_in(x: Tensor, weight: Tensor) -> Tensor:
     """Return an output of the right shape where tensors have no numbers, at the cost of groups of one size, for the
     counter of FLOPs knows no grouped products."""
     groups, rows = len(weight), len(x)
-    most = -(-rows // groups)
-    padded = functional.pad(x, (0, 0, 0, groups * most - rows)) if groups * most > rows else x
-    return torch.bmm(padded.view(groups, most, -1), weight).flatten(0, 1)[:rows]
+    per_group = -(-rows // groups)
+    padded = functional.pad(x, (0, 0, 0, groups * per_group - rows)) if groups * per_group > rows else x
+    return torch.bmm(padded.view(groups, per_group, -1), weight).flatten(0, 1)[:rows]

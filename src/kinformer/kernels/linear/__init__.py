@@ -122,16 +122,17 @@ class LinearSummary(NamedTuple):
     z: Tensor
 
     def then(self, later: LinearSummary) -> LinearSummary:
-        """The summary of this chunk and a ``later`` one, next to it."""
+        """Return the summary of this chunk and a ``later`` one, next to it."""
         return LinearSummary(self.a * later.a, *later.after(LinearState(self.s, self.z)))
 
     def after(self, state: LinearState) -> LinearState:
-        """The state after the chunk, from that before it."""
+        """Return the state after the chunk, from that before it."""
         return LinearState(self.a.unsqueeze(-1) * state.s + self.s, self.a * state.z + self.z)
 
 
 def summarise(k: Tensor, v: Tensor, *, log_decay: Tensor | None = None, reset: Tensor | None = None) -> LinearSummary:
-    """The summary of a chunk; arguments as for ``linear_attention``. One product of 2 time features head_dim FLOPs."""
+    """Return the summary of a chunk; arguments as for ``linear_attention``. One product of 2 time features head_dim
+    FLOPs."""
     dtype = accumulator_dtype(k, v)
     k, v = k.to(dtype), v.to(dtype)
     left = k.new_ones(*k.shape[:2], 1)
@@ -140,8 +141,8 @@ def summarise(k: Tensor, v: Tensor, *, log_decay: Tensor | None = None, reset: T
         left = sums[:, :, 0].exp()
         k = k * functional.pad(sums[:, :, 1:], (0, 0, 0, 1)).exp()  # of the decays behind each token
     if reset is not None:
-        begun = reset.long().cumsum(1)
-        k = torch.where((begun == begun[:, -1:])[:, None, :, None], k, k.new_zeros(()))
-        left = left.masked_fill(begun[:, None, -1:] > 0, 0)
+        sequence = reset.long().cumsum(1)
+        k = torch.where((sequence == sequence[:, -1:])[:, None, :, None], k, k.new_zeros(()))
+        left = left.masked_fill(sequence[:, None, -1:] > 0, 0)
     with no_autocast(k.device):
         return LinearSummary(left, k.mT @ v, k.sum(2))

@@ -75,12 +75,12 @@ def tiles(q: Tensor, v: Tensor) -> list[tuple[slice, slice]]:
 @dataclass(frozen=True)
 class Fold:
     """A decay by channel that queries and keys take up: ``read`` = exp(G - M) and ``written`` = exp(M - G) [rows *
-    count, size, features] multiply them, ``begun`` = exp(M) of the first block [rows, features, 1] the state, and
+    count, size, features] multiply them, ``initial`` = exp(M) of the first block [rows, features, 1] the state, and
     ``keep`` [rows, count, features, 1] what becomes of the state in a block and of what the block adds to it."""
 
     read: Tensor
     written: Tensor
-    begun: Tensor
+    initial: Tensor
     keep: Tensor
 
 
@@ -137,12 +137,12 @@ class SequenceBlocks:
 
     @property
     def late(self) -> Tensor | None:
-        """What is kept of a state and of what a block adds to it, [rows, count, features, 1]."""
+        """Return what is kept of a state and of what a block adds to it, [rows, count, features, 1]."""
         return None if self.fold is None else self.fold.keep
 
-    def begun(self, state: Tensor) -> Tensor:
+    def initial(self, state: Tensor) -> Tensor:
         """Return a state before the first block, or its gradient, [rows, features, n], times what the fold gives it."""
-        return state if self.fold is None else state * self.fold.begun
+        return state if self.fold is None else state * self.fold.initial
 
     def by_row(self, x: Tensor) -> Tensor:
         """View [rows * count, ...] as [rows, count, ...]."""
@@ -250,9 +250,9 @@ def _with_decay(blocks: SequenceBlocks, log_decay: Tensor, dtype: torch.dtype) -
 
 def _fold(blocks: SequenceBlocks, sums: Tensor, dtype: torch.dtype) -> Fold:
     """Return the fold of a decay by channel from ``sums`` [rows * count, size, features]."""
-    away, begun, keep = folded(sums, blocks.rows)
-    begun, keep = begun.exp().unsqueeze(-1), keep.exp_().unsqueeze(-1)
-    return Fold(away.exp().to(dtype), away.neg_().exp_().to(dtype), begun, keep)
+    away, initial, keep = folded(sums, blocks.rows)
+    initial, keep = initial.exp().unsqueeze(-1), keep.exp_().unsqueeze(-1)
+    return Fold(away.exp().to(dtype), away.neg_().exp_().to(dtype), initial, keep)
 
 
 def gate(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -81,31 +81,37 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *rest: Any
+        ctx: Context,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        s: Tensor,
+        z: Tensor,
+        *rest: *tuple[Tensor | None, float | None, Tensor | None],
     ) -> tuple[Tensor, Tensor, Tensor]:
         sequence = LinearSequence(q, k, v, *rest)
         out, last_s, last_z = torch.empty_like(v), s.clone(), z.clone()
-        begun: list[Tensor] = []
+        states: list[Tensor] = []
         for batch, time in tiles(q, v):
             before = last_s[batch].clone(), last_z[batch].clone()
             out[batch, :, time], last_s[batch], last_z[batch] = _absorb(sequence.part(batch, time), *before)
-            begun.extend(before)
+            states.extend(before)
         ctx.eps = sequence.eps
-        ctx.save_for_backward(q, k, v, sequence.log_decay, sequence.reset, *begun)
+        ctx.save_for_backward(q, k, v, sequence.log_decay, sequence.reset, *states)
         return out, last_s, last_z
 
     @staticmethod
     @first_order("chunked linear attention")
     def backward(ctx: Context, saved: Any, grad_out: Tensor, grad_s: Tensor, grad_z: Tensor) -> Gradients:
         q, k, v, log_decay, reset = saved[:5]
-        begun = list(saved[5:])  # Dynamo of PyTorch 2.11 takes a starred name for a tuple
+        states = list(saved[5:])  # Dynamo of PyTorch 2.11 takes a starred name for a tuple
         sequence = LinearSequence(q, k, v, log_decay, ctx.eps, reset)
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         dg = torch.empty_like(log_decay) if ctx.needs_input_grad[5] else None
         ds, dz = grad_s.clone(), grad_z.clone()
         for batch, time in reversed(tiles(q, v)):
             at = batch, slice(None), time
-            z, s = begun.pop(), begun.pop()
+            z, s = states.pop(), states.pop()
             part, after = sequence.part(batch, time), (ds[batch], dz[batch])
             grads = _gradients(part, (s, z), grad_out[at], after, dg is not None)
             dq[at], dk[at], dv[at], ds[batch], dz[batch], change = grads
@@ -162,7 +168,7 @@ def _gradients(
     dQ = blocks.add_to_rows_(gate(dQ, blocks.enter), dP, K)
     dS = blocks.by_row(torch.bmm(Q_enter.mT, Y))
     dS, grad_s = scan(dS, grad_s.flatten(0, 1), blocks.keep, blocks.late, reverse=True)
-    grad_s = blocks.begun(grad_s)
+    grad_s = blocks.initial(grad_s)
     dZ, grad_z = _normaliser_gradient(blocks, Q_enter, g, grad_z)
     change = None
     dS = dS.flatten(0, 1)
@@ -194,8 +200,8 @@ def _states(
     """Return S [rows * count, features, head_dim] and z [rows * count, 1, features]
     before each block; both after the last."""
     K = gate(K, blocks.leave)
-    S, last_s = scan(blocks.by_row(torch.bmm(K.mT, V)), blocks.begun(s.flatten(0, 1)), blocks.keep, blocks.late)
-    added, before = blocks.by_row(K.sum(1, keepdim=True, dtype=z.dtype)), blocks.begun(z.flatten(0, 1).unsqueeze(2))
+    S, last_s = scan(blocks.by_row(torch.bmm(K.mT, V)), blocks.initial(s.flatten(0, 1)), blocks.keep, blocks.late)
+    added, before = blocks.by_row(K.sum(1, keepdim=True, dtype=z.dtype)), blocks.initial(z.flatten(0, 1).unsqueeze(2))
     Z, last_z = scan(added, before.mT, _transposed(blocks.keep), _transposed(blocks.late))
     return S.flatten(0, 1).to(K.dtype), Z.flatten(0, 1), last_s.view(s.shape), last_z.view(z.shape)
 
@@ -207,7 +213,7 @@ def _normaliser_gradient(blocks: SequenceBlocks, Q: Tensor, g: Tensor | None, gr
         g = Q.new_zeros(Q.shape[0], Q.shape[1], 1)
     added = blocks.by_row((Q * g).sum(1, keepdim=True, dtype=last.dtype))
     dZ, first = scan(added, last, _transposed(blocks.keep), _transposed(blocks.late), reverse=True)
-    return dZ.flatten(0, 1), blocks.begun(first.mT).mT
+    return dZ.flatten(0, 1), blocks.initial(first.mT).mT
 
 
 def _transposed(keep: Tensor | None) -> Tensor | None:

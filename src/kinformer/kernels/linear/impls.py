@@ -38,7 +38,7 @@ def choose_impl(name: str, impl: LinearImpl, q: Tensor, v: Tensor) -> str:
 
 
 def check_triton(name: str, features: int, head_dim: int) -> None:
-    """Refuse what the Triton kernels cannot do for heads of so many features and values, on behalf of ``name``."""
+    """Refuse heads of ``features`` and ``head_dim`` that the Triton kernels do not take, on behalf of ``name``."""
     use = f"{name}: impl='triton'"
     if not has_triton():
         raise KinformerError(f"{use} needs Triton; pip install 'kinformer[triton]' brings it, or use 'chunked'.")

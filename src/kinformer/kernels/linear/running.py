@@ -29,26 +29,26 @@ class Running(NamedTuple):
 
 
 def running_maximum(
-    lacking: Tensor, before: Tensor, begun: Tensor, valid: Tensor | None, reset: Tensor | None
+    log_scale: Tensor, before: Tensor, continues: Tensor, valid: Tensor | None, reset: Tensor | None
 ) -> Running:
-    """Return the factors and decays for ``lacking`` [batch, heads, time], the exponents b of a chunk's keys.
+    """Return the factors and decays for ``log_scale`` [batch, heads, time], the exponents b of a chunk's keys.
 
-    before: [batch, heads] int64, c before the chunk in rows that have ``begun`` ([batch] bool).
+    before: [batch, heads] int64, c before the chunk in the rows that go on, ``continues`` [batch] bool.
     valid, reset: [batch, time] bool or None; invalid keys do not count.
     """
-    lacking = lacking.clamp(-_LARGEST, _LARGEST)
+    log_scale = log_scale.clamp(-_LARGEST, _LARGEST)
     # In int64 differences are exact up to 2^44; float32 would round exponents above 2^24.
-    whole = lacking.detach().double().ceil().long()
+    whole = log_scale.detach().double().ceil().long()
     if valid is not None:
         whole = torch.where(valid[:, None], whole, _NOTHING)
-    first = torch.where(begun[:, None], before, _NOTHING).unsqueeze(-1)
+    first = torch.where(continues[:, None], before, _NOTHING).unsqueeze(-1)
     number = functional.pad(torch.zeros_like(whole[:, 0]) if reset is None else reset.long().cumsum(1), (1, 0))
     lift = number[:, None] * _FAR  # sequences one above the other
     c = (torch.cat([first, whole], dim=-1) + lift).cummax(dim=-1).values - lift
     fresh = (c[..., :-1] == _NOTHING) | (number[:, None, 1:] != number[:, None, :-1])
     # c_(t-1) - c_t, at most 0; at a sequence's first token there is no state to decay.
-    log_decay = (c[..., :-1] - c[..., 1:]).masked_fill(fresh, 0).to(lacking.dtype).clamp_min(_GONE)
-    exponent = lacking - c[..., 1:].to(lacking.dtype)
+    log_decay = (c[..., :-1] - c[..., 1:]).masked_fill(fresh, 0).to(log_scale.dtype).clamp_min(_GONE)
+    exponent = log_scale - c[..., 1:].to(log_scale.dtype)
     if valid is not None:
         exponent = torch.where(valid[:, None], exponent, exponent.new_zeros(()))
     last = c[..., -1]

@@ -15,7 +15,7 @@ A decay by channel stands in queries and keys (:func:`fold`), and S <- retained 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 import triton
@@ -35,6 +35,9 @@ LARGEST = 64
 """Tokens in a block."""
 LEAST = 16
 """The least side of a product, tl.dot's; narrower operands are filled up with zeros."""
+_Rest = tuple[Tensor | None, Tensor | None, Tensor | None, float | None]
+_Sequence = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+_Saved = tuple[*_Sequence, bool, bool]
 _SEQUENCE = "Tensor q, Tensor k, Tensor v, Tensor s, Tensor z, Tensor? log_decay, Tensor? reset, Tensor? retained"
 
 
@@ -55,26 +58,26 @@ def factors(decay, reset, row, heads, time, at, SIZE: tl.constexpr):
     """Return for the block whose tokens are ``at``: the running sums of the decay's logarithms, the sequence numbers,
     and the factors of the state at each token, of each token after the block, and of the state after the block."""
     sums = tl.zeros([SIZE], tl.float32)
-    begun = tl.zeros([SIZE], tl.int32)
+    sequence = tl.zeros([SIZE], tl.int32)
     if decay is not None:
         sums = tl.cumsum(tl.load(decay + row * time + at, at < time, 0.0), 0)
     if reset is not None:
-        begun = tl.cumsum(tl.load(reset + row // heads * time + at, at < time, 0).to(tl.int32), 0)
+        sequence = tl.cumsum(tl.load(reset + row // heads * time + at, at < time, 0).to(tl.int32), 0)
     last = tl.arange(0, SIZE) == SIZE - 1
-    total, count = tl.sum(tl.where(last, sums, 0.0), 0), tl.sum(tl.where(last, begun, 0), 0)
-    enter = tl.where(begun == 0, tl.exp(sums), 0.0)
-    leave = tl.where(begun == count, tl.exp(total - sums), 0.0)
-    return sums, begun, enter, leave, tl.where(count == 0, tl.exp(total), 0.0)
+    total, count = tl.sum(tl.where(last, sums, 0.0), 0), tl.sum(tl.where(last, sequence, 0), 0)
+    enter = tl.where(sequence == 0, tl.exp(sums), 0.0)
+    leave = tl.where(sequence == count, tl.exp(total - sums), 0.0)
+    return sums, sequence, enter, leave, tl.where(count == 0, tl.exp(total), 0.0)
 
 
 @triton.jit
-def between(sums, begun, REVERSE: tl.constexpr, STRICT: tl.constexpr, SIZE: tl.constexpr):
+def between(sums, sequence, REVERSE: tl.constexpr, STRICT: tl.constexpr, SIZE: tl.constexpr):
     """Return M [SIZE, SIZE]: the row sees the columns before it (REVERSE: after it) and itself (STRICT: not itself)."""
     t = tl.arange(0, SIZE)
     distance, decayed = t[:, None] - t[None, :], sums[:, None] - sums[None, :]
     if REVERSE:
         distance, decayed = -distance, -decayed
-    seen = (distance >= STRICT) & (begun[:, None] == begun[None, :])
+    seen = (distance >= STRICT) & (sequence[:, None] == sequence[None, :])
     return tl.where(seen, tl.exp(tl.minimum(decayed, 0.0)), 0.0)
 
 
@@ -91,7 +94,7 @@ def mix(
     """
     here, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row, at = here // count, here % count * SIZE + tl.arange(0, SIZE)
-    sums, begun, enter, leave, _ = factors(decay, reset, row, heads, time, at, SIZE)
+    sums, sequence, enter, leave, _ = factors(decay, reset, row, heads, time, at, SIZE)
     tokens, inside, wide = row * time + at, at < time, cols < n
     scores = tl.zeros([SIZE, SIZE], tl.float32)
     total = tl.zeros([SIZE, COLUMNS], tl.float32)
@@ -114,7 +117,7 @@ def mix(
             z = tl.load(sums_z + here * n + cols, wide, 0.0)[None, :]
             total += z if REVERSE else g[:, None] * z
     edge = leave if REVERSE else enter
-    scores *= between(sums, begun, REVERSE, STRICT, SIZE)
+    scores *= between(sums, sequence, REVERSE, STRICT, SIZE)
     X = tl.load(x + tokens[:, None] * n + cols[None, :], inside[:, None] & wide[None, :], 0.0)
     total = product(scores.to(X.dtype), X, total * edge[:, None])
     if divisor is not None:
@@ -140,8 +143,8 @@ def accumulate(
     d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     # Masks compare tensors: a scalar's comparison is an int32 in Triton's interpreter, and 3.9 refuses such masks.
     inner, wide, once = f < m, d < n, f < tl.where(tl.program_id(2) == 0, m, 0)
-    held, within = f[:, None] * n + d[None, :], inner[:, None] & wide[None, :]
-    S, z = tl.load(first + row * m * n + held, within, 0.0), tl.load(first_z + row * m + f, inner, 0.0)
+    offset, within = f[:, None] * n + d[None, :], inner[:, None] & wide[None, :]
+    S, z = tl.load(first + row * m * n + offset, within, 0.0), tl.load(first_z + row * m + f, inner, 0.0)
     for step in range(count):
         block = count - 1 - step if REVERSE else step
         at, here = block * SIZE + tl.arange(0, SIZE), row * count + block
@@ -151,7 +154,7 @@ def accumulate(
             late = tl.exp(tl.load(retained + here * m + f, inner, 0.0))
         if REVERSE:
             S, z = S * late[:, None], z * late
-        tl.store(states + here * m * n + held, S, within)
+        tl.store(states + here * m * n + offset, S, within)
         tl.store(states_z + here * m + f, z, once)
         _, _, enter, leave, keep = factors(decay, reset, row, heads, time, at, SIZE)
         K = tl.load(k + tokens[None, :] * m + f[:, None], inner[:, None] & inside[None, :], 0.0)
@@ -165,7 +168,7 @@ def accumulate(
             z += tl.sum(scaled, 1)
         if not REVERSE:
             S, z = S * late[:, None], z * late
-    tl.store(last + row * m * n + held, S, within)
+    tl.store(last + row * m * n + offset, S, within)
     tl.store(last_z + row * m + f, z, once)
 
 
@@ -219,12 +222,12 @@ class Cut:
         self.retained = None if retained is None else retained.contiguous()
 
     @property
-    def sequence(self) -> tuple[Any, ...]:
+    def sequence(self) -> tuple[int, int, int]:
         return self.heads, self.time, self.count
 
     def mix(
         self, a: Tensor, b: Tensor, x: Tensor, states: Tensor | None = None, *, transposed: bool = False,
-        reverse: bool = False, strict: bool = False, dtype: torch.dtype | None = None, **normaliser: Any,
+        reverse: bool = False, strict: bool = False, dtype: torch.dtype | None = None, **normaliser: Unpack[Normaliser],
     ) -> Tensor:  # fmt: skip
         """Run the kernel :func:`mix`, in ``dtype`` or that of x; the states, where
         ``transposed``, are [rows, count, n, m]."""
@@ -275,14 +278,23 @@ class Cut:
         return blocks.decay_gradient(blocks.split(change.unsqueeze(-1)), ended).squeeze(-1).contiguous()
 
 
+class Normaliser(TypedDict, total=False):
+    """What :func:`mix` takes of a normaliser, as of the kernel."""
+
+    weights: Tensor | None
+    sums_z: Tensor | None
+    divisor: Tensor
+    eps: float
+
+
 class Fold(NamedTuple):
     """A decay by channel that queries and keys take up (``blocks.Fold``): factors ``read`` of queries and keys that are
-    read by, ``written`` of keys [batch, heads, time, m], ``begun`` of the state [batch, heads, m], and the logarithms
+    read by, ``written`` of keys [batch, heads, time, m], ``initial`` of the state [batch, heads, m], and the logarithms
     of what is ``retained`` of a state behind each block [rows, count, m]."""
 
     read: Tensor
     written: Tensor
-    begun: Tensor
+    initial: Tensor
     retained: Tensor
 
 
@@ -295,9 +307,9 @@ def fold(log_decay: Tensor, size: int) -> Fold | None:
     sums = padded.reshape(-1, size, m).cumsum(1)
     if not bool((sums[:, 0] - sums[:, -1]).amax() <= RANGE):
         return None
-    away, begun, retained = folded(sums, batch * heads)
+    away, initial, retained = folded(sums, batch * heads)
     read, written = (x.exp().view(batch, heads, -1, m)[:, :, :time] for x in (away, -away))
-    return Fold(read, written, begun.exp().view(batch, heads, m), retained)
+    return Fold(read, written, initial.exp().view(batch, heads, m), retained)
 
 
 def attend(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -318,7 +330,7 @@ def attend(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tens
         if channels is None:
             return chunked(sequence, s, z)
         q, k, log_decay, retained = q * channels.read, k * channels.written, None, channels.retained
-        s, z = s * channels.begun.unsqueeze(-1), z * channels.begun
+        s, z = s * channels.initial.unsqueeze(-1), z * channels.initial
     out, s, z, _ = _forward(q.to(dtype), k.to(dtype), v.to(dtype), s, z, log_decay, reset, retained, eps)
     return out.to(operand_types), s, z
 
@@ -328,7 +340,7 @@ def attend(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tens
     mutates_args=(),
     schema=f"({_SEQUENCE}, float? eps) -> (Tensor out, Tensor last_s, Tensor last_z, Tensor divisor)",
 )
-def _forward(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *rest: *_Rest) -> tuple[Tensor, ...]:
     log_decay, reset, retained, eps = rest
     cut, (q, k, v) = Cut(q, log_decay, reset, retained), (x.contiguous() for x in (q, k, v))
     with torch.cuda.device_of(q):
@@ -342,7 +354,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *rest: Any) 
 
 
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *rest: *_Rest) -> tuple[Tensor, ...]:
     divisor = z.new_empty(0 if rest[3] is None else q.shape[:3])
     return v.new_empty(v.shape), s.new_empty(s.shape), z.new_empty(z.shape), divisor
 
@@ -353,7 +365,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *rest: Any) -> tupl
     schema=f"(Tensor grad_out, Tensor grad_s, Tensor grad_z, Tensor out, Tensor divisor, {_SEQUENCE}, "
     "bool normalised, bool learns) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _backward(Y: Tensor, grad_s: Tensor, grad_z: Tensor, out: Tensor, divisor: Tensor, *saved_inputs: Any) -> Any:
+def _backward(
+    Y: Tensor, grad_s: Tensor, grad_z: Tensor, out: Tensor, divisor: Tensor, *saved_inputs: *_Saved
+) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, s, z, if it ``learns`` of log_decay, and of ``retained``, else empty tensors."""
     *tensors, log_decay, reset, retained, normalised, learns = saved_inputs
     s, z = tensors[3:]
@@ -388,7 +402,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     return *(x.new_empty(x.shape) for x in tensors), *map(tensors[4].new_empty, decays)
 
 
-def _save(ctx: Context, inputs: Any, output: Any) -> None:
+def _save(ctx: Context, inputs: tuple[*_Sequence, float | None], output: tuple[Tensor, ...]) -> None:
     *tensors, eps = inputs
     ctx.normalised = eps is not None
     out = output[0] if ctx.normalised else output[3]
@@ -396,7 +410,7 @@ def _save(ctx: Context, inputs: Any, output: Any) -> None:
 
 
 @first_order("Triton's linear attention")
-def _differentiate(ctx: Context, saved: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Context, saved: tuple[Tensor | None, ...], *gradients: Tensor) -> tuple[Tensor | None, ...]:
     learns = ctx.needs_input_grad[5]
     *grads, dg, dretained = _backward(*gradients[:3], *saved, ctx.normalised, learns)
     return *grads, dg if learns else None, None, dretained if ctx.needs_input_grad[7] else None, None
@@ -418,10 +432,10 @@ def _flops(q: Tensor, v: Tensor, mixes: int, passes: int) -> int:
 
 
 @register_flop_formula(torch.ops.kinformer.triton_linear, get_raw=True)
-def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> int:
     return _flops(q, v, mixes=1, passes=1)
 
 
 @register_flop_formula(torch.ops.kinformer.triton_linear_backward, get_raw=True)
-def _backward_flops(*arguments: Any, **_: Any) -> int:
+def _backward_flops(*arguments: *tuple[Tensor, Tensor, Tensor, Tensor, Tensor, *_Saved], **_: object) -> int:
     return _flops(arguments[5], arguments[7], mixes=3, passes=2)

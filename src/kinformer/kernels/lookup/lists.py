@@ -89,18 +89,18 @@ def probed(q: Tensor, lists: CoarseQuantizer) -> Tensor:
 def find(q: Tensor, filed: InvertedFile, lists: CoarseQuantizer, share: int) -> Tensor:
     """Return the slots [batch, heads, time, probes * share] of the best memories in the probed lists, -1 for none."""
     accumulator = state_dtype(q.dtype)
-    wanted, count = probed(q, lists), lists.centroids.shape[1]
+    chosen, count = probed(q, lists), lists.centroids.shape[1]
     if q.is_meta or isinstance(q, FakeTensor):  # what even lists would cost
         _ = q @ filed.k[:, :, : filed.k.shape[2] * lists.probes // count].mT
-        return wanted.repeat_interleave(share, dim=-1)
+        return chosen.repeat_interleave(share, dim=-1)
     borders = torch.arange(1, count + 2, device=q.device).expand(*q.shape[:2], -1).contiguous()
     begins = torch.searchsorted(filed.assignments[..., 0].contiguous(), borders).tolist()
-    slots = q.new_empty(*wanted.shape, share, dtype=torch.int64)
+    slots = q.new_empty(*chosen.shape, share, dtype=torch.int64)
     for row in range(q.shape[0]):
         for head in range(q.shape[1]):
             visible = filed.assignments[row, head, :, 1] >= filed.first
             one = _Head(filed.k[row, head], visible, begins[row][head], share)
-            slots[row, head] = one.find(q[row, head].to(accumulator), wanted[row, head])
+            slots[row, head] = one.find(q[row, head].to(accumulator), chosen[row, head])
     return slots.flatten(3)
 
 
@@ -110,23 +110,23 @@ class _Head:
     def __init__(self, k: Tensor, visible: Tensor, begins: list[int], share: int) -> None:
         self.k, self.visible, self.begins, self.share = k, visible, begins, share
 
-    def find(self, q: Tensor, wanted: Tensor) -> Tensor:
+    def find(self, q: Tensor, chosen: Tensor) -> Tensor:
         """Return slots [time, probes, share] for q [time, head_dim] that looks
-        at the lists ``wanted`` [time, probes]."""
-        order = wanted.flatten().argsort()
-        ends = torch.bincount(wanted.flatten(), minlength=len(self.begins)).cumsum(0).tolist()
-        scores = numbered(q[order // wanted.shape[1]], [self.k], -(-max(self._sizes()) // self.share))
+        at the lists ``chosen`` [time, probes]."""
+        order = chosen.flatten().argsort()
+        ends = torch.bincount(chosen.flatten(), minlength=len(self.begins)).cumsum(0).tolist()
+        scores = numbered(q[order // chosen.shape[1]], [self.k], -(-max(self._sizes()) // self.share))
         keys, rows = scores.rounded(self.k), self._rows(scores)
         best = torch.zeros(self.share, len(order), dtype=scores.whole, device=q.device)
         for listed, (begin, end) in zip(pairwise(self.begins), pairwise(ends), strict=True):
             listed_slots = slice(*listed)
             if begin < end and listed_slots.start < listed_slots.stop:
                 self._best(scores, keys[listed_slots], slice(begin, end), rows[listed_slots], best[:, begin:end])
-        first = torch.tensor(self.begins, device=q.device)[wanted.flatten()[order] - 1]
+        first = torch.tensor(self.begins, device=q.device)[chosen.flatten()[order] - 1]
         slots = scores.row_of(best) * self.share + torch.arange(self.share, device=q.device)[:, None] + first
         result = torch.empty(len(order), self.share, dtype=torch.int64, device=q.device)
         result[order] = torch.where(best > 0, slots, -1).T
-        return result.view(*wanted.shape, self.share)
+        return result.view(*chosen.shape, self.share)
 
     def _sizes(self) -> list[int]:
         return [end - begin for begin, end in pairwise(self.begins)]

@@ -30,9 +30,9 @@ from kinformer.runtime.processor import multiplies_int8
 _POSITIVE = 1.0625
 """Added to scores, which are -1 at least but for rounding."""
 _MANY = 1024
-"""Among so many memories the nearest are near to each other: it matters little which of them are found."""
+"""Among this many memories the nearest are near to each other: it matters little which of them are returned."""
 _QUERIES = 32
-"""For so many queries it pays to round the keys."""
+"""From this many queries on it pays to round the keys."""
 _CACHED = 1 << 12
 """Keys that are rounded at a time."""
 _INT8 = 127
@@ -86,10 +86,10 @@ class Integers(_Numbered):
     never = -base
 
     def __init__(self, q: Tensor, keys: Sequence[Tensor], bits: int) -> None:
-        most = _longest(q.shape[1], bits)
-        self.q = (q * (_INT8 / q.abs().amax(dim=1, keepdim=True)).clamp(max=most)).round_().to(torch.int8)
+        limit = _longest(q.shape[1], bits)
+        self.q = (q * (_INT8 / q.abs().amax(dim=1, keepdim=True)).clamp(max=limit)).round_().to(torch.int8)
         largest = max(float(end.abs()) for piece in keys for end in piece.aminmax())
-        self.scale, self.bits = min(_INT8 / largest, most) if largest else most, bits
+        self.scale, self.bits = min(_INT8 / largest, limit) if largest else limit, bits
 
     def rounded(self, keys: Tensor) -> Tensor:
         out = torch.empty(keys.shape, dtype=torch.int8, device=keys.device)

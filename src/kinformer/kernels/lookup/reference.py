@@ -28,9 +28,9 @@ def find(q: Tensor, filed: InvertedFile, lists: CoarseQuantizer, share: int) -> 
     begins = (assigned[..., None, :] < assigned[..., None]).sum(-1)
     bucket = (slots - begins) % share
     parts = []
-    for wanted in probed(q, lists).unbind(-1):
+    for chosen in probed(q, lists).unbind(-1):
         for number in range(share):
-            seen = (assigned == wanted[..., None]) & (bucket == number) & (position >= filed.first)
+            seen = (assigned == chosen[..., None]) & (bucket == number) & (position >= filed.first)
             best, slot = scores.masked_fill(~seen, -torch.inf).max(dim=-1)
             parts.append(torch.where(best > -torch.inf, slot, -1))
     return torch.stack(parts, dim=-1)

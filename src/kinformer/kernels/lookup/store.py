@@ -115,8 +115,8 @@ def join(rows: list[Tensor]) -> Tensor:
     """Join rows [batch, heads, slots, width] with different numbers of right-aligned slots into one tensor."""
     if len(rows) == 1:
         return rows[0]
-    most = max(row.shape[2] for row in rows)
-    return torch.cat([pad(row, (0, 0, most - row.shape[2], 0)) for row in rows])
+    longest = max(row.shape[2] for row in rows)
+    return torch.cat([pad(row, (0, 0, longest - row.shape[2], 0)) for row in rows])
 
 
 def _cut(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:

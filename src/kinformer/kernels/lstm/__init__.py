@@ -128,8 +128,8 @@ def _native_whole(x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor]) ->
 
 @contextmanager
 def _as_products(device: torch.device) -> Iterator[None]:
-    """Compute on a GPU as precisely as products do: cuDNN's usual TensorFloat-32 is off by 3e-4 of the norm. Its advice
-    to flatten the weights is left unsaid, as these are parameters of their own."""
+    """Compute on a GPU as precisely as products do: cuDNN's usual TensorFloat-32 is off by 3e-4 of the norm. The
+    warning that weights are not contiguous is ignored: they are separate parameters."""
     if device.type != "cuda":
         yield
         return

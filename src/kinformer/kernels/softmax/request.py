@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ class Attended(NamedTuple):
     lse: Tensor | None = None
 
 
-def unfilled(q: Tensor, _: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def unfilled(q: Tensor, _: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     """Return empty tensors of the shapes of attention's output and log-sum-exp, for an operator's declaration."""
     return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
 

@@ -23,7 +23,7 @@ EPS = 1e-12
 
 
 MANY = 4
-"""Up to so many distances a key, a query meets every distance once; it meets few keys of many distances one by one."""
+"""Up to this many distances a key a query meets every distance once; it meets few keys of many distances one by one."""
 
 
 def relative_at(table: Tensor, distance: Tensor, lowest: int) -> Tensor:

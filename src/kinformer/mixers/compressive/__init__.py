@@ -147,8 +147,8 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
 
     def _compressed_after(self, seen: int) -> int:
         """Return how many compressed vectors a sequence of ``seen`` tokens has."""
-        fallen = max(0, seen // self.segment * self.segment - self.memory)
-        return min(self.config.compressed, fallen // self.compression.rate)
+        evicted = max(0, seen // self.segment * self.segment - self.memory)
+        return min(self.config.compressed, evicted // self.compression.rate)
 
     def forward(
         self, chunk: Chunk, state: CompressiveState, norm: nn.Module = AS_THEY_ARE
@@ -167,8 +167,8 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
     def _absorb(
         self, chunk: Chunk, state: CompressiveState, norm: nn.Module, watch: Tensor | None = None
     ) -> tuple[Tensor, CompressiveState]:
-        most = state.hidden_states.shape[2] + state.compressed.shape[2] + chunk.x.shape[1]
-        relative = self.position.relative(0, min(most, self.config.compressed + self.most_past + 1) - 1)
+        slots = state.hidden_states.shape[2] + state.compressed.shape[2] + chunk.x.shape[1]
+        relative = self.position.relative(0, min(slots, self.config.compressed + self.most_past + 1) - 1)
         run = partial(self._rows, call=_Call(relative, watch, norm))
         return by_position(chunk, state, state.hidden_states.shape[2], run)
 
@@ -195,8 +195,8 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
     def _piece(self, x: Tensor, state: CompressiveState, seen: int, call: _Call) -> tuple[Tensor, CompressiveState]:
         """Absorb ``x``, within one segment of sequences that have ``seen`` tokens
         before it; a query sees all before it."""
-        begun, time = seen % self.segment, x.shape[1]
-        remembered, edge = min(seen - begun, self.memory), state.hidden_states.shape[2] - begun
+        filled, time = seen % self.segment, x.shape[1]
+        remembered, edge = min(seen - filled, self.memory), state.hidden_states.shape[2] - filled
         hidden_states = torch.cat([state.hidden_states[:, :, :edge].detach(), state.hidden_states[:, :, edge:]], dim=2)
         q, k, v = self.projection(call.norm(x))
         v, recent = self.position.values(v), slice(edge - remembered, None)
@@ -215,10 +215,10 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
         y, sums = self._attend(q, keys, values, call)
         if self.compression.counts:
             usage = pad(state.usage, (0, 0, 0, time))
-            usage[:, :, recent] += sums[:, -(remembered + begun + time) :].unsqueeze(1).unsqueeze(-1)
+            usage[:, :, recent] += sums[:, -(remembered + filled + time) :].unsqueeze(1).unsqueeze(-1)
             state = state._replace(usage=usage)
         if call.watch is not None:
-            start = len(call.watch) - self.segment + begun + time - keys.shape[2]
+            start = len(call.watch) - self.segment + filled + time - keys.shape[2]
             call.watch[start : start + keys.shape[2]] += sums.sum(0)
         hidden_states = torch.cat([hidden_states, x[:, None].to(hidden_states.dtype)], dim=2)
         return self.out(merge_heads(y)), state._replace(hidden_states=hidden_states, seen=state.seen + time)
@@ -250,9 +250,9 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
         start = state.hidden_states.shape[2] - lookback
         old, usage = state.hidden_states[:, 0, start : start + falling], None
         if self.compression.counts:
-            wanted = torch.arange(lookback, lookback - falling, -1, device=old.device)
+            queries = torch.arange(lookback, lookback - falling, -1, device=old.device)
             # The mean over the queries that could see a slot: older slots were seen by more of them.
-            usage = state.usage[:, 0, start : start + falling, 0] / wanted
+            usage = state.usage[:, 0, start : start + falling, 0] / queries
         new = self.compression(old, usage)
         if torch.is_grad_enabled() and self.compression.learns:
             cost = self._cost(state.hidden_states[:, 0, -self.segment :], old, new, norm)
@@ -268,10 +268,10 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
         """Return the cost [batch] for one segment: ``tokens`` of the segment that is
         over, ``old`` memories and ``new`` ones."""
         if self.expansion is not None:
-            lost = content_loss(old, self.expansion(new))
+            loss = content_loss(old, self.expansion(new))
         else:
-            lost = attention_loss(nn.Sequential(norm, self.projection), tokens, old, new, self.scale)
-        return self.config.loss_weight * self.segment * lost
+            loss = attention_loss(nn.Sequential(norm, self.projection), tokens, old, new, self.scale)
+        return self.config.loss_weight * self.segment * loss
 
     def _projected(self, state: CompressiveState, like: Tensor, norm: nn.Module) -> CompressiveState:
         """Return the state with the projections that it lacks after a step with gradients."""

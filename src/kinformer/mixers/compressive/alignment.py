@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ def last_slots(slots: Tensor, count: int) -> Tensor:
     return slots[:, :, start:].clone() if start > count else slots[:, :, start:]  # a view keeps what it leaves out
 
 
-_Run = Callable[[Tensor, Any, RowGroup], tuple[Tensor, Any]]
+_Run = Callable[[Tensor, State, RowGroup], tuple[Tensor, State]]
 
 
 def by_position(chunk: Chunk, state: State, past: int, run: _Run) -> tuple[Tensor, State]:

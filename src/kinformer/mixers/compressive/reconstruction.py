@@ -26,11 +26,11 @@ def attention_loss(projection: nn.Module, tokens: Tensor, old: Tensor, compresse
     with torch.no_grad():
         q = projection(tokens)[0]
         _, k, v = projection(old)
-        want = _read(q, k, v, scale)
+        expected = _read(q, k, v, scale)
     weights = {name: weight.detach() for name, weight in projection.named_parameters()}
     _, k, v = functional_call(projection, weights, (compressed,))
-    lost = (_read(q, k, v, scale) - want).to(state_dtype(old.dtype))
-    return lost.square().mean(dim=(1, 2, 3))
+    error = (_read(q, k, v, scale) - expected).to(state_dtype(old.dtype))
+    return error.square().mean(dim=(1, 2, 3))
 
 
 def no_loss(*parts: nn.Module | None) -> Tensor | float:

@@ -17,7 +17,7 @@ with ``levels`` one for each level of the past (log-linear attention, ``kernels.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -107,8 +107,7 @@ class LinearAttention(Crosses, CausalMixer):
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
-        self.dim = dim
-        self.config, heads = config, config.num_heads
+        self.dim, self.config, heads = dim, config, config.num_heads
         self.head_dim = config.head_dim or head_width(dim, heads)
         self.value_dim = config.value_dim or self.head_dim
         self.key_heads = config.key_heads or heads
@@ -144,15 +143,14 @@ class LinearAttention(Crosses, CausalMixer):
         self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> KernelState:
         like, heads = self.out.weight, self.config.num_heads
-        options: dict[str, Any] = {"device": device or like.device, "dtype": state_dtype(dtype or like.dtype)}
-        counters: dict[str, Any] = {"device": options["device"], "dtype": torch.int64}
-        context = self.convolution.context if self.convolution else 0
+        device, dtype = device or like.device, state_dtype(dtype or like.dtype)
+        levels, context = max(self.config.levels, 1), self.convolution.context if self.convolution else 0
         return KernelState(
-            torch.zeros(batch, heads, max(self.config.levels, 1) * self.features, self._columns, **options),
-            torch.zeros(batch, heads, self.features if self._has_sum else 0, **options),
-            torch.zeros(batch, self.key_heads, context, sum(self.widths), **options),
-            torch.zeros(batch, self.key_heads if self.feature_map.scaled else 0, **counters),
-            torch.zeros((batch,) if self.counts else (batch, 0), **counters),
+            torch.zeros(batch, heads, levels * self.features, self._columns, device=device, dtype=dtype),
+            torch.zeros(batch, heads, self.features if self._has_sum else 0, device=device, dtype=dtype),
+            torch.zeros(batch, self.key_heads, context, sum(self.widths), device=device, dtype=dtype),
+            torch.zeros(batch, self.key_heads if self.feature_map.scaled else 0, device=device, dtype=torch.int64),
+            torch.zeros((batch,) if self.counts else (batch, 0), device=device, dtype=torch.int64),
         )
 
     @property
@@ -187,14 +185,14 @@ class LinearAttention(Crosses, CausalMixer):
             seen = advance(seen, chunk, positions)
         log_decay = None if self.decay is None else self.decay(x)
         k = k.unflatten(-1, (-1, self.head_dim)).flatten(2, 3)
-        q, (k, lacking) = self.feature_map.queries(q), self.feature_map.keys(k)
-        if lacking is not None:
-            running = running_maximum(lacking, maximum, state.seen > 0, chunk.valid, reset)
+        q, (k, log_scale) = self.feature_map.queries(q), self.feature_map.keys(k)
+        if log_scale is not None:
+            running = running_maximum(log_scale, maximum, state.seen > 0, chunk.valid, reset)
             k, maximum = k * running.factor.unsqueeze(-1).to(k.dtype), running.last
         q, k = self._shared(q), self._shared(k)
         if log_decay is not None:
             k, log_decay = self._decayed(k, log_decay, chunk.valid)
-        if lacking is not None:
+        if log_scale is not None:
             more = self._shared(running.log_decay)
             log_decay = more if log_decay is None else _joined(log_decay, more)
         v = self._by_head(v, self.value_dim)
@@ -261,8 +259,10 @@ class LinearAttention(Crosses, CausalMixer):
             return self._skipped(y, v), s, state.z
         both, how = LinearState(state.kv, state.z), (self.config.impl, self.crossing)
         if beta is not None and self.averages and positions is not None:
-            options: dict[str, Any] = {"eps": self.config.eps, "reset": reset, "impl": how[0], "crossing": how[1]}
-            y, sums = normalised_delta_rule((q, k, v, beta), both, positions == 0, **options)
+            first, eps = positions == 0, self.config.eps
+            y, sums = normalised_delta_rule(
+                (q, k, v, beta), both, first, eps=eps, reset=reset, impl=how[0], crossing=how[1]
+            )
             return self._skipped(y, v), *sums
         if beta is not None:
             if (steps := self.config.steps) > 1:
