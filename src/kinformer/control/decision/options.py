@@ -41,7 +41,7 @@ class TrajectoryOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TrajectoryActing(Acting):
-    """How an agent acts that is asked for a return."""
+    """Options of acting for a return."""
 
     target: str | None = None
     """The returns that are asked for, as in 3600,1800; optimal is the best that an episode allows, where that is known.
@@ -72,7 +72,7 @@ class TrajectoryGenerationOptions(Rendering, TrajectoryActing):
 
 
 def targets_of(text: str) -> tuple[float | None, ...]:
-    """``"3600,1800"`` as numbers, in order; None stands for the optimum."""
+    """Return ``"3600,1800"`` as numbers, in order; None stands for the optimum."""
     result: list[float | None] = []
     for part in text.split(","):
         if part.strip() == OPTIMAL:

@@ -12,9 +12,9 @@ from kinformer.control.environments.environment import Box, Discrete, Environmen
 from kinformer.runtime.errors import KinformerError
 
 ENDLESS = 10_000
-"""Steps of an environment that sets no limit."""
+"""The longest episode of an environment that sets no limit."""
 PACKAGES = {"MiniGrid": "minigrid", "BabyAI": "minigrid", "ALE": "ale_py"}
-"""What is imported for names that begin so, since packages announce their environments then."""
+"""The packages to import for names that begin so, as importing one registers its environments."""
 
 
 class _Seen(NamedTuple):
@@ -37,8 +37,8 @@ class Gymnasium(Environment):
         self.copies = [_make(name, "rgb_array" if render else None) for _ in range(count)]
         first = self.copies[0]
         spec = getattr(first, "spec", None)
-        most_steps_ = spec.max_episode_steps if spec else None
-        self.most_steps = most_steps_ or getattr(first.unwrapped, "max_steps", None) or ENDLESS
+        limit = spec.max_episode_steps if spec else None
+        self.most_steps = limit or getattr(first.unwrapped, "max_steps", None) or ENDLESS
         self.observation_layout = _observed(first.observation_space, name)
         self.observation_dim = self.observation_layout.size
         self.actions = _actions(first.action_space, name)
@@ -101,7 +101,7 @@ def _make(name: str, render_mode: str | None) -> Any:
 
 
 def _observed(space: Any, name: str) -> _Seen:
-    """How observations of ``space`` are read; texts among named ones are left out."""
+    """Return how observations of ``space`` are read; texts in a Dict are left out."""
     kind = type(space).__name__
     if kind == "Discrete":
         values = int(space.start) + np.arange(int(space.n))
