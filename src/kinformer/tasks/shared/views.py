@@ -1,7 +1,7 @@
 """The parts of models' configs as tasks read them: the fields that all inputs of one kind have.
 
 A task takes models of certain protocols and inputs, so that it may read these fields, whose classes lie above the
-tasks. Free of PyTorch until a function is called.
+tasks. Free of PyTorch.
 """
 
 from __future__ import annotations
