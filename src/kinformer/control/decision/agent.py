@@ -1,4 +1,4 @@
-"""A model of trajectories as a policy: it absorbs the action before, the return that is still asked for, and the state,
+"""A model of trajectories as a policy: it absorbs the action before, the return still to get, and the state,
 three positions a step (Chen et al. 2021, algorithm 1)."""
 
 from __future__ import annotations

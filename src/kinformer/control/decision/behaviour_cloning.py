@@ -1,5 +1,5 @@
-"""Behaviour cloning: the actions of the data from the state alone, whatever return they led to (Pomerleau 1988), by a
-small network that is trained when an agent is measured, on the same episodes."""
+"""Behaviour cloning (Pomerleau 1988): a small network predicts the actions of the data from the state alone, whatever
+return they led to. It is trained when an agent is measured, on the same episodes."""
 
 from __future__ import annotations
 

@@ -18,15 +18,15 @@ PACKAGES = {"MiniGrid": "minigrid", "BabyAI": "minigrid", "ALE": "ale_py"}
 
 
 class _Seen(NamedTuple):
-    """How many numbers an observation has, and how they are read from it."""
+    """The ``size`` of observations, in numbers, and the function that reads them."""
 
     size: int
     read: Callable[[Any], np.ndarray]
 
 
 class Gymnasium(Environment):
-    """``count`` copies of gymnasium's environment ``name``; observations are flattened, discrete ones one-hot,
-    and of those with names all but texts are joined.
+    """An environment of ``count`` copies of gymnasium's environment ``name``; observations are flattened, discrete ones
+    one-hot, and of those with names all but texts are joined.
 
     Errors: ``KinformerError`` where gymnasium or the environment is not installed, and for spaces of other kinds.
     """

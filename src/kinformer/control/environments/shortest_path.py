@@ -16,13 +16,13 @@ GOAL = 0
 
 
 def graph() -> np.ndarray:
-    """[NODES, NODES] bool, symmetric, nobody's own neighbour: each edge with the probability EDGE_SHARE."""
+    """Return the edges [NODES, NODES] bool, symmetric, without loops, each with the probability EDGE_SHARE."""
     drawn = np.triu(np.random.default_rng(GRAPH_SEED).random((NODES, NODES)) < EDGE_SHARE, 1)
     return drawn | drawn.T
 
 
 def distances(edges: np.ndarray) -> np.ndarray:
-    """Steps from each node to GOAL [NODES] int64, -1 where there is no way."""
+    """Return the steps from each node to GOAL, [NODES] int64, -1 where there is no way."""
     distances_ = np.full(len(edges), -1)
     front, steps = np.arange(len(edges)) == GOAL, 0
     while front.any():

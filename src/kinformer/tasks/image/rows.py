@@ -70,8 +70,8 @@ class Sequences:
 
 
 class ImageRows(DataModule):
-    """Images in a new order in every epoch; the same first ones in every validation, as many as hold the tokens asked
-    for."""
+    """Images in a new order in every epoch; the same first ones in every validation, of as many tokens as the settings
+    say."""
 
     metrics = (BITS_PER_DIM,)
 

@@ -30,8 +30,8 @@ NGRAM_CONTEXT = 4
 @dataclass(frozen=True)
 class Measured:
     """The measurements of one run: ``first`` as it was trained, ``rest`` at further lengths, ``skipped`` those beyond
-    its positions, ``usage`` of its memories, ``steps`` per token and ``exits`` in the first (``whole``: the same with
-    all layers), ``subject`` without its model."""
+    its positions, ``usage`` of its memories, ``steps`` per token and ``exits`` in the first (``all_layers``: the same
+    with all layers), ``subject`` without its model."""
 
     subject: LoadedRun
     data: HeldOut
@@ -43,7 +43,7 @@ class Measured:
     usage: tuple[Usage, ...]
     steps: float | None = None
     exits: Exited | None = None
-    whole: Measurement | None = None
+    all_layers: Measurement | None = None
 
     @property
     def all(self) -> list[Measurement]:
@@ -105,7 +105,7 @@ def _measure(
         with record_usage(model) as usages, noting_steps(model) as ponder_recorder, noting_exits(model) as leaving:
             done[main] = measure(model, held.split, main, chunk=evaluation_settings.chunk, progress=progress)
         seconds = time.perf_counter() - started_at
-        exits, whole = _without_exits(subject, leaving.result, held, main, evaluation_settings, seconds)
+        exits, all_layers = _without_exits(subject, leaving.result, held, main, evaluation_settings, seconds)
         for windows in further:
             if windows not in done:
                 done[windows] = measure(model, held.split, windows, chunk=evaluation_settings.chunk, progress=progress)
@@ -117,7 +117,7 @@ def _measure(
     if skipped:
         note(f"note: {run.folder}: not measured at {', '.join(map(str, skipped))}, beyond its positions.")
     rest = [done[windows] for windows in further]
-    measured = (done[main], rest, skipped, seconds, ngram, usages.read(), ponder_recorder.mean, exits, whole)
+    measured = (done[main], rest, skipped, seconds, ngram, usages.read(), ponder_recorder.mean, exits, all_layers)
     return Measured(subject._replace(model=None), held, *measured)
 
 
@@ -158,9 +158,9 @@ def _evaluation(result: Measured) -> Evaluation:
 
 
 def _exit_facts(result: Measured) -> dict[str, object]:
-    if result.exits is None or result.whole is None:
+    if result.exits is None or result.all_layers is None:
         return {}
-    return {"exits": result.exits.facts, "all_layers_bits_per_byte": result.whole.bits_per_byte}
+    return {"exits": result.exits.facts, "all_layers_bits_per_byte": result.all_layers.bits_per_byte}
 
 
 def _lines(result: Measured) -> list[str]:
@@ -182,8 +182,8 @@ def _lines(result: Measured) -> list[str]:
         )
     if result.steps is not None:
         lines.append(PONDER_STEPS.text(result.steps))
-    if result.exits is not None and result.whole is not None:
-        lines.append(f"{result.exits.text}, which have {result.whole.bits_per_byte:.4f} bits per byte")
+    if result.exits is not None and result.all_layers is not None:
+        lines.append(f"{result.exits.text}, which have {result.all_layers.bits_per_byte:.4f} bits per byte")
     if result.ngram is not None:
         lines.append(f"{result.ngram:.4f} bits per byte by a 5-gram model of the training split")
     return lines

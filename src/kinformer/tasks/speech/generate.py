@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kinformer.tasks.speech import SpeechGenerationOptions
 
 PIECE = 0.08
-"""Seconds of sound that are waited for."""
+"""The length of a piece of sound in seconds."""
 
 
 @dataclass
@@ -62,8 +62,8 @@ class Transcribed:
 
 
 class Listener:
-    """A model that hears sound of ``rate`` samples a second piece by piece: a causal one at once, an encoder at the
-    end."""
+    """A model that reads sound of ``rate`` samples a second piece by piece: a causal one writes at once, an encoder at
+    the end."""
 
     def __init__(self, model: StackedCausalModel | StackedWholeModel, rate: int, heard_rate: int) -> None:
         self.model: Any = model  # called as its protocol says

@@ -84,7 +84,7 @@ class Rows:
         self.length = length
 
     def tell_left_out(self, split: str) -> None:
-        """Say how many utterances cannot be learnt from; refuse a split of which none can."""
+        """Note how many utterances cannot be learnt from; refuse a split of which none can."""
         seconds = self.input.stride * self.bank.hop / self.data.rate
         for left, why in (
             (self.long, f"are longer than `length` {self.length} positions of {1000 * seconds:.0f} ms"),

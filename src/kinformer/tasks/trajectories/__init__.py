@@ -1,5 +1,5 @@
 """Trajectories: a causal model learns from episodes which action followed a return to go and a state, and then acts so
-as to get the return that it is asked for (Chen et al. 2021, Decision Transformer)."""
+as to reach a target return (Chen et al. 2021, Decision Transformer)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How good an agent is: its held-out actions, and its returns for those that it is asked for, with 95 % confidence."""
+"""How good an agent is: its held-out actions, and its returns beside their targets, with 95 % confidence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One episode of an agent that is asked for a return."""
+"""One episode of an agent with a target return."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from kinformer.training.batch import map_fields
 
 
 def predict(subject: LoadedRun, source: object, settings: PredictionSettings) -> Iterator[Predicted]:
-    """A row for every episode of ``source`` (data as training takes it) with its predicted actions, step by step.
+    """Yield a row for every episode of ``source`` (data as training takes it) with its predicted actions, step by step.
 
     Every action follows the return to go, the states and the actions that are recorded before it, in rows of whole
     episodes or as long as the model's positions.

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 ENDS = 2
 """Ids that a model has for itself: BOS and EOS."""
 VOCABULARIES = ((100_000, 1000), (1_000_000, 4000), (4_000_000, 8000), (100_000_000, 32000))
-"""From so many bytes of text on (both sides together), so many tokens."""
+"""(bytes, tokens): the size of a vocabulary for this many bytes of text or more, both sides together."""
 OF_NUMBERS = 400
-"""Tokens for number words, which are made of some sixty pieces."""
+"""The size of a vocabulary of number words, which are made of some sixty pieces."""
 
 
 def _smoothed(model: SourceModel) -> Objective:
@@ -60,7 +60,7 @@ def _exits(model: TranslationModel) -> Objective:
 
 
 class Translate(Task):
-    """Bits per byte of the target while it is trained, BLEU and chrF of what is written."""
+    """Measured by bits per byte of the target in training, by BLEU and chrF of its translations."""
 
     name = "translate"
     title = "translation"

@@ -96,7 +96,7 @@ def translate_lines(
 ) -> Generated:
     """Translate the lines of ``prompt``; each is given to ``write``, with a line's end, when all before it are there.
 
-    Lines that come one by one are translated as they come, together with those that have come meanwhile.
+    Lines that come one by one are translated as they come, together with those that arrived meanwhile.
     """
     translator, result = Translator(subject, options.task_options), Generated([], 0, seed=options.seed)
     started_at = time.perf_counter()

@@ -102,7 +102,7 @@ def padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 
 class TranslationPairs(DataModule):
     """Batches of at most ``batch_size`` x ``length`` tokens of the longer side; pairs longer than ``length`` are left
-    out. Validation: the first pairs of as many tokens as asked for."""
+    out. Validation: the first pairs, of as many tokens as the settings say."""
 
     sums = ("nats", "correct", "bytes")
     by_time = True

@@ -1,5 +1,5 @@
 """Batches of images with their classes: in an order that needs no memory, changed at each step from the run's seed.
-The objective of telling the classes of images, which may be mixed."""
+The objective of the classes of images, which may be mixed."""
 
 from __future__ import annotations
 
