@@ -11,7 +11,7 @@ from kinformer.data.algorithms import ALGORITHMS, END, SYMBOLS, AlgorithmData, c
 from kinformer.evaluation.depths import noting_depths
 from kinformer.evaluation.early_exit import noting_exits
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.algorithm.evaluate import ByDifficulty
+from kinformer.tasks.algorithm.difficulty import ByDifficulty
 from kinformer.tasks.algorithm.rows import AlgorithmLoss, solved
 from kinformer.tasks.shared.answer_rows import ScoredBatch, answers
 from tests.members import CAUSAL
@@ -127,9 +127,9 @@ def test_how_deep_tokens_go_is_told_by_their_difficulty():
         place = (batch.scored.cumsum(1) - 1).clamp_min(0)
         depths.last = torch.where(batch.valid, 1 + arrived.gather(1, place), 0)
         by.note(batch, right)
-    carries = by.facts["by_carry"]
+    carries = by.rows["carry"]
     assert [row["ponder_steps"] for row in carries] == [1 + row["carry"] for row in carries] and len(carries) > 2
-    assert sum(row["tokens"] for row in carries) == sum(row["tokens"] for row in by.facts["by_place"]) == len(right)
+    assert sum(row["tokens"] for row in carries) == sum(row["tokens"] for row in by.rows["place"]) == len(right)
     assert sum(row["accuracy"] * row["tokens"] for row in carries) == pytest.approx(int(right.sum()))
 
 
@@ -158,13 +158,11 @@ def test_positions_that_end_are_left_out(tmp_path):
 
 
 def main_generate(folder, prompt):
-    from types import SimpleNamespace
-
     from kinformer.tasks.algorithm.evaluate import answer
     from kinformer.tasks.runs import LoadedRun
 
     run = kinformer.open_run(folder)
-    return answer(LoadedRun(run, run.model()), prompt, SimpleNamespace(samples=1, seed=0), None)
+    return answer(LoadedRun(run, run.model()), prompt)
 
 
 @pytest.mark.parametrize(

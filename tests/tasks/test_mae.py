@@ -123,7 +123,7 @@ def test_targets_and_back(raw):
         want = (patch - patch.mean()) / (patch.var() + 1e-6).sqrt()
         torch.testing.assert_close(targets.values[0, 1], want)
     pixels = targets.values * targets.scale + targets.mean
-    images = torch.from_numpy(_pixels(model, pixels, batch.images))
+    images = torch.from_numpy(_pixels(model.input, pixels, batch.images))
     assert torch.equal(images, (255 * batch.images).round().to(torch.uint8))
 
 

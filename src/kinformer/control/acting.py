@@ -6,10 +6,10 @@ every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import isnan, sqrt
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, NotRequired, Protocol, TypedDict
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from kinformer.control.environments.environment import Box, Discrete, Environment
 from kinformer.control.environments.table import make
 from kinformer.core import state as states
-from kinformer.core.model import device_of
+from kinformer.core.model import CausalModel, device_of
 from kinformer.core.state import State
 from kinformer.data.permutation import mix
 from kinformer.generation.recorded import logits_after
@@ -29,11 +29,11 @@ from kinformer.runtime.progress import ProgressCallback
 from kinformer.runtime.words import plural
 
 WAVE = 64
+"""How many episodes are acted in side by side."""
 _ROOM = 512
 """Positions for which the state of an episode has room at first."""
-"""Episodes side by side."""
 MEASURED_SEEDS = 1 << 20
-"""Episodes that are measured are begun by seeds from here on."""
+"""The first seed of episodes that are measured."""
 NORMAL_95 = 1.96
 
 
@@ -41,37 +41,51 @@ class Policy(Protocol):
     """Chooses actions in rows of episodes that began together."""
 
     def begin(self, episodes: np.ndarray) -> None:
-        """New episodes, of these numbers."""
+        """Begin new episodes, of these numbers."""
         ...
 
     def act(self, observations: np.ndarray, target_returns: np.ndarray) -> np.ndarray:
-        """Actions for ``observations`` [rows, features], with returns ``target_returns`` [rows] still to get."""
+        """Return actions for ``observations`` [rows, features], with returns ``target_returns`` [rows] still to get."""
         ...
 
     def keep(self, rows: np.ndarray) -> None:
-        """Only ``rows`` [rows] bool go on."""
+        """Continue with ``rows`` [rows] bool only."""
         ...
 
 
 class Rollouts(NamedTuple):
     """The results of episodes, all [episodes]: ``returns``, ``lengths`` in steps, and ``optimal``, the best return that
-    each allowed (NaN where nobody knows)."""
+    each allowed (NaN where it is unknown)."""
 
     returns: np.ndarray
     lengths: np.ndarray
     optimal: np.ndarray
 
-    def rows(self) -> Iterator[dict[str, Any]]:
+    def rows(self) -> Iterator[dict[str, float]]:
         """Yield a row of a table for every episode."""
         for result, steps, best in zip(*map(np.ndarray.tolist, self), strict=True):
             yield {"return": result, "steps": steps} | ({} if isnan(best) else {"optimal": best})
 
 
+class Summary(TypedDict):
+    """The summary of so many ``episodes``, for JSON: the ``mean`` of their returns, half the width of its 95 %
+    ``confidence`` interval, their deviation ``std``, the mean of their ``steps``; and where the best return is known,
+    its mean and the share of episodes that got it."""
+
+    episodes: int
+    mean: float
+    confidence: float
+    std: float
+    steps: float
+    optimal: NotRequired[float]
+    optimal_share: NotRequired[float]
+
+
 def draw(
     predicted: Tensor, actions: Discrete | Box, temperature: float, uniforms: Callable[[int], np.ndarray]
 ) -> np.ndarray:
-    """Actions for what a head says [rows, ...]; ``uniforms(n)`` gives n numbers for each row, [rows, n]. Normal ones
-    may lie outside of their box."""
+    """Return actions drawn from a head's outputs ``predicted`` [rows, ...]; ``uniforms(n)`` gives n numbers for each
+    row, [rows, n]. Normal ones may lie outside of their box."""
     result = predicted.double().cpu().numpy()
     if isinstance(actions, Discrete):
         if temperature == 0:
@@ -86,13 +100,13 @@ def draw(
 
 
 def within(actions: np.ndarray, space: Discrete | Box) -> np.ndarray:
-    """Actions as the environment takes them: those outside of a box are moved to its edge."""
+    """Return ``actions`` as the environment takes them: those outside of a box are moved to its edge."""
     return actions if isinstance(space, Discrete) else np.clip(actions, space.low, space.high).astype(np.float32)
 
 
 @dataclass
 class ActionSampler:
-    """How actions are drawn: by ``temperature``, from numbers that are functions of ``seed``, episode and step."""
+    """A rule that draws actions: by ``temperature``, from numbers that are functions of ``seed``, episode and step."""
 
     actions: Discrete | Box
     temperature: float
@@ -103,7 +117,7 @@ class ActionSampler:
         return within(self.drawn(predicted, episodes, step), self.actions)
 
     def drawn(self, predicted: Tensor, episodes: np.ndarray, step: int) -> np.ndarray:
-        """Actions as :func:`draw` gives them."""
+        """Return actions as :func:`draw` does."""
 
         def uniforms(count: int) -> np.ndarray:
             bits = mix(self.seed, episodes[:, None], step, np.arange(count)[None]) >> np.uint64(11)
@@ -113,23 +127,24 @@ class ActionSampler:
 
 
 class Agent:
-    """``model`` in eval mode as a policy. ``window``: how many positions it reads again at every step; None carries.
+    """``model`` in eval mode as a policy. ``window``: how many positions it reads again at every step; None carries the
+    state instead.
 
-    A subclass says by ``positions`` what a step's new positions are.
+    A subclass makes a step's new positions in ``positions``.
     """
 
-    def __init__(self, model: Any, drawing: ActionSampler, window: int | None) -> None:
+    def __init__(self, model: CausalModel, drawing: ActionSampler, window: int | None) -> None:
         self.model, self.drawing, self.window = model, drawing, window
         self.state: State = None
         self.past: np.ndarray | None = None
         self._stepping = Steps(model, _ROOM, recorded=False)
 
     def positions(self, observations: np.ndarray, target_returns: np.ndarray) -> np.ndarray:
-        """What the model is to absorb before it acts, [rows, time, width] float32."""
+        """Return the new positions that the model absorbs before it acts, [rows, time, width] float32."""
         raise NotImplementedError
 
     def of_policy(self, predicted: Tensor) -> Tensor:
-        """What of the head's output [rows, ...] is about actions."""
+        """Return the part of the head's output [rows, ...] that is about actions."""
         return predicted
 
     def begin(self, episodes: np.ndarray) -> None:
@@ -161,11 +176,11 @@ class Agent:
 
     @property
     def state_bytes(self) -> int:
-        """The bytes of the carried state."""
+        """Return the bytes of the carried state."""
         return 0 if self.state is None else states.nbytes(self.state)
 
     def _absorbed(self, chunk: np.ndarray) -> Tensor:
-        """What the head says at the last position of ``chunk`` [rows, time, width]."""
+        """Return the head's output at the last position of ``chunk`` [rows, time, width]."""
         values = torch.from_numpy(np.ascontiguousarray(chunk)).to(device_of(self.model))
         with torch.inference_mode(), few_rows(values.device, self.window is None):
             if self.state is not None and values.shape[1] == 1:
@@ -182,7 +197,7 @@ class Agent:
 def rollouts(
     policy: Policy, env: str, target: float | None, episodes: int, seed: int, progress: ProgressCallback | None = None
 ) -> Rollouts:
-    """``episodes`` of the environment ``env``, in which the policy is asked for the return ``target`` (None: the best
+    """Play ``episodes`` of the environment ``env``, in which the policy aims at the return ``target`` (None: the best
     that each allows); episode i begins by the seed ``seed + i``."""
     parts = []
     for first in range(0, episodes, WAVE):
@@ -216,7 +231,7 @@ def _wave(policy: Policy, environment: Environment, target: float | None, first:
 
 
 def returns_to_get(environment: Environment, target: float | None) -> np.ndarray:
-    """The return [rows] that is asked for: ``target``, or None, the best that each row's episode allows."""
+    """Return the target returns [rows]: ``target``, or for None the best that each row's episode allows."""
     if target is not None:
         return np.full(environment.count, float(target))
     if environment.optimal is None:
@@ -225,34 +240,33 @@ def returns_to_get(environment: Environment, target: float | None) -> np.ndarray
 
 
 def remembering(context: int | None) -> str:
-    """How an agent remembers, in words."""
+    """Return in words how an agent remembers."""
     return "state carried" if context is None else f"the last {plural(context, 'step')} read again at each"
 
 
 def _scattered(actions: np.ndarray, rows: np.ndarray, environment: Environment) -> np.ndarray:
-    """``actions`` of ``rows`` among those of all rows."""
-    whole = np.zeros((environment.count, *actions.shape[1:]), actions.dtype)
-    whole[rows] = actions
-    return whole
+    """Return ``actions`` of ``rows`` among those of all rows, zeros elsewhere."""
+    result = np.zeros((environment.count, *actions.shape[1:]), actions.dtype)
+    result[rows] = actions
+    return result
 
 
-def summary(rollouts_: Rollouts) -> dict[str, Any]:
-    """Mean return, half the width of its 95 % confidence interval, and more, as JSON."""
+def summary(rollouts_: Rollouts) -> Summary:
+    """Return the mean return, half the width of its 95 % confidence interval, and more, for JSON."""
     count = len(rollouts_.returns)
     spread = float(rollouts_.returns.std(ddof=1)) if count > 1 else 0.0
-    facts = {
+    facts: Summary = {
         "episodes": count, "mean": float(rollouts_.returns.mean()), "confidence": NORMAL_95 * spread / sqrt(count),
         "std": spread, "steps": float(rollouts_.lengths.mean()),
     }  # fmt: skip
     if np.isfinite(rollouts_.optimal).all():
-        facts |= {
-            "optimal": float(rollouts_.optimal.mean()),
-            "optimal_share": float((rollouts_.returns >= rollouts_.optimal).mean()),
-        }
+        facts["optimal"] = float(rollouts_.optimal.mean())
+        facts["optimal_share"] = float((rollouts_.returns >= rollouts_.optimal).mean())
     return facts
 
 
-def cells(facts: Mapping[str, Any]) -> list[str]:
-    """A summary as cells of a table: return, its confidence, steps and, where it is known, how many were optimal."""
+def cells(facts: Summary) -> list[str]:
+    """Return a summary as cells of a table: return, its confidence, steps and, where it is known, how many were
+    optimal."""
     shown = [f"{facts['mean']:.2f}", f"± {facts['confidence']:.2f}", f"{facts['steps']:.1f}"]
     return [*shown, f"{facts['optimal_share']:.1%}"] if "optimal_share" in facts else shown

@@ -23,7 +23,7 @@ class Acting:
 
     @property
     def context(self) -> int | None:
-        """How many steps are read again at every step; None where the state is carried, or nothing was said."""
+        """Return how many steps are read again at every step; None where the state is carried, or by default."""
         return None if self.context_steps in (None, "carried") else int(self.context_steps)
 
     def __post_init__(self) -> None:

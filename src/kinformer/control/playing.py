@@ -1,4 +1,4 @@
-"""One episode, told step by step and drawn as a GIF."""
+"""One episode, written step by step and drawn as a GIF."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 
@@ -20,15 +20,21 @@ SHOWN = 6
 """Numbers of an observation that a line shows."""
 
 
+EpisodeFacts = TypedDict(
+    "EpisodeFacts", {"return": float, "steps": int, "rewards": list[float], "steps_per_second": float}
+)
+"""An episode as values for JSON."""
+
+
 class Episode(NamedTuple):
-    """The ``rewards`` of every step, and in how many ``seconds`` they were got."""
+    """The ``rewards`` of every step, and how many ``seconds`` all steps took."""
 
     rewards: list[float]
     seconds: float
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """The episode as data that JSON can hold."""
+    def facts(self) -> EpisodeFacts:
+        """Return the episode as values for JSON."""
         steps = len(self.rewards)
         return {
             "return": sum(self.rewards), "steps": steps, "rewards": self.rewards,
@@ -37,7 +43,7 @@ class Episode(NamedTuple):
 
 
 def check_picture(render: str | None) -> None:
-    """Refuse a name that is no GIF's."""
+    """Refuse a name that does not end in .gif."""
     if render is not None and Path(render).suffix.lower() != ".gif":
         raise KinformerError(f"`render` {render}: is drawn as a GIF; give a name that ends in .gif.")
 
@@ -45,15 +51,15 @@ def check_picture(render: str | None) -> None:
 def play(
     environment: Environment,
     policy: Policy,
-    begun: np.ndarray,
+    observations: np.ndarray,
     target_returns: float | None,
     render: str | None,
     write: Callable[[str], None] | None,
 ) -> Episode:
-    """The episode of the first row of ``environment`` that begins with the observations ``begun``. A policy
-    that takes a return aims at ``target_returns``. Every step goes to ``write`` at once, and all are drawn to the file
+    """Play the episode of the first row of ``environment``, which begins with ``observations``. A policy that takes a
+    return aims at ``target_returns``. Every step goes to ``write`` at once, and all are drawn to the file
     ``render``."""
-    since, observations = time.perf_counter(), begun
+    started_at = time.perf_counter()
     frames: list[np.ndarray] = []
     rewards: list[float] = []
     policy.begin(np.zeros(1, np.int64))
@@ -67,7 +73,7 @@ def play(
         rewards.append(float(reward[0]))
         if write is not None:
             write(f"{line}  reward {rewards[-1]:g}" if len(rewards) == 1 else f"\n{line}  reward {rewards[-1]:g}")
-    seconds = time.perf_counter() - since
+    seconds = time.perf_counter() - started_at
     if render is not None:
         write_gif(Path(render), [*frames, environment.render()])
     return Episode(rewards, seconds)
@@ -87,7 +93,7 @@ def _action(actions: np.ndarray, environment: Environment) -> str:
 
 
 def write_gif(path: Path, frames: list[np.ndarray]) -> None:
-    """Pictures [height, width, 3] uint8 one after the other."""
+    """Write pictures [height, width, 3] uint8 as an animation."""
     try:
         from PIL import Image
     except ImportError:

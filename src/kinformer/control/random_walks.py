@@ -19,7 +19,7 @@ _APART = 1 << 40
 
 
 def random_walks(name: str, count: int, seed: int, holdout: float | None = None) -> Trajectories:
-    """``count`` episodes of the environment ``name``."""
+    """Return ``count`` episodes of the environment ``name``."""
     environment = make(name, count)
     assert isinstance(environment.actions, Discrete)
     draw = np.random.default_rng([seed, count])

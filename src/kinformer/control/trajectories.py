@@ -1,4 +1,4 @@
-"""Trajectories: what was seen, done and rewarded in the episodes of one environment, and which of them are held out.
+"""Trajectories: observations, actions and rewards of the episodes of one environment, and which are held out.
 
     rewards   r_0 r_1 r_2 | r_3 r_4     episodes follow one another; starts = 0, 3, 5
     returns to go: of every step the sum of its own reward and of all later ones of its episode, without a discount
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -64,7 +63,7 @@ class Trajectories:
 
     @cached_property
     def action_dim(self) -> int:
-        """How many actions there are to choose from, or how many numbers an action has."""
+        """Return how many actions there are to choose from, or how many numbers an action has."""
         return max(2, int(self.actions.max()) + 1) if self.discrete else self.actions.shape[1]
 
     @cached_property
@@ -103,13 +102,13 @@ class Trajectories:
         return f"trajectories{self.version}:{digest.hexdigest()}"
 
     @property
-    def identity(self) -> dict[str, Any]:
-        """What identifies the trajectories, as data that JSON can hold."""
-        facts = {"name": self.name, "version": self.version, "fingerprint": self.fingerprint}
+    def identity(self) -> dict[str, object]:
+        """Return what identifies the trajectories, for JSON."""
+        facts: dict[str, object] = {"name": self.name, "version": self.version, "fingerprint": self.fingerprint}
         return facts | {"episodes": self.episodes, "steps": len(self.rewards)}
 
     def steps_of(self, episodes: np.ndarray) -> np.ndarray:
-        """The numbers of all steps of ``episodes``."""
+        """Return the numbers of all steps of ``episodes``."""
         return np.concatenate([np.arange(self.starts[episode], self.starts[episode + 1]) for episode in episodes])
 
     @cached_property
@@ -121,17 +120,18 @@ class Trajectories:
 
     @cached_property
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """The least and the greatest of each number of continuous actions [dim], somewhat apart."""
+        """Return the least and the greatest of each number of continuous actions, [dim], kept apart where they are
+        equal."""
         low, high = self.actions.min(0).astype(np.float64), self.actions.max(0).astype(np.float64)
         same = high - low < SMALLEST_STD
         return np.where(same, low - 1, low), np.where(same, high + 1, high)
 
 
 def trajectories(arrays: Mapping[str, np.ndarray], name: str, place: str, holdout: float | None = None) -> Trajectories:
-    """Checked trajectories of ``observations``, ``actions``, ``rewards`` and ``starts``; ``place`` names them in
-    messages.
+    """Check ``observations``, ``actions``, ``rewards`` and ``starts`` and return them as trajectories; ``place`` names
+    them in messages.
 
-    Errors: ``KinformerError`` for unlike lengths, numbers that are not finite, actions that are none, too few episodes.
+    Errors: ``KinformerError`` for unlike lengths, numbers that are not finite, invalid actions, too few episodes.
     """
     observations, actions, rewards, starts = (arrays[key] for key in ("observations", "actions", "rewards", "starts"))
     if not len(observations) == len(actions) == len(rewards) == starts[-1]:
@@ -171,7 +171,7 @@ def trajectories(arrays: Mapping[str, np.ndarray], name: str, place: str, holdou
 
 
 def _images(observations: np.ndarray, shape: tuple[int, ...]) -> bool:
-    """Whether observations of ``shape`` are intensities, which take a byte each."""
+    """Return whether observations of ``shape`` are intensities, which take a byte each."""
     return len(shape) == 3 and observations.dtype == np.uint8
 
 
@@ -189,7 +189,7 @@ def _require_numbers(values: np.ndarray, what: str, place: str) -> None:
 
 
 def _actions(actions: np.ndarray, place: str) -> np.ndarray:
-    """Whole numbers are discrete actions, others continuous ones."""
+    """Return whole numbers as discrete actions, others as continuous ones."""
     if actions.dtype.kind in "biu" and actions.size == len(actions):
         least, most = int(actions.min()), int(actions.max())
         if least < 0 or most >= MOST_ACTIONS:

@@ -22,14 +22,14 @@ NAMES = {
     "terminations": ("terminals", "terminations", "terminated", "dones"),
     "truncations": ("timeouts", "truncations", "truncated"),
 }
-"""What the arrays are called. ``ends``: one past the last step of every episode; ``splits``: the same without the last
-(as the library imitation has them); the others say it of every step."""
+"""The names of the arrays by their meaning. ``ends``: one past the last step of every episode; ``splits``: the same
+without the last (as the library imitation has them); the last two mark the ends among all steps."""
 
 
 def read_npz(path: Path) -> Arrays:
-    """``observations``, ``actions``, ``rewards`` and ``starts`` of one file. Nothing else in it is looked at.
+    """Return ``observations``, ``actions``, ``rewards`` and ``starts`` of one file, and ignore all else in it.
 
-    Errors: ``KinformerError`` for what is no archive, lacks an array, or holds one as a pickle.
+    Errors: ``KinformerError`` for a file that is no archive, lacks an array, or holds one as a pickle.
     """
     meanings = {name: meaning for meaning, names in NAMES.items() for name in names}
     arrays, names = read_arrays(path, lambda name: name in meanings)
@@ -53,7 +53,7 @@ def _require_steps(array: np.ndarray, name: str, path: Path) -> None:
 
 
 def _cut(arrays: Arrays, place: str) -> Arrays:
-    """Where episodes begin; observations without the one behind each episode's last step, where there is such."""
+    """Return the arrays with the starts of episodes, and without the observation behind each episode's last step."""
     steps = len(arrays["rewards"])
     ends = _ends(arrays, steps, place)
     starts = np.concatenate([[0], ends]).astype(np.int64)
@@ -101,7 +101,7 @@ def _brief(numbers: np.ndarray) -> str:
 
 
 def read_folder(path: Path) -> Arrays:
-    """All .npz files of a folder, in the order of their names, one after the other."""
+    """Return all .npz files of a folder, joined in the order of their names."""
     files = sorted(path.glob("*.npz"))
     if not files:
         raise KinformerError(f"`data` {path}: holds no .npz files; give a folder of trajectories.")
@@ -123,7 +123,7 @@ def _joined(parts: list[Arrays], place: str) -> Arrays:
 
 
 def read_minari(name: str) -> Arrays:
-    """A data set of Minari that is on this machine."""
+    """Return a data set of Minari that is on this machine."""
     try:
         import minari
     except ImportError:
@@ -139,15 +139,13 @@ def read_minari(name: str) -> Arrays:
 
 
 def _episodes(dataset: Any, name: str) -> Iterator[Arrays]:
-    for iterate_episode in dataset.iterate_episodes():
-        if isinstance(iterate_episode.observations, Mapping | tuple) or isinstance(
-            iterate_episode.actions, Mapping | tuple
-        ):
+    for episode in dataset.iterate_episodes():
+        if isinstance(episode.observations, Mapping | tuple) or isinstance(episode.actions, Mapping | tuple):
             raise KinformerError(f"`data` minari:{name}: observations or actions are structured, but must be arrays.")
-        rewards = np.asarray(iterate_episode.rewards)
+        rewards = np.asarray(episode.rewards)
         parts = {
-            "observations": np.asarray(iterate_episode.observations),
-            "actions": np.asarray(iterate_episode.actions),
+            "observations": np.asarray(episode.observations),
+            "actions": np.asarray(episode.actions),
             "rewards": rewards,
         }
         yield _cut(parts | {"ends": np.array([len(rewards)])}, f"minari:{name}")

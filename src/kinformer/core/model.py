@@ -57,6 +57,10 @@ class Model(Protocol):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]: ...
 
+    def get_parameter(self, target: str) -> nn.Parameter: ...
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self: ...
+
     def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]: ...
 
     def buffers(self, recurse: bool = True) -> Iterator[Tensor]: ...
@@ -138,6 +142,10 @@ class CausalModel(Model, Protocol):
         ...
 
 
+class StackedCausalModel(CausalModel, StackedModel, Protocol):
+    """A causal model of this library, with config, stack and head."""
+
+
 class WholeModel(Model, Protocol):
     """A model that encodes whole inputs [batch, time] or [batch, time, ...] at once and has no state: an encoder."""
 
@@ -152,6 +160,10 @@ class WholeModel(Model, Protocol):
     def logits(self, hidden_states: Tensor, valid: Tensor | None = None) -> Tensor:
         """Return the head's logits of hidden states [..., dim]."""
         ...
+
+
+class StackedWholeModel(WholeModel, StackedModel, Protocol):
+    """An encoder of this library, with config, stack and head."""
 
 
 class SourceModel(CausalModel, Protocol):

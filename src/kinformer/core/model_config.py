@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from kinformer.core.config import Config
 from kinformer.core.input import Input, InputConfig
+from kinformer.core.parts import PositionConfig
 from kinformer.core.stack import StackConfig
 from kinformer.runtime.errors import KinformerError
 
@@ -31,8 +32,8 @@ class EmbeddingConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Config):
-    """The config; ``build()`` returns a whole model of the ``input``, the ``layers`` and the ``stack`` that applies
-    them.
+    """The config; ``build()`` returns a whole model: ``input``, ``position``, the ``layers`` and the ``stack`` that
+    applies them, and ``head``.
 
     ``protocol`` says what can be done with it: ``core.model.CausalModel``, ``WholeModel`` or ``SourceModel``.
     """
@@ -44,6 +45,8 @@ class ModelConfig(Config):
     dim: int
     layers: tuple[Any, ...]
     stack: StackConfig
+    position: PositionConfig
+    head: HeadConfig
 
     def build(self) -> Any:
         raise NotImplementedError

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -96,7 +96,7 @@ class AlgorithmData:
         return f"algorithm{self.version}:{self.algorithm}:{self.least}-{self.most}"
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return the identity that a run folder stores; metrics compare only where identities are equal."""
         return {"name": self.name, "version": self.version, "fingerprint": self.fingerprint}
 
@@ -134,10 +134,10 @@ class AlgorithmData:
         signs = np.full((len(which), numbers, 1), PLUS, np.int64)
         signs[:, -1] = EQUALS
         problem = np.concatenate([digits, signs], 2).reshape(len(which), -1)
-        whole = np.concatenate([problem, answer, np.full((len(which), 1), END)], 1)
+        sequences = np.concatenate([problem, answer, np.full((len(which), 1), END)], 1)
         ends = problem.shape[1] + (answer != END).sum(1)  # where the first END stands
-        at = np.arange(whole.shape[1] - 1)
-        rows.tokens[which, : len(at)] = whole[:, :-1]
+        at = np.arange(sequences.shape[1] - 1)
+        rows.tokens[which, : len(at)] = sequences[:, :-1]
         rows.valid[which, : len(at)] = at < ends[:, None]
         scored = (at >= problem.shape[1] - 1) & (at < ends[:, None])
-        rows.labels[which, : len(at)] = np.where(scored, whole[:, 1:], IGNORED)
+        rows.labels[which, : len(at)] = np.where(scored, sequences[:, 1:], IGNORED)

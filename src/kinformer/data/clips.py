@@ -127,24 +127,24 @@ def _named(files: Sequence[SourceFile]) -> list[Clip]:
     return clips
 
 
-def split_clips(clips: Sequence[Clip], held: Holdout, place: str) -> dict[str, list[Clip]]:
+def split_clips(clips: Sequence[Clip], holdout: Holdout, place: str) -> dict[str, list[Clip]]:
     """Return the clips of each split: as the data say, a speaker's or a pattern's for the test, and
     missing splits by a hash of the names."""
     by_split: dict[str, list[Clip]] = {name: [] for name in ("", "train", "validation", "test")}
     for clip in clips:
         by_split[clip.split].append(clip)
-    chosen = _chosen(clips, held, place)
+    chosen = _chosen(clips, holdout, place)
     if chosen:
         names = {clip.name for clip in chosen}
         by_split = {name: [clip for clip in some if clip.name not in names] for name, some in by_split.items()}
         by_split["test"] = chosen
     rest = by_split["train"] + by_split[""]
     order = sorted(rest, key=lambda clip: sha256(clip.name.encode("utf-8", "surrogateescape")).digest())
-    count = math.ceil((HELD_OUT if held.share is None else held.share) * len(rest))
+    count = math.ceil((HELD_OUT if holdout.share is None else holdout.share) * len(rest))
     for name in ("test", "validation"):
         if by_split[name]:
             continue
-        if name == "validation" and held.share is not None and not chosen and not _has_split(clips, "test"):
+        if name == "validation" and holdout.share is not None and not chosen and not _has_split(clips, "test"):
             by_split[name] = by_split["test"]
         else:
             by_split[name], order = order[:count], order[count:]
@@ -159,23 +159,24 @@ def _has_split(clips: Sequence[Clip], split: str) -> bool:
     return any(clip.split == split for clip in clips)
 
 
-def _chosen(clips: Sequence[Clip], held: Holdout, place: str) -> list[Clip]:
+def _chosen(clips: Sequence[Clip], holdout: Holdout, place: str) -> list[Clip]:
     """Return the clips that the rule holds out for the test."""
-    if held.speaker is not None and held.pattern is not None:
+    if holdout.speaker is not None and holdout.pattern is not None:
         raise KinformerError(
-            f"`held_out_speaker` {held.speaker} and `test_clips` {held.pattern} contradict; give one of them."
+            f"`held_out_speaker` {holdout.speaker} and `test_clips` {holdout.pattern} contradict; give one of them."
         )
-    if held.speaker is not None:
+    if holdout.speaker is not None:
         speakers = sorted({clip.speaker for clip in clips if clip.speaker})
-        if held.speaker not in speakers:
+        if holdout.speaker not in speakers:
             speakers_text = f"its speakers are {', '.join(speakers)}" if speakers else "it does not say who speaks"
-            raise KinformerError(f"`held_out_speaker` {held.speaker}: is not in {place}; {speakers_text}.")
-        return [clip for clip in clips if clip.speaker == held.speaker]
-    if held.pattern is not None:
-        chosen = [clip for clip in clips if fnmatch(clip.name, held.pattern)]
+            raise KinformerError(f"`held_out_speaker` {holdout.speaker}: is not in {place}; {speakers_text}.")
+        return [clip for clip in clips if clip.speaker == holdout.speaker]
+    if holdout.pattern is not None:
+        chosen = [clip for clip in clips if fnmatch(clip.name, holdout.pattern)]
         if not chosen:
             raise KinformerError(
-                f"`test_clips` {held.pattern}: matches no file of {place}, such as {clips[0].name}; mend the pattern."
+                f"`test_clips` {holdout.pattern}: matches no file of {place}, such as {clips[0].name}; mend the "
+                "pattern."
             )
         return chosen
     return []

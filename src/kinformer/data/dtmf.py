@@ -36,8 +36,8 @@ class Calls:
             np.round(random.uniform(low, high, shape) * RATE).astype(np.int64) for low, high in (TONE, PAUSE)
         )
         self.before = np.round(random.uniform(*PAUSE, count) * RATE).astype(np.int64)
-        there = np.arange(most) < self.counts[:, None]
-        self.lengths = self.before + ((self.tones + self.pauses) * there).sum(1)
+        real = np.arange(most) < self.counts[:, None]
+        self.lengths = self.before + ((self.tones + self.pauses) * real).sum(1)
 
     @staticmethod
     def keys(join: tuple[int, int] | None) -> tuple[int, int]:

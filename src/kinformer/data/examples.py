@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -48,7 +47,7 @@ class Labelled:
     splits: Mapping[str, Examples]
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return the identity that a run folder stores as JSON; metrics compare only where identities are equal."""
         return {
             "name": self.name,
@@ -60,17 +59,17 @@ class Labelled:
 
 
 Written = Mapping[str, tuple[Iterable[np.ndarray], np.ndarray]]
-"""Of each split the examples' ids, one array for each and all of one dtype, and their labels."""
+"""The examples' ids of each split, one array for each and all of one dtype, and their labels."""
 
 Make = Callable[[], tuple[Sequence[str], Written]]
-"""What makes the names of the classes, and the splits."""
+"""A function that makes the names of the classes, and the splits."""
 
 
 def keep(folder: Path, make: Make) -> tuple[tuple[str, ...], dict[str, Examples]]:
     """Return the classes and splits in ``folder``, which is filled from ``make()`` if it is not there (see
     :func:`kinformer.data.stored.stored`)."""
 
-    def fill(target: Path) -> dict[str, Any]:
+    def fill(target: Path) -> dict[str, object]:
         classes, written = make()
         for name, (examples, labels) in written.items():
             starts = save_joined(target / f"{name}.ids.npy", examples)

@@ -145,11 +145,11 @@ def fingerprint_of(files: Sequence[SourceFile]) -> str:
     for file in files:
         digest.update(f"{file.size}:{file.name}\n".encode("utf-8", "surrogateescape"))
     run = Extents([Extent(file.path, 0, file.size) for file in files])
-    whole = len(run) <= HASHED_WHOLE
-    if whole:
+    all_read = len(run) <= HASHED_WHOLE
+    if all_read:
         starts = list(range(0, len(run), _BLOCK))
     else:
         starts = [(len(run) - _BLOCK) * n // (_SAMPLED_BLOCKS - 1) for n in range(_SAMPLED_BLOCKS)]
     for start in starts:
         digest.update(run.read(start, min(start + _BLOCK, len(run))))
-    return f"{'' if whole else 'sampled-'}sha256:{digest.hexdigest()}"
+    return f"{'' if all_read else 'sampled-'}sha256:{digest.hexdigest()}"

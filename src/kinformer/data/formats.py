@@ -43,7 +43,7 @@ _BINARY = {
     b"\x89HDF": "an HDF5 file",
     b"\x80\x04\x95": "a pickle",
 }
-"""What bytes may well be learnt from, but rarely on purpose."""
+"""Formats whose bytes can be learnt from, but rarely are on purpose."""
 
 
 def check_plain(path: Path) -> None:
@@ -161,8 +161,8 @@ def _is_utf16(head: bytes) -> bool:
 
 def _fields(head: bytes) -> list[str] | None:
     """Return the fields of JSON lines, None where the first lines (up to three, and not cut) are no JSON objects."""
-    whole = head.splitlines()[: -1 if len(head) == _HEAD else None]
-    lines = [line for line in whole if line.strip()][:3]
+    complete = head.splitlines()[: -1 if len(head) == _HEAD else None]
+    lines = [line for line in complete if line.strip()][:3]
     try:
         rows = [parse_json(line) for line in lines]
     except ValueError:

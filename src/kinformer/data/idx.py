@@ -53,11 +53,11 @@ def _read(path: Path, file: BinaryIO, dimensions: tuple[int, ...], packed: bool)
         )
     sizes = file.read(4 * head[3])
     shape = struct.unpack(f">{head[3]}I", sizes) if len(sizes) == 4 * head[3] else (0,)
-    expected, held = math.prod(shape), path.stat().st_size
+    expected, size = math.prod(shape), path.stat().st_size
     if not expected:
         raise KinformerError(f"{path}: holds nothing (its sizes are {shape}); fetch it again.")
-    check_ratio(path, expected, held if packed else expected)
-    content = file.read(expected + 1) if packed or expected <= held else b""
+    check_ratio(path, expected, size if packed else expected)
+    content = file.read(expected + 1) if packed or expected <= size else b""
     if len(content) != expected:
         amount = "more" if len(content) > expected else "fewer"
         shown = " x ".join(map(str, shape))
@@ -94,7 +94,7 @@ def _split_of(name: str) -> str:
 
 def _image_set(paths: dict[str, Path]) -> ImageSet:
     parts = {split: _part(path) for split, path in paths.items()}
-    shapes = {part.images.shape[1:]: split for split, part in parts.items()}
+    shapes = {np.asarray(part.images).shape[1:]: split for split, part in parts.items()}
     if len(shapes) > 1:
         shown = " and ".join(f"{' x '.join(map(str, shape))} ({split})" for shape, split in shapes.items())
         raise KinformerError(f"{paths['train'].parent}: has images of unlike sizes, {shown}; give one set of images.")

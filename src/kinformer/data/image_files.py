@@ -13,6 +13,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,7 +47,7 @@ class Head(NamedTuple):
     turned: bool
 
 
-def require_pillow(place: Path | str) -> Any:
+def require_pillow(place: Path | str) -> ModuleType:
     """Return Pillow's module of images, or raise one sentence."""
     try:
         from PIL import Image
@@ -164,13 +165,15 @@ class _decoding:  # noqa: N801 (used as a function)
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", message=".*decompression bomb.*")
 
-    def __exit__(self, *error: Any) -> Any:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
         from PIL import UnidentifiedImageError
 
-        self.caught.__exit__(*error)
-        if isinstance(error[1], UnidentifiedImageError) and (what := content_of(self.path)) not in (None, *_PICTURES):
+        self.caught.__exit__(kind, error, trace)
+        if isinstance(error, UnidentifiedImageError) and (what := content_of(self.path)) not in (None, *_PICTURES):
             raise KinformerError(f"{self.path}: is {what}, not a picture; give a PNG or JPEG.") from None
-        return self.reading.__exit__(*error)
+        return self.reading.__exit__(kind, error, trace)
 
 
 def _keys(files: Sequence[SourceFile]) -> list[bytes]:

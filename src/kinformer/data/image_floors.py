@@ -15,7 +15,7 @@ import numpy as np
 LEVELS, STEPS = 256, 12
 _AT_ONCE, _MOST_TRAINED = 512, 60_000
 _WEIGHT = 32.0
-"""For how many counts the level above stands."""
+"""How many counts the level above is worth."""
 
 
 def floors(train: np.ndarray, held_out: np.ndarray) -> dict[str, float]:

@@ -1,11 +1,11 @@
-"""The result of a reader of images: the images of each split, of one shape, before anything is held out or stored."""
+"""The result of a reader of images: the images of each split, of one shape, before some are held out and all stored."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,7 +24,7 @@ class Part(NamedTuple):
     """The images of one split: ``images[i]`` is uint8 [height, width, channels] or, of grey ones, [height, width];
     ``labels`` are names of classes; ``keys()`` are bytes that identify images, whose hashes say which are held out."""
 
-    images: Any
+    images: np.ndarray | Sequence[np.ndarray]
     labels: Sequence[str] | None
     keys: Callable[[], list[bytes]]
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from hashlib import sha256
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -92,7 +91,7 @@ class ImageData:
         return self.train.shape
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return the identity that a run folder stores as JSON; metrics compare only where identities are equal."""
         return {
             "name": self.name,
@@ -136,12 +135,12 @@ def _read_cached(path: Path, name: str, cache: Path | None, holdout: float | Non
         f"{'' if path.is_dir() else path.name}:{fingerprint}{holdout}{size}".encode("utf-8", "surrogateescape")
     ).hexdigest()[:32]
 
-    def fill(folder: Path) -> dict[str, Any]:
-        filled = _find(path, files, size)
-        classes = _ordered({label for part in filled.parts.values() for label in part.labels or ()})
-        for split, (part, order) in _held_out(filled.parts, holdout, str(path)).items():
-            _write(folder, split, part, order, filled.shape, classes)
-        return {"classes": classes, "notes": filled.notes}
+    def fill(folder: Path) -> dict[str, object]:
+        images = _find(path, files, size)
+        classes = _ordered({label for part in images.parts.values() for label in part.labels or ()})
+        for split, (part, order) in _held_out(images.parts, holdout, str(path)).items():
+            _write(folder, split, part, order, images.shape, classes)
+        return {"classes": classes, "notes": images.notes}
 
     about, arrays = stored((cache or default_cache()) / "images" / key, SCHEMA, fill)
     splits = {

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from kinformer.data.files import folder_files, reading
 from kinformer.data.formats import refuse_packed
@@ -27,30 +27,35 @@ class TextItem(NamedTuple):
 
 
 Check = Callable[[TextItem], object]
-"""What raises a :class:`KinformerError` for a text that is none for a task."""
+"""A function that raises a :class:`KinformerError` for a text that a task cannot read."""
 
 
-class Inputs(NamedTuple):
+TextSource: TypeAlias = str | Path | Sequence[str]
+"""Where texts come from: a file, a folder, "-" for standard input, or a list of texts."""
+T = TypeVar("T")
+
+
+class Inputs(NamedTuple, Generic[T]):
     """``items``, read one by one as they are taken; ``total`` of them, None where they come from a stream."""
 
-    items: Iterator[Any]
+    items: Iterator[T]
     total: int | None
 
 
 def read_texts(
-    source: str | Path | Sequence[str],
+    source: TextSource,
     columns: Columns,
     format: Format | None = None,
-    most: int | None = None,
+    limit: int | None = None,
     check: Check | None = None,
-) -> Inputs:
+) -> Inputs[TextItem]:
     """Return the texts of ``source``: a file, a folder (each of its files is a text), "-" for standard input, or a list
-    of texts; only the first ``most`` of them.
+    of texts; only the first ``limit`` of them.
 
-    format: how the rows of a file are written; by its ending if None, and lines where the ending is another.
-    check: what raises where a text is none for the task; by default where it is empty.
+    format: how the rows of a file are written; None goes by its ending, and reads lines where that says nothing.
+    check: a function that raises for a text that the task cannot read; by default for an empty one.
 
-    A file is read twice: everything that is wrong with it is found before anything is computed.
+    A file is read twice, so that every error in it is reported before anything is computed.
 
     Errors: ``KinformerError`` for a source that is missing or empty, a text that is empty or not UTF-8, and a row that
     lacks a column, each with its file and line.
@@ -58,10 +63,10 @@ def read_texts(
     check = check or refuse_empty
     if not isinstance(source, str | Path):
         texts = [TextItem(f"text {number}", text) for number, text in enumerate(source, start=1)]
-        return _counted(lambda: iter(texts), "the list of texts", most, check)
+        return _counted(lambda: iter(texts), "the list of texts", limit, check)
     if str(source) == STDIN:
         rows = _rows(sys.stdin.buffer, "standard input", columns, format or "lines")
-        return Inputs(_some(_checked(rows, check), "standard input", most), None)
+        return Inputs(_some(_checked(rows, check), "standard input", limit), None)
     require_path("texts", source)
     path = Path(source).expanduser()
     with reading(path):
@@ -70,12 +75,12 @@ def read_texts(
         raise KinformerError(f"{path} does not exist; give a file, a folder, - for standard input, or a list of texts.")
     if folder:
         files = [file.path for file in folder_files(path)]
-        return _counted(lambda: map(_file, files), str(path), most, check)
+        return _counted(lambda: map(_file, files), str(path), limit, check)
     if not path.is_file():
         raise KinformerError(f"{path}: is neither a regular file nor a folder; pipe it in and give - instead.")
     refuse_packed(path)
     kind = format or _format_of(path)
-    return _counted(lambda: _opened(path, columns, kind), str(path), most, check)
+    return _counted(lambda: _opened(path, columns, kind), str(path), limit, check)
 
 
 def refuse_empty(item: TextItem) -> None:
@@ -84,10 +89,10 @@ def refuse_empty(item: TextItem) -> None:
         raise KinformerError(f"{item.place}: has no text; complete or remove it.")
 
 
-def _counted(read: Callable[[], Iterator[TextItem]], place: str, most: int | None, check: Check) -> Inputs:
-    """The items of ``read()``, which is called twice: to check all of them, and to give them."""
-    count = sum(1 for _ in _some(_checked(read(), check), place, most))
-    return Inputs(_some(read(), place, most), count)
+def _counted(read: Callable[[], Iterator[TextItem]], place: str, limit: int | None, check: Check) -> Inputs[TextItem]:
+    """Return the items of ``read()``, which is called twice: to check all of them, and to yield them."""
+    count = sum(1 for _ in _some(_checked(read(), check), place, limit))
+    return Inputs(_some(read(), place, limit), count)
 
 
 def _checked(items: Iterable[TextItem], check: Check) -> Iterator[TextItem]:
@@ -98,10 +103,10 @@ def _checked(items: Iterable[TextItem], check: Check) -> Iterator[TextItem]:
         yield item
 
 
-def _some(items: Iterable[TextItem], place: str, most: int | None) -> Iterator[TextItem]:
-    """The first ``most`` items; one at least."""
+def _some(items: Iterable[TextItem], place: str, limit: int | None) -> Iterator[TextItem]:
+    """Yield the first ``limit`` items; raise where there is none."""
     number = 0
-    for number, item in enumerate(islice(items, most), start=1):  # noqa: B007 (the count is looked at behind the loop)
+    for number, item in enumerate(islice(items, limit), start=1):  # noqa: B007 (the count is looked at behind the loop)
         yield item
     if not number:
         raise KinformerError(f"{place}: is empty; give one item at least.")
@@ -117,7 +122,7 @@ def _opened(path: Path, columns: Columns, kind: Format) -> Iterator[TextItem]:
         yield from _rows(file, str(path), columns, kind)
 
 
-def _rows(stream: Any, place: str, columns: Columns, kind: Format) -> Iterator[TextItem]:
+def _rows(stream: Iterable[bytes], place: str, columns: Columns, kind: Format) -> Iterator[TextItem]:
     if kind == "lines":
         if columns.text is not None or columns.label is not None:
             raise KinformerError(

@@ -13,7 +13,7 @@ Keys lie from 1 and below symbols / 2, values from there on; in a row both are d
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,21 +53,22 @@ class Recall:
         return f"mqar{self.version}:{pairs}:{self.symbols}:{self.gap_power:g}:{fillers}"
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return the identity that a run folder stores; metrics compare only where identities are equal."""
         return {"name": self.name, "version": self.version, "fingerprint": self.fingerprint}
 
     def check(self, length: int, pairs: tuple[int, ...] | None = None) -> None:
         """Refuse rows of a ``length`` without room for the queries, and more ``pairs`` than there are keys."""
-        most = max(self.pairs if pairs is None else pairs)
-        if most > self.symbols // 2 - 1:
+        largest = max(self.pairs if pairs is None else pairs)
+        if largest > self.symbols // 2 - 1:
             raise KinformerError(
-                f"{plural(most, 'pair')} must have a key each, but {plural(self.symbols, 'symbol')} make "
-                f"{plural(self.symbols // 2 - 1, 'key')}; give `symbols` {2 * most + 2} or more, or fewer pairs."
+                f"{plural(largest, 'pair')} must have a key each, but {plural(self.symbols, 'symbol')} make "
+                f"{plural(self.symbols // 2 - 1, 'key')}; give `symbols` {2 * largest + 2} or more, or fewer pairs."
             )
-        if 4 * most > length:
+        if 4 * largest > length:
             raise KinformerError(
-                f"`length` {length}: {plural(most, 'pair')} and as many queries take {plural(4 * most, 'token')}; "
+                f"`length` {length}: {plural(largest, 'pair')} and as many queries take "
+                f"{plural(4 * largest, 'token')}; "
                 "give a longer length, or fewer pairs."
             )
 

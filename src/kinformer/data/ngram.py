@@ -84,8 +84,8 @@ class NgramModel:
         # Below the empty context all bytes are equally likely.
         result = np.full(len(grams), 1 / 256)
         for size, order in enumerate(self._orders, start=1):
-            begun = max(0, size - 1 - start)
-            result[begun:] = order.interpolate(grams[begun:] & _mask(size), result[begun:])
+            first = max(0, size - 1 - start)
+            result[first:] = order.interpolate(grams[first:] & _mask(size), result[first:])
         return result
 
     def bits_per_byte(self, split: Split) -> float:

@@ -9,7 +9,6 @@ as one word and its units before its tens, so that words are put together and ch
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import numpy as np
 
@@ -72,7 +71,7 @@ def _german_below_thousand(number: int, one: str) -> str:
 def pairs(split: str) -> tuple[list[bytes], list[bytes]]:
     """Return the lines of a split in both languages, always the same."""
     draw = np.random.default_rng([int(VERSION), list(SIZES).index(split)])
-    sides: Any = ([], [])
+    sides: tuple[list[bytes], list[bytes]] = ([], [])
     for count in draw.integers(FEWEST, MOST + 1, SIZES[split]).tolist():
         numbers = [int(draw.integers(10**digits)) for digits in draw.integers(1, DIGITS + 1, count).tolist()]
         for side, words in zip(sides, (english, german), strict=True):

@@ -7,10 +7,9 @@ sizes of the files alone; small corpora are held to their checksums as well. Ids
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -19,10 +18,11 @@ from kinformer.data.split import Split
 from kinformer.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import CHECKSUM, read_json, reading, require_file, require_signature, sha256_of
+from kinformer.runtime.parsing import JsonObject
 
 MANIFEST, PACKED_SCHEMA, TOKENIZER_FILE = "manifest.json", 1, "tokenizer.json"
 UNFINISHED = "packing.json"
-"""What is to be packed; it is there until the manifest is."""
+"""The file that says what is to be packed, until there is a manifest."""
 PACKED_SPLITS = ("train", "validation", "test")
 TABLES = ("documents", "marks")
 _WIDTHS = (1, 2, 4)
@@ -33,7 +33,7 @@ class Packed:
     """A folder of token shards, and its manifest."""
 
     folder: Path
-    manifest: Mapping[str, Any]
+    manifest: JsonObject
 
     @property
     def tokens(self) -> dict[str, int]:
@@ -50,7 +50,7 @@ class Packed:
         return sum(names.values()) * self.manifest["width"]
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """Return what the command prints, as data for JSON."""
         shards = {name: len(part["shards"]) for name, part in self.manifest["splits"].items()}
         about = {name: self.manifest[name] for name in ("tokenizer", "vocab_size", "width")}
@@ -71,8 +71,8 @@ def is_packed(spec: str | Path) -> bool:
     return str(spec) != "stdlib" and any((folder / name).is_file() for name in (MANIFEST, UNFINISHED))
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of ``folder``; one that is damaged or strange is one clear sentence."""
+def read_manifest(folder: Path) -> JsonObject:
+    """Return the manifest of ``folder``. Errors: ``KinformerError`` for one that is missing or damaged."""
     place = folder / MANIFEST
     if not place.exists() and (folder / UNFINISHED).exists():
         raise KinformerError(f"{folder}: is unfinished; give the command that packs it again, and it goes on.")
@@ -93,8 +93,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _files(manifest: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield name, size in bytes and sha256 of every file of a manifest."""
+def _files(manifest: JsonObject) -> Iterator[tuple[str, int, str]]:
+    """Yield name, size in bytes and sha256 of every file of a manifest, of which :func:`read_manifest` checks each."""
     for part in manifest["splits"].values():
         for shard in part["shards"]:
             yield shard["file"], shard["tokens"] * manifest["width"], shard["sha256"]
@@ -123,9 +123,9 @@ def open_packed(folder: Path, tokenizer: Tokenizer) -> tuple[str, str, dict[str,
         return str(manifest["name"]), f"sha256:{manifest[CHECKSUM]}", splits
 
 
-def require_shards(folder: Path, manifest: Mapping[str, object], thorough: bool = False) -> None:
-    """Raise where a file of ``folder`` has not the manifest's size, or, if all are small or with ``thorough``, not its
-    contents."""
+def require_shards(folder: Path, manifest: JsonObject, thorough: bool = False) -> None:
+    """Raise where a file of ``folder`` differs from the manifest in its size or, if all are small or with ``thorough``,
+    in its contents."""
     thorough = thorough or sum(size for _, size, _ in _files(manifest)) <= HASHED_WHOLE
     for name, size, digest in _files(manifest):
         path = folder / name
@@ -137,7 +137,7 @@ def require_shards(folder: Path, manifest: Mapping[str, object], thorough: bool 
             )
 
 
-def _split(folder: Path, name: str, manifest: Mapping[str, Any], tokenizer: Tokenizer) -> Split:
+def _split(folder: Path, name: str, manifest: JsonObject, tokenizer: Tokenizer) -> Split:
     part, width = manifest["splits"][name], manifest["width"]
     corpus = str(manifest["name"])
     documents, marks = (np.load(folder / part[table]["file"], mmap_mode="r", allow_pickle=False) for table in TABLES)
@@ -147,7 +147,7 @@ def _split(folder: Path, name: str, manifest: Mapping[str, Any], tokenizer: Toke
     text_bytes = sum(shard["bytes"] for shard in part["shards"])
     if len(marks) and marks[-1].tolist() != [len(extents) // width, text_bytes]:
         raise ValueError(f"the marks of {name} do not end where its shards end")
-    whole = isinstance(tokenizer, ByteTokenizer)
+    of_bytes = isinstance(tokenizer, ByteTokenizer)
     return Split(
         name,
         corpus,
@@ -155,13 +155,13 @@ def _split(folder: Path, name: str, manifest: Mapping[str, Any], tokenizer: Toke
         documents,
         vocab_size=tokenizer.vocab_size,
         dtype=np.dtype(f"<u{width}"),
-        encoded_from=None if whole else Split.of_bytes(name, corpus, _Absent([Extent(str(folder), 0, text_bytes)])),
-        marks=None if whole else np.asarray(marks),
+        encoded_from=None if of_bytes else Split.of_bytes(name, corpus, _Absent([Extent(str(folder), 0, text_bytes)])),
+        marks=None if of_bytes else np.asarray(marks),
     )
 
 
 class _Absent(Extents):
-    """The bytes of a text that shards stand for: their number is known, they are not there."""
+    """The bytes of a text that shards were made of: their number is known, but they cannot be read."""
 
     def read(self, start: int, stop: int) -> bytes:
         if start == stop:

@@ -1,7 +1,7 @@
 """Packing: text becomes token shards (``data/packed.py``), piece by piece, by several processes, resumed if killed.
 
 The data is cut into pieces, and each makes a shard for every split that it has documents of. A piece's record is
-written last and vouches for its shards, so a second call does what is missing. The manifest is written when all are
+written last and vouches for its shards, so a second call packs what is missing. The manifest is written when all are
 done. What a shard holds depends on the data and the options alone, not on how many processes made it.
 """
 
@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -47,17 +46,19 @@ from kinformer.runtime.files import (
     write_json,
 )
 from kinformer.runtime.lock import locked
+from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.progress import progressing
 
 
-def pack(packing: Packing, out: Path, workers: int, progress: Callable[[int, int], object]) -> dict[str, Any]:
+def pack(packing: Packing, out: Path, workers: int, progress: Callable[[int, int], object]) -> dict[str, object]:
     """Pack into ``out`` and return the manifest. ``progress`` is called with the pieces that are done and all of them.
 
     Errors: ``KinformerError`` for data that cannot be read, and for a folder that holds something else.
     """
     name, files, pieces = _sources(packing)
     tokenizer = tokenizer_of(packing)
-    plan = {"schema": PACKED_SCHEMA, "packing": asdict(packing), "data": fingerprint_of(files), "pieces": len(pieces)}
+    data = fingerprint_of(files)
+    plan = {"schema": PACKED_SCHEMA, "packing": asdict(packing), "data": data, "pieces": len(pieces)}
     plan["tokenizer"] = tokenizer.fingerprint
     _begin(out, plan, tokenizer)
     waiting = [number for number in range(len(pieces)) if not _done(out, number)]
@@ -65,7 +66,7 @@ def pack(packing: Packing, out: Path, workers: int, progress: Callable[[int, int
     jobs = [(out, number, pieces[number], packing) for number in waiting]
     for count, _ in enumerate(_worked(jobs, min(workers, len(jobs))), start=len(pieces) - len(waiting) + 1):
         progress(count, len(pieces))
-    return _finish(out, len(pieces), plan, {"name": name}, tokenizer)
+    return _finish(out, len(pieces), packing, data, name, tokenizer)
 
 
 def _sources(packing: Packing) -> tuple[str, list[SourceFile], list[Piece]]:
@@ -127,7 +128,7 @@ def _line_end(extent: Extent, position: int) -> int:
 
 
 def _begin(out: Path, plan: dict[str, object], tokenizer: Tokenizer) -> None:
-    """Begin to pack into ``out``, or go on; refuse a folder that holds something else."""
+    """Begin or continue to pack into ``out``; refuse a folder that holds something else."""
     if (out / MANIFEST).exists():
         raise KinformerError(f"`out` {out}: holds packed data already; give a new folder, or remove it.")
     if out.exists() and not out.is_dir():
@@ -136,9 +137,9 @@ def _begin(out: Path, plan: dict[str, object], tokenizer: Tokenizer) -> None:
     remove_abandoned(out)
     place = out / UNFINISHED
     if place.exists():
-        begun = read_json(place)
-        require_signature(begun, place, required=True)
-        if differing := next((key for key in plan if begun.get(key) != plan[key]), None):
+        started = read_json(place)
+        require_signature(started, place, required=True)
+        if differing := next((key for key in plan if started.get(key) != plan[key]), None):
             raise KinformerError(
                 f"`out` {out}: holds shards of other data or other options (its {differing} differs); give the same "
                 "again to go on, or another folder."
@@ -160,7 +161,8 @@ def _done(out: Path, number: int) -> bool:
         return False
 
 
-def _worked(jobs: Sequence[tuple[Any, ...]], workers: int) -> Iterator[None]:
+def _worked(jobs: Sequence[tuple[Path, int, Piece, Packing]], workers: int) -> Iterator[None]:
+    """Pack the pieces of ``jobs``, in several processes; yield after each."""
     if workers < 2:
         for job in jobs:
             pack_piece(*job)
@@ -176,39 +178,38 @@ def _worked(jobs: Sequence[tuple[Any, ...]], workers: int) -> Iterator[None]:
             raise
 
 
-def _finish(
-    out: Path, pieces: int, plan: dict[str, Any], about: dict[str, Any], tokenizer: Tokenizer
-) -> dict[str, Any]:
-    """Join the tables, write the manifest, and remove what only packing needed."""
-    records = [read_json(record_path(out, number))["splits"] for number in range(pieces)]
-    splits = {}
+def _finish(out: Path, pieces: int, packing: Packing, data: str, name: str, tokenizer: Tokenizer) -> dict[str, object]:
+    """Join the tables, write the manifest of the data called ``name``, whose fingerprint is ``data``, and remove the
+    files that only packing needed."""
+    records: list[JsonObject] = [read_json(record_path(out, number))["splits"] for number in range(pieces)]
+    splits: dict[str, dict[str, object]] = {}
     for split in PACKED_SPLITS:
         numbers = [number for number, record in enumerate(records) if split in record]
         shards = [{"file": f"{split}-{number:06d}.ids", **records[number][split]} for number in numbers]
         splits[split] = {"shards": shards, **_joined(out, split, numbers, shards)}
     manifest = {
         "schema": PACKED_SCHEMA,
-        **about,
+        "name": name,
         "tokenizer": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,
         "width": width_of(tokenizer),
-        "data": plan["data"],
+        "data": data,
         "splits": splits,
     }
-    if plan["packing"]["holdout"] is not None:
+    if packing.holdout is not None:
         splits["test"] = splits["validation"]
     write_json(out / MANIFEST, signed(manifest))
     for path in [*out.glob("piece-*.json"), *out.glob("*-[0-9]*.*.npy"), out / UNFINISHED]:
         path.unlink()
-    if not sum(shard["tokens"] for shard in splits["train"]["shards"]):
-        raise KinformerError(f"{plan['packing']['data']}: holds no text to train on; give more data.")
+    if not sum(record["train"]["tokens"] for record in records if "train" in record):
+        raise KinformerError(f"{packing.data}: holds no text to train on; give more data.")
     return manifest
 
 
-def _joined(out: Path, split: str, numbers: Sequence[int], shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Write a split's tables, of all its pieces; return what the manifest says of them."""
+def _joined(out: Path, split: str, numbers: Sequence[int], shards: Sequence[JsonObject]) -> dict[str, object]:
+    """Write a split's tables, of all its pieces; return their entries of the manifest."""
     starts = np.cumsum([[0, 0], *([shard["tokens"], shard["bytes"]] for shard in shards)], axis=0, dtype=np.int64)
-    facts = {}
+    facts: dict[str, object] = {}
     for table in TABLES:
         arrays = (
             np.load(out / f"{split}-{number:06d}.{table}.npy", allow_pickle=False)
@@ -231,7 +232,7 @@ def _join(path: Path, arrays: Iterator[np.ndarray]) -> None:
 
 
 def packed(
-    data: str | Path | Iterable[Any],
+    data: str | Path | Iterable[object],
     out: str | Path,
     *,
     tokenizer: str | Path | None,
@@ -272,11 +273,11 @@ def packed(
 
 def pack_stream(
     packing: Packing, documents: Documents, out: Path, progress: Callable[[int, int], object]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Pack ``documents`` into ``out`` and return the manifest, as :func:`pack` does, one piece after the other."""
     tokenizer = tokenizer_of(packing)
-    plan = {"schema": PACKED_SCHEMA, "packing": asdict(packing), "data": documents.fingerprint(packing.text_field)}
-    plan["tokenizer"] = tokenizer.fingerprint
+    data = documents.fingerprint(packing.text_field)
+    plan = {"schema": PACKED_SCHEMA, "packing": asdict(packing), "data": data, "tokenizer": tokenizer.fingerprint}
     _begin(out, plan, tokenizer)
     number = next(number for number in itertools.count() if not _done(out, number))
     documents.go_on(read_json(record_path(out, number - 1))["place"] if number else {})
@@ -284,4 +285,4 @@ def pack_stream(
         write_piece(out, number, texts, tokenizer, documents.place)
         number += 1
         progress(number, number)
-    return _finish(out, number, plan, {"name": documents.name}, tokenizer)
+    return _finish(out, number, packing, data, documents.name, tokenizer)

@@ -12,7 +12,7 @@ from kinformer.runtime.words import plural
 TABLES = (".tsv", ".jsonl")
 Row = tuple[str, str]
 Names = Sequence[str | None]
-"""Of the source and of the target."""
+"""The names of the columns of the source and of the target."""
 _USUAL = ("source", "target")
 
 

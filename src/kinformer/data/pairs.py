@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kinformer.data import number_words
 from kinformer.data.extents import fingerprint_of
@@ -65,7 +65,7 @@ class Parallel:
     splits: Mapping[str, Pairs]
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return the identity that a run folder stores as JSON; metrics compare only where identities are equal."""
         return {
             "name": f"{self.name} ({self.languages.source} to {self.languages.target})",
@@ -255,7 +255,7 @@ def _held_out(parts: Mapping[str, Pairs], holdout: float | None, path: Path) -> 
 
 
 def _joined(some: Sequence[Pairs]) -> Pairs:
-    sides: Any = ([], [])
+    sides: tuple[list[bytes], list[bytes]] = ([], [])
     for pairs in some:
         for side, lines in zip(sides, pairs, strict=True):
             side.extend(lines)

@@ -12,10 +12,10 @@ from kinformer.runtime.words import plural
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
-"""Of each type of colour."""
+"""The channels of each type of colour."""
 _WHOLE = ((0, 0, 1, 1),)
 _ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
-"""Of each pass of an interlaced picture: first column and row, and the steps to the next."""
+"""First column and row of each pass of an interlaced picture, and the steps to the next."""
 _BLOCK = 1 << 20
 
 
@@ -27,7 +27,7 @@ def require_rows(path: Path) -> None:
     with path.open("rb") as file:
         if file.read(len(SIGNATURE)) != SIGNATURE:
             return
-        size, expected, held, unpacking = os.fstat(file.fileno()).st_size, 0, 0, zlib.decompressobj()
+        size, expected, present, unpacking = os.fstat(file.fileno()).st_size, 0, 0, zlib.decompressobj()
         while len(head := file.read(8)) == 8:
             length, name = struct.unpack(">I4s", head)
             end = file.tell() + length + 4
@@ -35,14 +35,14 @@ def require_rows(path: Path) -> None:
                 expected = _bytes(*struct.unpack(">IIBBBBB", file.read(13)))
             elif name == b"IDAT":
                 packed = file.read(min(length, size))
-                while packed and held < expected:
-                    held += len(unpacking.decompress(packed, _BLOCK))
+                while packed and present < expected:
+                    present += len(unpacking.decompress(packed, _BLOCK))
                     packed = unpacking.unconsumed_tail
             file.seek(end)
-        held += len(unpacking.flush())
-    if held < expected:
+        present += len(unpacking.flush())
+    if present < expected:
         raise KinformerError(
-            f"{path}: holds {held} of the {plural(expected, 'byte')} of its rows; replace or remove it."
+            f"{path}: holds {present} of the {plural(expected, 'byte')} of its rows; replace or remove it."
         )
 
 

@@ -6,13 +6,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kinformer.data.extents import Extent
 from kinformer.data.files import SourceFile, reading
 from kinformer.runtime.errors import KinformerError, nearest
 from kinformer.runtime.parsing import parse_json_line
 from kinformer.runtime.words import plural
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
+    from pyarrow.parquet import ParquetFile
 
 TEXT = "text"
 _JSON, _PARQUET, _ARROW = "jsonl", "parquet", "arrow"
@@ -96,7 +100,7 @@ def _require_column(unit: Extent, field: str, names: Sequence[str]) -> None:
         raise KinformerError(f"{unit.path}: has no column {field!r}; {nearest(field, names)}")
 
 
-def _column_texts(batches: Iterable[Any], unit: Extent, field: str) -> Iterator[bytes]:
+def _column_texts(batches: Iterable[RecordBatch], unit: Extent, field: str) -> Iterator[bytes]:
     """Yield the documents in the only column of ``batches``."""
     row = 0
     for batch in batches:
@@ -107,7 +111,7 @@ def _column_texts(batches: Iterable[Any], unit: Extent, field: str) -> Iterator[
             )
 
 
-def _batches(path: str) -> Iterator[Any]:
+def _batches(path: str) -> Iterator[RecordBatch]:
     """Yield the batches of an Arrow stream, which stay on the disk until they are read."""
     try:
         from pyarrow import ArrowException, ipc, memory_map
@@ -122,7 +126,7 @@ def _batches(path: str) -> Iterator[Any]:
         ) from None
 
 
-def _opened(path: str) -> Any:
+def _opened(path: str) -> ParquetFile:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -69,7 +69,7 @@ def write_piece(
     number: int,
     texts: Iterable[tuple[str, bool, bytes]],
     tokenizer: Tokenizer,
-    place: Callable[[], dict[str, Any]] = dict,
+    place: Callable[[], Mapping[str, object]] = dict,
 ) -> None:
     """Write the shards of ``texts`` (split, whether a document begins, and bytes), then their record, which holds what
     ``place`` returns after they were read."""
@@ -145,7 +145,7 @@ class _Output:
         self.bytes += size
         self.marks.append((self.tokens, self.bytes))
 
-    def close(self) -> dict[str, Any]:
+    def close(self) -> dict[str, object]:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._writing.__exit__(None, None, None)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from kinformer.runtime.words import plural
 CHARACTERS, LABELS = "characters", "labels"
 ROUNDS = 40
 ROOM = 1 << 26
-"""Samples that are kept in memory, of every split."""
+"""How many samples of every split are kept in memory."""
 LONGEST_PAUSE, SHORTEST_PAUSE = 0.3, 0.05
 _JOINED = 0x4A4F494E
 
@@ -75,7 +75,7 @@ class Sound:
     splits: Mapping[str, Utterances]
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return the identity that a run folder stores as JSON."""
         return {
             "name": self.name, "version": self.version, "fingerprint": self.fingerprint,
@@ -151,14 +151,14 @@ def open_sound(spec: str, options: SoundOptions, symbols: Sequence[str] | None =
     _tell_resampled(path.name, rates, rate)
     unit = options.units or (CHARACTERS if table else LABELS)
     splits = split_clips(clips, options.held, str(path))
-    valid_names_value = _symbols(splits, unit, options.join is not None) if symbols is None else tuple(symbols)
+    all_symbols = _symbols(splits, unit, options.join is not None) if symbols is None else tuple(symbols)
     for some in splits.values():
-        _check_symbols(some, unit, valid_names_value)
+        _check_symbols(some, unit, all_symbols)
     parts: dict[str, Utterances] = {
         name: Recorded(some, _groups(some, options.join, ROUNDS if name == "train" else 1), rate, number)
         for number, (name, some) in enumerate(splits.items())
     }
-    return Sound(path.resolve().name, fingerprint.split(":")[1][:12], fingerprint, rate, unit, valid_names_value, parts)
+    return Sound(path.resolve().name, fingerprint.split(":")[1][:12], fingerprint, rate, unit, all_symbols, parts)
 
 
 def _tones(options: SoundOptions) -> Sound:

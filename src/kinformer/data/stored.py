@@ -7,7 +7,6 @@ import shutil
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -16,11 +15,12 @@ from kinformer.data.files import remove_abandoned
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import checksum, read_json, reading, require_signature, signed, write_json
 from kinformer.runtime.lock import locked
+from kinformer.runtime.parsing import JsonObject
 
 _ABOUT = "about.json"
 
-Fill = Callable[[Path], Mapping[str, Any]]
-"""What writes arrays (``*.npy``) into the folder that it is given, and returns what is to be known of them, as JSON."""
+Fill = Callable[[Path], Mapping[str, object]]
+"""A function that writes arrays (``*.npy``) into a folder, and returns their record as values for JSON."""
 
 
 def default_cache() -> Path:
@@ -28,11 +28,11 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kinformer"
 
 
-def stored(folder: Path, schema: int, fill: Fill) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def stored(folder: Path, schema: int, fill: Fill) -> tuple[JsonObject, dict[str, np.ndarray]]:
     """Return the record of the arrays in ``folder`` (with the schema behind its name), and the arrays by name, mapped.
 
     ``fill`` makes them if they are not there. The folder appears whole or not at all; processes may race, since each
-    writes the same. Every file is held to its checksum.
+    writes the same. Every file is checked against its checksum.
     """
     folder = folder.with_name(f"{folder.name}.v{schema}")
     if not (folder / _ABOUT).is_file():

@@ -1,7 +1,7 @@
 """Documents to pack that are read one after the other: a dataset of Hugging Face that is streamed, or any iterable.
 
 The record of a piece says how many documents had been read behind it and, of a dataset that has one, its state, so that
-a second call goes on there. Without a state, those documents are read again and left out.
+a second call continues there. Without a state, those documents are read again and left out.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any
 from kinformer.data.records import TEXT, text_of
 from kinformer.data.shard_writer import Packing, drawn
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.parsing import JsonObject
 
 HUB = "hf:"
 
 
-def documents_of(data: str | Path | Iterable[Any]) -> Documents | None:
-    """Return the documents that ``data`` streams; None where it is a path or a name of something else."""
+def documents_of(data: str | Path | Iterable[object]) -> Documents | None:
+    """Return the documents that ``data`` streams; None where it is a path or another name."""
     if isinstance(data, str) and data.startswith(HUB):
         return Documents(data, _hub(data))
     if isinstance(data, str | Path):
@@ -37,7 +38,7 @@ def documents_of(data: str | Path | Iterable[Any]) -> Documents | None:
     return Documents(name, data)
 
 
-def _hub(place: str) -> Any:
+def _hub(place: str) -> Iterable[object]:
     """Return the streamed dataset of hf:NAME:SPLIT or hf:NAME:SUBSET:SPLIT."""
     names = place.removeprefix(HUB).split(":")
     if not all(names) or len(names) > 3:
@@ -58,7 +59,7 @@ def _hub(place: str) -> Any:
 
 @contextmanager
 def _reading(place: str) -> Iterator[None]:
-    """Tell in one sentence why a stream broke: whoever it is that serves it, with whatever error."""
+    """Report in one sentence why a stream broke, whatever the error of the library that serves it."""
     try:
         yield
     except KinformerError:
@@ -73,10 +74,11 @@ def _reading(place: str) -> Iterator[None]:
 class Documents:
     """The documents of ``data``, whose items are texts or rows with a text, in order."""
 
-    def __init__(self, name: str, data: Any) -> None:
-        self.name, self.data = name, data
+    def __init__(self, name: str, data: Iterable[object]) -> None:
+        self.name = name
+        self.data: Any = data  # may also skip, or have a state
         self.read = 0
-        self._rows: Iterator[Any] = iter(())
+        self._rows: Iterator[object] = iter(())
 
     def fingerprint(self, field: str | None) -> str:
         """Return what tells the stream from others: a digest of its name and its first document."""
@@ -84,8 +86,8 @@ class Documents:
             first = next(iter(self.data), "")
         return hashlib.sha256(self.name.encode() + b"\0" + self._text(first, field)).hexdigest()
 
-    def go_on(self, place: Mapping[str, Any]) -> None:
-        """Go on at a :meth:`place`; empty is the beginning."""
+    def go_on(self, place: JsonObject) -> None:
+        """Continue from a :meth:`place`; empty is the beginning."""
         self.read = place.get("documents", 0)
         with _reading(self.name):
             if state := place.get("state"):
@@ -96,7 +98,7 @@ class Documents:
             else:
                 self._rows = islice(self.data, self.read, None)
 
-    def place(self) -> dict[str, Any]:
+    def place(self) -> dict[str, object]:
         """Return how many documents were read, and the state of a dataset that has one: plain values."""
         state = {"state": self.data.state_dict()} if hasattr(self.data, "state_dict") else {}
         return {"documents": self.read, **state}
@@ -120,7 +122,7 @@ class Documents:
             filled += len(text)
             yield drawn(text, packing.holdout), True, text
 
-    def _text(self, row: Any, field: str | None) -> bytes:
+    def _text(self, row: object, field: str | None) -> bytes:
         field = field or TEXT
         row = {field: row} if isinstance(row, str) else row
         value = row.get(field) if isinstance(row, Mapping) else None

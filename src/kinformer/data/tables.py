@@ -104,7 +104,7 @@ def _meaning(order: _Order) -> str:
 
 
 def _order(cells: Sequence[bytes], place: str, columns: Columns) -> _Order:
-    """Where text and label stand, by the names in the first line or by how many columns there are."""
+    """Return where text and label stand, by the names in the first line or by how many columns there are."""
     names = [cell.strip().decode("utf-8-sig", "replace") for cell in cells]
     lower = [name.lower() for name in names]
     text = _index("text_field", columns.text, names, place)

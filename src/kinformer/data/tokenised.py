@@ -85,10 +85,10 @@ def _read_marks(index_path: Path, ids_path: Path, dtype: np.dtype) -> np.ndarray
     try:
         with np.load(index_path, allow_pickle=False) as index:
             marks, recorded = index["marks"], str(index["checksum"])
-        whole = ids_path.stat().st_size == marks[-1, 0] * dtype.itemsize and checksum(ids_path) == recorded
+        unchanged = ids_path.stat().st_size == marks[-1, 0] * dtype.itemsize and checksum(ids_path) == recorded
     except Exception:  # whatever is wrong with it: it is written again
         return None
-    return marks if whole else None
+    return marks if unchanged else None
 
 
 def _write(split: Split, tokenizer: Tokenizer, path: Path, dtype: np.dtype) -> np.ndarray:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from types import ModuleType
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -275,7 +276,7 @@ def as_bytes(text: str | bytes) -> bytes:
         ) from None
 
 
-def _library() -> Any:
+def _library() -> ModuleType:
     try:
         import tokenizers
     except ImportError as error:

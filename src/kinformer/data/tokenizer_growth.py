@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.parsing import JsonObject
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 MOST_GROWTH, MOST_STEPS = 64, 500
 _COPIES = 8
-"""Of what a replacement writes, so that later ones meet what spans two of them."""
+"""How often the text of a replacement is repeated, so that later ones meet matches that span two copies."""
 
 
 class _Replacement(NamedTuple):
@@ -27,7 +31,7 @@ class _Replacement(NamedTuple):
     content: str
 
 
-def require_bounded(path: Path | str, tokenizer: Any) -> None:
+def require_bounded(path: Path | str, tokenizer: Tokenizer) -> None:
     """Refuse a tokenizer of the library ``tokenizers`` whose normaliser or decoder may make a text more than
     ``MOST_GROWTH`` times as long."""
     for name, part in (("normalizer", tokenizer.normalizer), ("decoder", tokenizer.decoder)):
@@ -39,7 +43,7 @@ def require_bounded(path: Path | str, tokenizer: Any) -> None:
             )
 
 
-def _replacements(part: Mapping[str, Any]) -> Iterator[_Replacement]:
+def _replacements(part: JsonObject) -> Iterator[_Replacement]:
     for inner in (*part.get("normalizers", ()), *part.get("decoders", ())):
         yield from _replacements(inner)
     if part["type"] == "Replace":
@@ -61,12 +65,12 @@ def _are_bounded(steps: list[_Replacement]) -> bool:
 def _is_bounded(steps: list[_Replacement], first: int) -> bool:
     """Return whether the text that the replacement ``first`` writes stays short in all later ones."""
     text, factor = steps[first].content * _COPIES, 1
-    most = _COPIES * MOST_GROWTH * len(steps[first].pattern or ".")
+    limit = _COPIES * MOST_GROWTH * len(steps[first].pattern or ".")
     for pattern, content in steps[first + 1 :]:
-        if len(text) * factor > most:
+        if len(text) * factor > limit:
             return False
         if pattern is None:
             factor *= 1 + len(content)
         else:
             text = text.replace(pattern, content)
-    return len(text) * factor <= most
+    return len(text) * factor <= limit

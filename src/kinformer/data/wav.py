@@ -94,10 +94,10 @@ def _require_length(path: Path) -> None:
         file.seek(12)
         while len(head := file.read(8)) == 8:
             name, length = struct.unpack("<4sI", head)
-            if name == b"data" and length > (held := size - file.tell()):
+            if name == b"data" and length > (present := size - file.tell()):
                 raise KinformerError(
-                    f"{path}: says that it holds {plural(length, 'byte')} of samples, but holds {held:,}; it was cut "
-                    "off, or written to a pipe: record or convert it again, as by ffmpeg -i."
+                    f"{path}: says that it holds {plural(length, 'byte')} of samples, but holds {present:,}; it was "
+                    "cut off, or written to a pipe: record or convert it again, as by ffmpeg -i."
                 )
             file.seek(length + length % 2, 1)
 
@@ -138,13 +138,13 @@ def _mixed(data: bytes, width: int, channels: int) -> np.ndarray:
     if width == 1:
         values = (raw.astype(np.float32) - 128) / 128
     else:
-        whole = np.zeros((len(raw) // width, 4), np.uint8)
-        whole[:, 4 - width :] = raw.reshape(-1, width)
-        values = (whole.reshape(-1).view("<i4") / 2**31).astype(np.float32)  # numpy 1.26 divides in float64
+        words = np.zeros((len(raw) // width, 4), np.uint8)
+        words[:, 4 - width :] = raw.reshape(-1, width)
+        values = (words.reshape(-1).view("<i4") / 2**31).astype(np.float32)  # numpy 1.26 divides in float64
     return values.reshape(-1, channels).mean(1)
 
 
-def _by_soundfile(path: str | Path, why: Exception, does: str, **options: Any) -> Any:
+def _by_soundfile(path: str | Path, why: Exception, does: str, **options: object) -> Any:
     """Call soundfile for a file that is no WAV of PCM, because of ``why``, unless it is no sound at all."""
     what = content_of(Path(path))
     if what is not None and not what.startswith("sound"):

@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kinformer.figures.style import INK, PAPER, QUIET, figure, save
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLUMNS = 84
 CELL, LINE, MARGIN, TOP, FOOT = 0.092, 0.19, 0.3, 0.5, 0.55
 """Inches: a character's width, a line's height, the space around, above and below the text."""
 LIGHTEST, DARKEST = 0.06, 0.85
 MOST_LABELS = 16
+Colour = tuple[float, ...]
+"""Red, green and blue from 0 to 1, and opacity."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +68,7 @@ def _lines(pieces: Sequence[tuple[str, int | None]]) -> Iterator[list[tuple[str,
         yield line
 
 
-def _cell(axes: Any, place: tuple[int, int], character: str, colour: Any) -> None:
+def _cell(axes: Axes, place: tuple[int, int], character: str, colour: Colour | None) -> None:
     from matplotlib.patches import Rectangle
 
     column, row = place
@@ -75,7 +81,7 @@ def _cell(axes: Any, place: tuple[int, int], character: str, colour: Any) -> Non
         )
 
 
-def _legend(drawn: Any, text: ColouredText, colours: Sequence[object], size: tuple[float, float]) -> None:
+def _legend(drawn: Figure, text: ColouredText, colours: Sequence[Colour], size: tuple[float, float]) -> None:
     from matplotlib.patches import Rectangle
 
     width, height = size
@@ -88,7 +94,7 @@ def _legend(drawn: Any, text: ColouredText, colours: Sequence[object], size: tup
         drawn.text((left + 0.22) / width, 0.3 / height, label, fontsize=8, va="center")
 
 
-def _colours(count: int, ordered: bool) -> list[Any]:
+def _colours(count: int, ordered: bool) -> list[Colour]:
     """Return colours from light to dark, or, of groups without an order, light ones that go around."""
     from matplotlib import colormaps
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kinformer.figures.style import BLUE, FAINT, QUIET, RED, bare, figure, save
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Points = Sequence[tuple[float, float]]
 
@@ -29,11 +32,13 @@ def plot(alone: float, weights: Points, sizes: Points, path: Path) -> None:
         save(drawn, path)
 
 
-def _panel(axes: Any, alone: float, points: Points, colour: str) -> None:
+def _panel(axes: Axes, alone: float, points: Points, colour: str) -> None:
     bare(axes, "left", "bottom")
     axes.grid(axis="y", color=FAINT, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.axhline(alone, color=QUIET, linewidth=0.9, linestyle=(0, (2, 2)))
     axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.6, marker="o", markersize=3)
-    style = {"textcoords": "offset points", "ha": "left", "va": "bottom", "fontsize": 7.5}
-    axes.annotate("the model alone", (points[0][0], alone), (4, 2), color=QUIET, **style)
+    axes.annotate(
+        "the model alone", (points[0][0], alone), (4, 2), textcoords="offset points", color=QUIET, ha="left",
+        va="bottom", fontsize=7.5,
+    )  # fmt: skip

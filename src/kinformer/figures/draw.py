@@ -1,5 +1,5 @@
 """Panels as a picture, PNG or SVG, in the manner of the figures of Child et al. 2019, Beltagy et al. 2020 and Zaheer et
-al. 2020: queries run down, keys across; a token's own cell is dark, what it sees light."""
+al. 2020: queries run down, keys across; a token's own cell is dark, the cells that it sees are light."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
 from textwrap import shorten, wrap
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,6 +24,10 @@ from kinformer.figures.panels import (
 )
 from kinformer.figures.style import BLUE, INK, PAPER, QUIET, SKY, bare, figure, save, spread
 from kinformer.runtime.words import plural
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLUMNS = 4
 SIZE, GAP, MARGIN, TOP, HEAD, LINE, FOOT, SHIFT, LABELS, LEGEND = (
@@ -73,7 +77,7 @@ def draw(panels: Sequence[Panel], title: str, path: Path) -> None:
         save(drawn, path)
 
 
-def _paint(axes: object, panel: Panel) -> None:
+def _paint(axes: Axes, panel: Panel) -> None:
     if isinstance(panel, PatternPanel):
         _pattern(axes, panel)
     elif isinstance(panel, FieldPanel):
@@ -96,7 +100,7 @@ def _tops(panel: Panel) -> bool:
     return isinstance(panel, PatternPanel | FieldPanel)
 
 
-def _pattern(axes: Any, panel: PatternPanel) -> None:
+def _pattern(axes: Axes, panel: PatternPanel) -> None:
     cells = len(panel.shares)
     query, key = np.indices((cells, cells))
     colours = np.where((key > query)[..., None] & panel.causal, _rgb(FUTURE), _rgb(PAST))
@@ -117,7 +121,7 @@ def _pattern(axes: Any, panel: PatternPanel) -> None:
         )  # fmt: skip
 
 
-def _field(axes: Any, panel: FieldPanel) -> None:
+def _field(axes: Axes, panel: FieldPanel) -> None:
     colours = np.array([_rgb(KINDS[kind][0]) for kind in sorted(KINDS)])[panel.shown]
     _mosaic(axes, colours)
     height, width = panel.shown.shape
@@ -127,7 +131,7 @@ def _field(axes: Any, panel: FieldPanel) -> None:
     axes.set_ylabel("row", labelpad=-9)
 
 
-def _mosaic(axes: Any, colours: np.ndarray) -> None:
+def _mosaic(axes: Axes, colours: np.ndarray) -> None:
     """Draw square cells with thin lines between, the first row on top."""
     rows, columns = colours.shape[:2]
     axes.pcolormesh(
@@ -143,21 +147,23 @@ def _mosaic(axes: Any, colours: np.ndarray) -> None:
     axes.xaxis.set_label_position("top")
     axes.xaxis.tick_top()
     axes.tick_params(length=0, pad=2, labelsize=7.5)
-    axes.xaxis.label.set_size(8)
-    axes.yaxis.label.set_size(8)
+    axes.xaxis.label.set_fontsize(8)
+    axes.yaxis.label.set_fontsize(8)
     bare(axes)
 
 
-def _heat(axes: Any, panel: HeatPanel) -> None:
+def _heat(axes: Axes, panel: HeatPanel) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    most = float(np.abs(panel.values).max()) or 1.0
-    limits = {"vmin": -most if panel.signed else 0.0, "vmax": most}
+    largest = float(np.abs(panel.values).max()) or 1.0
+    low = -largest if panel.signed else 0.0
     colours = "RdBu_r" if panel.signed else "Blues"
     start = panel.first - 0.5
     height, width = (size * panel.tokens_per_cell + start for size in panel.values.shape)
     extent = (start, width, height, start)
-    image = axes.imshow(panel.values, aspect="auto", interpolation="nearest", cmap=colours, extent=extent, **limits)
+    image = axes.imshow(
+        panel.values, aspect="auto", interpolation="nearest", cmap=colours, extent=extent, vmin=low, vmax=largest
+    )
     axes.set_xlabel(panel.columns)
     axes.set_ylabel(panel.rows)
     for axis in (axes.xaxis, axes.yaxis):
@@ -166,7 +172,7 @@ def _heat(axes: Any, panel: HeatPanel) -> None:
     bare(axes)
     if panel.values.size <= MOST_NUMBERS:
         for (row, column), value in np.ndenumerate(panel.values):
-            ink = PAPER if abs(value) > most / 2 else INK
+            ink = PAPER if abs(value) > largest / 2 else INK
             place = (column + panel.first, row + panel.first)
             axes.text(*place, f"{value:.3g}", ha="center", va="center", fontsize=7.5, color=ink)
     bar = axes.figure.colorbar(image, cax=axes.inset_axes((1.03, 0.0, 0.035, 1.0)))
@@ -174,7 +180,7 @@ def _heat(axes: Any, panel: HeatPanel) -> None:
     bar.ax.tick_params(length=0, labelsize=7)
 
 
-def _curves(axes: Any, panel: CurvePanel) -> None:
+def _curves(axes: Axes, panel: CurvePanel) -> None:
     from matplotlib import colormaps
 
     heads, length = panel.curves.shape
@@ -192,7 +198,7 @@ def _curves(axes: Any, panel: CurvePanel) -> None:
         axes.annotate(label, (1.02, placed), xycoords="axes fraction", color=shade, fontsize=7.5, va="center")
 
 
-def _legend(drawn: Any, panels: Sequence[Panel], left: float) -> None:
+def _legend(drawn: Figure, panels: Sequence[Panel], left: float) -> None:
     from matplotlib.patches import Patch
 
     fields = [panel for panel in panels if isinstance(panel, FieldPanel)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from kinformer.evaluation.recl import THRESHOLD, Recl
 from kinformer.figures.style import FAINT, QUIET, SERIES, bare, figure, save, spread
@@ -18,8 +17,10 @@ def plot(names: Sequence[str], contexts: Sequence[int], curves: Sequence[Recl], 
         bare(axes, "left", "bottom")
         axes.grid(axis="y", color=FAINT, linewidth=0.7)
         axes.axhline(100 * THRESHOLD, color=QUIET, linewidth=0.8, linestyle=(0, (2, 2)))
-        style: Any = {"textcoords": "offset points", "ha": "right", "va": "bottom", "fontsize": 7.5}
-        axes.annotate("least gain that counts", (contexts[-1], 100 * THRESHOLD), (0, 2), color=QUIET, **style)
+        axes.annotate(
+            "least gain that counts", (contexts[-1], 100 * THRESHOLD), (0, 2), textcoords="offset points", color=QUIET,
+            ha="right", va="bottom", fontsize=7.5,
+        )  # fmt: skip
         for index, curve in enumerate(curves):
             gains = [100 * gain for gain in curve.gains]
             axes.plot(contexts[1:], gains, color=SERIES[index % len(SERIES)], linewidth=1.6, marker="o", markersize=3)

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 from torch import Tensor
 
 from kinformer.core.pattern import Pattern
 from kinformer.runtime.words import plural
+
+
+class CountedTokens(Protocol):
+    """A global input that was built."""
+
+    def count(self, sentences: Tensor | None, time: int) -> int:
+        """Return how many tokens it has over a long input of ``time`` tokens."""
+        ...
+
+
+class GlobalInput(Protocol):
+    """The config of a global input (``blocks.global_input``)."""
+
+    def build(self, dim: int) -> CountedTokens: ...
 
 
 @dataclass(frozen=True)
@@ -22,7 +36,7 @@ class FullSequence(Pattern):
 
     inner: Pattern
     global_tokens: int = 0
-    global_input: Any = None
+    global_input: GlobalInput | None = None
     num_global: int = 0
 
     behind = None

@@ -6,15 +6,16 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kinformer.core.config import Config, parts_in
+from kinformer.core.model_config import ModelConfig
 
 SLOTS = (
     "mixer", "encoder_mixer", "projection", "position", "embedding", "pattern", "score", "span", "feature_map", "decay",
     "feed_forward", "stack", "exit_rule", "halting", "head",
 )  # fmt: skip
-"""Whose formulas are told, in this order."""
+"""The slots of the parts whose formulas are shown, in this order."""
 PLAIN = {
     ("position", "none"),
     ("stack", "sequential"),
@@ -22,12 +23,12 @@ PLAIN = {
     ("head", "language"),
     ("embedding", "lookup"),
 }
-"""Parts that are nothing of a member's own."""
+"""Parts that are not specific to a member."""
 SYMBOLS = (
     ("d_model", "dim"), ("h", "num_heads"), ("d_k", "head_dim"), ("d_v", "value_dim"), ("d_ff", "hidden_dim"),
     ("w", "window"), ("segment", "segment"), ("memory", "memory"), ("C", "rate"), ("k", "num_kv_heads"),
 )  # fmt: skip
-"""Symbols of papers, with the settings that they are here."""
+"""Symbols of papers, with the names of the settings here."""
 
 
 class Formula(NamedTuple):
@@ -53,16 +54,16 @@ def formulas(config: Config) -> list[Formula]:
     return sorted(formulas_by_name.values(), key=lambda formula: SLOTS.index(formula.slot))
 
 
-def symbols(config: Any) -> list[tuple[str, str, Any]]:
+def symbols(config: ModelConfig) -> list[tuple[str, str, int | list[int]]]:
     """Return (symbol of papers, name here, value) of the sizes that all layers have in common."""
-    sizes: dict[str, set[Any]] = {"dim": {config.dim}}
+    sizes: dict[str, set[int]] = {"dim": {config.dim}}
     for layer in config.layers:
         for part in parts_in(layer):
             for _, name in SYMBOLS:
                 value = getattr(part, name, None)
                 if isinstance(value, int) and not isinstance(value, bool):
                     sizes.setdefault(name, set()).add(value)
-        mixer: Any = getattr(layer, "mixer", None)
+        mixer = getattr(layer, "mixer", None)
         heads = getattr(mixer, "num_heads", None)
         if heads and getattr(mixer, "head_dim", None) is None:
             sizes.setdefault("head_dim", set()).add(config.dim // heads)

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kinformer.figures.style import ORANGE, PAPER, bare, figure, save
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLUMNS, SIZE, GAP, MARGIN, TOP, HEAD = 4, 2.4, 0.62, 0.3, 0.42, 0.5
 """Panels in a line; inches: a panel, the space after it, around, for the title, over a panel."""
@@ -54,7 +57,7 @@ class ImageDrawing:
 
 
 def draw_image(drawing: ImageDrawing, path: Path) -> None:
-    """Draw the image, then a panel for each thing over it; PNG or SVG by the ending of ``path``."""
+    """Draw the image, then a panel for each item drawn over it; PNG or SVG by the ending of ``path``."""
     count = 1 + len(drawing.panels)
     columns = min(COLUMNS, count)
     rows = ceil(count / columns)
@@ -71,7 +74,7 @@ def draw_image(drawing: ImageDrawing, path: Path) -> None:
         save(drawn, path)
 
 
-def _paint(axes: Any, pixels: NDArray[np.uint8], panel: HeatOver | WindowsOver | None) -> None:
+def _paint(axes: Axes, pixels: NDArray[np.uint8], panel: HeatOver | WindowsOver | None) -> None:
     height, width = pixels.shape[:2]
     shown = pixels if pixels.shape[2] == 3 else pixels.repeat(3, axis=2)
     if isinstance(panel, HeatOver):

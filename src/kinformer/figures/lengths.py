@@ -6,16 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log2
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from kinformer.figures.style import FAINT, QUIET, SERIES, bare, figure, save, spread
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Points = tuple[tuple[int, float], ...]
 Stroke = Literal["solid", "dashed", "dotted"]
 
 HEADROOM = 0.4
 ACROSS, DOWN = 0.06, 0.05
-STROKES: dict[Stroke, Any] = {"solid": "-", "dashed": (0, (4, 1.6)), "dotted": (0, (1, 1.4))}
+STROKES: dict[Stroke, str | tuple[float, tuple[float, ...]]] = {
+    "solid": "-",
+    "dashed": (0, (4, 1.6)),
+    "dotted": (0, (1, 1.4)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,21 +54,23 @@ def plot(curves: Sequence[Curve], path: Path) -> None:
         save(drawn, path)
 
 
-def _panel(axes: Any, curves: Sequence[Curve], lines: Sequence[Points], colours: Sequence[str]) -> None:
+def _panel(axes: Axes, curves: Sequence[Curve], lines: Sequence[Points], colours: Sequence[str]) -> None:
     axes.set_xscale("log", base=2)
     bare(axes, "left", "bottom")
     axes.grid(axis="y", color=FAINT, linewidth=0.7)
     axes.set_axisbelow(True)
     low, high = _range(curves, lines)
     for one, points, colour in zip(curves, lines, colours, strict=True):
-        style = {"color": colour, "linewidth": 1.6, "linestyle": STROKES[one.stroke]}
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, **style)
+        stroke = STROKES[one.stroke]
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=colour, linewidth=1.6, linestyle=stroke)
     trained = {curve.trained for curve in curves if curve.trained}
     for length in trained:
         axes.axvline(length, color=QUIET, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
     if len(trained) == 1:
-        style = {"textcoords": "offset points", "rotation": 90, "va": "top", "ha": "right", "fontsize": 7.5}
-        axes.annotate("training length", (trained.pop(), high), (-2, -2), color=QUIET, **style)
+        axes.annotate(
+            "training length", (trained.pop(), high), (-2, -2), textcoords="offset points", color=QUIET, rotation=90,
+            va="top", ha="right", fontsize=7.5,
+        )  # fmt: skip
     axes.set_ylim(low, high)
     ticks = sorted({x for points in lines for x, _ in points})
     shown = ticks[:: -(-len(ticks) // 9)]
@@ -82,7 +91,7 @@ def _range(curves: Sequence[Curve], lines: Sequence[Points]) -> tuple[float, flo
     return low - margin, high + margin
 
 
-def _label(axes: Any, names: Sequence[str], lines: Sequence[Points], colours: Sequence[str]) -> None:
+def _label(axes: Axes, names: Sequence[str], lines: Sequence[Points], colours: Sequence[str]) -> None:
     """Write each curve's name where it ends: beside its last point, or above the
     picture where it leaves that for good."""
     low, high = axes.get_ylim()
@@ -93,8 +102,10 @@ def _label(axes: Any, names: Sequence[str], lines: Sequence[Points], colours: Se
     staying = [index for index, left_at in enumerate(exits) if left_at is None]
     tops = spread([(exits[index] - left) / (right - left) for index in leaving], ACROSS)  # type: ignore[operator]
     for index, x in zip(leaving, tops, strict=True):
-        style = {"rotation": 35, "ha": "left", "va": "bottom", "fontsize": 8, "annotation_clip": False}
-        axes.annotate(names[index], (x, 1.01), xycoords="axes fraction", color=colours[index], **style)
+        axes.annotate(
+            names[index], (x, 1.01), xycoords="axes fraction", color=colours[index], rotation=35, ha="left",
+            va="bottom", fontsize=8, annotation_clip=False,
+        )  # fmt: skip
     last = max((ends[index][0] for index in staying), default=0.0)
     groups = [i for i in staying if ends[i][0] == last], [i for i in staying if ends[i][0] < last]
     for sooner, group in enumerate(groups):

@@ -18,8 +18,11 @@ from numpy.typing import NDArray
 from kinformer.core.config import Config, field_types
 from kinformer.core.parts import PatternConfig
 from kinformer.core.pattern import Pattern
+from kinformer.core.raster import Raster
 
 Floats = NDArray[np.float64]
+CellOf = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Positions of a sequence -> rows and columns of an image."""
 
 CELLS = 48
 MOST_CELLS = 64
@@ -84,7 +87,8 @@ LATER, UNSEEN, SEEN, ITSELF = range(4)
 
 @dataclass(frozen=True)
 class Placed:
-    """A part of a model's config, with its owner's config and the layers (from 0) that have it; None: no layer's."""
+    """A part of a model's config, of the slot that was looked for, with its owner's config and the layers (from 0) that
+    have it; None: no layer's."""
 
     part: Any
     owner: Any
@@ -121,7 +125,9 @@ def _alike(slot: str, one: object, other: object) -> bool:
     return all(getattr(one, name, None) == getattr(other, name, None) for name in sizes)
 
 
-def _walk(node: object, slot: str, path: tuple[str, ...], owner: object) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+def _walk(
+    node: object, slot: str, path: tuple[str, ...], owner: Config
+) -> Iterator[tuple[tuple[str, ...], Config, Config]]:
     if isinstance(node, Config):
         if node.slot == slot:
             yield path, node, owner
@@ -194,9 +200,9 @@ def scale(patterns: Sequence[Pattern], cells: int = CELLS) -> int:
     return needed
 
 
-def _powers(most: int) -> Iterator[int]:
+def _powers(limit: int) -> Iterator[int]:
     power = 1
-    while power <= most:
+    while power <= limit:
         yield power
         power *= 2
 
@@ -209,16 +215,14 @@ def grid(length: int | None, patterns: Sequence[Pattern]) -> tuple[int, int]:
     return tokens, -(-length // tokens)
 
 
-def field_panel(
-    pattern: Pattern, name: str, place: str, shape: tuple[int, int], cell: Callable[..., Any]
-) -> FieldPanel:
+def field_panel(pattern: Pattern, name: str, place: str, shape: tuple[int, int], cell: CellOf) -> FieldPanel:
     """Return the panel of a query about three fifths down an image of ``shape``;
     ``cell(positions)`` returns rows and columns."""
     height, width = shape
     positions = torch.arange(height * width)
     rows, columns = (item.numpy() for item in cell(positions))
-    wanted = (round(0.6 * (height - 1)), width // 2)
-    query = int(np.flatnonzero((rows == wanted[0]) & (columns == wanted[1]))[0])
+    middle = (round(0.6 * (height - 1)), width // 2)
+    query = int(np.flatnonzero((rows == middle[0]) & (columns == middle[1]))[0])
     seen = pattern.allowed(torch.tensor(query), positions).numpy()
     kinds = np.where(seen, SEEN, np.where(positions.numpy() > query, LATER, UNSEEN)).astype(np.int8)
     kinds[query] = ITSELF
@@ -227,7 +231,7 @@ def field_panel(
     return FieldPanel(place=place, name=name, shown=shown, query=query)
 
 
-def raster(pattern: Pattern, width: int | None) -> tuple[tuple[int, int], Callable[..., Any]] | None:
+def raster(pattern: Pattern, width: int | None) -> tuple[tuple[int, int], CellOf] | None:
     """Return the shape of the image whose pixels a pattern's positions are, and where each stands; None where there is
     none.
 
@@ -235,11 +239,11 @@ def raster(pattern: Pattern, width: int | None) -> tuple[tuple[int, int], Callab
     """
     if width is not None:
         return (width, width), lambda positions: (positions // width, positions % width)
-    rasters = (item.raster for item in _inside(pattern) if hasattr(item, "raster"))
+    rasters: Iterator[Raster] = (getattr(item, "raster") for item in _inside(pattern) if hasattr(item, "raster"))  # noqa: B009
     return next((((raster.height, raster.width), raster.cell) for raster in rasters), None)
 
 
-def _inside(pattern: Pattern) -> Iterator[Any]:
+def _inside(pattern: Pattern) -> Iterator[Pattern]:
     """Yield a pattern and those that it is made of."""
     yield pattern
     if dataclasses.is_dataclass(pattern):
@@ -268,7 +272,7 @@ def _inner(config: Config) -> str:
     return f"({describe(config)})" if config.kind in ("union", "intersection") else describe(config)
 
 
-def _option(field: Any, value: Any, config: Config) -> str:
+def _option(field: dataclasses.Field[object], value: object, config: Config) -> str:
     """Return one option in words, or nothing: sizes of a pattern always, all else where it is not the default."""
     size = config.slot == "pattern" and isinstance(value, int) and not isinstance(value, bool) and value
     if value is None or isinstance(value, Config) or (value == field.default and not size):

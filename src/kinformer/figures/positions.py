@@ -94,9 +94,9 @@ def _by_distance(encoding: Encoding, relative: Relative | None, length: int) -> 
 
 def _whole(table: Tensor, lowest: int, length: int, rest: float) -> Floats:
     """Return [n, distances] of all distances below ``length``: ``rest`` where the encoding names none."""
-    whole = np.full((table.shape[0], length), rest)
-    whole[:, lowest : lowest + table.shape[1]] = table.double().numpy()[:, : length - lowest]
-    return whole
+    result = np.full((table.shape[0], length), rest)
+    result[:, lowest : lowest + table.shape[1]] = table.double().numpy()[:, : length - lowest]
+    return result
 
 
 def _heat(table: Tensor, name: str, place: str, rows: str) -> HeatPanel:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from kinformer.figures.style import BLUE, FAINT, ORANGE, QUIET, bare, figure, save
 
 
-def plot(
-    rows: Sequence[Mapping[str, Any]], clone: Mapping[str, Any] | None, best: float, title: str, path: Path
-) -> None:
-    """Draw ``rows``, which have a ``target``, a ``mean`` and a ``confidence``; the optimum is drawn where its mean is
-    known. The best of the data and the mean of cloned behaviour are lines."""
+class Mean(TypedDict):
+    """The mean return of some episodes."""
+
+    mean: float
+
+
+class Point(Mean):
+    """The mean return of episodes that aimed at ``target`` (None: at the best, whose mean is ``optimal``), and half the
+    width of its ``confidence`` interval."""
+
+    target: float | None
+    confidence: float
+    optimal: NotRequired[float]
+
+
+def plot(rows: Sequence[Point], clone: Mean | None, best: float, title: str, path: Path) -> None:
+    """Draw ``rows``, the best of the data and the mean of cloned behaviour; the last two are lines."""
     points = sorted((row["optimal"] if row["target"] is None else row["target"], row) for row in rows)
     with figure(5.4, 4.2) as drawn:
         axes = drawn.subplots()

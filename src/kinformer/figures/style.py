@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import write_atomic
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 BLUE, SKY, GREEN, ORANGE, RED, PINK = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7"
@@ -69,7 +70,7 @@ def save(drawn: Figure, path: Path) -> None:
     write_atomic(path, lambda target: drawn.savefig(target, format=ending, dpi=DPI, metadata=metadata))
 
 
-def bare(axes: Any, *sides: str) -> None:
+def bare(axes: Axes, *sides: str) -> None:
     """Leave only the named sides of the frame."""
     for name, spine in axes.spines.items():
         spine.set_visible(name in sides)

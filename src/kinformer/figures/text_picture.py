@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import nn
@@ -14,6 +14,14 @@ from kinformer.figures.encoder_pattern import FullSequence, global_token_words, 
 CELLS = 16
 MOST_TOKENS = 256
 SEEN, UNSEEN = "■", "·"
+
+
+class Picture(TypedDict):
+    """The picture of a ``pattern``, by its name: ``rows`` of cells, of which each stands for ``tokens_per_cell``."""
+
+    pattern: str
+    tokens_per_cell: int
+    rows: list[str]
 
 
 def draw(pattern: Pattern, tokens_per_cell: int = 1, cells: int = CELLS) -> list[str]:
@@ -34,9 +42,9 @@ def scale(pattern: Pattern, cells: int = CELLS) -> int:
     return next((tokens for tokens in powers if any(UNSEEN in row for row in draw(pattern, tokens, cells))), 1)
 
 
-def pictures(model: nn.Module) -> list[dict[str, Any]]:
+def pictures(model: nn.Module) -> list[Picture]:
     """Return each different pattern of the model's mixers and their heads, in order: its name, scale and lines."""
-    pictures_by_name: dict[tuple[str, ...], dict[str, Any]] = {}
+    pictures_by_name: dict[tuple[str, ...], Picture] = {}
     for pattern in _patterns(model):
         cell = scale(pattern)
         rows = draw(pattern, cell)
@@ -49,8 +57,8 @@ def _patterns(model: nn.Module) -> Iterator[Pattern]:
     for module in model.modules():
         pattern = getattr(module, "pattern", None)
         if isinstance(pattern, Pattern):
-            whole = in_text(pattern, getattr(model, "config", None))
-            yield from (whole.at(head) for head in range(whole.num_heads or 1))
+            in_model = in_text(pattern, getattr(model, "config", None))
+            yield from (in_model.at(head) for head in range(in_model.num_heads or 1))
 
 
 def _name(pattern: Pattern) -> str:

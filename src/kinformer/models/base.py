@@ -14,8 +14,7 @@ from kinformer.blocks.norms import NormConfig
 from kinformer.core.contract import CausalMixer, select_valid
 from kinformer.core.encoder import EncoderMixer
 from kinformer.core.input import Input
-from kinformer.core.model_config import HeadConfig, ModelConfig
-from kinformer.core.parts import PositionConfig
+from kinformer.core.model_config import ModelConfig
 from kinformer.core.stack import StackConfig
 from kinformer.runtime.dropout import Dropout
 from kinformer.runtime.errors import KinformerError
@@ -30,8 +29,6 @@ class CommonConfig(ModelConfig):
     """The fields that all models have. ``norm`` follows the last layer,
     ``dropout`` falls on the first layer's input."""
 
-    position: PositionConfig
-    head: HeadConfig
     stack: StackConfig = Sequential.Config()
     norm: NormConfig | None = None
     dropout: float = 0.0

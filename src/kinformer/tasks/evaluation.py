@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from kinformer.runtime.errors import require, require_seed
 from kinformer.runtime.fields import Checked
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kinformer.tasks.runs import LoadedRun
 
 K = TypeVar("K")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,23 +45,23 @@ class TextTable(NamedTuple):
     """A table as it is printed; the columns in ``numeric`` are aligned to the right."""
 
     headers: Sequence[str]
-    rows: Sequence[Sequence[Any]]
+    rows: Sequence[Sequence[object]]
     numeric: Sequence[int] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """How good a run is. ``metrics``: those of ``units``, which say what they are and whether less is better;
-    ``baselines``: what simple rules have of the deciding figure; ``data``: the identity of what was measured on;
-    ``facts``: all of it and more, as JSON; ``text``: the same for people."""
+    """How good a run is. ``metrics``: the values of ``units``, which say what they are and whether less is better;
+    ``baselines``: the deciding metric of simple rules; ``data``: the identity of what was measured on; ``facts``: all
+    of it and more, as values for JSON; ``text``: the same for people."""
 
     run: str
     member: str
     metrics: Mapping[str, float]
     units: tuple[Metric, ...]
-    data: Mapping[str, Any]
+    data: Mapping[str, object]
     baselines: Mapping[str, float] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    facts: Mapping[str, object] = field(default_factory=dict, repr=False)
     text: tuple[str | TextTable, ...] = field(default=(), repr=False)
 
     @property
@@ -71,14 +72,14 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """Several evaluations, and what is reported of all of them: ``together`` as text, ``facts`` as JSON."""
+    """Several evaluations, and what is reported of all of them: ``together`` as text, ``facts`` for JSON."""
 
     evaluations: Sequence[Evaluation]
     together: Sequence[str | TextTable] = ()
-    facts_of_task: Mapping[str, Any] | None = None
+    facts_of_task: Mapping[str, object] | None = None
 
     @property
-    def facts(self) -> Mapping[str, Any]:
+    def facts(self) -> Mapping[str, object]:
         """The report as data that JSON can hold: one run's facts, or those of all under ``runs``."""
         if self.facts_of_task is not None:
             return self.facts_of_task
@@ -87,8 +88,7 @@ class EvaluationReport:
 
     @property
     def text(self) -> list[str | TextTable]:
-        """The report as lines and tables to print: the evaluations' one after the other, then what concerns all of
-        them."""
+        """The report as lines and tables to print: each evaluation's, then what concerns all of them."""
         return [*(block for evaluation in self.evaluations for block in evaluation.text), *self.together]
 
 
@@ -103,17 +103,17 @@ def evaluated(
     task: str | None = None,
     since: float | None = None,
 ) -> Evaluation:
-    """The evaluation of ``subject``: one value of every metric, the deciding one first.
+    """Return the evaluation of ``subject``: one value of every metric, the deciding one first.
 
-    ``data`` is the identity of what was evaluated on, ``text`` what people read. The facts are the run, what was
-    changed of it, the data and the metrics, followed by ``facts`` and, where ``since`` is a time of
-    ``time.perf_counter``, the seconds since then.
+    ``data`` is the identity of what was evaluated on, ``text`` what people read. The facts are the run, its changes,
+    the data and the metrics, followed by ``facts`` and, where ``since`` is a time of ``time.perf_counter``, the seconds
+    since then.
     """
     run, values = subject.run, {metric.name: value for metric, value in metrics.items()}
     head = {"run": str(run.folder), "member": run.member} | ({} if task is None else {"task": task})
-    whole = head | {"set": list(subject.changes), "data": data} | values | dict(facts)
+    all_facts = head | {"set": list(subject.changes), "data": data} | values | dict(facts)
     if since is not None:
-        whole["seconds"] = time.perf_counter() - since
+        all_facts["seconds"] = time.perf_counter() - since
     return Evaluation(
         run=str(run.folder),
         member=run.member,
@@ -121,13 +121,13 @@ def evaluated(
         units=tuple(metrics),
         baselines=baselines or {},
         data=data,
-        facts=whole,
+        facts=all_facts,
         text=tuple(text),
     )
 
 
-def by_group(keys: Sequence[K], measure: Callable[[K], dict[str, object]], quiet: bool) -> list[dict[str, Any]]:
-    """What ``measure`` finds of the rows of every group, in the order of ``keys``, with a bar unless ``quiet``."""
+def by_group(keys: Sequence[K], measure: Callable[[K], R], quiet: bool) -> list[R]:
+    """Return what ``measure`` returns of every key, in the order of ``keys``; with a progress bar unless ``quiet``."""
     groups = []
     with progressing(quiet) as progress:
         for key in keys:
@@ -135,9 +135,3 @@ def by_group(keys: Sequence[K], measure: Callable[[K], dict[str, object]], quiet
             if progress is not None:
                 progress(len(groups), len(keys))
     return groups
-
-
-def total(groups: Iterable[Mapping[str, object]], *names: str) -> list[Any]:
-    """The sums over ``groups`` of what is called ``names``."""
-    groups = list(groups)
-    return [sum(group[name] for group in groups) for name in names]

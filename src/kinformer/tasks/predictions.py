@@ -1,16 +1,20 @@
-"""What predicting and embedding give: of every item a row of values and a line for people, or a vector."""
+"""What predicting and embedding return for every item: a row of values and a line for people, or a vector."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from kinformer.runtime.errors import require
 from kinformer.runtime.fields import Checked
 
 if TYPE_CHECKING:
     import numpy as np
+
+FileSource: TypeAlias = str | Path | Sequence[str | Path]
+"""Where pictures or sounds come from: a file, a folder, data by name, or a list of paths."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,5 +72,5 @@ class Embedded(NamedTuple):
 class Predicted(NamedTuple):
     """A prediction: its ``row`` for tables and JSON, and one ``line`` for people."""
 
-    row: Mapping[str, Any]
+    row: Mapping[str, object]
     line: str

@@ -1,11 +1,11 @@
-"""What a task's record says in four objects: which models it takes, which data it needs, what evaluating reads, what
-generating means."""
+"""The parts of a task's record: which models it takes, which data it needs, what evaluating and predicting read, and
+what generating means."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from kinformer.core.model_config import ModelConfig
@@ -24,11 +24,11 @@ class Models:
     from_tokens: bool = False
 
     def fit(self, config: ModelConfig) -> bool:
-        """Whether a model of ``config`` has a protocol and an input of these, as it is."""
+        """Return whether a model of ``config`` has one of the protocols and inputs, as it is."""
         return config.protocol in self.protocols and (self.inputs is None or config.input.kind in self.inputs)
 
     def take(self, config: ModelConfig) -> bool:
-        """Whether it has, or the task gives it such an input."""
+        """Return whether a model of ``config`` has them, or the task gives it such an input."""
         reads_ids = self.from_tokens and config.input.kind == "tokens"
         return self.fit(config) or (reads_ids and config.protocol in self.protocols)
 
@@ -86,6 +86,38 @@ DRAWING = (
     "draft", "draft_length",
 )  # fmt: skip
 """The general options of generating that say what is drawn, and how."""
+
+
+class GenerationSettings(Protocol):
+    """The general options of generating as a task gets them, where seed and temperature were decided; ``task_options``
+    are those that only the task has."""
+
+    @property
+    def max_new_tokens(self) -> int | None: ...
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int | None: ...
+    @property
+    def top_p(self) -> float | None: ...
+    @property
+    def min_p(self) -> float | None: ...
+    @property
+    def repetition_penalty(self) -> float: ...
+    @property
+    def stop(self) -> tuple[str, ...]: ...
+    @property
+    def samples(self) -> int: ...
+    @property
+    def chunk(self) -> int: ...
+    @property
+    def draft_length(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def quiet(self) -> bool: ...
+    @property
+    def task_options(self) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)

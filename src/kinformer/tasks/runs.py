@@ -1,4 +1,4 @@
-"""A run as tasks see it: the folder of a trained model, and the model with what belongs to it."""
+"""Runs as tasks see them: the folder of a trained model, and the model with what belongs to it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kinformer.core.model_config import ModelConfig
+    from kinformer.data import Tokenizer
 
 
 class TrainedRun(Protocol):
-    """What a task asks of a run folder."""
+    """A run folder, as far as tasks read it."""
 
     @property
     def folder(self) -> Path: ...
@@ -27,22 +28,25 @@ class TrainedRun(Protocol):
     @property
     def training(self) -> Mapping[str, Any]: ...
     @property
-    def tokenizer(self) -> Any: ...
+    def tokenizer(self) -> Tokenizer | None: ...
 
 
 class LoadedRun(NamedTuple):
-    """A run to measure or to generate with: its model in eval mode, what was changed of its config, as ``path=value``,
-    what its head looks things up in, as JSON, what guesses its next tokens (see ``generation.generate``), and the
-    language model beside it."""
+    """A run to measure or to generate with.
+
+    ``model``: of the protocol that the task names, in eval mode; ``changes``: what was changed of its config, as
+    ``path=value``; ``lookup``: the datastore of its head, as values for JSON; ``draft``: what guesses its next tokens
+    (see ``generation.generate``); ``language_model``: the one beside it.
+    """
 
     run: TrainedRun
     model: Any
     changes: tuple[str, ...] = ()
     lookup: Mapping[str, Any] | None = None
-    draft: Any = None
+    draft: object = None
     language_model: LoadedRun | None = None
 
     @property
     def title(self) -> str:
-        """The folder, and in brackets the member and what was changed of it."""
+        """Return the folder, and in brackets the member and the changes."""
         return f"{self.run.folder} ({', '.join((self.run.member, *self.changes))})"

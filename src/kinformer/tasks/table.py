@@ -30,6 +30,8 @@ from kinformer.tasks import (
 from kinformer.tasks.task import Task
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from kinformer.core.model_config import ModelConfig
 
 PAGES = (
@@ -60,25 +62,25 @@ ALL = plugins.Registry.of_records(Task, TASKS, plugins.TASKS)
 
 
 def tasks(complain: Callable[[str], object] = plugins.warn_once) -> list[Task]:
-    """The records of all tasks, Kinformer's own first, in the order of the table.
+    """Return the records of all tasks, Kinformer's own first, in the order of the table.
 
-    ``complain`` gets a sentence for every task of another package that cannot be had, and is left out.
+    ``complain`` gets a sentence for every task of another package that cannot be imported, which is left out.
     """
     return ALL.available(complain)
 
 
 def task(name: str, package: str | None = None) -> Task:
-    """The record called ``name``; an unknown name is an error that lists the nearest.
+    """Return the record called ``name``; an unknown name is an error that lists the nearest.
 
-    ``package`` ("name version", as ``ALL.package(name)`` gave it) is where the task came from when that was written
-    down; if it is not found there any more, the error says so.
+    ``package`` ("name version", as ``ALL.package(name)`` returns it) is where a stored run's task came from; if it is
+    no longer there, the error says so.
     """
     ALL.check_package(name, package)
     return ALL[choose(name, ALL, "task")]
 
 
 def task_for(wanted: str | None, config: ModelConfig, member: str) -> Task:
-    """The task to train a member on: the one asked for, or the first for models like it."""
+    """Return the task to train a member on: the one called ``wanted``, or the first for models like it."""
     if wanted is None:
         return _first([item for item in tasks() if item.takes(config)], member)
     task_ = task(wanted)
@@ -90,10 +92,10 @@ def task_for(wanted: str | None, config: ModelConfig, member: str) -> Task:
 
 
 def task_of(config: ModelConfig) -> Task:
-    """The task that a model of ``config``, as it is, was made for."""
-    names = tasks()
-    fitting = [item for item in names if item.fits(config)]
-    return _first(fitting or [item for item in names if item.takes(config)], config.kind)
+    """Return the task that a model of ``config``, as it is, was made for."""
+    records = tasks()
+    fitting = [item for item in records if item.fits(config)]
+    return _first(fitting or [item for item in records if item.takes(config)], config.kind)
 
 
 def _first(fitting: list[Task], name: str) -> Task:
@@ -103,7 +105,7 @@ def _first(fitting: list[Task], name: str) -> Task:
 
 
 def what_fits(config: ModelConfig, candidates: Sequence[Task]) -> str:
-    """What a model of ``config`` is, and the tasks for it, for a message."""
+    """Return what a model of ``config`` is, and the tasks for it, for a message."""
     fitting = ", ".join(task.name for task in candidates if task.suits(config))
     kind = config.input.kind
     reads = "" if kind == "tokens" else f" that reads {kind}"
@@ -112,7 +114,7 @@ def what_fits(config: ModelConfig, candidates: Sequence[Task]) -> str:
     )
 
 
-def refuse_options(refused: Mapping[str, str], options: Any) -> None:
+def refuse_options(refused: Mapping[str, str], options: DataclassInstance) -> None:
     """Refuse those of the ``refused`` general options, each with its reason, that ``options`` (a dataclass) sets."""
     for option in fields(options):
         value = getattr(options, option.name)
@@ -126,43 +128,45 @@ def what_tasks_there_are() -> str:
 
 
 def option_names(kind: OptionKind) -> dict[str, Task]:
-    """The names of all tasks' own options of one kind, with the first task that has each."""
+    """Return the names of all tasks' own options of one kind, each with the first task that has it."""
     return {option.name: item for item in reversed(tasks()) for option in fields(getattr(item, kind))}
 
 
-def training_options(task_: Task, values: Mapping[str, object]) -> Any:
-    """The task's own options from those that were given by name; one of another task is refused."""
+def training_options(task_: Task, values: Mapping[str, object]) -> DataclassInstance:
+    """Return the task's own options of training from ``values`` by name; refuse one of another task."""
     return _options_of(task_, "Options", values, lambda owner: f"the task {owner.name}, not for {task_.name}")
 
 
 def evaluation_options(task_: Task, values: Mapping[str, object], folder: str) -> Any:
-    """The task's own options of measuring from those that were given by name; one of another task is refused."""
+    """Return the task's own options of measuring from ``values`` by name; refuse one of another task."""
     return _options_of(
         task_, "EvaluationOptions", values, lambda owner: f"models of the {owner.title}, not for {folder}"
     )
 
 
-def generation_options(task_: Task, values: Mapping[str, object], folder: str) -> Any:
-    """The task's own options of generating from those that were given by name; one of another task is refused."""
+def generation_options(task_: Task, values: Mapping[str, object], folder: str) -> DataclassInstance:
+    """Return the task's own options of generating from ``values`` by name; refuse one of another task."""
     return _options_of(
         task_, "GenerationOptions", values, lambda owner: f"models of the {owner.title}, not for {folder}"
     )
 
 
-def prediction_options(task_: Task, values: Mapping[str, object], folder: str) -> Any:
-    """The task's own options of predicting from those that were given by name; one of another task is refused."""
+def prediction_options(task_: Task, values: Mapping[str, object], folder: str) -> DataclassInstance:
+    """Return the task's own options of predicting from ``values`` by name; refuse one of another task."""
     return _options_of(
         task_, "PredictionOptions", values, lambda owner: f"models of the {owner.title}, not for {folder}"
     )
 
 
-def _options_of(task_: Task, kind: OptionKind, values: Mapping[str, object], owned: Any) -> Any:
-    option_names_, names = getattr(task_, kind), option_names(kind)
+def _options_of(
+    task_: Task, kind: OptionKind, values: Mapping[str, object], describe: Callable[[Task], str]
+) -> DataclassInstance:
+    options, owners = getattr(task_, kind), option_names(kind)
     for name, value in values.items():
-        if name in {option.name for option in fields(option_names_)}:
+        if name in {option.name for option in fields(options)}:
             continue
-        if name not in names:
-            raise KinformerError(f"{name!r} is not an option of the task {task_.name}; {nearest(name, names)}")
+        if name not in owners:
+            raise KinformerError(f"{name!r} is not an option of the task {task_.name}; {nearest(name, owners)}")
         shown = "" if isinstance(value, bool) or kind != "Options" else f" {value}"
-        raise KinformerError(f"{marked(name)}{shown}: is for {owned(names[name])}; leave it out.")
-    return option_names_(**values)
+        raise KinformerError(f"{marked(name)}{shown}: is for {describe(owners[name])}; leave it out.")
+    return options(**values)

@@ -1,7 +1,7 @@
-"""What a task is: what a model is trained for, on which data, and by which figures it is measured.
+"""The record of a task: what a model is trained for, on which data, and by which metrics it is measured.
 
-A page of this folder holds one record, a :class:`Task`, and ``table.py`` lists the pages. Records are read without
-importing PyTorch; what computes is imported by the methods.
+Each folder beside this file holds one record, a :class:`Task`, and ``table.py`` lists them. Records are read without
+importing PyTorch; their methods import what computes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from kinformer.core.model import CausalModel
     from kinformer.core.model_config import ModelConfig
     from kinformer.data import Tokenizer
     from kinformer.evaluation.exit_samples import Samples, Sampling
@@ -53,8 +54,8 @@ class Source(NamedTuple):
 
 
 class Data(Protocol):
-    """Opened data. ``identity`` is what a run keeps of it, plain enough for JSON; ``fingerprint`` distinguishes it from
-    other."""
+    """Opened data. ``identity`` is what a run stores about it, as values for JSON; ``fingerprint`` tells it from other
+    data."""
 
     @property
     def name(self) -> str: ...
@@ -63,13 +64,13 @@ class Data(Protocol):
     @property
     def fingerprint(self) -> str: ...
     @property
-    def identity(self) -> dict[str, Any]: ...
+    def identity(self) -> dict[str, object]: ...
 
 
 class TrainingPlan(NamedTuple):
-    """What a run is going to be: a model's config, the data, the settings, the task's own options."""
+    """The plan of a run: the model's config, the data, the settings of training and the task's own options."""
 
-    config: Any
+    config: ModelConfig
     data: Any
     settings: Settings
     options: Any
@@ -80,7 +81,7 @@ Load = Callable[[TrainedRun], LoadedRun]
 
 
 class Task:
-    """A task's record.
+    """A task's record. A task narrows the types of its own options, data and models where this base says ``Any``.
 
     ``name`` is that of ``--task``; ``title`` and ``description`` are for people. ``models``, ``data``, ``evaluation``
     and ``generation`` say which models it takes, which data it needs, which options evaluating reads, and what
@@ -99,9 +100,9 @@ class Task:
     evaluation: ClassVar[EvaluationNeeds] = EvaluationNeeds()
     generation: ClassVar[Generation] = Generation(refusal="the task generates nothing; give a run of another task.")
     prediction: ClassVar[Prediction] = Prediction(refusal="the task predicts nothing; give a run of another task.")
-    objectives: ClassVar[Mapping[str, Callable[[Any], Any]]]
+    objectives: ClassVar[Mapping[str, Callable[[Any], Objective]]]
     metrics: ClassVar[tuple[Metric, ...]]
-    settings: ClassVar[Mapping[str, Any]] = {}
+    settings: ClassVar[Mapping[str, float | str]] = {}
     Options: ClassVar[type] = NoOptions
     EvaluationOptions: ClassVar[type] = NoOptions
     GenerationOptions: ClassVar[type] = NoOptions
@@ -113,66 +114,66 @@ class Task:
         return self.metrics
 
     def takes(self, config: ModelConfig) -> bool:
-        """Whether models of ``config`` can be trained for this task."""
+        """Return whether models of ``config`` can be trained for this task."""
         return self.models.take(config)
 
     def suits(self, config: ModelConfig) -> bool:
-        """Whether :meth:`check` accepts models of ``config``, too: of which member lists name the task."""
+        """Return whether :meth:`check` accepts models of ``config``, too; if so, lists of members name the task."""
         return self.takes(config)
 
     def fits(self, config: ModelConfig) -> bool:
-        """Whether a model of ``config``, as it is, was made for this task."""
+        """Return whether a model of ``config``, as it is, was made for this task."""
         return self.models.fit(config)
 
     def names(self, spec: str) -> bool:
-        """Whether ``spec`` names data that is no file."""
+        """Return whether ``spec`` names data that is no file."""
         return False
 
     def open(self, source: Source, options: Any, cache: Path | None = None) -> Data:
-        """The data that ``source`` names."""
+        """Return the data that ``source`` names."""
         raise NotImplementedError
 
     def default_vocabulary(self, source: Source, options: Any) -> int | None:
-        """How many tokens a tokenizer that is trained for this data should have where none is named; None: bytes."""
+        """Return how many tokens a tokenizer trained for this data should have where none is named; None means
+        bytes."""
         return None
 
     def texts(self, source: Source, options: Any) -> Iterable[str]:
-        """What a tokenizer of its own learns from: the text to train on."""
+        """Return the texts that a new tokenizer learns from: the training split."""
         from kinformer.data import open_corpus
         from kinformer.data.tokenizer import texts_of
 
         return texts_of(open_corpus(source.spec, holdout=source.holdout).splits["train"])
 
     def vocab_size(self, data: Any) -> int | None:
-        """How many ids a new model must know, special ones included; None where it reads no ids."""
+        """Return how many ids a new model must know, special ones included; None where it reads no ids."""
         return None
 
-    def fit(self, config: Any, data: Any | None) -> dict[str, Any]:
-        """Overrides that make ``config`` fit the task and its data (None: not opened yet), as plain data."""
+    def fit(self, config: ModelConfig, data: Any) -> dict[str, object]:
+        """Return the overrides that make ``config`` fit the task and its data (None: not opened yet)."""
         return {}
 
-    def requested(self, config: Any, data: Any | None, options: Any) -> dict[str, Any]:
-        """Overrides of the fitted ``config`` that the task's own ``options`` ask for, as plain data."""
+    def requested(self, config: ModelConfig, data: Any, options: Any) -> dict[str, object]:
+        """Return the overrides of the fitted ``config`` that the task's own ``options`` ask for."""
         return {}
 
-    def length(self, data: Any, config: Any) -> int | None:
-        """How many positions a row has, where the data decide it; None where --length does."""
+    def length(self, data: Any, config: ModelConfig) -> int | None:
+        """Return how many positions a row has, where the data decide it; None where --length does."""
         return None
 
     def check(self, plan: TrainingPlan, model: nn.Module) -> None:
-        """Raise a :class:`KinformerError` where the model, which is on the meta device, cannot be trained as
-        planned."""
+        """Raise a :class:`KinformerError` where the model, on the meta device, cannot be trained as planned."""
 
     def data_module(self, plan: TrainingPlan) -> DataModule:
-        """The rows to train on and to validate with."""
+        """Return the rows to train on and to validate with."""
         raise NotImplementedError
 
-    def objective(self, name: str | None, model: nn.Module, data: DataModule | None = None) -> Objective:
-        """The objective called ``name``, or the usual one, for ``model`` on ``data``."""
+    def objective(self, name: str | None, model: Any, data: Any = None) -> Objective:
+        """Return the objective called ``name``, or the usual one, for ``model`` on ``data``."""
         return self.objectives[self.choose_objective(name)](model)
 
     def choose_objective(self, name: str | None, preferred: str | None = None) -> str:
-        """``name`` if it is one of the objectives; without it the ``preferred`` one, or the usual one."""
+        """Return ``name`` if it is one of the objectives; where it is None, the ``preferred`` or the usual one."""
         names = list(self.objectives)
         if name is None:
             return preferred if preferred in names else names[0]
@@ -191,7 +192,7 @@ class Task:
         task_options: Any,
         quiet: bool = True,
     ) -> EvaluationReport:
-        """Measure runs, one by one unless the task compares them; ``task_options`` are its own options.
+        """Measure runs, one by one unless the task compares them, with the task's own ``task_options``.
 
         ``load`` gives a run its model; one model at a time is in memory.
         """
@@ -211,18 +212,18 @@ class Task:
             )
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
-        """What generating means, after :meth:`check_generation`."""
+        """Generate from ``prompt``, after :meth:`check_generation`; what is returned depends on the task."""
         raise NotImplementedError
 
     def predict(
         self, subject: LoadedRun, source: Any, settings: PredictionSettings, task_options: Any
     ) -> Iterator[Predicted]:
-        """The predictions of the items of ``source`` (a path, "-", or a list of items), in their order and one by one;
-        the task has a ``prediction`` without a refusal."""
+        """Yield the predictions of the items of ``source`` (a path, "-", or a list of items), in their order; the task
+        has a ``prediction`` without a refusal."""
         raise NotImplementedError
 
-    def samples(self, run: TrainedRun, model: Any, sampling: Sampling) -> Samples:
-        """Return samples of what ``model``, that of ``run``, writes with early exits and without.
+    def samples(self, run: TrainedRun, model: CausalModel, sampling: Sampling) -> Samples:
+        """Return samples of what ``model``, the model of ``run``, writes with early exits and without.
 
         Errors: ``KinformerError`` for a task whose models write nothing token by token.
         """

@@ -46,9 +46,9 @@ def require_metrics(metrics: Mapping[str, object], names: Iterable[str], objecti
 
 
 class Objective(Protocol):
-    """The protocol of objectives, called once per forward pass."""
+    """The protocol of objectives, called once per forward pass with the models and batches that it is made for."""
 
-    def __call__(self, model: nn.Module, batch: Any, state: State, progress: float) -> ObjectiveOutput: ...
+    def __call__(self, model: Any, batch: Any, state: State, progress: float) -> ObjectiveOutput: ...
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager:

@@ -1,25 +1,25 @@
-"""A model of trajectories as a policy: it absorbs the action before, the return that is still asked for, and the state,
+"""A model of trajectories as a policy: it absorbs the action before, the return still to get, and the state,
 three positions a step (Chen et al. 2021, algorithm 1)."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 
 from kinformer.control.acting import ActionSampler, Agent
 from kinformer.control.decision.options import PER_STEP
 from kinformer.control.environments.environment import Discrete
+from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 
 
 class TrajectoryAgent(Agent):
-    """``context``: how many steps it reads again at every step; None carries."""
+    """A model of trajectories that acts. ``context``: how many steps it reads again at every step; None carries the
+    state instead."""
 
-    def __init__(self, model: Any, drawing: ActionSampler, context: int | None) -> None:
+    def __init__(self, model: CausalModel, drawing: ActionSampler, context: int | None) -> None:
         super().__init__(model, drawing, None if context is None else PER_STEP * context - 1)
-        self.context, self.width = context, model.input.width
+        self.context, self.width = context, int(getattr(model.input, "width"))  # noqa: B009
         if model.max_length is not None and self.window is not None and self.window > model.max_length:
             raise KinformerError(
                 f"`context_steps` {context}: takes {plural(self.window, 'position')}, but this model's end at "

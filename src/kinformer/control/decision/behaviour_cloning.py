@@ -1,7 +1,9 @@
-"""Behaviour cloning: the actions of the data from the state alone, whatever return they led to (Pomerleau 1988), by a
-small network that is trained when an agent is measured, on the same episodes."""
+"""Behaviour cloning (Pomerleau 1988): a small network predicts the actions of the data from the state alone, whatever
+return they led to. It is trained when an agent is measured, on the same episodes."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -39,7 +41,7 @@ class Clone:
         return (observations - self.mean) / self.std
 
 
-def _trained(data: TrajectoryData, steps: int, seed: int, normal: object) -> nn.Module:
+def _trained(data: TrajectoryData, steps: int, seed: int, normal: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
     result, space = data.trajectories, data.actions
     index = torch.from_numpy(result.steps_of(result.splits["train"]))
     observations, actions = (torch.from_numpy(item)[index] for item in (result.observations, result.actions))
@@ -55,7 +57,7 @@ def _trained(data: TrajectoryData, steps: int, seed: int, normal: object) -> nn.
         optimiser = torch.optim.AdamW(network.parameters(), RATE)
         for _ in range(steps):
             rows = torch.randint(len(actions), (ROWS,))
-            predicted = network(normal(observations[rows]))  # type: ignore[operator]
+            predicted = network(normal(observations[rows]))
             if isinstance(space, Discrete):
                 loss = functional.cross_entropy(predicted, actions[rows])
             else:

@@ -1,9 +1,8 @@
-"""Trajectories to learn from: opened, with the environment that they are of."""
+"""Trajectories to learn from, with the environment that they are of."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -43,12 +42,12 @@ class TrajectoryData:
         return self.trajectories.fingerprint
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         return self.trajectories.identity
 
 
 def open_data(spec: str, holdout: float | None, options: TrajectoryOptions) -> TrajectoryData:
-    """What ``spec`` names; with an environment it is checked to be of it."""
+    """Return the trajectories that ``spec`` names; refuse those of another environment than the options name."""
     made = spec in MADE
     result = random_walks(spec, options.trajectories, options.walk_seed, holdout) if made else None
     result = result or open_trajectories(spec, holdout)
@@ -65,7 +64,7 @@ def open_data(spec: str, holdout: float | None, options: TrajectoryOptions) -> T
 
 
 def _space_of(trajectories: Trajectories) -> Discrete | Box:
-    """The least that holds all actions of the data."""
+    """Return the smallest space that holds all actions of the data."""
     if trajectories.discrete:
         return Discrete(trajectories.action_dim)
     low, high = trajectories.bounds

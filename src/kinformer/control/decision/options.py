@@ -19,13 +19,13 @@ class TrajectoryOptions:
     """Options of training on trajectories."""
 
     env: str | None = None
-    """One of gymnasium's environments (extra rl) or of the library's own, such as t-maze. For trajectories that which
-    the data is of: actions are checked against it, and the agent is measured in it; of made data it is that where they
-    walk. For control that which is acted in (t-maze if not given)."""
+    """An environment of gymnasium (extra rl) or of the library, such as t-maze. For trajectories, the one of the data:
+    actions are checked against it, and the agent is measured in it; random walks have their own. For control, the one
+    to act in (t-maze if not given)."""
     trajectories: int = 1000
     """How many random walks are made, for key-to-door and shortest-path."""
     walk_seed: int = 0
-    """Decides which."""
+    """The seed of the random walks."""
     return_weight: float = 0.0
     """Draw episodes for training by their length and, above 0, by their return: e to the power of this more often the
     best than the worst, and those between them accordingly (after Hong et al. 2023, arXiv 2306.13085). Where few
@@ -41,7 +41,7 @@ class TrajectoryOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TrajectoryActing(Acting):
-    """How an agent acts that is asked for a return."""
+    """Options of acting for a return."""
 
     target: str | None = None
     """The returns that are asked for, as in 3600,1800; optimal is the best that an episode allows, where that is known.
@@ -72,7 +72,7 @@ class TrajectoryGenerationOptions(Rendering, TrajectoryActing):
 
 
 def targets_of(text: str) -> tuple[float | None, ...]:
-    """``"3600,1800"`` as numbers, in order; None stands for the optimum."""
+    """Return ``"3600,1800"`` as numbers, in order; None stands for the optimum."""
     result: list[float | None] = []
     for part in text.split(","):
         if part.strip() == OPTIMAL:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from math import log
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from kinformer.control.decision.data import TrajectoryData
@@ -16,6 +16,8 @@ from kinformer.control.decision.options import PER_STEP
 from kinformer.control.policies import normal_log_density
 from kinformer.control.trajectories import Trajectories
 from kinformer.core import state as states
+from kinformer.core.model import CausalModel
+from kinformer.core.model_config import ModelConfig
 from kinformer.core.state import State
 from kinformer.data.permutation import mix
 from kinformer.training.data_module import DataModule
@@ -36,12 +38,12 @@ class StepsBatch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many positions are read, padding included."""
+        """Return how many positions are read, padding included."""
         return self.values.shape[0] * self.values.shape[1]
 
     @property
     def valid(self) -> Tensor:
-        """Which positions are real [rows, 3 * steps]."""
+        """Return which positions are real, [rows, 3 * steps] bool."""
         return self.real.repeat_interleave(PER_STEP, dim=1)
 
 
@@ -76,21 +78,21 @@ class TrajectoryRows(DataModule):
     ends and is then pushed back into it, so that no step is rarer than another. Validation goes through the episodes of
     its split."""
 
-    def __init__(self, data: TrajectoryData, settings: Settings, config: Any) -> None:
+    def __init__(self, data: TrajectoryData, settings: Settings, config: ModelConfig) -> None:
         self.trajectories, self.settings, self.action_dim = data.trajectories, settings, data.actions.dim
         self.steps = min(settings.length // PER_STEP, int(self.trajectories.lengths.max()))
         self.train = self.trajectories.splits["train"]
         self.ends = _weights(self.trajectories, self.train, data.options.return_weight).cumsum()
         if self.trajectories.discrete:
             self.sums, self.metrics = ("nats", "correct"), (BITS_PER_ACTION, ACCURACY)
-        elif config.head.gaussian:
+        elif getattr(config.head, "gaussian", False):
             self.sums, self.metrics = ("nats", "squares"), (BITS_PER_ACTION, ACTION_ERROR)
         else:
             self.sums, self.metrics = ("squares",), (ACTION_ERROR,)
         self.held_out = self._windows("validation")
 
     def _windows(self, split: str) -> np.ndarray:
-        """The windows of a split [windows, 2]: episode and first step, side by side without overlap."""
+        """Return the windows of a split [windows, 2]: episode and first step, side by side without overlap."""
         return np.array(
             [
                 (episode, first)
@@ -134,8 +136,8 @@ class TrajectoryRows(DataModule):
 
 
 def _weights(trajectories: Trajectories, episodes: np.ndarray, power: float) -> np.ndarray:
-    """How often each of ``episodes`` is drawn: by its length, and by e to the ``power`` times the place of its return
-    between the worst (0) and the best (1)."""
+    """Return how often each of ``episodes`` is drawn: by its length, and by e to the ``power`` times the place of its
+    return between the worst (0) and the best (1)."""
     returns, lengths = trajectories.returns[episodes], trajectories.lengths[episodes].astype(np.float64)
     span = returns.max() - returns.min()
     return lengths * np.exp(power * (returns - returns.min()) / span) if span else lengths
@@ -147,7 +149,7 @@ class ActionLoss:
 
     reads_hidden = True
 
-    def __call__(self, model: nn.Module, batch: StepsBatch, state: State, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: CausalModel, batch: StepsBatch, state: State, progress: float) -> ObjectiveOutput:
         predicted, actions, state = predictions(model, batch, state)
         count = max(1, len(actions))
         metrics = {"predicted": torch.full((), len(actions), device=actions.device)}
@@ -164,7 +166,7 @@ class ActionLoss:
         return nats / count, metrics | {"nats": nats.detach()}, state
 
 
-def predictions(model: Any, batch: StepsBatch, state: State = None) -> tuple[Tensor, Tensor, Any]:
+def predictions(model: CausalModel, batch: StepsBatch, state: State = None) -> tuple[Tensor, Tensor, State]:
     """Return the outputs of ``model`` for every real step [steps, ...] in float32, the actions [steps, ...], and the
     state after."""
     inputs, state = model.head_inputs(batch.values, state, valid=None if bool(batch.real.all()) else batch.valid)

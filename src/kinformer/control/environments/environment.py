@@ -1,5 +1,5 @@
-"""What acts are done in: several copies of one environment side by side, in NumPy, with the interface of gymnasium's
-vector environments (without its automatic resets).
+"""Environments to act in: several copies of one side by side, in NumPy, with the interface of gymnasium's vector
+environments (without its automatic resets).
 
     observations, _ = environment.reset(seed=[1, 2, 3])
     observations, rewards, terminated, truncated, _ = environment.step(actions)
@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 
-Stepped = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
+Stepped = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, object]]
 """Observations [rows, features] float32, rewards [rows] float64, terminated and truncated [rows] bool, and nothing."""
 
 
@@ -47,10 +46,10 @@ class Box:
 
 
 class Environment:
-    """``count`` rows. A subclass gives ``name``, ``observation_dim``, ``actions``, ``most_steps``, and ``_begin``,
-    ``_observe``, ``_act``.
+    """An environment of ``count`` rows. A subclass has ``name``, ``observation_dim``, ``actions``, ``most_steps``, and
+    ``_begin``, ``_observe``, ``_act``.
 
-    ``optimal``: the best return that each row's present episode allows, or None where nobody knows.
+    ``optimal``: the best return that each row's present episode allows, or None where it is unknown.
     """
 
     name: str
@@ -71,7 +70,7 @@ class Environment:
 
     def reset(
         self, *, seed: int | Sequence[int] = 0, options: Mapping[str, object] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
+    ) -> tuple[np.ndarray, dict[str, object]]:
         """Begin new episodes, in all rows or in those of ``options["reset_mask"]``; a seed for each row, or one from
         which they count."""
         seeds = np.arange(seed, seed + self.count) if isinstance(seed, int) else np.asarray(seed)
@@ -97,11 +96,11 @@ class Environment:
         return self._observe(), np.where(running, rewards, 0.0), terminated, truncated, {}
 
     def render(self) -> np.ndarray:
-        """A picture of the first row, [height, width, 3] uint8."""
+        """Return a picture of the first row, [height, width, 3] uint8."""
         raise KinformerError(f"{self.name}: has no picture of itself; leave `render` out.")
 
     def close(self) -> None:
-        """Let go of what the environment holds."""
+        """Release the resources of the environment."""
 
     def _check(self, actions: np.ndarray) -> None:
         space = self.actions
@@ -117,7 +116,7 @@ class Environment:
         raise NotImplementedError
 
     def _act(self, actions: np.ndarray, running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rewards and terminated [rows], having changed the rows that are ``running``."""
+        """Step the rows that are ``running``; return rewards and terminated [rows]."""
         raise NotImplementedError
 
 

@@ -12,21 +12,21 @@ from kinformer.control.environments.environment import Box, Discrete, Environmen
 from kinformer.runtime.errors import KinformerError
 
 ENDLESS = 10_000
-"""Steps of an environment that sets no limit."""
+"""The longest episode of an environment that sets no limit."""
 PACKAGES = {"MiniGrid": "minigrid", "BabyAI": "minigrid", "ALE": "ale_py"}
-"""What is imported for names that begin so, since packages announce their environments then."""
+"""The packages to import for names that begin so, as importing one registers its environments."""
 
 
 class _Seen(NamedTuple):
-    """How many numbers an observation has, and how they are read from it."""
+    """The ``size`` of observations, in numbers, and the function that reads them."""
 
     size: int
     read: Callable[[Any], np.ndarray]
 
 
 class Gymnasium(Environment):
-    """``count`` copies of gymnasium's environment ``name``; observations are flattened, discrete ones one-hot,
-    and of those with names all but texts are joined.
+    """An environment of ``count`` copies of gymnasium's environment ``name``; observations are flattened, discrete ones
+    one-hot, and of those with names all but texts are joined.
 
     Errors: ``KinformerError`` where gymnasium or the environment is not installed, and for spaces of other kinds.
     """
@@ -37,8 +37,8 @@ class Gymnasium(Environment):
         self.copies = [_make(name, "rgb_array" if render else None) for _ in range(count)]
         first = self.copies[0]
         spec = getattr(first, "spec", None)
-        most_steps_ = spec.max_episode_steps if spec else None
-        self.most_steps = most_steps_ or getattr(first.unwrapped, "max_steps", None) or ENDLESS
+        limit = spec.max_episode_steps if spec else None
+        self.most_steps = limit or getattr(first.unwrapped, "max_steps", None) or ENDLESS
         self.observation_layout = _observed(first.observation_space, name)
         self.observation_dim = self.observation_layout.size
         self.actions = _actions(first.action_space, name)
@@ -101,7 +101,7 @@ def _make(name: str, render_mode: str | None) -> Any:
 
 
 def _observed(space: Any, name: str) -> _Seen:
-    """How observations of ``space`` are read; texts among named ones are left out."""
+    """Return how observations of ``space`` are read; texts in a Dict are left out."""
     kind = type(space).__name__
     if kind == "Discrete":
         values = int(space.start) + np.arange(int(space.n))

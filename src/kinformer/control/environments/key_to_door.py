@@ -3,10 +3,10 @@
 In the first there is a key, in the second nothing, in the third a door. Each is a grid of SIZE x SIZE cells, in which
 key and door have their places; the agent begins in any other cell, and stays ROOM_STEPS steps in each of the first two
 rooms and as many at most in the third. Reaching the door ends the episode, with a reward of 1 if the key was taken long
-before, else 0. So whether the first room was left with the key is told by the very end alone.
+before, else 0. So only the very end tells whether the first room was left with the key.
 
 Observation: which room (one of three), the agent's row and column from -1 to 1, whether a key or a door is in sight.
-Actions: up, down, left, right; a wall lets nobody through.
+Actions: up, down, left, right; a move into a wall does nothing.
 """
 
 from __future__ import annotations

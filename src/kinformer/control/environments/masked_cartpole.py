@@ -2,8 +2,8 @@
 and pole are, but not how they move (after Wierstra et al. 2007).
 
 The equations, the bounds and the rewards are those of gymnasium's CartPole-v1: every step pays 1, and an episode ends
-when the pole has fallen or the cart has left the track, or after 500 steps. What moves is to be told from what was seen
-before.
+when the pole has fallen or the cart has left the track, or after 500 steps. Velocities follow only from earlier
+observations.
 
 Observation: the cart's place and the pole's angle, each as a share of its bound. Actions: push left, push right.
 """
@@ -23,7 +23,7 @@ LAST_PLACE, LAST_ANGLE, FIRST = 2.4, 12 * pi / 180, 0.05
 
 
 def moved(states: np.ndarray, actions: np.ndarray) -> np.ndarray:
-    """Place, speed, angle and its speed [rows, 4] after a step of Euler's method."""
+    """Return place, speed, angle and its speed [rows, 4] after a step of Euler's method."""
     place, speed, angle, turning = states.T
     force = np.where(actions == 1, FORCE, -FORCE)
     sine, cosine = np.sin(angle), np.cos(angle)
@@ -62,7 +62,7 @@ class MaskedCartPole(Environment):
         return np.ones(self.count), np.asarray(fallen)
 
     def render(self) -> np.ndarray:
-        """The track, the cart and the pole."""
+        """Return a picture of the track, the cart and the pole."""
         picture = grid(6, 12)
         place, _, angle, _ = self.states[0]
         base = np.array([5.0, 6 + 5 * place / LAST_PLACE]) * PIXELS

@@ -1,9 +1,8 @@
 """Proof-of-concept memory (after the environment PocMemory of Pleines et al. 2022): two goals at the ends of a line, of
 which one pays 1 and the other -1; which is which is shown in the first two steps alone.
 
-The agent begins near the middle and walks by a fifth of the way to an end. Meanwhile it stands still as long as the
-goals are shown, so that to walk there at once is no memory. Reaching a goal ends the episode. Whoever does not remember
-gets 0 on average.
+The agent begins near the middle; a step is a fifth of the way to an end. While the goals are shown it cannot move, so
+that it must remember them. Reaching a goal ends the episode. An agent without memory gets 0 on average.
 
 Observation: what the left goal pays and what the right one does, both 0 when they are not shown, and the place from -1
 to 1. Actions: left, right.
@@ -51,7 +50,7 @@ class PocMemory(Environment):
         return np.where(there, np.sign(self.place) * self.good, 0).astype(np.float64), there
 
     def render(self) -> np.ndarray:
-        """The line with its two ends, which are coloured while they are shown."""
+        """Return a picture of the line with its two ends, which are coloured while they are shown."""
         picture = grid(1, 2 * PARTS + 1)
         shown = self.steps[0] < SHOWN
         for end, column in ((-1, 0), (1, 2 * PARTS)):

@@ -1,7 +1,7 @@
-"""Environments in processes of their own, each with a share of the rows: as many steps at once as there are cores.
+"""Environments in several processes, each with a share of the rows: as many steps at once as there are cores.
 
 The rows are those of one process: an episode is a function of its seed and actions. The other processes import what the
-environment's name asks for and no more of this library, see no model, and end with this one.
+environment needs and no more of this library, have no model, and end with this one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WORK = "from kinformer.control.environments.processes import work; work({read},
 
 
 class Processes(Environment):
-    """``count`` rows of the environment ``name``, the first of which are stepped by the first of ``processes`` and so
+    """An environment of ``count`` rows of ``name``, the first of which are stepped by the first of ``processes`` and so
     on.
 
     Errors: ``KinformerError`` where there are more processes than rows, where the environment is not known, and where a
@@ -81,7 +81,7 @@ class Processes(Environment):
         self._best = np.concatenate(best) if best else None
 
     def _answers(self) -> list[Any]:
-        """Return what all processes answer; the first mistake of one is raised when all have."""
+        """Return the answers of all processes; once all have answered, raise the first error among them."""
         answers = [other.answer() for other in self._others]
         for answer in answers:
             if isinstance(answer, KinformerError):
@@ -108,7 +108,7 @@ class _Other:
         os.close(write)
         self.requests, self.answers = Connection(to, readable=False), Connection(answers, writable=False)
 
-    def request(self, message: tuple[Any, ...]) -> None:
+    def request(self, message: tuple[object, ...]) -> None:
         try:
             self.requests.send(message)
         except OSError:
@@ -128,7 +128,7 @@ class _Other:
 
 
 def _end(others: Sequence[_Other]) -> None:
-    """End the processes, which see that their pipes are closed."""
+    """End the processes by closing their pipes."""
     for other in others:
         other.requests.close()
         other.answers.close()
@@ -137,7 +137,8 @@ def _end(others: Sequence[_Other]) -> None:
 
 
 def work(read: int, write: int, name: str, count: int) -> None:
-    """Step ``count`` rows of the environment ``name`` as the pipe ``read`` says, and answer to the pipe ``write``."""
+    """Step ``count`` rows of the environment ``name`` on requests from the pipe ``read``; answer to the pipe
+    ``write``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that trains
     requests, answers = Connection(read, writable=False), Connection(write, readable=False)
     try:
@@ -152,10 +153,11 @@ def work(read: int, write: int, name: str, count: int) -> None:
         return
 
 
-def _stepping(environment: Environment) -> Callable[..., tuple[Any, ...]]:
-    """Return the answer to a message: seeds by row that begins, or the actions; which rows run, and their steps."""
+def _stepping(environment: Environment) -> Callable[..., tuple[object, ...]]:
+    """Return the function that answers a message: seeds of the rows that begin, or actions; which rows run; their
+    steps."""
 
-    def step(first: dict[int, int] | np.ndarray, running: np.ndarray, steps: np.ndarray) -> tuple[Any, ...]:
+    def step(first: dict[int, int] | np.ndarray, running: np.ndarray, steps: np.ndarray) -> tuple[object, ...]:
         environment.steps, environment.ended = steps, ~running
         if isinstance(first, dict):
             for row, seed in first.items():

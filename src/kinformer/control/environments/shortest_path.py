@@ -16,13 +16,13 @@ GOAL = 0
 
 
 def graph() -> np.ndarray:
-    """[NODES, NODES] bool, symmetric, nobody's own neighbour: each edge with the probability EDGE_SHARE."""
+    """Return the edges [NODES, NODES] bool, symmetric, without loops, each with the probability EDGE_SHARE."""
     drawn = np.triu(np.random.default_rng(GRAPH_SEED).random((NODES, NODES)) < EDGE_SHARE, 1)
     return drawn | drawn.T
 
 
 def distances(edges: np.ndarray) -> np.ndarray:
-    """Steps from each node to GOAL [NODES] int64, -1 where there is no way."""
+    """Return the steps from each node to GOAL, [NODES] int64, -1 where there is no way."""
     distances_ = np.full(len(edges), -1)
     front, steps = np.arange(len(edges)) == GOAL, 0
     while front.any():
@@ -43,20 +43,20 @@ class ShortestPath(Environment):
         super().__init__(count)
         self.edges = graph()
         self.distance = distances(self.edges)
-        self.begun = np.zeros(count, np.int64)
+        self.start = np.zeros(count, np.int64)
         self.node = np.zeros(count, np.int64)
 
     @property
     def optimal(self) -> np.ndarray:
-        return -self.distance[self.begun].astype(np.float64)
+        return -self.distance[self.start].astype(np.float64)
 
     @property
     def allowed(self) -> np.ndarray:
-        """Which nodes each row can go to, [rows, NODES] bool."""
+        """Return which nodes each row can go to, [rows, NODES] bool."""
         return self.edges[self.node]
 
     def _begin(self, row: int, seed: int) -> None:
-        self.begun[row] = self.node[row] = np.random.default_rng(seed).choice(np.flatnonzero(self.distance > 0))
+        self.start[row] = self.node[row] = np.random.default_rng(seed).choice(np.flatnonzero(self.distance > 0))
 
     def _observe(self) -> np.ndarray:
         return np.eye(NODES, dtype=np.float32)[self.node]

@@ -3,7 +3,7 @@ which way to turn at its end.
 
 The sign is seen in the first cell alone, and ``length`` steps later the corridor ends at a junction, which looks the
 same whatever the sign was. Turning as it said ends the episode with a reward of 1, turning the other way with -1, so
-that whoever does not remember gets 0 on average. A turn elsewhere leads into a wall and costs 0.1; other than in the
+that an agent without memory gets 0 on average. A turn elsewhere leads into a wall and costs 0.1; other than in the
 paper, there is no way back.
 
 Observation: sign up, sign down, corridor, junction (one of four). Actions: forward, up, down.
@@ -19,7 +19,7 @@ from kinformer.control.environments.environment import Discrete, Environment, re
 FORWARD, UP, DOWN = range(3)
 BUMP = -0.1
 PATIENCE = 3
-"""An episode ends after so many times the steps that it takes."""
+"""An episode ends after this multiple of the steps that it needs."""
 
 
 class TMaze(Environment):
@@ -57,7 +57,7 @@ class TMaze(Environment):
         return rewards, turns & at_junction
 
     def render(self) -> np.ndarray:
-        """The corridor; at its end the right way is green."""
+        """Return a picture of the corridor; at its end the right way is green."""
         picture = grid(3, self.length + 1)
         for column in range(self.length + 1):
             fill(picture, (1, column), (235, 237, 239), margin=1)

@@ -17,7 +17,7 @@ BUILTIN: dict[str, type[Environment]] = {
 
 
 def make(name: str, count: int = 1, render: bool = False) -> Environment:
-    """``count`` rows of the environment ``name``; ``render``: pictures are going to be asked for.
+    """Return ``count`` rows of the environment ``name``; ``render``: whether pictures will be drawn.
 
     ``t-maze:30`` is a T-maze whose corridor is 30 steps long.
     """

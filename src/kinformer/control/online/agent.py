@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from torch import Tensor
 
 from kinformer.control.acting import ActionSampler, Agent
+from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import KinformerError
 
 
 class ControlAgent(Agent):
-    """``context``: how many steps it reads again at every step; None carries."""
+    """A model of observations that acts. ``context``: how many steps it reads again at every step; None carries the
+    state instead."""
 
-    def __init__(self, model: Any, drawing: ActionSampler, context: int | None) -> None:
+    def __init__(self, model: CausalModel, drawing: ActionSampler, context: int | None) -> None:
         super().__init__(model, drawing, context)
         if context is not None and model.max_length is not None and context > model.max_length:
             raise KinformerError(

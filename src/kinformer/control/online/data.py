@@ -1,10 +1,9 @@
-"""What control is learnt in: an environment, looked at."""
+"""The data of control: the sizes of an environment."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
 
 from kinformer.control.environments.environment import Box, Discrete
 from kinformer.control.environments.table import make
@@ -31,16 +30,16 @@ class ControlData:
 
     @property
     def fingerprint(self) -> str:
-        outputs = f"{self.env} {self.observation_dim} {self.actions} {self.most_steps}"
-        return f"sha256:{sha256(outputs.encode()).hexdigest()}"
+        description = f"{self.env} {self.observation_dim} {self.actions} {self.most_steps}"
+        return f"sha256:{sha256(description.encode()).hexdigest()}"
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         return {"name": self.name, "version": self.version, "fingerprint": self.fingerprint}
 
 
 def open_environment(options: ControlOptions) -> ControlData:
-    """The environment that ``options`` name, looked at."""
+    """Return the sizes of the environment that ``options`` name."""
     name = options.env or DEFAULT_ENV
     environment = make(name)
     environment.close()

@@ -26,7 +26,7 @@ class ControlOptions:
     discount: float = 0.99
     """What a reward is worth a step later."""
     gae_lambda: float = 0.95
-    """Of generalised advantage estimation: 0 trusts the value a step later, 1 the rewards alone."""
+    """The parameter of generalised advantage estimation: 0 trusts the value a step later, 1 the rewards alone."""
     clip_ratio: float = 0.2
     """How far the probability of an action may move from that at which it was drawn, as a share, before an update stops
     pushing it on."""
@@ -34,9 +34,9 @@ class ControlOptions:
     """A rollout is learnt from no more once the policy has moved so far from the one that acted (KL divergence, nats);
     0 for never."""
     entropy_weight: float = 0.01
-    """What a nat of the policy's entropy is worth."""
+    """The weight of the policy's entropy, in nats, in the loss."""
     value_weight: float = 0.5
-    """Of the value's squared error in the loss."""
+    """The weight of the value's squared error in the loss."""
 
     def __post_init__(self) -> None:
         for name in ("environments", "ppo_epochs"):

@@ -18,6 +18,7 @@ from kinformer.control.online.options import ControlOptions
 from kinformer.control.online.rollout import Actor, Rollout
 from kinformer.control.policies import entropy, log_density
 from kinformer.core import state as states
+from kinformer.core.model import CausalModel
 from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
 from kinformer.training.batch import map_fields
@@ -43,16 +44,16 @@ class PolicyShift:
         self.largest: float | Tensor = 0.0
 
     def add(self, divergence: Tensor) -> None:
-        """Note what an update saw, a scalar."""
+        """Note the divergence that an update saw, a scalar."""
         self.largest = divergence.clamp_min(self.largest)
 
     def read(self) -> float:
-        """The largest so far; waits for the device."""
+        """Return the largest so far, waiting for the device."""
         self.largest = float(self.largest)
         return self.largest
 
     def restart(self, largest: float = 0.0) -> None:
-        """Begin again after a rollout, or go on from what was read."""
+        """Begin again after a rollout, or continue from a value that was read."""
         self.largest = largest
 
 
@@ -77,16 +78,17 @@ class ControlRows(DataModule):
         self.model = model
         if not state_tensors:
             return
-        of: dict[str, dict[str, Tensor]] = {"actor": {}, "rollout": {}}
+        by_owner: dict[str, dict[str, Tensor]] = {"actor": {}, "rollout": {}}
         for name, tensor in state_tensors.items():
             owner, dot, rest = name.partition("/")
             if dot:
-                of[owner][rest] = tensor
-        self.actor.load(model, of["actor"])
+                by_owner[owner][rest] = tensor
+        self.actor.load(model, by_owner["actor"])
         self.used = int(state_tensors["used"])
         self.shift.restart(float(state_tensors["moved"]))
-        fields = [of["rollout"][name] for name in Rollout._fields[:-1]]
-        leaves = [of["rollout"][name] for name in sorted(of["rollout"]) if name.startswith("state.")]
+        rollout = by_owner["rollout"]
+        fields = [rollout[name] for name in Rollout._fields[:-1]]
+        leaves = [rollout[name] for name in sorted(rollout) if name.startswith("state.")]
         self.rollout = Rollout._make([*fields, rebuilt(model.initial_state(1), leaves)])
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -118,7 +120,7 @@ class ControlRows(DataModule):
         return iter(())
 
     def validate(self) -> dict[str, float]:
-        """The mean return of new episodes, as the cost that the best weights have least of."""
+        """Return the mean return of new episodes, negated, as the cost by which the best weights are chosen."""
         agent = ControlAgent(self.model, ActionSampler(self.data.actions, 1.0, self.settings.seed), None)
         acted = rollouts(agent, self.data.env, 0.0, VALIDATED, VALIDATION_SEEDS)
         return dict.fromkeys(SUMS, 0.0) | {"cost": -float(torch.from_numpy(acted.returns).float().mean())}
@@ -141,7 +143,7 @@ class PolicyLoss:
     def __init__(self, options: ControlOptions, shift: PolicyShift) -> None:
         self.options, self.shift = options, shift
 
-    def __call__(self, model: Any, batch: Rollout, state: State, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: CausalModel, batch: Rollout, state: State, progress: float) -> ObjectiveOutput:
         options = self.options
         outputs, after = model(batch.observations, batch.state, reset=batch.begun)
         predicted, values = outputs[..., :-1].float(), outputs[..., -1].float()

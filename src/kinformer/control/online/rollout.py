@@ -1,18 +1,18 @@
 """Acting for training: rollouts of a model that learns, in rows of an environment that go on without end.
 
 A row's episodes are functions of the run's seed, the row's number, the episode's number and the actions. So a stopped
-run goes on where it was by acting again what was done in the episodes that had not ended.
+run continues by repeating the actions of the episodes that had not ended.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kinformer.control.acting import ActionSampler, within
 from kinformer.control.environments.processes import Processes
@@ -20,7 +20,7 @@ from kinformer.control.environments.table import make
 from kinformer.control.online.data import ControlData
 from kinformer.control.policies import log_density
 from kinformer.core import state as states
-from kinformer.core.model import device_of
+from kinformer.core.model import CausalModel, device_of
 from kinformer.core.state import State
 from kinformer.data.permutation import mix
 from kinformer.runtime.errors import KinformerError
@@ -29,7 +29,7 @@ from kinformer.runtime.matmul import few_rows
 from kinformer.training.carried import rebuilt
 
 RECENT = 100
-"""Episodes whose mean return is told."""
+"""How many of the last episodes the reported mean return is over."""
 _APART = 1 << 40
 """Seeds of training's episodes lie beyond those in which an agent is measured."""
 _EPISODES = 0x45504953
@@ -51,12 +51,12 @@ class Rollout(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of positions in the rollout."""
+        """Return the number of positions in the rollout."""
         return self.begun.numel()
 
 
 class Transition(NamedTuple):
-    """A column of a rollout: what was seen, done and got, [rows, ...]."""
+    """A step of a rollout in all rows: observations, actions and rewards, [rows, ...]."""
 
     observations: np.ndarray
     begun: np.ndarray
@@ -86,11 +86,11 @@ class Actor:
 
     @property
     def steps(self) -> int:
-        """The number of steps of the environment so far, in all rows together."""
+        """Return the number of steps of the environment so far, in all rows together."""
         return self.acted * len(self.rows)
 
-    def rollout(self, model: Any) -> Rollout:
-        """``model``, which is left in training mode, goes on acting."""
+    def rollout(self, model: CausalModel) -> Rollout:
+        """Return the next steps of ``model`` acting; it is left in training mode."""
         if self.state is None:
             self.state = model.initial_state(len(self.rows))
         self.state = first = states.renewed(states.pop_aux(self.state)[1])
@@ -107,7 +107,7 @@ class Actor:
         return Rollout._make([*tensors, states.to(first, "cpu")])
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """What a stopped run needs to go on."""
+        """Return the tensors that a stopped run needs to continue."""
         done = [item for row in self.done for item in row]
         tensors = {
             "acted": torch.tensor([self.acted]),
@@ -120,8 +120,8 @@ class Actor:
         lengths = torch.tensor([len(row) for row in self.done])
         return tensors | {"lengths": lengths}
 
-    def load(self, model: Any, state_tensors: Mapping[str, Tensor]) -> None:
-        """Go on from what :meth:`kept` gave."""
+    def load(self, model: CausalModel, state_tensors: Mapping[str, Tensor]) -> None:
+        """Continue from the tensors of :meth:`state_tensors`."""
         with reading("the checkpoint", f"holds rows that {self.data.env} cannot go on from", "use its own run folder"):
             self.acted = int(state_tensors["acted"])
             self.episodes = state_tensors["episodes"].numpy().copy()
@@ -133,7 +133,7 @@ class Actor:
                 self.state = states.fork(states.to(rebuilt(template, leaves), device_of(model)))
 
     def _act_again(self, done: np.ndarray, lengths: list[int]) -> None:
-        """Bring every row where its last ``lengths`` actions of ``done`` lead from the beginning of its episode."""
+        """Repeat in every row its last ``lengths`` actions, those of ``done``, from the beginning of its episode."""
         self.episodes -= 1
         self.observations = self._begin(np.ones(len(self.rows), bool))
         parts = np.split(done, np.cumsum(lengths)[:-1])
@@ -148,7 +148,7 @@ class Actor:
         self.environment.ended[:] = False
 
     def _begin(self, rows: np.ndarray) -> np.ndarray:
-        """New episodes in ``rows`` [rows] bool; the observations of all."""
+        """Begin new episodes in ``rows`` [rows] bool; return the observations of all."""
         self.episodes += rows
         seeds = _APART + (mix(self.seed, _EPISODES, self.rows, self.episodes) >> np.uint64(32)).astype(np.int64)
         self.returns[rows] = 0
@@ -156,7 +156,7 @@ class Actor:
             self.done[row] = []
         return self.environment.reset(seed=seeds.tolist(), options={"reset_mask": rows})[0]
 
-    def _step(self, model: nn.Module) -> Transition:
+    def _step(self, model: CausalModel) -> Transition:
         seen, begun = self.observations, self.environment.steps == 0
         outputs, self.state = self._outputs(model, seen, begun if begun.any() else None)
         predicted, values = outputs[:, :-1], outputs[:, -1].cpu().numpy()
@@ -166,7 +166,7 @@ class Actor:
         self.acted, self.returns = self.acted + 1, self.returns + rewards
         for row in self.rows:
             self.done[row].append(drawn[row])
-        if truncated.any():  # nothing had ended: what would have come is worth what the model expects of it
+        if truncated.any():  # the episode had not ended: the model's value stands for the rewards to come
             rewards = rewards + self.options.discount * truncated * self._values(model, observations)
         ended = terminated | truncated
         if ended.any():
@@ -175,12 +175,12 @@ class Actor:
         self.observations = observations
         return Transition(seen, begun, drawn, densities.cpu().numpy(), values, rewards, ended)
 
-    def _values(self, model: nn.Module, observations: np.ndarray) -> np.ndarray:
-        """[rows], of what is seen after the last step."""
+    def _values(self, model: CausalModel, observations: np.ndarray) -> np.ndarray:
+        """Return the values [rows] of the observations after the last step."""
         return self._outputs(model, observations, None)[0][:, -1].cpu().numpy()
 
-    def _outputs(self, model: Any, observations: np.ndarray, begun: np.ndarray | None) -> tuple[Tensor, State]:
-        """The head's output [rows, ...] in float32, and the state after."""
+    def _outputs(self, model: CausalModel, observations: np.ndarray, begun: np.ndarray | None) -> tuple[Tensor, State]:
+        """Return the head's output [rows, ...] in float32, and the state after."""
         device = device_of(model)
         values = torch.from_numpy(observations).to(device)[:, None]
         reset = None if begun is None else torch.from_numpy(begun).to(device)[:, None]
@@ -194,8 +194,8 @@ class Actor:
 
 
 def advantages_of(steps: Transition, last: np.ndarray, discount: float, smoothing: float) -> np.ndarray:
-    """Generalised advantage estimates [time, rows] (Schulman et al. 2016, equation 16) of ``steps`` [time, rows, ...],
-    after which the value is ``last`` [rows]."""
+    """Return generalised advantage estimates [time, rows] (Schulman et al. 2016, equation 16) of ``steps`` [time, rows,
+    ...], after which the value is ``last`` [rows]."""
     result = np.zeros_like(steps.rewards)
     following, running = last, np.zeros_like(last)
     for step in reversed(range(len(result))):

@@ -1,21 +1,21 @@
-"""Algorithm: a causal model copies, reverses, adds, or tells parity (``data.algorithms``), of lengths beyond training
-too."""
+"""Algorithm: a causal model copies, reverses, adds, or computes parity (``data.algorithms``), also of lengths beyond
+training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import KinformerError, require
 from kinformer.runtime.tables import PredictionTable
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.predictions import Predicted, PredictionSettings
-from kinformer.tasks.record import DataNeeds, EvaluationNeeds, Generation, Models, Prediction
+from kinformer.tasks.record import DataNeeds, EvaluationNeeds, Generation, GenerationSettings, Models, Prediction
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.options import whole_numbers
-from kinformer.tasks.task import Source, Task, TrainingPlan
+from kinformer.tasks.task import NoOptions, Source, Task, TrainingPlan
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL, SEQUENCE_ACCURACY
 
 if TYPE_CHECKING:
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from kinformer.data.algorithms import AlgorithmData
+    from kinformer.data.items import TextSource
+    from kinformer.tasks.next_token.generate import Generated
     from kinformer.training.data_module import DataModule
+    from kinformer.training.objective import Objective
 
 NAME = "algorithm"
 
@@ -47,7 +50,7 @@ class AlgorithmOptions:
 
     @property
     def data(self) -> AlgorithmData:
-        """The rows that these options describe."""
+        """Return the rows that these options describe."""
         from kinformer.data.algorithms import AlgorithmData
 
         least, _, most = self.digits.partition("-")
@@ -71,16 +74,16 @@ class AlgorithmEvaluationOptions(PredictionTable):
 
     @property
     def digits_to_measure(self) -> tuple[int, ...] | None:
-        """The numbers of ``at_digits``."""
+        """Return the numbers of ``at_digits``."""
         return None if self.at_digits is None else lengths_of(self.at_digits)
 
 
 def lengths_of(text: str) -> tuple[int, ...]:
-    """``"10,20"`` as distinct numbers of digits, in order."""
+    """Return ``"10,20"`` as distinct numbers of digits, in order."""
     return whole_numbers("`at_digits`", text, "digits", "10,20,40")
 
 
-def _answers(model: Any) -> Any:
+def _answers(model: nn.Module) -> Objective:
     from kinformer.tasks.algorithm.rows import AlgorithmLoss
 
     return AlgorithmLoss()
@@ -146,13 +149,19 @@ class Algorithm(Task):
 
         return evaluate(subject, evaluation_settings, task_options, quiet)
 
-    def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
+    def generate(
+        self,
+        subject: LoadedRun,
+        prompt: str | bytes,
+        options: GenerationSettings,
+        write: Callable[[str], None] | None,
+    ) -> Generated:
         from kinformer.tasks.algorithm.evaluate import answer
 
-        return answer(subject, prompt, options, write)
+        return answer(subject, prompt, options.seed, write)
 
     def predict(
-        self, subject: LoadedRun, source: Any, settings: PredictionSettings, task_options: Any
+        self, subject: LoadedRun, source: TextSource, settings: PredictionSettings, task_options: NoOptions
     ) -> Iterator[Predicted]:
         from kinformer.tasks.algorithm.evaluate import answer, problem_in
         from kinformer.tasks.shared.answering import answers_to

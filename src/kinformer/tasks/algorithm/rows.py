@@ -48,5 +48,6 @@ class AlgorithmLoss(AnswersLoss):
 
 
 def solved(right: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Which of ``count`` rows [count] bool have every token of the answer right: those that greedy decoding solves."""
+    """Return which of ``count`` rows, [count] bool, have every token of the answer right: greedy decoding solves
+    them."""
     return torch.ones(count, dtype=torch.bool, device=right.device).index_put((rows[~right],), right.new_zeros(()))

@@ -12,22 +12,25 @@ from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.predictions import Embedded, EmbeddingSettings, Predicted, PredictionSettings
 from kinformer.tasks.record import NOTHING_DRAWN, OF_TEXTS, DataNeeds, EvaluationNeeds, Generation, Models, Prediction
 from kinformer.tasks.runs import LoadedRun
-from kinformer.tasks.task import READS_WHOLE_TEXTS, SPECIAL_TOKENS, Source, Task, TrainingPlan
+from kinformer.tasks.task import READS_WHOLE_TEXTS, SPECIAL_TOKENS, NoOptions, Source, Task, TrainingPlan
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import numpy as np
     from torch import nn
 
+    from kinformer.core.model_config import ModelConfig
     from kinformer.data import Labelled
-    from kinformer.data.items import TextItem
+    from kinformer.data.items import TextItem, TextSource
     from kinformer.training.data_module import DataModule
+    from kinformer.training.objective import Objective
 
 HEAD, FEWEST = "classification", 2
 
 
-def _classification(model: Any) -> Any:
+def _classification(model: nn.Module) -> Objective:
     from kinformer.tasks.classify.rows import Classification
 
     return Classification()
@@ -68,7 +71,7 @@ class Classify(Task):
     Options: ClassVar[type] = ClassifyOptions
     EvaluationOptions: ClassVar[type] = PredictionTable
 
-    def fits(self, config: Any) -> bool:
+    def fits(self, config: ModelConfig) -> bool:
         return super().fits(config) and config.head.kind == HEAD
 
     def open(self, source: Source, options: Any, cache: Path | None = None) -> Labelled:
@@ -86,7 +89,7 @@ class Classify(Task):
     def vocab_size(self, data: Labelled) -> int:
         return data.vocab_size + SPECIAL_TOKENS
 
-    def fit(self, config: Any, data: Labelled | None) -> dict[str, Any]:
+    def fit(self, config: ModelConfig, data: Labelled | None) -> dict[str, object]:
         classes = FEWEST if data is None else len(data.classes)
         if config.head.kind == HEAD:
             return {"head.classes": classes}
@@ -105,39 +108,43 @@ class Classify(Task):
         return Labels(plan.data, plan.settings, ends_of(plan.config))
 
     def measure(
-        self, subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: Any, quiet: bool
+        self,
+        subject: LoadedRun,
+        evaluation_settings: EvaluationSettings,
+        task_options: PredictionTable,
+        quiet: bool,
     ) -> Evaluation:
         from kinformer.tasks.classify.evaluate import evaluate
 
         return evaluate(self, subject, evaluation_settings, task_options, quiet)
 
     def spec_to_measure(self, subject: LoadedRun, data: str | None) -> str:
-        """What names the data to measure on."""
+        """Return the name of the data to measure on."""
         from kinformer.tasks.shared.text import spec_of
 
         return spec_of(subject.run, data)
 
     def predict(
-        self, subject: LoadedRun, source: Any, settings: PredictionSettings, task_options: Any
+        self, subject: LoadedRun, source: TextSource, settings: PredictionSettings, task_options: NoOptions
     ) -> Iterator[Predicted]:
         from kinformer.tasks.classify.predict import predict
 
         return predict(subject, source, settings, self.encoder(subject))
 
-    def encoder(self, subject: LoadedRun) -> Callable[[TextItem], Any]:
-        """What makes ids of a text, and raises where it is none for the task."""
+    def encoder(self, subject: LoadedRun) -> Callable[[TextItem], np.ndarray]:
+        """Return a function that makes ids of a text, and raises for one that the task cannot read."""
         from kinformer.data.items import refuse_empty
+        from kinformer.tasks.shared.text import tokenizer_of
 
-        tokenizer = subject.run.tokenizer
-        assert tokenizer is not None
+        tokenizer = tokenizer_of(subject.run)
 
-        def encode(item: TextItem) -> Any:
+        def encode(item: TextItem) -> np.ndarray:
             refuse_empty(item)
             return tokenizer.encode(item.text)
 
         return encode
 
-    def embed(self, subject: LoadedRun, source: Any, settings: EmbeddingSettings) -> Iterator[Embedded]:
+    def embed(self, subject: LoadedRun, source: TextSource, settings: EmbeddingSettings) -> Iterator[Embedded]:
         from kinformer.tasks.shared.embedding import embed_texts
 
         return embed_texts(subject, source, settings)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from math import isfinite, log
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch.nn import functional
 
-from kinformer.core.model import device_of
+from kinformer.core.model import WholeModel, device_of
 from kinformer.data import Buckets, Examples, Labelled
 from kinformer.runtime.errors import choose, require_finite
 from kinformer.runtime.progress import ProgressCallback, progressing
@@ -19,11 +19,14 @@ from kinformer.runtime.tables import PredictionTable
 from kinformer.runtime.words import plural
 from kinformer.tasks.classify.rows import LabelledBatch
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
-from kinformer.tasks.runs import LoadedRun
+from kinformer.tasks.runs import LoadedRun, TrainedRun
 from kinformer.tasks.shared.classes import ClassPredictions, by_class, classes_of, numbers_of
-from kinformer.tasks.shared.text import ends_of, heading, identity_of_part, note_other_data, whole_length
+from kinformer.tasks.shared.text import ends_of, heading, identity_of_part, note_other_data, tokenizer_of, whole_length
 from kinformer.tasks.task import Source
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
+
+if TYPE_CHECKING:
+    from kinformer.tasks.classify import Classify
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,17 +40,17 @@ class LabelMeasurement:
 
     @property
     def accuracy(self) -> float:
-        """The share of examples whose class was predicted."""
+        """Return the share of examples whose class was predicted."""
         return sum(self.correct) / sum(self.examples)
 
     @property
     def guessing(self) -> float:
-        """The share of the most frequent class: the accuracy of always telling that one."""
+        """Return the share of the most frequent class: the accuracy of always predicting that one."""
         return max(self.examples) / sum(self.examples)
 
 
 def measure_labels(
-    model: Any,
+    model: WholeModel,
     rows: Buckets,
     classes: int,
     progress: ProgressCallback | None = None,
@@ -75,16 +78,16 @@ def measure_labels(
 
 
 def evaluate(
-    task: Any, subject: LoadedRun, evaluation_settings: EvaluationSettings, table: PredictionTable, quiet: bool
+    task: Classify, subject: LoadedRun, evaluation_settings: EvaluationSettings, table: PredictionTable, quiet: bool
 ) -> Evaluation:
-    """A run on held-out examples, class by class, beside the most frequent class; all predictions are
+    """Evaluate a run on held-out examples, class by class, beside the most frequent class; all predictions are
     written to the ``table`` that the options name."""
     run, model = subject.run, subject.model
     result, same, examples = _examples(task, subject, evaluation_settings)
     classes = classes_of(run)
     length = whole_length(run, model)
     rows = Buckets(examples, max(1, evaluation_settings.chunk // length), length, 0, ends_of(model.config))
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     with progressing(quiet) as progress:
         predictions = None if table.predictions is None else ClassPredictions(len(examples))
         measured = measure_labels(model, rows, len(classes), progress, predictions)
@@ -103,18 +106,20 @@ def evaluate(
     metrics = {ACCURACY: measured.accuracy, BITS_PER_LABEL: measured.bits}
     baselines, identity = {"guessing": measured.guessing}, identity_of_part(result, evaluation_settings.split, same)
     facts = baselines | {"examples": len(examples), "length": length, "classes": counts}
-    return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task=task.name, since=begun)
+    return evaluated(
+        subject, metrics, identity, text, facts=facts, baselines=baselines, task=task.name, since=started_at
+    )
 
 
-def _input(task: Any, run: Any, examples: Examples, index: int) -> dict[str, str]:
+def _input(task: Classify, run: TrainedRun, examples: Examples, index: int) -> dict[str, str]:
     """Return the text of an example, where the task's ids are those of a tokenizer."""
-    return {"text": run.tokenizer.decode(examples.tokens(index))} if task.data.tokenized else {}
+    return {"text": tokenizer_of(run).decode(examples.tokens(index))} if task.data.tokenized else {}
 
 
 def _examples(
-    task: Any, subject: LoadedRun, evaluation_settings: EvaluationSettings
+    task: Classify, subject: LoadedRun, evaluation_settings: EvaluationSettings
 ) -> tuple[Labelled, bool, Examples]:
-    """The data, whether it is the run's own, and the part to measure on, with the run's numbers of classes."""
+    """Return the data, whether it is the run's own, and the part to measure on, with the run's numbers of classes."""
     run = subject.run
     spec = task.spec_to_measure(subject, evaluation_settings.data)
     source = Source(spec, run.data.get("holdout"), run.tokenizer, run.data.get("text_field"))

@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 
 from kinformer.core.model import device_of
 from kinformer.data.buckets import STEP_OF_WIDTH, lay
-from kinformer.data.items import TextItem
+from kinformer.data.items import TextItem, TextSource
 from kinformer.runtime.errors import require_finite
 from kinformer.runtime.progress import note
 from kinformer.runtime.words import plural
 from kinformer.tasks.predictions import Predicted, PredictionSettings
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.arriving import in_batches
-from kinformer.tasks.shared.classes import classes_of, most_probable, spell_classes
+from kinformer.tasks.shared.classes import ClassProbability, classes_of, most_probable, spell_classes
 from kinformer.tasks.shared.text import ends_of, texts_in, whole_length
 
 
 class TextClassifier:
-    """A run that gives the classes of texts; ``encode`` makes ids of a text, as the run's task does.
+    """A run that predicts the classes of texts.
 
-    Texts are cut to the length that the run was trained at, as evaluation cuts them; ``cut`` counts those.
+    Texts are cut to the length that the run was trained at, as evaluation cuts them; ``cut`` counts the longer ones.
     """
 
-    def __init__(self, subject: LoadedRun, encode: object, top_k: int) -> None:
-        self.model, self.encode, self.top_k = subject.model, encode, top_k
+    def __init__(self, subject: LoadedRun, top_k: int) -> None:
+        self.model, self.top_k = subject.model, top_k
         self.names, self.ends = classes_of(subject.run), ends_of(subject.model.config)
         self.length = whole_length(subject.run, subject.model)
         self.cut = 0
 
     def __call__(self, batch: Sequence[tuple[TextItem, np.ndarray]]) -> list[Predicted]:
-        """The predictions of texts with their ids."""
+        """Return the predictions of texts that come with their ids."""
         room = self.length - self.ends.size
         texts = [ids[:room] for _, ids in batch]
         self.cut += sum(len(ids) > room for _, ids in batch)
@@ -52,10 +51,12 @@ class TextClassifier:
         ]
 
 
-def predict(subject: LoadedRun, source: Any, settings: PredictionSettings, encode: Any) -> Iterator[Predicted]:
-    """The classes of the texts of ``source``, in order; ``encode`` makes ids of a text, and raises where
-    it is none for the task."""
-    classifier = TextClassifier(subject, encode, settings.top_k)
+def predict(
+    subject: LoadedRun, source: TextSource, settings: PredictionSettings, encode: Callable[[TextItem], np.ndarray]
+) -> Iterator[Predicted]:
+    """Yield the classes of the texts of ``source``, in order; ``encode`` makes ids of a text, and raises for one that
+    the task cannot read."""
+    classifier = TextClassifier(subject, settings.top_k)
     inputs = texts_in(source, settings, encode)
     pairs = ((item, encode(item)) for item in inputs.items)
     yield from in_batches(
@@ -68,6 +69,6 @@ def predict(subject: LoadedRun, source: Any, settings: PredictionSettings, encod
         )
 
 
-def _predicted(item: TextItem, classes: list[dict[str, object]]) -> Predicted:
+def _predicted(item: TextItem, classes: list[ClassProbability]) -> Predicted:
     label = {} if item.label is None else {"label": item.label}
     return Predicted({"text": item.text} | label | {"classes": classes}, f"{spell_classes(classes)}\t{item.text}")

@@ -1,4 +1,4 @@
-"""Rows of labelled examples for an encoder, and the objective of telling their classes."""
+"""Rows of labelled examples for an encoder, and the objective of their classes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class LabelledBatch(NamedTuple):
 
 
 class Labels(DataModule):
-    """Examples with the classes to tell. Validation: the first ones of as many tokens as asked for, 256 at least."""
+    """Examples with their classes. Validation: the first ones, of as many tokens as the settings say, 256 at least."""
 
     sums = ("nats", "correct")
     by_time = True
@@ -89,7 +89,8 @@ class Classification:
 
 
 def scored(logits: Tensor, labels: Tensor) -> ObjectiveOutput:
-    """Loss, metrics and no state from logits [..., classes] and labels [...]; ``correct`` are those most probable."""
+    """Return loss, metrics and no state from logits [..., classes] and labels [...]; ``correct`` counts the labels that
+    are the most probable classes."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
     labels = labels.flatten()
     nats = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")

@@ -1,18 +1,18 @@
-"""Control: a causal model acts in an environment and learns from what it gets, by proximal policy optimisation with its
+"""Control: a causal model acts in an environment and learns from its rewards, by proximal policy optimisation with its
 state carried from step to step (Schulman et al. 2017; Parisotto et al. 2019 for models with memory)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.control.online.options import ControlEvaluationOptions, ControlGenerationOptions, ControlOptions
 from kinformer.core.model import CausalModel
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.predictions import Predicted, PredictionSettings
-from kinformer.tasks.record import DataNeeds, EvaluationNeeds, Generation, Models, Prediction
+from kinformer.tasks.record import DataNeeds, EvaluationNeeds, Generation, GenerationSettings, Models, Prediction
 from kinformer.tasks.runs import LoadedRun
-from kinformer.tasks.task import Source, Task, TrainingPlan
+from kinformer.tasks.task import NoOptions, Source, Task, TrainingPlan
 from kinformer.training.metric import RETURN
 
 if TYPE_CHECKING:
@@ -21,13 +21,16 @@ if TYPE_CHECKING:
     from torch import nn
 
     from kinformer.control.online.data import ControlData
+    from kinformer.core.model_config import ModelConfig
+    from kinformer.tasks.control.predict import LineSource
+    from kinformer.tasks.shared.made import Made
     from kinformer.training.data_module import DataModule
     from kinformer.training.objective import Objective
 
 NAME, INPUT = "control", "observations"
 
 
-def _policy(model: Any) -> Any:
+def _policy(model: nn.Module) -> Objective:
     from kinformer.control.online.ppo import PolicyLoss, PolicyShift
 
     return PolicyLoss(ControlOptions(), PolicyShift())
@@ -72,7 +75,7 @@ class Control(Task):
     GenerationOptions = ControlGenerationOptions
     settings = {"length": 32, "batch_size": 32, "lr": 3e-4}
 
-    def fits(self, config: Any) -> bool:
+    def fits(self, config: ModelConfig) -> bool:
         return super().fits(config) and config.input.kind == INPUT
 
     def open(self, source: Source, options: ControlOptions, cache: Path | None = None) -> ControlData:
@@ -80,7 +83,7 @@ class Control(Task):
 
         return open_environment(options)
 
-    def fit(self, config: Any, data: ControlData | None) -> dict[str, Any]:
+    def fit(self, config: ModelConfig, data: ControlData | None) -> dict[str, object]:
         from kinformer.tasks.control.fit import fitted
 
         return fitted(config, data)
@@ -116,13 +119,15 @@ class Control(Task):
 
         return evaluate(subject, evaluation_settings, task_options, quiet)
 
-    def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
+    def generate(
+        self, subject: LoadedRun, prompt: None, options: GenerationSettings, write: Callable[[str], None] | None
+    ) -> Made:
         from kinformer.tasks.control.evaluate import play_episode
 
         return play_episode(subject, options, options.task_options, write)
 
     def predict(
-        self, subject: LoadedRun, source: Any, settings: PredictionSettings, task_options: Any
+        self, subject: LoadedRun, source: LineSource, settings: PredictionSettings, task_options: NoOptions
     ) -> Iterator[Predicted]:
         from kinformer.tasks.control.predict import predict
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -21,13 +20,14 @@ from kinformer.runtime.progress import progressing
 from kinformer.runtime.words import plural
 from kinformer.tasks.control.fit import check_environment
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, evaluated
+from kinformer.tasks.record import GenerationSettings
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.made import Made
 from kinformer.training.metric import RETURN
 
 
 class RandomPolicy:
-    """Every action is as probable as any other."""
+    """A policy for which every action is as probable as any other."""
 
     def __init__(self, actions: Discrete | Box, seed: int) -> None:
         self.actions, self.seed = actions, seed
@@ -52,15 +52,15 @@ class RandomPolicy:
 def evaluate(
     subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: ControlEvaluationOptions, quiet: bool
 ) -> Evaluation:
-    """A run in new episodes of its environment, or of another like it."""
-    run: Any = subject.run
+    """Evaluate a run in new episodes of its environment, or of another like it."""
+    run = subject.run
     environment, seeds = _environment(subject, task_options), MEASURED_SEEDS + evaluation_settings.seed
     environment.close()
     env, agent = environment.name, _agent(subject, environment, task_options, evaluation_settings.seed)
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     with progressing(quiet, "acting") as progress:
         acted = rollouts(agent, env, 0.0, task_options.episodes, seeds, progress)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started_at
     task_options.write_predictions(acted.rows())
     summary_ = summary(acted)
     chance = summary(
@@ -75,39 +75,45 @@ def evaluate(
             headers, [[run.member, *cells(summary_)], ["random actions", *cells(chance)]], range(1, len(headers))
         ),
     )
-    facts = {"env": env, **{name: summary_[name] for name in summary_ if name != "mean"}, "random": chance}
+    facts = {"env": env, **{name: value for name, value in summary_.items() if name != "mean"}, "random": chance}
     facts |= {"context_steps": context, "steps_per_second": speed}
     identity, baselines = open_environment(run.options).identity | {"env": env}, {"random": chance["mean"]}
     metrics = {RETURN: summary_["mean"]}
-    return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="control", since=begun)
+    return evaluated(
+        subject, metrics, identity, text, facts=facts, baselines=baselines, task="control", since=started_at
+    )
 
 
 def play_episode(
-    subject: LoadedRun, options: Any, task_options: ControlGenerationOptions, write: Callable[[str], None] | None = None
+    subject: LoadedRun,
+    options: GenerationSettings,
+    task_options: ControlGenerationOptions,
+    write: Callable[[str], None] | None = None,
 ) -> Made:
-    """An episode, which begins by ``options.seed``; every step is given to ``write`` at once."""
+    """Play an episode, which begins by ``options.seed``; every step is given to ``write`` at once."""
     check_picture(task_options.render)
     environment = _environment(subject, task_options, render=task_options.render is not None)
     try:
         agent = _agent(subject, environment, task_options, options.seed)
-        begun, _ = environment.reset(seed=options.seed)
-        episode = play(environment, agent, begun, None, task_options.render, write)
+        observation, _ = environment.reset(seed=options.seed)
+        episode = play(environment, agent, observation, None, task_options.render, write)
     finally:
         environment.close()
+    played = episode.facts
     facts = {
-        "run": str(subject.run.folder), "env": environment.name, **episode.facts, "seed": options.seed,
+        "run": str(subject.run.folder), "env": environment.name, **played, "seed": options.seed,
         "state_bytes": agent.state_bytes, "context_steps": agent.window or "carried", "render": task_options.render,
     }  # fmt: skip
     text = (
-        f"return {facts['return']:g}, {plural(facts['steps'], 'step')} in {environment.name}, "
-        f"{facts['steps_per_second']:.1f} steps/s; state {plural(agent.state_bytes, 'byte')}; seed {options.seed}"
+        f"return {played['return']:g}, {plural(played['steps'], 'step')} in {environment.name}, "
+        f"{played['steps_per_second']:.1f} steps/s; state {plural(agent.state_bytes, 'byte')}; seed {options.seed}"
     )
     return Made(facts, text if task_options.render is None else f"{text}; wrote {task_options.render}")
 
 
 def _environment(subject: LoadedRun, task_options: Acting, render: bool = False) -> Environment:
-    """The environment that is asked for, or the run's own."""
-    run: Any = subject.run
+    """Return the environment that ``task_options`` name, or the run's own."""
+    run = subject.run
     environment = make(task_options.env or open_environment(run.options).env, render=render)
     check_environment(environment, run.config, f"{run.folder}")
     return environment

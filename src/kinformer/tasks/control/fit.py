@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from kinformer.control.environments.environment import Box, Discrete, Environment
 from kinformer.control.online.data import ControlData
+from kinformer.core.model_config import ModelConfig
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
+from kinformer.tasks.shared.views import ObservationInput, input_of, part_of
 from kinformer.tasks.task import TrainingPlan
 
 INPUT, HEAD = "observations", "policy_and_value"
 BEGINNING = {"initialisation.scheme": "framework"}
 
 
-def fitted(config: Any, data: ControlData | None) -> dict[str, Any]:
-    """Overrides of a causal member's config: its input, its head, and weights that begin by their fan-in. Those of
-    N(0, 0.02) suit models that are wider than most agents, and let through too little of what is remembered."""
+def fitted(config: ModelConfig, data: ControlData | None) -> dict[str, object]:
+    """Return overrides of a causal member's config: its input, its head, and weights that begin by their fan-in. Those
+    of N(0, 0.02) suit models that are wider than most agents, and let through too little of what is remembered."""
     if data is None:
         if config.input.kind == INPUT:
             return {}
         return {"input": {"kind": INPUT, "observation_dim": 1}, "head": {"kind": HEAD}, **BEGINNING}
     space = data.actions
-    policy: dict[str, Any] = {"kind": "discrete_actions", "actions": space.dim}
+    policy: dict[str, object] = {"kind": "discrete_actions", "actions": space.dim}
     if isinstance(space, Box):
         policy = {"kind": "continuous_actions", "action_dim": space.dim, "gaussian": True}
         policy |= {"low": list(space.low), "high": list(space.high)}
@@ -42,12 +42,13 @@ def check_plan(plan: TrainingPlan, longest: int | None) -> None:
             f"`environments` {data.options.environments}: is no multiple of `batch_size` {settings.batch_size}, the "
             "rows that an update learns from; change one of them."
         )
-    wanted = {"input": INPUT, "head": HEAD}
-    for slot, kind in wanted.items():
+    kinds = {"input": INPUT, "head": HEAD}
+    for slot, kind in kinds.items():
         if getattr(config, slot).kind != kind:
             raise KinformerError(f"`set` {slot}={getattr(config, slot).kind}: control needs {kind}; leave it out.")
-    policy = config.head.policy
-    sizes = config.input.observation_dim, getattr(policy, "actions", getattr(policy, "action_dim", 0))
+    input: ObservationInput = input_of(config)
+    policy = part_of(config.head, "policy")
+    sizes = input.observation_dim, getattr(policy, "actions", getattr(policy, "action_dim", 0))
     if sizes != (data.observation_dim, data.actions.dim):
         raise KinformerError(
             f"`set`: the model has {plural(sizes[0], 'observation')} and {plural(sizes[1], 'action')}, but {data.env} "
@@ -61,10 +62,11 @@ def check_plan(plan: TrainingPlan, longest: int | None) -> None:
         )
 
 
-def check_environment(environment: Environment, config: Any, place: str) -> None:
+def check_environment(environment: Environment, config: ModelConfig, place: str) -> None:
     """Refuse an environment of other observations or actions than the model at ``place`` knows."""
-    policy, space = config.head.policy, environment.actions
-    sizes = config.input.observation_dim, getattr(policy, "actions", None), getattr(policy, "action_dim", None)
+    input: ObservationInput = input_of(config)
+    policy, space = part_of(config.head, "policy"), environment.actions
+    sizes = input.observation_dim, getattr(policy, "actions", None), getattr(policy, "action_dim", None)
     discrete = isinstance(space, Discrete)
     if sizes != (
         environment.observation_dim,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -23,6 +23,11 @@ from kinformer.runtime.words import plural
 from kinformer.tasks.predictions import Predicted, PredictionSettings
 from kinformer.tasks.runs import LoadedRun
 
+Line: TypeAlias = str | Iterable[float] | None
+"""An observation as a text or as numbers; an empty text or None comes before a new episode."""
+LineSource: TypeAlias = str | Path | Iterable[Line]
+"""Where observations come from: a file, "-" for standard input, or a list."""
+
 
 class Observation(NamedTuple):
     """``values`` float32 [observation_dim]; ``begins``: it is the first of its episode."""
@@ -31,7 +36,7 @@ class Observation(NamedTuple):
     begins: bool
 
 
-def predict(subject: LoadedRun, source: object, settings: PredictionSettings) -> Iterator[Predicted]:
+def predict(subject: LoadedRun, source: LineSource, settings: PredictionSettings) -> Iterator[Predicted]:
     """Yield the most probable action for every observation of ``source``, as it comes: a file, "-", or a list.
 
     A line holds the numbers of an observation, separated by commas or blanks, or as a JSON array; an empty line, as
@@ -39,8 +44,7 @@ def predict(subject: LoadedRun, source: object, settings: PredictionSettings) ->
 
     Errors: ``KinformerError`` for a line with other than the environment's count of numbers, or one that is not finite.
     """
-    run: Any = subject.run
-    environment = make(open_environment(run.options).env)
+    environment = make(open_environment(subject.run.options).env)
     environment.close()
     actions, size = environment.actions, environment.observation_dim
     agent = ControlAgent(subject.model, ActionSampler(actions, 0.0, 0), None)
@@ -55,7 +59,7 @@ def predict(subject: LoadedRun, source: object, settings: PredictionSettings) ->
         yield Predicted({"episode": episode, "step": step, "action": value}, str(value))
 
 
-def _lines(source: Any) -> Iterator[tuple[str, Any]]:
+def _lines(source: LineSource) -> Iterator[tuple[str, Line]]:
     """Yield the observations of ``source``, each after the place where it stands."""
     if not isinstance(source, str | Path):
         yield from ((f"observation {number}", item) for number, item in enumerate(source, start=1))
@@ -64,7 +68,7 @@ def _lines(source: Any) -> Iterator[tuple[str, Any]]:
     yield from ((line.place, line.text) for line in lines.items)
 
 
-def _observations(lines: Iterable[tuple[str, Any]], size: int) -> Iterator[Observation]:
+def _observations(lines: Iterable[tuple[str, Line]], size: int) -> Iterator[Observation]:
     begins = True
     for place, line in lines:
         if line is None or (isinstance(line, str) and not line.strip()):
@@ -74,9 +78,9 @@ def _observations(lines: Iterable[tuple[str, Any]], size: int) -> Iterator[Obser
         begins = False
 
 
-def _numbers(line: Any, place: str, size: int) -> np.ndarray:
+def _numbers(line: str | Iterable[float], place: str, size: int) -> np.ndarray:
     """Return the ``size`` numbers of a line."""
-    items = line
+    items: Iterable[float | str] = line
     try:
         if isinstance(line, str):
             items = json.loads(line) if line.lstrip().startswith("[") else line.replace(",", " ").split()

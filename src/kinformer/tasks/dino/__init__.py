@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.core.model import WholeModel
 from kinformer.tasks.dino.options import DinoEvaluationOptions, DinoOptions
@@ -17,12 +17,15 @@ from kinformer.training.metric import ACCURACY
 if TYPE_CHECKING:
     from torch import nn
 
+    from kinformer.core.model import StackedWholeModel
+    from kinformer.core.model_config import ModelConfig
     from kinformer.data import ImageData
+    from kinformer.tasks.dino.rows import DinoRows
     from kinformer.training.data_module import DataModule
     from kinformer.training.objective import Objective
 
 
-def _objective(model: Any) -> Any:
+def _objective(model: StackedWholeModel) -> Objective:
     from kinformer.tasks.dino.loss import SelfDistillation
 
     return SelfDistillation(model, DinoOptions())
@@ -55,8 +58,8 @@ class Dino(PatchTask):
     EvaluationOptions = DinoEvaluationOptions
     settings = {"validate_every": 0}
 
-    def fit(self, config: Any, data: ImageData | None) -> dict[str, Any]:
-        """The classes of images without labels are those of the recipe, until there are some to tell."""
+    def fit(self, config: ModelConfig, data: ImageData | None) -> dict[str, object]:
+        """Return the overrides; the classes of images without labels are those of the recipe, until there are some."""
         from kinformer.tasks.vision.fit import fitted
 
         classes = 0 if data is None else len(data.classes)
@@ -79,12 +82,12 @@ class Dino(PatchTask):
 
         return DinoRows(plan.data, plan.settings, plan.options, plan.config)
 
-    def objective(self, name: str | None, model: Any, data: Any = None) -> Objective:
+    def objective(self, name: str | None, model: StackedWholeModel, data: DinoRows | None = None) -> Objective:
         from kinformer.tasks.dino.loss import SelfDistillation
         from kinformer.tasks.shared.image_features import keep_features
 
         self.choose_objective(name)
-        result = SelfDistillation(model, self.Options() if data is None else data.options)
+        result = SelfDistillation(model, DinoOptions() if data is None else data.options)
         if data is not None:
             data.features = keep_features(result.teacher.input, changed=False)
         return result

@@ -1,8 +1,8 @@
 """Self-distillation without labels (Caron et al. 2021, DINO, section 3.1).
 
-A student that sees a part of an image is to say what a teacher says of another view of it. The teacher is a running
-mean of the student's weights; that it says the same of all images is kept off by taking a running mean away from its
-logits, and that it says nothing by its low temperature.
+A student that sees a part of an image learns the classes that a teacher gives another view of it. The teacher is a
+running mean of the student's weights. Subtracting a running mean of its logits keeps it from giving all images one
+class, and its low temperature from giving all classes one probability.
 
     loss = mean over (i, j), i global, j != i, of  -sum_k P_t(x_i)_k log P_s(x_j)_k
     P_t = softmax((g_t(x) - c) / tau_t),   P_s = softmax(g_s(x) / tau_s)
@@ -14,18 +14,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from math import cos, pi
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kinformer.core.input import Input
 from kinformer.core.learning import OnlineLearner
+from kinformer.core.model import StackedWholeModel
 from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.dino.options import DinoOptions
 from kinformer.tasks.dino.rows import DinoBatch
 from kinformer.tasks.dino.views import views_of_features, views_of_pixels
+from kinformer.tasks.shared.views import PatchInput, input_of, part_of
 from kinformer.training.objective import ObjectiveOutput
 
 STUDENT_TEMPERATURE, CENTRE_MOMENTUM = 0.1, 0.9
@@ -44,9 +46,10 @@ def view_nats(student: Tensor, teacher: Tensor, centre: Tensor, temperature: flo
     return pairs[unlike].mean(0), -torch.special.xlogy(targets, targets).sum(-1).mean(0)
 
 
-def level_of(model: Any, level: int) -> Any:
-    """The encoder number ``level`` of a pyramid, from 1 below; the model itself where it is none."""
-    return (model.input.lower or (model,))[level - 1]
+def level_of(model: nn.Module | StackedWholeModel, level: int) -> StackedWholeModel:
+    """Return the encoder number ``level`` of a pyramid, counted from 1 below; the model itself where it is none."""
+    input: Input = part_of(model, "input")
+    return (input.lower or (model,))[level - 1]
 
 
 class Prototypes(nn.Module):
@@ -73,7 +76,7 @@ class SelfDistillation(OnlineLearner):
     The student, which begins as a copy of it, and both heads are this module's, and kept in checkpoints.
     """
 
-    def __init__(self, model: Any, options: DinoOptions) -> None:
+    def __init__(self, model: StackedWholeModel, options: DinoOptions) -> None:
         super().__init__()
         self.options = options
         level = level_of(model, options.level)
@@ -90,7 +93,7 @@ class SelfDistillation(OnlineLearner):
         object.__setattr__(self, "teacher", level)  # a part of the model, not of this module
 
     centre: Tensor
-    teacher: Any
+    teacher: StackedWholeModel
 
     def forward(self, model: nn.Module, batch: DinoBatch, state: State, progress: float) -> ObjectiveOutput:
         views = self._views(batch.values)
@@ -108,7 +111,7 @@ class SelfDistillation(OnlineLearner):
 
     @torch.no_grad()
     def learn(self, total: Callable[[Tensor], Tensor]) -> None:
-        """The teacher follows the student, the centre what the teacher said in this step."""
+        """Move the teacher towards the student, and the centre towards the teacher's logits of this step."""
         if self.teacher_sums is not None:
             statistics, self.teacher_sums = total(self.teacher_sums), None
             self.centre.lerp_(statistics[:-1] / statistics[-1], 1 - CENTRE_MOMENTUM)
@@ -124,21 +127,22 @@ class SelfDistillation(OnlineLearner):
         generator = None if self.training else torch.Generator().manual_seed(0)
         if self.teacher.input.lower:
             return views_of_features(values, options.local_views, options.flip, generator)
-        images, patch = values.float() / 255, self.teacher.config.input.patch
-        return views_of_pixels(images, patch, options.local_views, options.flip, generator, options.area)
+        input: PatchInput = input_of(self.teacher.config)
+        images = values.float() / 255
+        return views_of_pixels(images, input.patch, options.local_views, options.flip, generator, options.area)
 
     @staticmethod
-    def _logits(encoder: Any, head: nn.Module, views: Sequence[Tensor]) -> Tensor:
-        """[views, rows, classes]; views of one size are read together."""
+    def _logits(encoder: StackedWholeModel, head: nn.Module, views: Sequence[Tensor]) -> Tensor:
+        """Return logits [views, rows, classes]; views of one size are read together."""
         logits = []
         for some in (views[:2], views[2:]):
             if some:
-                vectors = encoder.head.pooled(encoder.hidden(torch.cat(list(some))).long_input)
+                vectors = part_of(encoder.head, "pooled")(encoder.hidden(torch.cat(list(some))).long_input)
                 logits.append(head(vectors).float().unflatten(0, (len(some), -1)))
         return torch.cat(logits)
 
 
-def check_level(level: Any) -> None:
+def check_level(level: StackedWholeModel) -> None:
     """Refuse an encoder whose head makes no vector of an image, or one with weights of its own."""
     pooling = getattr(level.head, "pooling", None)
     if pooling is None or pooling == "gated":

@@ -1,21 +1,23 @@
-"""What an encoder of a pyramid learns of by itself: the tiles or regions of images, without labels."""
+"""The rows that an encoder of a pyramid learns from: the tiles or regions of images, without labels."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from math import log
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kinformer.core.model_config import ModelConfig
 from kinformer.data import ImageData, Images
 from kinformer.data.permutation import in_epochs
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 from kinformer.tasks.dino.options import DinoOptions
 from kinformer.tasks.shared.image_features import CachedFeatures
+from kinformer.tasks.shared.views import PatchInput, input_of
 from kinformer.training.data_module import DataModule
 from kinformer.training.metric import Metric
 from kinformer.training.settings import Settings
@@ -35,7 +37,7 @@ class DinoBatch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many positions are read."""
+        """Return how many positions are read."""
         return self.positions.numel()
 
 
@@ -71,11 +73,11 @@ class DinoRows(DataModule):
     metrics = (BITS_PER_VIEW, TEACHER_BITS)
     features: CachedFeatures | None = None
 
-    def __init__(self, data: ImageData, settings: Settings, options: DinoOptions, config: object) -> None:
+    def __init__(self, data: ImageData, settings: Settings, options: DinoOptions, config: ModelConfig) -> None:
         self.settings, self.options = settings, options
-        level_options = level_config(config, options.level)
-        self.length = level_options.input.length
-        size = (level_options.input.size[0], level_options.input.size[1])
+        input: PatchInput = input_of(level_config(config, options.level))
+        self.length = input.length
+        size = (input.size[0], input.size[1])
         self.pieces = {name: Pieces(data.splits[name], size) for name in ("train", "validation")}
         self.held_out = min(len(self.pieces["validation"]), LEAST_PIECES)
 
@@ -89,7 +91,7 @@ class DinoRows(DataModule):
         return self._batch("train", in_epochs(place, len(self.pieces["train"]), self.settings.seed, _ORDER))
 
     def validation(self, rank: int, world: int) -> Iterator[DinoBatch]:
-        """Where the last pieces cannot be shared evenly, some are measured twice."""
+        """Yield the process's pieces; where the last cannot be shared evenly, some are measured twice."""
         rows = self.settings.batch_size
         for first in range(0, self.held_out, rows):
             share = -(-min(rows, self.held_out - first) // world)
@@ -106,14 +108,14 @@ class DinoRows(DataModule):
         return DinoBatch(values, torch.ones(len(values), self.length, dtype=torch.bool))
 
 
-def level_config(config: Any, level: int) -> Any:
-    """The config of the encoder number ``level``, from 1 below, of the pyramid ``config``; the highest, which has the
-    task's head, is none of them. A model that reads no tiles has one level, itself."""
-    result: list[Any] = []
-    level_options = config
-    while (inner := getattr(level_options.input, "encoder", None)) is not None:
+def level_config(config: ModelConfig, level: int) -> ModelConfig:
+    """Return the config of the encoder number ``level``, counted from 1 below, of the pyramid ``config``; the highest,
+    which has the task's head, is none of them. A model that reads no tiles has one level, itself."""
+    result: list[ModelConfig] = []
+    outer = config
+    while (inner := getattr(outer.input, "encoder", None)) is not None:
         result.insert(0, inner)
-        level_options = inner
+        outer = inner
     result = result or [config]
     if level > len(result):
         raise KinformerError(

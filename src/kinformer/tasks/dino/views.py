@@ -18,15 +18,15 @@ from kinformer.tasks.shared.rand_augment import luminance
 GLOBAL, LOCAL = (7, 8), (3, 8)
 LEAST_AREA = 0.05
 BLURRED, SOLARISED = ((1.0, 0.1), 0.5), (0.0, 0.2)
-"""How many views are: of the first and the second global one, and blurred ones of the local."""
+"""The shares of blurred views (the first and second global one, the local ones) and of solarised global ones."""
 SHARPEST, SOFTEST, OF_SIDE = 0.1, 2.0, 224
-"""Deviations of the blur in pixels, of an image of that side."""
+"""The least and the largest deviation of the blur in pixels, for an image of that side."""
 
 Grid = tuple[int, int]
 
 
 def grids(grid: Grid) -> tuple[Grid, Grid]:
-    """Rows and columns of patches of a global and of a local view, of an image with ``grid``."""
+    """Return the rows and columns of patches of a global and of a local view, of an image with ``grid``."""
     (wide, of), (narrow, _) = GLOBAL, LOCAL
     large = tuple(max(side * wide // of, min(side, 2)) for side in grid)
     small = tuple(max(round(side * narrow / of), 1) for side in grid)
@@ -34,7 +34,8 @@ def grids(grid: Grid) -> tuple[Grid, Grid]:
 
 
 def views_of_features(features: Tensor, local: int, flips: bool, generator: Generator | None) -> list[Tensor]:
-    """Two global and ``local`` local views of maps [rows, width, height, width of the grid], boxes drawn row by row."""
+    """Return two global and ``local`` local views of maps [rows, width, height, width of the grid], boxes drawn row by
+    row."""
     large, small = grids((features.shape[2], features.shape[3]))
     boxes = [_box(features, size, generator) for size in (large,) * 2 + (small,) * local]
     return [flip(box, generator) if flips else box for box in boxes]
@@ -43,8 +44,8 @@ def views_of_features(features: Tensor, local: int, flips: bool, generator: Gene
 def views_of_pixels(
     images: Tensor, patch: int, local: int, flips: bool, generator: Generator | None, area: float = 0.4
 ) -> list[Tensor]:
-    """Two global and ``local`` local views of ``images`` [rows, channels, height, width], floats from 0 to 1; of the
-    share ``area`` or more, and of 5 % up to it."""
+    """Return two global and ``local`` local views of ``images`` [rows, channels, height, width], floats from 0 to 1; of
+    the share ``area`` or more, and of 5 % up to it."""
     large, small = grids((-(-images.shape[2] // patch), -(-images.shape[3] // patch)))
     views = []
     for number in range(2 + local):
@@ -60,18 +61,19 @@ def views_of_pixels(
 
 
 def _box(features: Tensor, size: Grid, generator: Generator | None) -> Tensor:
-    """[rows, width, *size] at a place of each row's own."""
+    """Return boxes [rows, width, *size] of ``features``, each at a random place."""
     places = []
     for axis, side in enumerate(size):
-        most = features.shape[2 + axis] - side + 1
-        first = torch.randint(most, (len(features), 1), generator=generator)
+        places_left = features.shape[2 + axis] - side + 1
+        first = torch.randint(places_left, (len(features), 1), generator=generator)
         places.append((first + torch.arange(side)).to(features.device))
     rows = torch.arange(len(features), device=features.device)[:, None, None]
     return features[rows, :, places[0][:, :, None], places[1][:, None]].permute(0, 3, 1, 2)
 
 
 def _recoloured(x: Tensor, generator: Generator | None) -> Tensor:
-    """Brightness and contrast by up to 40 %, saturation by 20 %, in four of five images; one of five has no colour."""
+    """Change brightness and contrast by up to 40 %, saturation by 20 %, in four of five images; drop the colour in one
+    of five."""
     changed = (x * _factor(x, 0.4, generator)).clamp(0, 1)
     mean = changed.mean((1, 2, 3), keepdim=True)
     changed = (mean + _factor(x, 0.4, generator) * (changed - mean)).clamp(0, 1)
@@ -96,8 +98,8 @@ def _blurred(x: Tensor, share: float, generator: Generator | None) -> Tensor:
     return torch.where(_chosen(x, share, generator), flat[0].view_as(x), x)
 
 
-def _factor(x: Tensor, most: float, generator: Generator | None) -> Tensor:
-    return (1 + most * (2 * torch.rand(len(x), 1, 1, 1, generator=generator) - 1)).to(x)
+def _factor(x: Tensor, spread: float, generator: Generator | None) -> Tensor:
+    return (1 + spread * (2 * torch.rand(len(x), 1, 1, 1, generator=generator) - 1)).to(x)
 
 
 def _chosen(x: Tensor, share: float, generator: Generator | None) -> Tensor:

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import KinformerError, require
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.record import Generation, Models, Prediction
+from kinformer.tasks.record import Generation, GenerationSettings, Models, Prediction
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.image_options import FirstImages
 from kinformer.tasks.shared.of_images import ImageTask, WritesPng
+from kinformer.tasks.shared.views import input_of
 from kinformer.tasks.task import TrainingPlan
 from kinformer.training.metric import BITS_PER_DIM
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from kinformer.core.model import StackedCausalModel
+    from kinformer.core.model_config import ModelConfig
+    from kinformer.core.raster import Raster
     from kinformer.data.images import ImageData
+    from kinformer.tasks.image.generate import Drawn
     from kinformer.training.data_module import DataModule
+    from kinformer.training.objective import Objective
 
 INPUT, LEVELS = "pixels", 256
 
@@ -71,7 +77,7 @@ class ImageGenerationOptions:
             raise KinformerError(f"`occluded` {self.occluded}: says how many are completed; give `complete` DATA too.")
 
 
-def _pixels(model: Any) -> Any:
+def _pixels(model: StackedCausalModel) -> Objective:
     from kinformer.tasks.image.rows import PixelLoss
 
     return PixelLoss(model)
@@ -104,19 +110,19 @@ class Image(WritesPng, ImageTask):
     def vocab_size(self, data: ImageData) -> int:
         return LEVELS
 
-    def fit(self, config: Any, data: ImageData | None) -> dict[str, Any]:
+    def fit(self, config: ModelConfig, data: ImageData | None) -> dict[str, object]:
         from kinformer.tasks.image.fit import ABSOLUTE, image_changes
 
         position = {"position": "none"} if config.input.kind != INPUT and config.position.kind in ABSOLUTE else {}
         return image_changes(config, None if data is None else data.shape) | position
 
-    def requested(self, config: Any, data: ImageData | None, options: ImageOptions) -> dict[str, Any]:
+    def requested(self, config: ModelConfig, data: ImageData | None, options: ImageOptions) -> dict[str, object]:
         from kinformer.tasks.image.fit import with_classes
 
         return with_classes(config, data) if options.conditional else {}
 
-    def length(self, data: ImageData, config: Any) -> int:
-        raster = getattr(config.input, "raster", None)
+    def length(self, data: ImageData, config: ModelConfig) -> int:
+        raster: Raster | None = getattr(config.input, "raster", None)
         if raster is None:
             raise KinformerError(
                 f"`set` input={config.input.kind}: the task image needs the input pixels; leave it out, or choose "
@@ -132,7 +138,7 @@ class Image(WritesPng, ImageTask):
     def data_module(self, plan: TrainingPlan) -> DataModule:
         from kinformer.tasks.image.rows import ImageRows
 
-        return ImageRows(plan.data, plan.settings, plan.config.input)
+        return ImageRows(plan.data, plan.settings, input_of(plan.config))
 
     def measure(
         self,
@@ -145,7 +151,9 @@ class Image(WritesPng, ImageTask):
 
         return evaluate(subject, evaluation_settings, task_options, quiet)
 
-    def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
+    def generate(
+        self, subject: LoadedRun, prompt: None, options: GenerationSettings, write: Callable[[str], None] | None
+    ) -> Drawn:
         from kinformer.tasks.image.generate import draw
 
         return draw(subject, options, options.task_options)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from math import isfinite, log
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kinformer.core.model import device_of
+from kinformer.core.model import StackedCausalModel, device_of
 from kinformer.data.image_floors import floors
 from kinformer.data.images import ImageData, read_images
 from kinformer.runtime.errors import KinformerError, choose, require_finite
@@ -22,16 +22,20 @@ from kinformer.tasks.image.rows import Sequences, labelled, nats_of, shifted
 from kinformer.tasks.runs import LoadedRun, TrainedRun
 from kinformer.tasks.shared.classes import numbers_of
 from kinformer.tasks.shared.text import heading, identity_of_part, note_other_data, spec_of
+from kinformer.tasks.shared.views import PixelInput, input_of
 from kinformer.training.metric import BITS_PER_DIM, Metric
+
+if TYPE_CHECKING:
+    from kinformer.tasks.image import ImageEvaluationOptions
 
 WITHOUT_FIRST = Metric("bits_per_dim_without_first", "bits per dimension without the first value of an image")
 
 
 def data_of(run: TrainedRun, data: str | None) -> ImageData:
-    """The images that ``data`` names, or the run's own; ones of another shape than the model's are refused."""
+    """Return the images that ``data`` names, or the run's own; refuse ones of another shape than the model's."""
     spec = spec_of(run, data)
     images = read_images(spec, holdout=run.data.get("holdout"), size=run.options.resize)
-    input: Any = run.config.input
+    input: PixelInput = input_of(run.config)
     if images.shape != (shape := (input.height, input.width, input.channels)):
         raise KinformerError(
             f"`data` {spec}: has images of {' x '.join(map(str, images.shape))}, but this model draws "
@@ -40,15 +44,17 @@ def data_of(run: TrainedRun, data: str | None) -> ImageData:
     return images
 
 
-def evaluate(subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: Any, quiet: bool) -> Evaluation:
-    """A run on the images of a split, every value scored unless asked otherwise."""
+def evaluate(
+    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: ImageEvaluationOptions, quiet: bool
+) -> Evaluation:
+    """Evaluate a run on the images of a split, every value scored unless the options say otherwise."""
     run, model = subject.run, subject.model
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     data = data_of(run, evaluation_settings.data)
     split = data.splits[choose(evaluation_settings.split, data.splits, "`split`")]
     same = note_other_data(run, data, evaluation_settings.data is not None)
     pixels = split.pixels[: task_options.max_items]
-    sequences, labels = Sequences(run.config.input), labels_of(run, data, split.labels)
+    sequences, labels = Sequences(input_of(run.config)), labels_of(run, data, split.labels)
 
     def score(part: slice) -> tuple[Tensor, Tensor]:
         values = sequences.of(pixels[part]).to(device_of(model))
@@ -80,13 +86,13 @@ def evaluate(subject: LoadedRun, evaluation_settings: EvaluationSettings, task_o
         TextTable(("model", "bits per dimension"), lines, (1,)),
     )
     identity, metrics = identity_of_part(data, split.name, same), {main: value}
-    return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="image", since=begun)
+    return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="image", since=started_at)
 
 
 def labels_of(run: TrainedRun, data: ImageData, labels: np.ndarray | None) -> Tensor | None:
     """Return the numbers int64 [images] that ``run`` gave to the classes of images, ``labels`` being those of ``data``;
     None where its model takes no classes."""
-    input: Any = run.config.input
+    input: PixelInput = input_of(run.config)
     if not input.classes:
         return None
     if labels is None:
@@ -97,7 +103,7 @@ def labels_of(run: TrainedRun, data: ImageData, labels: np.ndarray | None) -> Te
 
 
 def nats_of_images(
-    count: int, rows: int, score: Callable[[slice], tuple[Tensor, Tensor]], model: Any, quiet: bool
+    count: int, rows: int, score: Callable[[slice], tuple[Tensor, Tensor]], model: StackedCausalModel, quiet: bool
 ) -> tuple[float, float]:
     """Return the nats of all values of ``count`` images and of those at the first position, ``rows`` images at a time:
     ``score`` returns the logits of a part of them by ``model``, and its values."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Protocol
 
 from torch import nn
 
 from kinformer.core.config import to_dict
+from kinformer.core.model_config import ModelConfig
 from kinformer.core.pattern import Pattern
 from kinformer.data.images import ImageData
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
+from kinformer.tasks.shared.views import PixelInput, input_of
 
 INPUT = "pixels"
 ABSOLUTE = ("learned", "sinusoidal")
@@ -20,9 +22,19 @@ ABSOLUTE = ("learned", "sinusoidal")
 _BLOCKS = ("block_height", "block_width")
 
 
-def image_changes(config: Any, shape: tuple[int, int, int] | None) -> dict[str, Any]:
-    """Changes of ``config`` to a model of images of ``shape`` (height, width, channels), None where that is not known:
-    an input of pixels, in the blocks of the attention's pattern if that has some, whose sizes follow the images'."""
+class BlockPattern(Protocol):
+    """The pattern of attention in blocks of ``block_height`` x ``block_width`` cells of an image."""
+
+    height: int
+    width: int
+    block_height: int
+    block_width: int
+
+
+def image_changes(config: ModelConfig, shape: tuple[int, int, int] | None) -> dict[str, object]:
+    """Return the changes of ``config`` to a model of images of ``shape`` (height, width, channels), None where that is
+    not known: an input of pixels, in the blocks of the attention's pattern if that has some, whose sizes follow the
+    images'."""
     patterns = patterns_of(config.layers)
     if config.input.kind == INPUT:
         input_changes = to_dict(config.input)
@@ -40,38 +52,40 @@ def image_changes(config: Any, shape: tuple[int, int, int] | None) -> dict[str, 
         input_changes |= {
             f"block_{side}": divisor(size, input_changes[f"block_{side}"]) for side, size in cells.items()
         }
-    changes = {"input": input_changes | {"height": height, "width": width, "channels": channels}}
-    return changes | resized(patterns, cells)
+    sizes = {"height": height, "width": width, "channels": channels}
+    return {"input": input_changes | sizes} | resized(patterns, cells)
 
 
-def patterns_of(layers: Sequence[Any]) -> dict[int, Any]:
-    """The patterns of those ``layers`` whose attention is of blocks of an image, by the numbers of the layers."""
+def patterns_of(layers: Sequence[object]) -> dict[int, BlockPattern]:
+    """Return the patterns of those ``layers`` (configs) whose attention is of blocks of an image, by their numbers."""
     return {index: pattern for index, layer in enumerate(layers) if (pattern := _pattern(layer)) is not None}
 
 
-def resized(patterns: Mapping[int, Any], cells: Mapping[str, int], path: str = "") -> dict[str, Any]:
-    """Changes of the ``patterns`` of layers under ``path`` to images of so many ``cells`` (height and width)."""
-    changes = {}
+def resized(patterns: Mapping[int, BlockPattern], cells: Mapping[str, int], path: str = "") -> dict[str, object]:
+    """Return the changes of the ``patterns`` of layers under ``path`` to images of so many ``cells`` (height and
+    width)."""
+    changes: dict[str, object] = {}
     for index, pattern in patterns.items():
         blocks = {f"block_{side}": divisor(size, getattr(pattern, f"block_{side}")) for side, size in cells.items()}
         changes[f"{path}layers.{index}.mixer.pattern"] = to_dict(pattern) | dict(cells) | blocks
     return changes
 
 
-def _pattern(layer: nn.Module) -> Any:
-    """The pattern of a layer's attention, if it is of blocks of an image."""
+def _pattern(layer: object) -> BlockPattern | None:
+    """Return the pattern of a layer's attention, if it is of blocks of an image."""
     pattern = getattr(getattr(layer, "mixer", None), "pattern", None)
     fields_of_pattern = {field.name for field in fields(pattern)} if pattern is not None else set()
     return pattern if {"height", "width", *_BLOCKS} <= fields_of_pattern else None
 
 
-def divisor(size: int, most: int) -> int:
-    """The greatest divisor of ``size`` that is ``most`` at most."""
-    return next(number for number in range(min(size, most), 0, -1) if size % number == 0)
+def divisor(size: int, limit: int) -> int:
+    """Return the greatest divisor of ``size`` up to ``limit``."""
+    return next(number for number in range(min(size, limit), 0, -1) if size % number == 0)
 
 
-def with_classes(config: Any, data: ImageData | None) -> dict[str, Any]:
-    """Changes of a fitted ``config`` to a model that is told the class of every image; refuse data without classes."""
+def with_classes(config: ModelConfig, data: ImageData | None) -> dict[str, object]:
+    """Return the changes of a fitted ``config`` to a model that gets the class of every image; refuse data without
+    classes."""
     if data is None:
         return {}
     if len(data.classes) < 2:
@@ -83,9 +97,9 @@ def with_classes(config: Any, data: ImageData | None) -> dict[str, Any]:
     return {"input.classes": len(data.classes)}
 
 
-def check_image(config: Any, data: ImageData, model: nn.Module) -> None:
+def check_image(config: ModelConfig, data: ImageData, model: nn.Module) -> None:
     """Refuse a model for images of another shape, or whose attention runs through other cells than its input."""
-    input = config.input
+    input: PixelInput = input_of(config)
     shape = (input.height, input.width, input.channels)
     if not input.shifted:
         raise KinformerError(
@@ -104,7 +118,7 @@ def check_image(config: Any, data: ImageData, model: nn.Module) -> None:
     check_blocks_of(model, input)
 
 
-def check_blocks_of(model: nn.Module, input: Any) -> None:
+def check_blocks_of(model: nn.Module, input: PixelInput) -> None:
     """Refuse a model whose attention runs through other cells than its ``input`` (a config of pixels)."""
     for module in model.modules():
         pattern = getattr(module, "pattern", None)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, sqrt
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from kinformer.core import state as states
 from kinformer.core.head import Likelihood
-from kinformer.core.model import device_of
+from kinformer.core.model import StackedCausalModel, device_of
+from kinformer.core.state import State
 from kinformer.data.image_files import SUFFIXES, decode, read_head, write_png
 from kinformer.generation.sampling import Sampling, TokenSampler, UniformStreams
 from kinformer.generation.steps import Steps
@@ -24,9 +25,14 @@ from kinformer.runtime.progress import progressing
 from kinformer.runtime.words import plural
 from kinformer.tasks.image.evaluate import data_of, labels_of
 from kinformer.tasks.image.rows import LEVELS, START, Sequences, labelled
+from kinformer.tasks.record import GenerationSettings
 from kinformer.tasks.runs import LoadedRun, TrainedRun
 from kinformer.tasks.shared.classes import classes_of
 from kinformer.tasks.shared.pictures import png_of
+from kinformer.tasks.shared.views import PixelInput, input_of
+
+if TYPE_CHECKING:
+    from kinformer.tasks.image import ImageGenerationOptions
 
 PAUSE, OCCLUDED, SMALL = 1, 128, 84
 """Pixels between two images of a grid, the grey of what is occluded, and what height small images are enlarged to."""
@@ -34,37 +40,38 @@ PAUSE, OCCLUDED, SMALL = 1, 128, 84
 
 @dataclass(frozen=True)
 class Drawn:
-    """What was drawn: ``pixels`` uint8 [images, height, width, channels]; ``facts`` for JSON, ``text`` for people."""
+    """Images that were drawn: ``pixels`` uint8 [images, height, width, channels]; ``facts`` for JSON, ``text`` for
+    people."""
 
     pixels: np.ndarray
-    facts: Mapping[str, Any]
+    facts: Mapping[str, object]
     text: str
     interrupted: bool = False
 
 
-def draw(subject: LoadedRun, options: Any, task_options: Any) -> Drawn:
-    """Images of a run, in a grid of ``options.samples`` or, with ``own.complete``, a line for each that is completed:
-    what is kept of it, its completions, and the image itself."""
+def draw(subject: LoadedRun, options: GenerationSettings, task_options: ImageGenerationOptions) -> Drawn:
+    """Draw images with a run, in a grid of ``options.samples`` or, with ``task_options.complete``, a line for each that
+    is completed: the part that stays, its completions, and the image itself."""
     run, model = subject.run, subject.model
     out = png_of(run, task_options.out, "samples.png")
     check_sampling(model, options)
-    sequences = Sequences(run.config.input)
-    prefix, whole, classes = _occluded(subject, sequences, task_options)
+    sequences = Sequences(input_of(run.config))
+    prefix, originals, classes = _occluded(subject, sequences, task_options)
     count = options.samples * (1 if prefix is None else len(prefix))
     labels = _labels(run, task_options.label, classes, count)
     begin = None if prefix is None else prefix.repeat_interleave(options.samples, 0)
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     values, state_bytes = sample(model, sequences, model.initial_state(count), options, begin, labels)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started_at
     pixels = sequences.images(values)
-    if whole is None or prefix is None:
+    if originals is None or prefix is None:
         write_png(out, grid(pixels, ceil(sqrt(count))))
     else:
-        lines = pixels.reshape(len(whole), options.samples, *pixels.shape[1:])
-        shown = [_veiled(whole, sequences, prefix.shape[1])[:, None], lines, whole[:, None]]
+        lines = pixels.reshape(len(originals), options.samples, *pixels.shape[1:])
+        shown = [_veiled(originals, sequences, prefix.shape[1])[:, None], lines, originals[:, None]]
         write_png(out, grid(np.concatenate(shown, 1).reshape(-1, *pixels.shape[1:]), options.samples + 2))
     steps = values.shape[1] - (0 if prefix is None else prefix.shape[1])
-    facts = {
+    facts: dict[str, object] = {
         "run": str(run.folder), "out": str(out), "images": count, "drawn_values": values[:, -steps:].numel(),
         "seconds": seconds, "images_per_second": count / seconds, "state_bytes": state_bytes, "seed": options.seed,
     }  # fmt: skip
@@ -78,8 +85,8 @@ def draw(subject: LoadedRun, options: Any, task_options: Any) -> Drawn:
 
 
 def grid(pixels: np.ndarray, columns: int) -> np.ndarray:
-    """Images [count, height, width, channels] side by side, ``columns`` in a line, with white between them; of small
-    ones every pixel becomes a square."""
+    """Return images [count, height, width, channels] side by side, ``columns`` in a line, with white between them; of
+    small ones every pixel becomes a square."""
     times = max(1, SMALL // pixels.shape[1])
     pixels = pixels.repeat(times, axis=1).repeat(times, axis=2)
     count, height, width, channels = pixels.shape
@@ -93,7 +100,7 @@ def grid(pixels: np.ndarray, columns: int) -> np.ndarray:
     return sheet
 
 
-def check_sampling(model: Any, options: Any) -> None:
+def check_sampling(model: StackedCausalModel, options: GenerationSettings) -> None:
     """Refuse options of drawing that a head with a distribution of its own does not read."""
     if isinstance(model.head, Likelihood):
         for name in ("top_k", "top_p", "min_p"):
@@ -105,9 +112,9 @@ def check_sampling(model: Any, options: Any) -> None:
 
 
 def _labels(run: TrainedRun, label: str | None, classes: Tensor | None, count: int) -> Tensor | None:
-    """The classes int64 [count] of the images to draw: those that ``label`` names in turns, or ``classes`` [images], or
-    all in turns; None of a model that is told none."""
-    input: Any = run.config.input
+    """Return the classes int64 [count] of the images to draw: those that ``label`` names in turns, or ``classes``
+    [images], or all in turns; None of a model that takes no classes."""
+    input: PixelInput = input_of(run.config)
     if not input.classes:
         if label is not None:
             raise KinformerError(
@@ -127,13 +134,13 @@ def _labels(run: TrainedRun, label: str | None, classes: Tensor | None, count: i
 
 
 def _occluded(
-    subject: LoadedRun, sequences: Sequences, task_options: Any
+    subject: LoadedRun, sequences: Sequences, task_options: ImageGenerationOptions
 ) -> tuple[Tensor | None, np.ndarray | None, Tensor | None]:
-    """What is kept of the images to complete, int64 [images, time(, channels)], the images themselves, and their
-    classes, where the model is told them."""
+    """Return the part that stays of the images to complete, int64 [images, time(, channels)], the images themselves,
+    and their classes, where the model takes them."""
     if task_options.complete is None:
         return None, None, None
-    input: Any = subject.run.config.input
+    input: PixelInput = input_of(subject.run.config)
     rows = input.height // 2 if task_options.rows is None else task_options.rows
     if rows >= input.height:
         raise KinformerError(
@@ -146,18 +153,20 @@ def _occluded(
             "of that."
         )
     if Path(task_options.complete).suffix.lower() in SUFFIXES:
-        whole = _picture(Path(task_options.complete).expanduser(), (input.height, input.width, input.channels))[None]
+        originals = _picture(Path(task_options.complete).expanduser(), (input.height, input.width, input.channels))[
+            None
+        ]
         if input.classes and task_options.label is None:
             raise KinformerError(f"`complete` {task_options.complete}: a picture has no class; give `label` NAME too.")
-        return sequences.of(whole)[:, :prefix], whole, None
+        return sequences.of(originals)[:, :prefix], originals, None
     data = data_of(subject.run, task_options.complete)
-    whole = np.asarray(data.test.pixels[: task_options.occluded])
+    originals = np.asarray(data.test.pixels[: task_options.occluded])
     classes = None if task_options.label is not None else labels_of(subject.run, data, data.test.labels)
-    return sequences.of(whole)[:, :prefix], whole, None if classes is None else classes[: len(whole)]
+    return sequences.of(originals)[:, :prefix], originals, None if classes is None else classes[: len(originals)]
 
 
 def _picture(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
-    """The picture ``path``, which must have the size of ``shape``."""
+    """Return the picture ``path``, which must have the size of ``shape``."""
     head = read_head(path)
     if (head.height, head.width) != shape[:2]:
         raise KinformerError(
@@ -167,36 +176,36 @@ def _picture(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
     return decode(path, shape)
 
 
-def _veiled(whole: np.ndarray, sequences: Sequences, prefix: int) -> np.ndarray:
-    """``whole`` with grey where it is not kept."""
-    values = sequences.of(whole)
+def _veiled(originals: np.ndarray, sequences: Sequences, prefix: int) -> np.ndarray:
+    """Return the images ``originals``, grey after the first ``prefix`` positions."""
+    values = sequences.of(originals)
     values[:, prefix:] = OCCLUDED
     return sequences.images(values)
 
 
 def sample(
-    model: Any,
+    model: StackedCausalModel,
     sequences: Sequences,
-    state: Any,
-    options: Any,
+    state: State,
+    options: GenerationSettings,
     begin: Tensor | None = None,
     labels: Tensor | None = None,
 ) -> tuple[Tensor, int]:
-    """Values int64 [count, time(, channels)] that go on from ``begin``, of the classes ``labels`` [count], and the
-    bytes of the state at the end; ``state`` is that of ``count`` new sequences."""
+    """Draw values int64 [count, time(, channels)] that continue ``begin``, of the classes ``labels`` [count]; return
+    them and the bytes of the state at the end. ``state`` is that of ``count`` new sequences."""
     count = len(state.seen)
-    device, time_, input = device_of(model), len(sequences.order), sequences.input
+    device, positions, input = device_of(model), len(sequences.order), sequences.input
     pick = _Picker(model, count, options)
-    values = torch.full((count, time_ + 1, *([input.channels] if input.joint else [])), START, device=device)
+    values = torch.full((count, positions + 1, *([input.channels] if input.joint else [])), START, device=device)
     done = 0 if begin is None else begin.shape[1]
     if begin is not None:
         values[:, 1 : 1 + done] = begin.to(device)
     with torch.inference_mode(), progressing(options.quiet, "drawing rows") as progress:
-        state = states.reserve(state, time_)
+        state = states.reserve(state, positions)
         for part in values[:, :done].split(options.chunk, 1) if done else ():
             state = model.head_inputs(labelled(part, labels), state)[1]
-        stepping = Steps(model, time_ - done, recorded=True)
-        for step in range(done, time_):
+        stepping = Steps(model, positions - done, recorded=True)
+        for step in range(done, positions):
             logits, state = stepping.step(labelled(values[:, step : step + 1], labels), state)
             values[:, step + 1] = pick(logits)
             if progress is not None and (step + 1) % input.raster.width == 0:
@@ -209,7 +218,7 @@ def sample(
 class _Picker:
     """Draws the next value of every image, each from a stream of its own."""
 
-    def __init__(self, model: Any, count: int, options: Any) -> None:
+    def __init__(self, model: StackedCausalModel, count: int, options: GenerationSettings) -> None:
         self.head = model.head if isinstance(model.head, Likelihood) else None
         self.temperature = options.temperature
         sampling = Sampling(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.classify import Classify
@@ -14,6 +14,8 @@ from kinformer.tasks.task import Source
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    import numpy as np
 
     from kinformer.data import Labelled
     from kinformer.data.items import TextItem
@@ -39,7 +41,7 @@ class ListOpsOptions:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The range of tokens as numbers."""
+        """Return the range of tokens as numbers."""
         least, _, most = self.example_tokens.partition("-")
         return int(least), int(most)
 
@@ -74,7 +76,7 @@ class ListOps(Classify):
     def spec_to_measure(self, subject: LoadedRun, data: str | None) -> str:
         return NAME
 
-    def encoder(self, subject: LoadedRun) -> Callable[[TextItem], Any]:
+    def encoder(self, subject: LoadedRun) -> Callable[[TextItem], np.ndarray]:
         from kinformer.data.listops import read
 
         return lambda item: read(item.text, item.place)

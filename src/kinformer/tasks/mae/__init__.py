@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.core.model import WholeModel
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.mae.options import MaeGenerationOptions, MaeOptions
-from kinformer.tasks.record import Generation, Models, Prediction
+from kinformer.tasks.record import Generation, GenerationSettings, Models, Prediction
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.image_options import FirstImages
 from kinformer.tasks.shared.of_images import NO_CLASSES, PatchTask, WritesPng
+from kinformer.tasks.shared.views import input_of
 from kinformer.tasks.task import TrainingPlan
 from kinformer.training.metric import Metric
 
@@ -21,11 +22,14 @@ if TYPE_CHECKING:
 
     from kinformer.core.model_config import ModelConfig
     from kinformer.data import ImageData
+    from kinformer.tasks.mae.loss import PatchModel
+    from kinformer.tasks.mae.rows import MaeRows
+    from kinformer.tasks.shared.made import Made
     from kinformer.training.data_module import DataModule
     from kinformer.training.objective import Objective
 
 
-def _objective(model: Any) -> Any:
+def _objective(model: PatchModel) -> Objective:
     from kinformer.tasks.mae.loss import MaskedPatches
 
     return MaskedPatches(MaeOptions())
@@ -57,7 +61,7 @@ class Mae(WritesPng, PatchTask):
 
         return super().suits(config) and mixer_of_places(config) is None
 
-    def fit(self, config: Any, data: ImageData | None) -> dict[str, Any]:
+    def fit(self, config: ModelConfig, data: ImageData | None) -> dict[str, object]:
         from kinformer.tasks.mae.fit import fitted_to_masks
 
         return fitted_to_masks(config, data)
@@ -70,13 +74,13 @@ class Mae(WritesPng, PatchTask):
     def data_module(self, plan: TrainingPlan) -> DataModule:
         from kinformer.tasks.mae.rows import MaeRows
 
-        return MaeRows(plan.data, plan.settings, plan.options, plan.config.input)
+        return MaeRows(plan.data, plan.settings, plan.options, input_of(plan.config))
 
-    def objective(self, name: str | None, model: Any, data: Any = None) -> Objective:
+    def objective(self, name: str | None, model: PatchModel, data: MaeRows | None = None) -> Objective:
         from kinformer.tasks.mae.loss import MaskedPatches
 
         self.choose_objective(name)
-        return MaskedPatches(self.Options() if data is None else data.options)
+        return MaskedPatches(MaeOptions() if data is None else data.options)
 
     def measure(
         self,
@@ -89,7 +93,9 @@ class Mae(WritesPng, PatchTask):
 
         return evaluate(subject, evaluation_settings, task_options, quiet)
 
-    def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
+    def generate(
+        self, subject: LoadedRun, prompt: None, options: GenerationSettings, write: Callable[[str], None] | None
+    ) -> Made:
         from kinformer.tasks.mae.generate import complete
 
         return complete(subject, options, options.task_options)

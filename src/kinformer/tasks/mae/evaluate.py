@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from math import isfinite, prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,22 +15,24 @@ from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.runtime.progress import ProgressCallback, progressing
 from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
-from kinformer.tasks.mae.loss import masked_of, predict_patches, targets_of
+from kinformer.tasks.mae.loss import PatchModel, masked_of, predict_patches, targets_of
 from kinformer.tasks.mae.options import MaeOptions
 from kinformer.tasks.mae.rows import MASKED_ERROR, held_out
 from kinformer.tasks.runs import LoadedRun, TrainedRun
 from kinformer.tasks.shared.image_options import FirstImages
 from kinformer.tasks.shared.text import heading, identity_of_part, note_other_data, spec_of
+from kinformer.tasks.shared.views import PatchInput, input_of
 
 AT_ONCE = 64
 
 
 def measure_patches(
-    model: Any, images: Images, count: int, options: MaeOptions, progress: ProgressCallback | None = None
+    model: PatchModel, images: Images, count: int, options: MaeOptions, progress: ProgressCallback | None = None
 ) -> tuple[float, float]:
     """Return the mean squared error of the masked patches of the first ``count`` of ``images``: the model's, and that
     of predicting each patch's own mean (of raw pixels: the mean of all images)."""
-    patches = prod(model.config.input.replace(size=images.shape[:2]).grid)
+    input: PatchInput = input_of(model.config)
+    patches = prod(input.replace(size=images.shape[:2]).grid)
     total, plain, masked = 0.0, 0.0, 0
     with torch.inference_mode():
         for first in range(0, count, AT_ONCE):
@@ -61,7 +63,7 @@ class HeldOut(NamedTuple):
 def held_out_images(run: TrainedRun, settings: EvaluationSettings, options: FirstImages) -> HeldOut:
     """Return the images that ``settings`` name, or those of ``run``."""
     data = read_images(spec_of(run, settings.data), holdout=run.data.get("holdout"), size=run.options.resize)
-    input: Any = run.config.input
+    input: PatchInput = input_of(run.config)
     same, reads = note_other_data(run, data, settings.data is not None), input.channels
     if data.shape[2] != reads:
         raise KinformerError(
@@ -75,10 +77,10 @@ def held_out_images(run: TrainedRun, settings: EvaluationSettings, options: Firs
 def evaluate(
     subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: FirstImages, quiet: bool
 ) -> Evaluation:
-    """A run on held-out images, each always with the same mask."""
+    """Evaluate a run on held-out images, each always with the same mask."""
     run, model = subject.run, subject.model
     result, part, count, same = held_out_images(run, evaluation_settings, task_options)
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     with progressing(quiet) as progress:
         error, mean = measure_patches(model, part, count, run.options, progress)
     what = "pixels" if run.options.raw_pixels else "pixels in units of each patch's deviation"
@@ -91,4 +93,4 @@ def evaluate(
     facts = {"mean_error": mean, "measured_images": count, "masked": run.options.masked}
     identity = identity_of_part(result, evaluation_settings.split, same)
     metrics = {MASKED_ERROR: error}
-    return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="mae", since=begun)
+    return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="mae", since=started_at)

@@ -4,13 +4,15 @@ wide as the encoder, as the paper's 8 layers of 512 are to the 24 of 1,024 of Vi
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.mae.rows import seen_count
+from kinformer.tasks.shared.views import PatchInput, input_of
 from kinformer.tasks.vision.fit import check_channels, fitted
 
 if TYPE_CHECKING:
+    from kinformer.core.model_config import ModelConfig
     from kinformer.data import ImageData
     from kinformer.tasks.task import TrainingPlan
 
@@ -18,8 +20,8 @@ HEAD = "masked_patches"
 NARROWER, SHALLOWER, HEAD_DIM = 2, 3, 32
 
 
-def fitted_to_masks(config: Any, data: ImageData | None) -> dict[str, Any]:
-    """Overrides: the input as for classes, and a head that predicts pixels, unless there is one already."""
+def fitted_to_masks(config: ModelConfig, data: ImageData | None) -> dict[str, object]:
+    """Return overrides: the input as for classes, and a head that predicts pixels, unless there is one already."""
     changes = {name: value for name, value in fitted(config, data, 2).items() if not name.startswith("head")}
     if config.head.kind == HEAD:
         return changes
@@ -38,7 +40,8 @@ def check_masks(plan: TrainingPlan) -> None:
     config = plan.config
     if config.head.kind != HEAD:
         raise KinformerError(f"`set` head={config.head.kind}: predicts no pixels; leave it out.")
-    seen_count(prod(config.input.replace(size=plan.data.shape[:2]).grid), plan.options.masked)
+    input: PatchInput = input_of(config)
+    seen_count(prod(input.replace(size=plan.data.shape[:2]).grid), plan.options.masked)
     placed = mixer_of_places(config)
     if placed is not None:
         raise KinformerError(
@@ -47,7 +50,7 @@ def check_masks(plan: TrainingPlan) -> None:
         )
 
 
-def mixer_of_places(config: Any) -> str | None:
+def mixer_of_places(config: ModelConfig) -> str | None:
     """Return the kind of a mixer of ``config`` that knows patches by their places, None where there is none."""
     for layer in config.layers:
         mixer = layer.mixer

@@ -8,30 +8,41 @@ patch itself; with ``raw_pixels`` t = x.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from kinformer.core.model import StackedWholeModel
 from kinformer.core.state import State
 from kinformer.tasks.mae.options import MaeOptions
 from kinformer.tasks.mae.rows import MaeBatch
+from kinformer.tasks.shared.views import PatchModule, part_of
 from kinformer.training.objective import ObjectiveOutput
 
 EPS = 1e-6
 
 
+class PatchModel(StackedWholeModel, Protocol):
+    """An encoder of patches, which may read some of them alone."""
+
+    def hidden_of(self, values: Tensor, chosen: Tensor | None = None, **others: Tensor) -> Tensor:
+        """Return the hidden states of the positions ``chosen`` [rows, n] (None: of all)."""
+        ...
+
+
 class Targets(NamedTuple):
-    """What is to be predicted, ``values`` [rows, patches, pixels]: the pixels less ``mean``, divided by ``scale``."""
+    """The targets ``values`` [rows, patches, pixels]: the pixels less ``mean``, divided by ``scale``."""
 
     values: Tensor
     mean: Tensor
     scale: Tensor
 
 
-def targets_of(model: Any, images: Tensor, raw_pixels: bool) -> Targets:
+def targets_of(model: PatchModel, images: Tensor, raw_pixels: bool) -> Targets:
     """Return the targets of all patches."""
-    pixels = model.input.cut(images)
+    input: PatchModule = part_of(model, "input")
+    pixels = input.cut(images)
     pixels = pixels.to(torch.promote_types(pixels.dtype, torch.float32))
     if raw_pixels:
         nothing = torch.zeros_like(pixels[..., :1])
@@ -43,13 +54,14 @@ def targets_of(model: Any, images: Tensor, raw_pixels: bool) -> Targets:
     return Targets((pixels - mean) / scale, mean, scale)
 
 
-def predict_patches(model: Any, batch: MaeBatch) -> Tensor:
-    """Return what the model makes of the seen patches: the targets of all, [rows, patches, pixels]."""
-    before = model.input.config.before
+def predict_patches(model: PatchModel, batch: MaeBatch) -> Tensor:
+    """Return the targets of all patches as the model predicts them from the seen ones, [rows, patches, pixels]."""
+    input: PatchModule = part_of(model, "input")
+    before = input.config.before
     tokens = torch.arange(before, device=batch.seen.device).expand(len(batch.seen), -1)
     chosen = torch.cat([tokens, batch.seen + before], 1)
     states = model.hidden_of(batch.images, chosen)
-    return model.head(states, model.input, chosen=chosen, grid=model.input.grid(batch.images))
+    return model.head(states, input, chosen=chosen, grid=input.grid(batch.images))
 
 
 def masked_of(batch: MaeBatch, patches: int) -> Tensor:
@@ -64,7 +76,7 @@ class MaskedPatches:
     def __init__(self, options: MaeOptions) -> None:
         self.options = options
 
-    def __call__(self, model: nn.Module, batch: MaeBatch, state: State, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: PatchModel, batch: MaeBatch, state: State, progress: float) -> ObjectiveOutput:
         targets = targets_of(model, batch.images, self.options.raw_pixels).values
         errors = (predict_patches(model, batch).to(targets.dtype) - targets).square().mean(-1)
         masked = masked_of(batch, errors.shape[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from math import ceil, prod
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from kinformer.runtime.words import plural
 from kinformer.tasks.mae.options import MaeOptions
 from kinformer.tasks.shared.augmentation import Augmented, augment
 from kinformer.tasks.shared.image_options import PatchOptions
+from kinformer.tasks.shared.views import PatchInput
 from kinformer.tasks.vision.rows import pixels_of
 from kinformer.training.batch import take_rows
 from kinformer.training.data_module import DataModule
@@ -30,6 +31,7 @@ _ORDER, _CHANGES, MASKS = 16, 17, 18
 
 
 O = TypeVar("O", bound=PatchOptions)
+B = TypeVar("B")
 
 
 class MaeBatch(NamedTuple):
@@ -41,7 +43,7 @@ class MaeBatch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many positions are read."""
+        """Return how many positions are read."""
         return self.seen.numel()
 
 
@@ -63,11 +65,11 @@ def seen_patches(patches: int, masked: float, rows: np.ndarray, *key: int) -> Te
     return torch.from_numpy(np.sort(order[:, : seen_count(patches, masked)], axis=1))
 
 
-class PatchRows(DataModule, Generic[O]):
+class PatchRows(DataModule, Generic[O, B]):
     """Training images in an order of their own in every epoch; the first of the validation images, always with the same
     masks."""
 
-    def __init__(self, data: ImageData, settings: Settings, options: O, input: Any) -> None:
+    def __init__(self, data: ImageData, settings: Settings, options: O, input: PatchInput) -> None:
         self.data, self.settings, self.options = data, settings, options
         self.patches = prod(input.replace(size=data.shape[:2]).grid)
         enough = ceil(settings.validation_tokens / settings.length)
@@ -78,11 +80,11 @@ class PatchRows(DataModule, Generic[O]):
         return -(-self.held_out // self.settings.batch_size)
 
     @abstractmethod
-    def laid(self, images: Tensor, rows: np.ndarray, *key: int) -> Any:
+    def laid(self, images: Tensor, rows: np.ndarray, *key: int) -> B:
         """Return a batch of ``images``, masked as the numbers of its rows and ``key`` decide."""
 
-    def batch(self, step: int, rank: int, world: int) -> Any:
-        """The whole step's rows are made by every process, so that images change alike whatever their number."""
+    def batch(self, step: int, rank: int, world: int) -> B:
+        """Make the whole step's rows in every process, so that images change alike whatever their number."""
         rows, seed = self.settings.batch_size, self.settings.seed
         place = np.arange(step * rows, (step + 1) * rows)
         images = pixels_of(self.data.train, in_epochs(place, len(self.data.train), seed, _ORDER))
@@ -93,8 +95,8 @@ class PatchRows(DataModule, Generic[O]):
         batch = self.laid(images, place, seed, MASKS)
         return take_rows(batch, slice(rank * (rows // world), (rank + 1) * (rows // world)))
 
-    def validation(self, rank: int, world: int) -> Iterator[Any]:
-        """Where the last images cannot be shared evenly, some are measured twice."""
+    def validation(self, rank: int, world: int) -> Iterator[B]:
+        """Yield the process's images; where the last cannot be shared evenly, some are measured twice."""
         rows = self.settings.batch_size
         for first in range(0, self.held_out, rows):
             share = -(-min(rows, self.held_out - first) // world)
@@ -102,7 +104,7 @@ class PatchRows(DataModule, Generic[O]):
             yield self.laid(pixels_of(self.data.validation, index), index, 0, MASKS)
 
 
-class MaeRows(PatchRows[MaeOptions]):
+class MaeRows(PatchRows[MaeOptions, MaeBatch]):
     """Rows of images and of the patches that are seen of each."""
 
     sums = ("error",)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from kinformer.core.model import WholeModel
 from kinformer.runtime.tables import PredictionTable
@@ -20,19 +20,22 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from kinformer.core.model_config import ModelConfig
     from kinformer.data import Corpus
+    from kinformer.data.items import TextSource
     from kinformer.training.data_module import DataModule
+    from kinformer.training.objective import Objective
 
 HEAD = "masked_language"
 
 
-def _masked_language(model: Any) -> Any:
+def _masked_language(model: nn.Module) -> Objective:
     from kinformer.tasks.mlm.rows import MaskedLanguage
 
     return MaskedLanguage()
 
 
-def _mlm_cpc(model: Any) -> Any:
+def _mlm_cpc(model: nn.Module) -> Objective:
     from kinformer.tasks.mlm.cpc import MaskedLanguageCpc
 
     return MaskedLanguageCpc.of(model)
@@ -57,7 +60,7 @@ class MaskedLanguageModelling(Task):
     EvaluationOptions: ClassVar[type] = PredictionTable
     PredictionOptions = MaskPredictionOptions
 
-    def fits(self, config: Any) -> bool:
+    def fits(self, config: ModelConfig) -> bool:
         return super().fits(config) and config.head.kind == HEAD
 
     def open(self, source: Source, options: MlmOptions, cache: Path | None = None) -> Corpus:
@@ -68,7 +71,7 @@ class MaskedLanguageModelling(Task):
     def vocab_size(self, data: Corpus) -> int:
         return data.tokenizer.vocab_size + SPECIAL_TOKENS
 
-    def fit(self, config: Any, data: Corpus | None) -> dict[str, Any]:
+    def fit(self, config: ModelConfig, data: Corpus | None) -> dict[str, object]:
         return {} if config.head.kind == HEAD else {"head": HEAD}
 
     def check(self, plan: TrainingPlan, model: nn.Module) -> None:
@@ -86,20 +89,28 @@ class MaskedLanguageModelling(Task):
         return MaskedTokens(plan.data, plan.settings, masking, ends_of(plan.config))
 
     def measure(
-        self, subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: Any, quiet: bool
+        self,
+        subject: LoadedRun,
+        evaluation_settings: EvaluationSettings,
+        task_options: PredictionTable,
+        quiet: bool,
     ) -> Evaluation:
         from kinformer.tasks.mlm.evaluate import evaluate
 
         return evaluate(subject, evaluation_settings, task_options, quiet)
 
     def predict(
-        self, subject: LoadedRun, source: Any, settings: PredictionSettings, task_options: Any
+        self,
+        subject: LoadedRun,
+        source: TextSource,
+        settings: PredictionSettings,
+        task_options: MaskPredictionOptions,
     ) -> Iterator[Predicted]:
         from kinformer.tasks.mlm.predict import predict
 
         return predict(subject, source, settings, task_options)
 
-    def embed(self, subject: LoadedRun, source: Any, settings: EmbeddingSettings) -> Iterator[Embedded]:
+    def embed(self, subject: LoadedRun, source: TextSource, settings: EmbeddingSettings) -> Iterator[Embedded]:
         from kinformer.tasks.shared.embedding import embed_texts
 
         return embed_texts(subject, source, settings)

@@ -14,21 +14,34 @@ sentences are not predicted one by one.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kinformer.core.model import StackedWholeModel
 from kinformer.core.state import State
 from kinformer.data import IGNORED
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.classify.rows import scored
 from kinformer.tasks.mlm.rows import MaskedBatch, masked_tokens
 from kinformer.tasks.shared.text import ends_of, mask_token_of
+from kinformer.tasks.shared.views import part_of
 from kinformer.training.objective import ObjectiveOutput
 
 SHARE, WEIGHT, EPS = 0.1, 0.2, 1e-5
+
+
+class GlobalInputModel(StackedWholeModel, Protocol):
+    """An encoder with a global input, whose tokens each stand for a sentence of the long input."""
+
+    @property
+    def global_input(self) -> nn.Module: ...
+
+    def hidden(self, values: Tensor, *, valid: Tensor | None = None, sentences: Tensor | None = None) -> Any:
+        """Return the hidden states of the ``long_input`` and of the ``global_input``; ``sentences`` are of tokens."""
+        ...
 
 
 class MaskedSentences(NamedTuple):
@@ -55,19 +68,19 @@ class MaskedLanguageCpc:
         self.length, self.mask_token, self.ends = length, mask_token, ends
 
     @classmethod
-    def of(cls, model: nn.Module) -> MaskedLanguageCpc:
+    def of(cls, model: nn.Module | GlobalInputModel) -> MaskedLanguageCpc:
         """Make the objective for ``model``, from which it takes the length of sentences and the mask token;
         KinformerError if the model lacks one of them."""
         length = getattr(getattr(model, "global_input", None), "length", None)
-        if length is None or (mask := mask_token_of(model.config)) is None:
+        if length is None or (mask := mask_token_of(part_of(model, "config"))) is None:
             raise KinformerError(
                 f"the objective 'mlm-cpc' needs an encoder with a mask token and a global token for every sentence, "
                 f"which this {type(model).__name__} is not; train the member etc, or with masked-language."
             )
-        ends = tuple(token for token in ends_of(model.config) if token is not None)
+        ends = tuple(token for token in ends_of(part_of(model, "config")) if token is not None)
         return cls(length, mask, ends)
 
-    def __call__(self, model: Any, batch: MaskedBatch, state: State, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: GlobalInputModel, batch: MaskedBatch, state: State, progress: float) -> ObjectiveOutput:
         chosen = self.choose(batch, fresh=model.training)
         if chosen is None:
             return masked_tokens(model, model.hidden(batch.tokens, valid=batch.valid).long_input, batch)
@@ -82,15 +95,16 @@ class MaskedLanguageCpc:
         return (1 - WEIGHT) * loss + WEIGHT * cpc, metrics, None
 
     def choose(self, batch: MaskedBatch, fresh: bool) -> MaskedSentences | None:
-        """Sentences to mask, by a ``fresh`` draw or always the same; None if the rows are too short to hold one."""
+        """Choose sentences to mask, by a ``fresh`` draw or always the same; None if the rows are too short to hold
+        one."""
         tokens = batch.tokens
         count = tokens.shape[1] // self.length
         if not count:
             return None
-        whole = torch.ones_like(tokens, dtype=torch.bool) if batch.valid is None else batch.valid.clone()
+        usable = torch.ones_like(tokens, dtype=torch.bool) if batch.valid is None else batch.valid.clone()
         for end in self.ends:
-            whole &= tokens != end
-        fit = whole[:, : count * self.length].unflatten(1, (count, self.length)).all(2)
+            usable &= tokens != end
+        fit = usable[:, : count * self.length].unflatten(1, (count, self.length)).all(2)
         fit &= (batch.labels != IGNORED).any(1, keepdim=True)
         generator = None if fresh else torch.Generator(tokens.device).manual_seed(0)
         draws = torch.rand(fit.shape, generator=generator, device=tokens.device).masked_fill(~fit, -1)
@@ -99,17 +113,18 @@ class MaskedLanguageCpc:
         return MaskedSentences(sentences, fit.gather(1, sentences), positions)
 
     def mask(self, tokens: Tensor, chosen: MaskedSentences) -> Tensor:
-        """``tokens`` with the mask all over the chosen sentences."""
+        """Return ``tokens`` with every token of the chosen sentences masked."""
         return tokens.masked_fill(_within(tokens, chosen), self.mask_token)
 
     def left(self, batch: MaskedBatch, chosen: MaskedSentences) -> MaskedBatch:
-        """``batch`` without the labels in the chosen sentences."""
+        """Return ``batch`` without the labels in the chosen sentences."""
         inside = _within(batch.tokens, chosen).gather(1, batch.positions)
         return batch._replace(labels=batch.labels.masked_fill(inside, IGNORED))
 
 
 def contrasted(contexts: Tensor, alone: Tensor, real: Tensor) -> ObjectiveOutput:
-    """Every context's own sentence found among all: both [n, dim], of which those count that are ``real``."""
+    """Score how well every context identifies its sentence among all: both [n, dim], of which the ``real`` ones
+    count."""
     contexts, alone = (_standardised(x.float(), real) for x in (contexts, alone))
     logits = (contexts @ alone.mT * contexts.shape[-1] ** -0.5).masked_fill(~real, torch.finfo(torch.float32).min)
     labels = torch.arange(len(real), device=real.device).masked_fill(~real, IGNORED)
@@ -117,7 +132,7 @@ def contrasted(contexts: Tensor, alone: Tensor, real: Tensor) -> ObjectiveOutput
 
 
 def _standardised(x: Tensor, real: Tensor) -> Tensor:
-    """x [n, dim] with the mean 0 and the variance 1 of every feature over the ``real`` ones."""
+    """Return x [n, dim] with mean 0 and variance 1 of every feature over the ``real`` rows."""
     count = real.sum().clamp_min(1)
     x = torch.where(real[:, None], x, 0)
     centred = torch.where(real[:, None], x - x.sum(0) / count, 0)
@@ -125,7 +140,7 @@ def _standardised(x: Tensor, real: Tensor) -> Tensor:
 
 
 def restored(batch: MaskedBatch) -> Tensor:
-    """The tokens of ``batch`` before some were masked."""
+    """Return the tokens of ``batch`` before some were masked."""
     counted = batch.labels != IGNORED
     # Positions that do not count would overwrite others: let them write behind the row.
     positions = batch.positions.masked_fill(~counted, batch.tokens.shape[1])
@@ -133,7 +148,7 @@ def restored(batch: MaskedBatch) -> Tensor:
 
 
 def _within(tokens: Tensor, chosen: MaskedSentences) -> Tensor:
-    """[batch, time] bool: whether a token is of a chosen sentence."""
+    """Return whether each token is of a chosen sentence, [batch, time] bool."""
     real = chosen.real[..., None].expand_as(chosen.positions).flatten(1)
     inside = torch.zeros_like(tokens, dtype=torch.bool)
     return inside.scatter(1, chosen.positions.flatten(1), real)

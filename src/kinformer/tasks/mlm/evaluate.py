@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import isfinite, log
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.model import device_of
-from kinformer.data import IGNORED
+from kinformer.core.model import WholeModel, device_of
+from kinformer.data import IGNORED, BosEos, Tokenizer
 from kinformer.data.bigrams import Bigrams
 from kinformer.data.masked_text import MaskedText
 from kinformer.runtime.errors import require_finite
 from kinformer.runtime.progress import ProgressCallback, progressing
-from kinformer.runtime.tables import PredictionTable
+from kinformer.runtime.tables import PredictionTable, WriteRow
 from kinformer.runtime.words import plural
 from kinformer.tasks.classify.rows import scored
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
-from kinformer.tasks.mlm.cpc import MaskedLanguageCpc
-from kinformer.tasks.mlm.notes import MaskNotes
+from kinformer.tasks.mlm.cpc import GlobalInputModel, MaskedLanguageCpc
 from kinformer.tasks.mlm.rows import MaskedBatch, masked_logits, masked_tokens, masking_of, unit_of
 from kinformer.tasks.runs import LoadedRun
-from kinformer.tasks.shared.text import ends_of, heading, held_out, whole_length
+from kinformer.tasks.shared.text import ends_of, heading, held_out, tokenizer_of, whole_length
+from kinformer.tasks.shared.views import part_of
 from kinformer.training.batch import map_fields
 from kinformer.training.metric import ACCURACY, bits_per_masked
+
+AROUND = 16
+"""Tokens of the text that a table shows on either side of a mask."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ class MaskedMeasurement:
 
 
 def measure_masked(
-    model: Any,
+    model: WholeModel,
     text: MaskedText,
     counts: Bigrams,
     rows: int,
@@ -85,25 +87,67 @@ def measure_masked(
     )
 
 
+class MaskNotes:
+    """Writes a row for every masked token: the text around it, the token, the most probable one, its probability."""
+
+    def __init__(self, tokenizer: Tokenizer, ends: BosEos, write: WriteRow) -> None:
+        self.tokenizer, self.ends, self.write = tokenizer, ends, write
+
+    def __call__(self, batch: MaskedBatch, logits: Tensor) -> None:
+        """Write the rows of a batch, whose masks have the ``logits`` [batch, n, vocab]."""
+        shares, best = logits.float().softmax(-1).max(-1)
+        for row, tokens in enumerate(batch.tokens):
+            masks = batch.labels[row] != IGNORED
+            places, labels = batch.positions[row][masks], batch.labels[row][masks]
+            tokens = tokens.index_put((places,), labels)
+            if batch.valid is not None:
+                tokens = tokens[batch.valid[row]]
+            text = tokens[self.ends.before : len(tokens) - (self.ends.size - self.ends.before)].tolist()
+            columns = (places - self.ends.before, labels, best[row][masks], shares[row][masks])
+            for line in self._rows(text, *(column.tolist() for column in columns)):
+                self.write(line)
+
+    def _rows(
+        self,
+        text: Sequence[int],
+        places: Sequence[int],
+        labels: Sequence[int],
+        best: Sequence[int],
+        shares: Sequence[float],
+    ) -> Iterator[dict[str, object]]:
+        for at, label, guess, share in zip(places, labels, best, shares, strict=True):
+            before, after = self._text(text[max(0, at - AROUND) : at]), self._text(text[at + 1 : at + 1 + AROUND])
+            token, predicted = self._text([label]), self._text([guess])
+            text_around = f"{before}[MASK]{after}"
+            right = {"correct": label == guess}  # two bytes that are no text look alike
+            yield {"text": text_around, "label": token, "token": predicted, "probability": share} | right
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        """Return tokens as text, without ids that are none of the tokenizer's, such as that of the mask."""
+        return self.tokenizer.decode(
+            np.array([token for token in tokens if token < self.tokenizer.vocab_size], np.int64)
+        )
+
+
 def evaluate(
     subject: LoadedRun, evaluation_settings: EvaluationSettings, table: PredictionTable, quiet: bool
 ) -> Evaluation:
-    """A run on held-out text, beside counts of its training split; its global input too, where it has one. Every masked
-    token is written to the ``table`` that the options name."""
+    """Evaluate a run on held-out text, beside counts of its training split; its global input too, where it has one.
+    Every masked token is written to the ``table`` that the options name."""
     run, model = subject.run, subject.model
-    held = held_out(run, evaluation_settings)
+    data = held_out(run, evaluation_settings)
     masking, length = masking_of(model.config, run.tokenizer, run.options), whole_length(run, model)
-    masked_text = MaskedText(held.split, length, masking, ends_of(model.config), evaluation_settings.seed)
-    begun = time.perf_counter()
+    masked_text = MaskedText(data.split, length, masking, ends_of(model.config), evaluation_settings.seed)
+    started_at = time.perf_counter()
     rows = max(1, evaluation_settings.chunk // length)
     with table.writing_predictions() as write, progressing(quiet) as progress:
-        counts = Bigrams(held.corpus.splits["train"])
-        note = None if write is None else MaskNotes(run.tokenizer, ends_of(model.config), write)
+        counts = Bigrams(data.corpus.splits["train"])
+        note = None if write is None else MaskNotes(tokenizer_of(run), ends_of(model.config), write)
         measured = measure_masked(model, masked_text, counts, rows, progress, note)
-    unit, words = unit_of(held.corpus), ", whole words" if run.options.whole_words else ""
+    unit, words = unit_of(data.corpus), ", whole words" if run.options.whole_words else ""
     metric = bits_per_masked(unit)
     text = [
-        heading(subject, held.corpus, evaluation_settings.split),
+        heading(subject, data.corpus, evaluation_settings.split),
         f"{measured.bits:.4f} {metric.unit}, {measured.accuracy:.1%} found: {measured.masked:,} masked in windows of "
         f"{plural(length, 'token')}{words}",
         f"{measured.unigram_bits:.4f} by their frequency in the training split",
@@ -116,13 +160,15 @@ def evaluate(
     if has_global_input(model):
         more_facts, more_text = _global_input(subject, masked_text, evaluation_settings, quiet)
         facts, text = facts | more_facts, text + more_text
-    return evaluated(subject, metrics, held.identity, text, facts=facts, baselines=baselines, task="mlm", since=begun)
+    return evaluated(
+        subject, metrics, data.identity, text, facts=facts, baselines=baselines, task="mlm", since=started_at
+    )
 
 
 def _global_input(
     subject: LoadedRun, text: MaskedText, evaluation_settings: EvaluationSettings, quiet: bool
-) -> tuple[dict[str, Any], list[str]]:
-    """What the global input is worth, as JSON and as text."""
+) -> tuple[dict[str, object], list[str]]:
+    """Return what the global input is worth, for JSON and as text."""
     training = subject.run.training
     rows = training.get("batch_size", max(1, evaluation_settings.chunk // text.length))
     with progressing(quiet) as progress:
@@ -156,12 +202,12 @@ class GlobalInputMeasurement:
 
 
 def has_global_input(model: nn.Module) -> bool:
-    """Whether ``model`` has a global token for every sentence of the long input."""
+    """Return whether ``model`` has a global token for every sentence of the long input."""
     return hasattr(getattr(model, "global_input", None), "length")
 
 
 def measure_global_input(
-    model: Any, text: MaskedText, rows: int, progress: ProgressCallback | None = None
+    model: GlobalInputModel, text: MaskedText, rows: int, progress: ProgressCallback | None = None
 ) -> GlobalInputMeasurement:
     """Measure ``model`` (in eval mode) on all windows of ``text``, ``rows`` at a time, which come from all over it."""
     device, objective = device_of(model), MaskedLanguageCpc.of(model)
@@ -195,9 +241,9 @@ def measure_global_input(
 
 
 @contextmanager
-def silenced(model: Any) -> Iterator[None]:
-    """``model`` whose global tokens have the vector 0."""
-    weight: Tensor = model.global_input.table.weight
+def silenced(model: GlobalInputModel) -> Iterator[None]:
+    """Give the global tokens of ``model`` the vector 0 meanwhile."""
+    weight: Tensor = part_of(model.global_input, "table").weight
     weight_before = weight.detach().clone()
     try:
         with torch.no_grad():
@@ -208,6 +254,6 @@ def silenced(model: Any) -> Iterator[None]:
             weight.copy_(weight_before)
 
 
-def _nats(model: Any, batch: MaskedBatch, **inputs: Tensor) -> dict[str, Tensor]:
+def _nats(model: GlobalInputModel, batch: MaskedBatch, sentences: Tensor | None = None) -> dict[str, Tensor]:
     """Return the sums of masked language modelling over ``batch``: nats, tokens and how many are right."""
-    return masked_tokens(model, model.hidden(batch.tokens, valid=batch.valid, **inputs).long_input, batch)[1]
+    return masked_tokens(model, model.hidden(batch.tokens, valid=batch.valid, sentences=sentences).long_input, batch)[1]

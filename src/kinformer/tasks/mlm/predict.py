@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import torch
 
 from kinformer.core.model import device_of
 from kinformer.data.buckets import STEP_OF_WIDTH, lay
-from kinformer.data.items import TextItem
+from kinformer.data.items import TextItem, TextSource
 from kinformer.runtime.errors import KinformerError, require_finite
 from kinformer.tasks.predictions import Predicted, PredictionSettings
 from kinformer.tasks.runs import LoadedRun
@@ -27,18 +27,26 @@ class MaskedItem(NamedTuple):
     masks: tuple[int, ...]
 
 
+class Candidate(TypedDict):
+    """A token that may stand in place of a mask, with its probability, for JSON."""
+
+    token: str
+    probability: float
+
+
 class MaskFiller:
     """A run that fills masks in; ``mark`` stands for one in a text."""
 
     def __init__(self, subject: LoadedRun, mark: str, top_k: int) -> None:
         self.run, self.model, self.mark, self.top_k = subject.run, subject.model, mark, top_k
-        self.tokenizer, self.mask = subject.run.tokenizer, mask_token_of(subject.model.config)
-        if self.tokenizer is None or self.mask is None:
+        tokenizer, self.mask = subject.run.tokenizer, mask_token_of(subject.model.config)
+        if tokenizer is None or self.mask is None:
             raise KinformerError(f"{subject.run.folder}: has no tokenizer, or no token that stands for a mask.")
+        self.tokenizer = tokenizer
         self.ends, self.length = ends_of(subject.model.config), whole_length(subject.run, subject.model)
 
     def encode(self, item: TextItem) -> MaskedItem:
-        """The ids of a text. Errors: ``KinformerError`` where it has no mask, or does not fit into the model."""
+        """Return the ids of a text. Errors: ``KinformerError`` where it has no mask, or does not fit into the model."""
         pieces = item.text.split(self.mark)
         if len(pieces) < 2:
             raise KinformerError(
@@ -57,7 +65,7 @@ class MaskFiller:
         return MaskedItem(item, joined, tuple(masks))
 
     def __call__(self, batch: Sequence[MaskedItem]) -> list[Predicted]:
-        """The texts with their masks filled in, and the candidates for each mask."""
+        """Return the texts with their masks filled in, and the candidates for each mask."""
         longest = max(len(item.ids) for item in batch) + self.ends.size
         width = min(self.length, -(-longest // STEP_OF_WIDTH) * STEP_OF_WIDTH)
         tokens, valid = lay([item.ids for item in batch], self.ends, width)
@@ -77,11 +85,11 @@ class MaskFiller:
         return [self._predicted(item.item, [next(candidates) for _ in item.masks]) for item in batch]
 
     def _is_no_text(self, token: int) -> bool:
-        """Whether an id is the model's for a mask or an end, or beyond the tokenizer's."""
+        """Return whether an id is the model's for a mask or an end, or beyond the tokenizer's."""
         return token in (self.mask, *self.ends) or token >= self.tokenizer.vocab_size
 
     def _predicted(self, item: TextItem, best: list[tuple[list[float], list[int]]]) -> Predicted:
-        masks = [
+        masks: list[list[Candidate]] = [
             [
                 {"token": self.tokenizer.decode([number]), "probability": share}
                 for share, number in zip(shares, numbers, strict=True)
@@ -95,14 +103,14 @@ class MaskFiller:
         return Predicted(row, filled if self.top_k == 1 else f"{filled}\t{'; '.join(map(_spelled, masks))}")
 
 
-def _spelled(mask: Sequence[dict[str, object]]) -> str:
+def _spelled(mask: Sequence[Candidate]) -> str:
     return ", ".join(f"{item['token']!r} {item['probability']:.1%}" for item in mask)
 
 
 def predict(
-    subject: LoadedRun, source: object, settings: PredictionSettings, task_options: MaskPredictionOptions
+    subject: LoadedRun, source: TextSource, settings: PredictionSettings, task_options: MaskPredictionOptions
 ) -> Iterator[Predicted]:
-    """The texts of ``source`` with their masks filled in, in order."""
+    """Yield the texts of ``source`` with their masks filled in, in order."""
     filler = MaskFiller(subject, task_options.mask, settings.top_k)
     inputs = texts_in(source, settings, filler.encode)
     encode: Callable[[TextItem], MaskedItem] = filler.encode

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from math import log
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from kinformer.core.model import WholeModel
+from kinformer.core.model_config import ModelConfig
 from kinformer.core.state import State
 from kinformer.data import IGNORED, BosEos, Corpus, Rows, Tokenizer
 from kinformer.data.masked_text import MaskedText
@@ -43,7 +45,7 @@ class MaskedBatch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of tokens that are read."""
+        """Return the number of tokens that are read."""
         return self.tokens.numel()
 
     def stretch(self, number: int, count: int) -> MaskedBatch:
@@ -96,28 +98,28 @@ class MaskedLanguage:
     reads_hidden = True
     by_token = True
 
-    def __call__(self, model: Any, batch: MaskedBatch, state: State, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: WholeModel, batch: MaskedBatch, state: State, progress: float) -> ObjectiveOutput:
         return masked_tokens(model, model.hidden(batch.tokens, valid=batch.valid).long_input, batch)
 
 
-def masked_tokens(model: nn.Module, hidden_states: Tensor, batch: MaskedBatch) -> ObjectiveOutput:
-    """What ``model``'s head makes of ``hidden_states`` [batch, time, dim] at ``batch.positions``, scored."""
+def masked_tokens(model: WholeModel, hidden_states: Tensor, batch: MaskedBatch) -> ObjectiveOutput:
+    """Return the score of the predictions from ``hidden_states`` [batch, time, dim] at ``batch.positions``."""
     return scored(masked_logits(model, hidden_states, batch), batch.labels)
 
 
-def masked_logits(model: Any, hidden_states: Tensor, batch: MaskedBatch) -> Tensor:
-    """The logits [batch, n, vocab] of ``hidden_states`` [batch, time, dim] at ``batch.positions`` [batch, n]."""
+def masked_logits(model: WholeModel, hidden_states: Tensor, batch: MaskedBatch) -> Tensor:
+    """Return the logits [batch, n, vocab] of ``hidden_states`` [batch, time, dim] at ``batch.positions`` [batch, n]."""
     index = batch.positions[..., None].expand(-1, -1, hidden_states.shape[-1])
-    return model.logits(hidden_states.gather(1, index))  # type: ignore[no-any-return]
+    return model.logits(hidden_states.gather(1, index))
 
 
 def unit_of(corpus: Corpus) -> str:
-    """What a token is: a byte, or a tokenizer's token."""
+    """Return what a token is: a byte, or a tokenizer's token."""
     return "byte" if corpus.splits["train"].encoded_from is None else "token"
 
 
-def masking_of(config: object, tokenizer: Tokenizer | None, options: MlmOptions) -> Masking:
-    """How tokens are masked for an encoder."""
+def masking_of(config: ModelConfig, tokenizer: Tokenizer | None, options: MlmOptions) -> Masking:
+    """Return how tokens are masked for an encoder."""
     mask = mask_token_of(config)
     if mask is None:
         raise KinformerError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.core.model import WholeModel
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
@@ -11,6 +11,7 @@ from kinformer.tasks.record import Generation, Models, Prediction
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.image_options import FirstImages
 from kinformer.tasks.shared.of_images import NO_CLASSES, PatchTask
+from kinformer.tasks.shared.views import input_of
 from kinformer.tasks.task import TrainingPlan
 from kinformer.training.metric import ACCURACY, Metric
 
@@ -19,10 +20,12 @@ if TYPE_CHECKING:
 
     from kinformer.core.model_config import ModelConfig
     from kinformer.data import ImageData
+    from kinformer.tasks.mae.loss import PatchModel
     from kinformer.training.data_module import DataModule
+    from kinformer.training.objective import Objective
 
 
-def _objective(model: Any) -> Any:
+def _objective(model: PatchModel) -> Objective:
     from kinformer.tasks.mpp.loss import PatchColours
 
     return PatchColours()
@@ -51,7 +54,7 @@ class Mpp(PatchTask):
 
         return super().suits(config) and keeps_patches(config)
 
-    def fit(self, config: Any, data: ImageData | None) -> dict[str, Any]:
+    def fit(self, config: ModelConfig, data: ImageData | None) -> dict[str, object]:
         from kinformer.tasks.mpp.fit import fitted_to_colours
 
         return fitted_to_colours(config, data)
@@ -64,7 +67,7 @@ class Mpp(PatchTask):
     def data_module(self, plan: TrainingPlan) -> DataModule:
         from kinformer.tasks.mpp.rows import MppRows
 
-        return MppRows(plan.data, plan.settings, plan.options, plan.config.input)
+        return MppRows(plan.data, plan.settings, plan.options, input_of(plan.config))
 
     def measure(
         self,

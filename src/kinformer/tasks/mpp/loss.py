@@ -7,14 +7,14 @@ The mean is that of the patch's pixels, from 0 to 1, before it was corrupted.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from kinformer.core.state import State
+from kinformer.tasks.mae.loss import PatchModel
 from kinformer.tasks.mpp.rows import MppBatch
+from kinformer.tasks.shared.views import PatchInput, input_of, part_of
 from kinformer.training.objective import ObjectiveOutput
 
 
@@ -29,25 +29,30 @@ def colours_of(images: Tensor, patch: int, bits: int) -> Tensor:
     return (levels * places[:, None]).sum(1)
 
 
-def predict_colours(model: Any, batch: MppBatch) -> Tensor:
-    """Return what the model makes of the corrupted images: logits [rows, patches, colours]."""
-    states = model.hidden_of(batch.images, sources=batch.sources, mask=model.head.mask)
+def sizes_of(model: PatchModel) -> tuple[int, int]:
+    """Return the pixels of a patch's side, and the bits of a channel's colour."""
+    input: PatchInput = input_of(model.config)
+    return input.patch, part_of(model.config.head, "bits")
+
+
+def predict_colours(model: PatchModel, batch: MppBatch) -> Tensor:
+    """Return the logits [rows, patches, colours] that the model predicts from the corrupted images."""
+    states = model.hidden_of(batch.images, sources=batch.sources, mask=part_of(model.head, "mask"))
     return model.head(states, model.input)
 
 
 class PatchColours:
     """The objective; metrics are summed over corrupted patches."""
 
-    def __call__(self, model: nn.Module, batch: MppBatch, state: State, progress: float) -> ObjectiveOutput:
-        subject: Any = model
-        colours = colours_of(batch.images, subject.input.config.patch, subject.config.head.bits)
+    def __call__(self, model: PatchModel, batch: MppBatch, state: State, progress: float) -> ObjectiveOutput:
+        colours = colours_of(batch.images, *sizes_of(model))
         nats, right = nats_of(model, batch, colours)
         chosen, zero = batch.corrupted, nats.new_zeros(())
         total, count = torch.where(chosen, nats, zero).sum(), chosen.sum()
         return total / count, {"nats": total.detach(), "right": (right & chosen).sum(), "predicted": count}, None
 
 
-def nats_of(model: Any, batch: MppBatch, colours: Tensor) -> tuple[Tensor, Tensor]:
+def nats_of(model: PatchModel, batch: MppBatch, colours: Tensor) -> tuple[Tensor, Tensor]:
     """Return for every patch -log p of its colour, and whether that is the most probable one, [rows, patches];
     ``colours`` are those of ``batch``."""
     logits = predict_colours(model, batch)

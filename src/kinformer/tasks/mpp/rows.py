@@ -1,4 +1,4 @@
-"""Images, and what stands in place of which of their patches: drawn by hashes of the step and the row alone."""
+"""Images with some of their patches corrupted, which hashes of the step and the row alone draw."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kinformer.training.metric import ACCURACY, Metric
 
 BITS_PER_COLOUR = Metric("bits_per_colour", "bits per colour of a corrupted patch")
 MASKED_OF_10, OTHER_OF_10 = 8, 1
-"""Of ten corrupted patches so many are masked, and so many another patch of the image; the rest stay (B.1.2)."""
+"""How many of ten corrupted patches are masked, and how many become another patch; the rest stay (B.1.2)."""
 MASKED = -1
 
 
@@ -54,7 +54,7 @@ def corrupted_patches(patches: int, share: float, rows: np.ndarray, *key: int) -
     return torch.from_numpy(np.where(corrupted, replaced, numbers)), torch.from_numpy(corrupted)
 
 
-class MppRows(PatchRows[MppOptions]):
+class MppRows(PatchRows[MppOptions, MppBatch]):
     """Training images in an order of their own in every epoch; the first of the validation images, always corrupted
     alike."""
 

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import EvaluationReport, EvaluationSettings
 from kinformer.tasks.predictions import Embedded, EmbeddingSettings
-from kinformer.tasks.record import NOTHING_DRAWN, DataNeeds, EvaluationNeeds, Generation, Models, Prediction
+from kinformer.tasks.record import (
+    NOTHING_DRAWN,
+    DataNeeds,
+    EvaluationNeeds,
+    Generation,
+    GenerationSettings,
+    Models,
+    Prediction,
+)
 from kinformer.tasks.runs import LoadedRun, TrainedRun
 from kinformer.tasks.shared.options import NextTokenEvaluationOptions, NextTokenOptions
+from kinformer.tasks.shared.views import part_of
 from kinformer.tasks.task import Load, Source, Task, TrainingPlan
 from kinformer.training.metric import BITS_PER_BYTE
 
@@ -21,30 +30,32 @@ if TYPE_CHECKING:
     from torch import nn
 
     from kinformer.data import Corpus
+    from kinformer.data.items import TextSource
     from kinformer.evaluation.exit_samples import Samples, Sampling
+    from kinformer.tasks.next_token.generate import Generated
     from kinformer.training.data_module import DataModule
     from kinformer.training.objective import Objective
 
 
-def _next_token(model: Any) -> Any:
+def _next_token(model: nn.Module) -> Objective:
     from kinformer.tasks.next_token.rows import NextTokenLoss
 
     return NextTokenLoss()
 
 
-def _deep_supervision(model: Any) -> Any:
+def _deep_supervision(model: nn.Module) -> Objective:
     from kinformer.tasks.next_token.deep_supervision import DeepSupervision
 
     return DeepSupervision.of(model)
 
 
-def _exits(model: Any) -> Any:
+def _exits(model: nn.Module) -> Objective:
     from kinformer.tasks.next_token.exit_losses import ExitLosses
 
     return ExitLosses.of(model)
 
 
-def _multi_token(model: Any) -> Any:
+def _multi_token(model: nn.Module) -> Objective:
     from kinformer.tasks.next_token.multi_token import MultiToken
 
     return MultiToken.of(model)
@@ -116,27 +127,33 @@ class NextToken(Task):
 
         return evaluate(runs, load, evaluation_settings, task_options, quiet)
 
-    def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
+    def generate(
+        self,
+        subject: LoadedRun,
+        prompt: str | bytes,
+        options: GenerationSettings,
+        write: Callable[[str], None] | None,
+    ) -> Generated:
         from kinformer.tasks.next_token.generate import continue_text
 
         return continue_text(subject, prompt, options, write)
 
-    def samples(self, run: TrainedRun, model: Any, sampling: Sampling) -> Samples:
+    def samples(self, run: TrainedRun, model: CausalModel, sampling: Sampling) -> Samples:
         from kinformer.tasks.next_token.calibrate import TextSamples
 
         return TextSamples(run, model, sampling)
 
-    def embed(self, subject: LoadedRun, source: Any, settings: EmbeddingSettings) -> Iterator[Embedded]:
+    def embed(self, subject: LoadedRun, source: TextSource, settings: EmbeddingSettings) -> Iterator[Embedded]:
         from kinformer.tasks.shared.embedding import embed_texts
 
         return embed_texts(subject, source, settings)
 
 
-def _check_endless(model: Any) -> None:
-    """A state that is carried through the whole corpus must not grow with it."""
-    if model.max_length is not None:
+def _check_endless(model: nn.Module) -> None:
+    """Refuse a model whose state grows, or whose positions end, while it is carried through the whole corpus."""
+    if (limit := part_of(model, "max_length")) is not None:
         raise KinformerError(
-            f"`segments`: the state goes on without end, but this model's positions end at {model.max_length}; choose "
+            f"`segments`: the state goes on without end, but this model's positions end at {limit}; choose "
             "another member, or another position such as `set` position=sinusoidal."
         )
     if any(getattr(module, "growth", "") == "linear" for module in model.modules()):

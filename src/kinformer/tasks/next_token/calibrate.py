@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
+from kinformer.core.model import CausalModel
 from kinformer.evaluation.early_exit import Exited, saved
 from kinformer.evaluation.exit_samples import Samples, Sampling, at_threshold
 from kinformer.generation.generate import generate
@@ -22,7 +21,7 @@ PROMPT_TOKENS, NEW_TOKENS = 64, 32
 class TextSamples(Samples):
     """Prompts of a text, drawn evenly; the truth is how the text goes on."""
 
-    def __init__(self, run: TrainedRun, model: Any, sampling: Sampling) -> None:
+    def __init__(self, run: TrainedRun, model: CausalModel, sampling: Sampling) -> None:
         if sampling.beam is not None:
             raise KinformerError(
                 f"`beam` {sampling.beam}: is of translations; a text is continued greedily here, so leave it out."

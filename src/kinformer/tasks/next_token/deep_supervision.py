@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
+from kinformer.core.model import CausalModel
+from kinformer.core.model_config import ModelConfig
 from kinformer.core.stack import units_of
 from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch, next_token_nats, predicted
+from kinformer.tasks.shared.text import vocab_size_of
+from kinformer.tasks.shared.views import part_of
 from kinformer.training.objective import ObjectiveOutput
 
 
@@ -41,42 +43,42 @@ class DeepSupervision(nn.Module):
                 f"the objective 'deep-supervision' reads the layers of a model, but {type(model).__name__} shows none; "
                 "train it with next-token."
             )
-        config: Any = model.config
-        return cls(config.width, config.input.vocab_size, len(config.uses))
+        config: ModelConfig = part_of(model, "config")
+        return cls(config.width, vocab_size_of(config), len(config.uses))
 
     def active(self, progress: float) -> list[int]:
-        """The indices (from 0) of the layers below the last that still have a loss at ``progress``."""
+        """Return the indices (from 0) of the layers below the last that still have a loss at ``progress``."""
         depth = len(self.readers)
         return [layer - 1 for layer in range(1, depth) if 2 * depth * progress < layer]
 
-    def forward(self, model: nn.Module, batch: TokenBatch, state: State, progress: float) -> ObjectiveOutput:
+    def forward(self, model: CausalModel, batch: TokenBatch, state: State, progress: float) -> ObjectiveOutput:
         if not self.training:
             return NextTokenLoss()(model, batch, state, progress)
         taps = self.active(progress)
-        any_model: Any = model
-        hidden, state, tapped = any_model.hidden(
+        hidden, state, tapped = model.hidden(
             batch.tokens[:, :-1], state, valid=batch.valid, reset=batch.reset, taps=tuple(taps)
         )
-        loss, nats = next_token_nats(any_model.logits(hidden), batch.tokens[:, 1:], batch.valid)
+        loss, nats = next_token_nats(model.logits(hidden), batch.tokens[:, 1:], batch.valid)
         loss = loss + self._layer(batch, None, *self.readers[-1](hidden))
         for index, x in zip(taps, tapped, strict=True):
             loss = loss + self._layer(batch, *self.readers[index](x))
         return loss + self._nothing(taps), {"nats": nats, "predicted": predicted(batch)}, state
 
     def _layer(self, batch: TokenBatch, following: Tensor | None, ahead: Tensor) -> Tensor:
-        """A layer's loss from its logits of the next token, if it has some, and of the one after it."""
+        """Return a layer's loss from its logits of the next token, if it has some, and of the one after it."""
         valid = None if batch.valid is None else batch.valid[:, 1:] & batch.valid[:, :-1]
         loss = self.AHEAD * next_token_nats(ahead[:, :-1], batch.tokens[:, 2:], valid)[0]
         return loss if following is None else loss + next_token_nats(following, batch.tokens[:, 1:], batch.valid)[0]
 
     def _nothing(self, taps: list[int]) -> Tensor | float:
-        """0, with a graph to the readers that have stopped: engines expect a gradient of every parameter."""
+        """Return 0 with a graph to the readers that have stopped, as engines expect a gradient of every parameter."""
         idle = [reader for index, reader in enumerate(self.readers[:-1]) if index not in taps]
         return sum((0.0 * parameter.sum() for reader in idle for parameter in reader.parameters()), 0.0)
 
 
 class _Reader(nn.Module):
-    """hidden [batch, time, dim], normed first, -> logits [batch, time, vocab] of each of ``targets``, a tuple."""
+    """A layer hidden [batch, time, dim], normed first, -> logits [batch, time, vocab] of each of ``targets``, a
+    tuple."""
 
     def __init__(self, dim: int, vocab_size: int, targets: int) -> None:
         super().__init__()

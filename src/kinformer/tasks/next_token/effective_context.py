@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from kinformer.tasks.evaluation import EvaluationReport, EvaluationSettings, Tex
 from kinformer.tasks.runs import LoadedRun, TrainedRun
 from kinformer.tasks.shared.lengths import Length, short_names, trained_at
 from kinformer.tasks.shared.options import NextTokenEvaluationOptions
-from kinformer.tasks.shared.text import HeldOut, held_out
+from kinformer.tasks.shared.text import HeldOut, held_out, tokenizer_of
 from kinformer.tasks.task import Load
 from kinformer.training.metric import Metric
 
@@ -70,10 +69,10 @@ def contexts_of(runs: Sequence[TrainedRun], lengths: Sequence[Length]) -> list[i
 
 
 def _same_data(runs: Sequence[TrainedRun], evaluation_settings: EvaluationSettings, holdout: float | None) -> HeldOut:
-    """The data that all are measured on, the first run's if none was named; all must read it alike."""
+    """Return the data that all are measured on, the first run's if none was named; all must have one tokenizer."""
     first = runs[0]
     for other in runs[1:]:
-        if other.tokenizer.fingerprint != first.tokenizer.fingerprint:
+        if tokenizer_of(other).fingerprint != tokenizer_of(first).fingerprint:
             raise KinformerError(
                 f"`recl` compares losses token by token, but {other.folder} and {first.folder} have different "
                 "tokenizers; measure them separately."
@@ -94,7 +93,7 @@ def _losses(
         return context_losses(subject.model, held.split, contexts, positions, chunk=chunk, progress=progress)
 
 
-def _facts(curves: Recl, losses: Losses) -> dict[str, Any]:
+def _facts(curves: Recl, losses: Losses) -> dict[str, object]:
     return {
         "at_least": curves.at_least,
         "gains": list(curves.gains),

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from kinformer.data import NgramModel
 from kinformer.evaluation.adaptive_computation import PONDER_STEPS, noting_steps
@@ -31,8 +30,8 @@ NGRAM_CONTEXT = 4
 @dataclass(frozen=True)
 class Measured:
     """The measurements of one run: ``first`` as it was trained, ``rest`` at further lengths, ``skipped`` those beyond
-    its positions, ``usage`` of its memories, ``steps`` per token and ``exits`` in the first (``whole``: the same with
-    all layers), ``subject`` without its model."""
+    its positions, ``usage`` of its memories, ``steps`` per token and ``exits`` in the first (``all_layers``: the same
+    with all layers), ``subject`` without its model."""
 
     subject: LoadedRun
     data: HeldOut
@@ -44,7 +43,7 @@ class Measured:
     usage: tuple[Usage, ...]
     steps: float | None = None
     exits: Exited | None = None
-    whole: Measurement | None = None
+    all_layers: Measurement | None = None
 
     @property
     def all(self) -> list[Measurement]:
@@ -101,12 +100,12 @@ def _measure(
     tell_untrained(run, (main.context if main else None) or 0)
     held = held_out(run, evaluation_settings, task_options.holdout)
     done: dict[Windows | None, Measurement] = {}
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     with progressing(quiet) as progress:
         with record_usage(model) as usages, noting_steps(model) as ponder_recorder, noting_exits(model) as leaving:
             done[main] = measure(model, held.split, main, chunk=evaluation_settings.chunk, progress=progress)
-        seconds = time.perf_counter() - begun
-        exits, whole = _without_exits(model, leaving.result, held, main, evaluation_settings, seconds)
+        seconds = time.perf_counter() - started_at
+        exits, all_layers = _without_exits(subject, leaving.result, held, main, evaluation_settings, seconds)
         for windows in further:
             if windows not in done:
                 done[windows] = measure(model, held.split, windows, chunk=evaluation_settings.chunk, progress=progress)
@@ -118,27 +117,27 @@ def _measure(
     if skipped:
         note(f"note: {run.folder}: not measured at {', '.join(map(str, skipped))}, beyond its positions.")
     rest = [done[windows] for windows in further]
-    measured = (done[main], rest, skipped, seconds, ngram, usages.read(), ponder_recorder.mean, exits, whole)
+    measured = (done[main], rest, skipped, seconds, ngram, usages.read(), ponder_recorder.mean, exits, all_layers)
     return Measured(subject._replace(model=None), held, *measured)
 
 
 def _without_exits(
-    model: Any,
+    subject: LoadedRun,
     exits: Exited | None,
     held: HeldOut,
     main: Windows | None,
     evaluation_settings: EvaluationSettings,
     seconds: float,
 ) -> tuple[Exited | None, Measurement | None]:
-    """What early exits save, and the measurement with all layers; nothing where no token could leave early."""
+    """Return what early exits save, and the measurement with all layers; None where no token could leave early."""
     if exits is None:
         return None, None
-    begun = time.perf_counter()
+    model, started_at = subject.model, time.perf_counter()
     with with_rule(early_exit_stack(model), None):
-        whole = measure(model, held.split, main, chunk=evaluation_settings.chunk)
-    taken = time.perf_counter() - begun
+        all_layers = measure(model, held.split, main, chunk=evaluation_settings.chunk)
+    taken = time.perf_counter() - started_at
     past = (main.context if main else evaluation_settings.chunk) // 2
-    return replace(saved(model, exits, past), speedup=taken / seconds), whole
+    return replace(saved(model, exits, past), speedup=taken / seconds), all_layers
 
 
 def _evaluation(result: Measured) -> Evaluation:
@@ -158,10 +157,10 @@ def _evaluation(result: Measured) -> Evaluation:
     return evaluated(result.subject, metrics, result.data.identity, _lines(result), facts=facts, baselines=baselines)
 
 
-def _exit_facts(result: Measured) -> dict[str, Any]:
-    if result.exits is None or result.whole is None:
+def _exit_facts(result: Measured) -> dict[str, object]:
+    if result.exits is None or result.all_layers is None:
         return {}
-    return {"exits": result.exits.facts, "all_layers_bits_per_byte": result.whole.bits_per_byte}
+    return {"exits": result.exits.facts, "all_layers_bits_per_byte": result.all_layers.bits_per_byte}
 
 
 def _lines(result: Measured) -> list[str]:
@@ -183,8 +182,8 @@ def _lines(result: Measured) -> list[str]:
         )
     if result.steps is not None:
         lines.append(PONDER_STEPS.text(result.steps))
-    if result.exits is not None and result.whole is not None:
-        lines.append(f"{result.exits.text}, which have {result.whole.bits_per_byte:.4f} bits per byte")
+    if result.exits is not None and result.all_layers is not None:
+        lines.append(f"{result.exits.text}, which have {result.all_layers.bits_per_byte:.4f} bits per byte")
     if result.ngram is not None:
         lines.append(f"{result.ngram:.4f} bits per byte by a 5-gram model of the training split")
     return lines
@@ -197,7 +196,7 @@ def _way(measured: Measurement) -> str:
     return f"windows of {plural(measured.context, 'token')}{repeated}"
 
 
-def _facts(measured: Measurement) -> dict[str, Any]:
+def _facts(measured: Measurement) -> dict[str, object]:
     return {
         "context": measured.context,
         "carried": measured.context is None,
@@ -210,7 +209,7 @@ def _facts(measured: Measurement) -> dict[str, Any]:
 
 
 def _side_by_side(names: Sequence[str], results: Sequence[Measured]) -> list[str | TextTable]:
-    """The lengths of all runs in one table, and the positions of each; nothing where no lengths were asked for."""
+    """Return the lengths of all runs in one table, and the positions of each; nothing where no lengths were named."""
     if not any(result.rest or result.skipped for result in results):
         return []
     blocks: list[str | TextTable] = ["", _by_length(names, results)]
@@ -221,7 +220,7 @@ def _side_by_side(names: Sequence[str], results: Sequence[Measured]) -> list[str
 
 
 def _by_length(names: Sequence[str], results: Sequence[Measured]) -> TextTable:
-    """Bits per byte, a row per length and a column per run; "-" where a model has no positions so far."""
+    """Return bits per byte, a row per length and a column per run; "-" where a model has no positions so far."""
     columns = [{item.context: f"{item.bits_per_byte:.4f}" for item in result.all} for result in results]
     contexts = dict.fromkeys(context for column in columns for context in column)
     beyond = sorted({length for result in results for length in result.skipped if length not in contexts})
@@ -233,7 +232,7 @@ def _by_length(names: Sequence[str], results: Sequence[Measured]) -> TextTable:
 
 
 def _by_position(result: Measured) -> TextTable:
-    """Bits per byte by how many tokens of its window a token had before it, a column per length."""
+    """Return bits per byte by how many tokens of its window a token had before it, a column per length."""
     measured = list({item.context: item for item in result.all if item.by_position}.values())
     columns = [{item.last: item for item in one.by_position} for one in measured]
     bins = {last: value for column in columns for last, value in column.items()}
@@ -249,7 +248,7 @@ def _by_position(result: Measured) -> TextTable:
 
 
 def _plot(names: Sequence[str], results: Sequence[Measured], path: Path) -> None:
-    """Every length, and the positions within the longest, of every run."""
+    """Draw every length, and the positions within the longest, of every run."""
     from kinformer.figures.lengths import Curve, plot
 
     curves = []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +10,7 @@ from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
 from kinformer.stacks.exit_rules import AllExits
 from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch, next_token_nats, predicted
-from kinformer.tasks.shared.exit_losses import aligned_loss, all_exits
+from kinformer.tasks.shared.exit_losses import ExitModel, aligned_loss, all_exits
 from kinformer.training.objective import ObjectiveOutput
 
 
@@ -39,25 +37,27 @@ class ExitLosses:
             )
         return cls()
 
-    def __call__(self, model: nn.Module, batch: TokenBatch, state: State, progress: float) -> ObjectiveOutput:
-        stack: Any = model.stack
+    def __call__(self, model: ExitModel, batch: TokenBatch, state: State, progress: float) -> ObjectiveOutput:
+        config = model.stack.config
         if not model.training:
             return NextTokenLoss()(model, batch, state, progress)
-        if stack.config.training == "mixed":
-            return self._mixed(model, batch, state, progress, stack.config.samples)
-        return self._aligned(model, batch, state, progress, stack)
+        if config.training == "mixed":
+            return self._mixed(model, batch, state, progress, config.samples)
+        return self._aligned(model, batch, state, progress)
 
     def _mixed(
-        self, model: nn.Module, batch: TokenBatch, state: State, progress: float, samples: int
+        self, model: ExitModel, batch: TokenBatch, state: State, progress: float, samples: int
     ) -> ObjectiveOutput:
         drawn = [NextTokenLoss()(model, batch, state, progress) for _ in range(samples)]
         losses, metrics, states = zip(*drawn, strict=True)
         nats = torch.stack([metric["nats"] for metric in metrics]).mean()
         return torch.stack(losses).mean(), metrics[0] | {"nats": nats}, states[-1]
 
-    def _aligned(self, model: Any, batch: TokenBatch, state: State, progress: float, stack: Any) -> ObjectiveOutput:
-        targets, exits = batch.tokens[:, 1:], stack.exits
-        _, state, tapped = model.hidden(batch.tokens[:, :-1], state, valid=batch.valid, reset=batch.reset, taps=exits)
+    def _aligned(self, model: ExitModel, batch: TokenBatch, state: State, progress: float) -> ObjectiveOutput:
+        targets, stack = batch.tokens[:, 1:], model.stack
+        _, state, tapped = model.hidden(
+            batch.tokens[:, :-1], state, valid=batch.valid, reset=batch.reset, taps=stack.exits
+        )
         logits = [model.exit_logits(x, number) for number, x in enumerate(tapped)]
         losses, nats = zip(*(next_token_nats(logit, targets, batch.valid) for logit in logits), strict=True)
         seen = None if stack.rule is None else exits_of(tapped, logits, batch)
@@ -66,7 +66,7 @@ class ExitLosses:
 
 
 def exits_of(hidden: tuple[Tensor, ...], logits: list[Tensor], batch: TokenBatch) -> AllExits:
-    """What is known of every exit, without a graph but for ``hidden``."""
+    """Return the outputs of every exit, without a graph but for ``hidden``."""
     targets = batch.tokens[:, 1:]
     valid = torch.ones_like(targets, dtype=torch.bool) if batch.valid is None else batch.valid
     sequence = torch.zeros_like(targets) if batch.reset is None else batch.reset.long().cumsum(1)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 
+from kinformer.core.model import CausalModel
 from kinformer.data import Tokenizer
 from kinformer.evaluation.early_exit import Exited, noting_exits, saved
 from kinformer.generation.drafted import DraftedSession, Drafting
@@ -17,16 +17,18 @@ from kinformer.generation.generate import session_of
 from kinformer.generation.session import Session
 from kinformer.generation.stops import StoppedText, ends_of_text
 from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.record import GenerationSettings
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.lengths import tell_untrained
+from kinformer.tasks.shared.text import tokenizer_of
 
 MOST_NEW = 256
 
 
 @dataclass
 class Sample:
-    """One continuation: its ``tokens``, its ``text``, and whether it ended before the text that was to stop it, or with
-    a token that ends a text."""
+    """One continuation: its ``tokens``, its ``text``, and whether it ``stopped`` at a stop text or at a token that ends
+    a text."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -35,8 +37,8 @@ class Sample:
 
 @dataclass
 class Generated:
-    """What came out, and what it cost: prompt and new tokens (over all samples), seconds for each; ``interrupted``
-    if Ctrl-C was pressed meanwhile; ``exits``: where new tokens could leave early; ``drafting``: with a draft."""
+    """The ``samples`` and what they cost: prompt and new tokens (over all samples), seconds for each; ``interrupted``
+    by Ctrl-C; ``exits``: where new tokens could leave early; ``drafting``: with a draft."""
 
     samples: list[Sample]
     prompt_tokens: int
@@ -51,15 +53,15 @@ class Generated:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens per second, that of the first included."""
+        """Return new tokens per second, that of the first included."""
         return self.new_tokens / self.seconds if self.seconds else 0.0
 
 
 def continue_text(
-    subject: LoadedRun, prompt: str | bytes, options: Any, write: Callable[[str], None] | None
+    subject: LoadedRun, prompt: str | bytes, options: GenerationSettings, write: Callable[[str], None] | None
 ) -> Generated:
     """Continue ``prompt``; of one sample every piece of text is given to ``write`` as soon as it is drawn."""
-    tokenizer = subject.run.tokenizer
+    tokenizer = tokenizer_of(subject.run)
     tokens = tokenizer.encode(prompt)
     if not len(tokens):
         raise KinformerError("the prompt is empty; give at least one character with `prompt` or `prompt_file`.")
@@ -70,17 +72,17 @@ def continue_text(
     if options.samples == 1:
         writers[0].write = write
     result = Generated([writer.sample for writer in writers], len(tokens))
-    begun, exits = time.perf_counter(), None
+    started_at, exits = time.perf_counter(), None
     try:
         session.feed(torch.from_numpy(np.asarray(tokens))[None])
         session = session if options.samples == 1 else session.fork(options.samples)
-        result.prompt_seconds, begun = time.perf_counter() - begun, time.perf_counter()
+        result.prompt_seconds, started_at = time.perf_counter() - started_at, time.perf_counter()
         with noting_exits(subject.model) as leaving:
             _draw(session, writers, new, result)
         exits = leaving.result
     except KeyboardInterrupt:
         result.interrupted = True
-    result.seconds = time.perf_counter() - begun if result.new_tokens else 0.0
+    result.seconds = time.perf_counter() - started_at if result.new_tokens else 0.0
     for writer in writers:
         writer.finish()
     result.seed, result.state_bytes = session.seed, session.state_bytes
@@ -92,10 +94,10 @@ def continue_text(
 
 
 class Conversation:
-    """A text of a run that is continued in turns: every turn adds a text and draws what follows. The state is carried,
-    so that what was said before is not read again."""
+    """A text of a run that is continued in turns: every turn adds a text and draws its continuation. The state is
+    carried, so that earlier turns are not read again."""
 
-    def __init__(self, subject: LoadedRun, options: Any) -> None:
+    def __init__(self, subject: LoadedRun, options: GenerationSettings) -> None:
         self.subject, self.options = subject, options
         self.session: Session | None = None
 
@@ -104,7 +106,7 @@ class Conversation:
 
         Errors: ``KinformerError`` for an empty text, and where the model's positions end, before anything is drawn.
         """
-        tokens = self.subject.run.tokenizer.encode(text)
+        tokens = tokenizer_of(self.subject.run).encode(text)
         if not len(tokens):
             raise KinformerError("the text to continue is empty; give at least one character.")
         if self.session is None:
@@ -118,7 +120,7 @@ class Conversation:
     def _pieces(self, session: Session, new: int) -> Iterator[str]:
         pieces: list[str] = []
         ends = ends_of_text(self.subject.model)
-        writer = _Writer(self.subject.run.tokenizer, self.options.stop, ends, pieces.append)
+        writer = _Writer(tokenizer_of(self.subject.run), self.options.stop, ends, pieces.append)
         for (token,) in session.stream(new):
             writer.feed(token)
             yield from pieces
@@ -129,16 +131,16 @@ class Conversation:
         yield from pieces
 
 
-def _new_tokens(model: Any, options: Any, before: int) -> int:
+def _new_tokens(model: CausalModel, options: GenerationSettings, before: int) -> int:
     """Return how many tokens to draw after so many."""
     if options.max_new_tokens is not None:
-        return int(options.max_new_tokens)
+        return options.max_new_tokens
     limit = MOST_NEW if model.max_length is None else model.max_length - before + 1
     return max(1, min(MOST_NEW, limit))
 
 
-def _session(subject: LoadedRun, options: Any, prompt: int) -> tuple[Session, int]:
-    """A session for one row, and how many tokens to draw."""
+def _session(subject: LoadedRun, options: GenerationSettings, prompt: int) -> tuple[Session, int]:
+    """Return a session for one row, and how many tokens to draw."""
     new = _new_tokens(subject.model, options, prompt)
     settings = {
         "chunk": options.chunk,
@@ -166,7 +168,7 @@ def _draw(session: Session, writers: Sequence[_Writer], new: int, result: Genera
 
 
 class _Writer:
-    """One sample in the making, and where its text is written as it comes."""
+    """A sample in the making, and the function that its text is written by as it comes."""
 
     def __init__(
         self, tokenizer: Tokenizer, stops: Sequence[str], ends: Sequence[int], write: Callable[[str], None] | None

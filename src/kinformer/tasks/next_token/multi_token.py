@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sized
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from kinformer.core.model import CausalModel
 from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch, hidden_nats, next_token_nats, predicted
 from kinformer.training import cross_entropy
 from kinformer.training.objective import ObjectiveOutput
+
+
+class AheadModel(CausalModel, Protocol):
+    """A causal model with parts ``ahead``, each of which predicts one token further."""
+
+    @property
+    def ahead(self) -> Sized: ...
+
+    def further(self, number: int, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Return the hidden states of part ``number``, from 1, after those before it and the ``tokens`` between."""
+        ...
 
 
 class MultiToken:
@@ -37,7 +50,7 @@ class MultiToken:
             )
         return cls()
 
-    def __call__(self, model: Any, batch: TokenBatch, state: State, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: AheadModel, batch: TokenBatch, state: State, progress: float) -> ObjectiveOutput:
         if not model.training:
             return NextTokenLoss()(model, batch, state, progress)
         tokens, targets = batch.tokens[:, :-1], batch.tokens[:, 1:]
@@ -46,7 +59,7 @@ class MultiToken:
         further = self.further(model, hidden, batch)
         return loss + self.WEIGHT * further.mean(), {"nats": nats, "predicted": predicted(batch)}, state
 
-    def further(self, model: Any, hidden: Tensor, batch: TokenBatch) -> Tensor:
+    def further(self, model: AheadModel, hidden: Tensor, batch: TokenBatch) -> Tensor:
         """Return L_2 ... L_(n + 1), [n], from the ``hidden`` states [batch, time, width]."""
         losses, time = [], hidden.shape[1]
         valid = torch.ones_like(batch.tokens[:, 1:], dtype=torch.bool) if batch.valid is None else batch.valid
@@ -62,8 +75,8 @@ class MultiToken:
         return torch.stack(losses)
 
 
-def _nats(model: Any, hidden: Tensor, targets: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return mean and sum of the cross-entropies of ``targets``."""
+def _nats(model: CausalModel, hidden: Tensor, targets: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the mean and the sum of the cross-entropies of ``targets``."""
     if cross_entropy.in_pieces(model, targets.numel()):
         return hidden_nats(model, hidden, targets, valid)
     return next_token_nats(model.logits(hidden), targets, valid)

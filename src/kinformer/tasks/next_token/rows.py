@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from math import log
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kinformer.core.model import CausalModel, StackedCausalModel
 from kinformer.core.state import State
 from kinformer.data import Corpus, EvaluationStream, RandomWindows, SegmentStreams, Split
 from kinformer.data.mixture import MixedWindows
@@ -31,7 +32,7 @@ class TokenBatch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many tokens are predicted."""
+        """Return how many tokens are predicted."""
         rows, width = self.tokens.shape
         return rows * (width - 1)
 
@@ -80,17 +81,15 @@ class NextTokens(DataModule):
     def validations(self) -> int:
         return len(self.stream)
 
-    def batch(self, step: int, rank: int, world: int) -> Any:
+    def batch(self, step: int, rank: int, world: int) -> TokenBatch:
         tokens = torch.from_numpy(self.sampler.batch(step, rank, world))
         return TokenBatch(tokens, _marks(self.sampler.resets(step, rank, world)))
 
-    def validation(self, rank: int, world: int) -> Iterator[Any]:
+    def validation(self, rank: int, world: int) -> Iterator[TokenBatch]:
         for segment in self.stream:
-            tokens, reset, valid = (
-                _share(field, rank, world) for field in (segment.tokens, segment.reset, segment.valid)
-            )
-            whole = valid is None or valid.all()
-            yield TokenBatch(torch.from_numpy(tokens), _marks(reset), None if whole else torch.from_numpy(valid))
+            tokens, valid = (torch.from_numpy(_share(item, rank, world)) for item in (segment.tokens, segment.valid))
+            reset = None if segment.reset is None else _share(segment.reset, rank, world)
+            yield TokenBatch(tokens, _marks(reset), None if valid.all() else valid)
 
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
         return {BITS_PER_BYTE.name: bits_per_byte(means["nats"], self.corpus.splits[split])}
@@ -109,7 +108,7 @@ class RetrievedBatch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many tokens are predicted."""
+        """Return how many tokens are predicted."""
         return self.tokens.shape[0] * (self.tokens.shape[1] - 1)
 
 
@@ -150,7 +149,7 @@ class NextTokenLoss:
 
     by_token = True
 
-    def __call__(self, model: Any, batch: Any, state: State, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: CausalModel, batch: TokenBatch, state: State, progress: float) -> ObjectiveOutput:
         tokens, targets, marks = batch.tokens[:, :-1], batch.tokens[:, 1:], {"valid": batch.valid, "reset": batch.reset}
         if cross_entropy.in_pieces(model, tokens.numel()):
             inputs, state = model.head_inputs(tokens, state, **marks)
@@ -161,13 +160,14 @@ class NextTokenLoss:
         return loss, {"nats": nats, "predicted": predicted(batch)}, state
 
 
-def predicted(batch: Any) -> Tensor:
-    """How many tokens of a batch are predicted and count."""
+def predicted(batch: TokenBatch | RetrievedBatch) -> Tensor:
+    """Return how many tokens of a batch are predicted and count."""
     return torch.full((), batch.size, device=batch.tokens.device) if batch.valid is None else batch.valid.sum()
 
 
 def next_token_nats(logits: Tensor, targets: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Mean and detached sum of the cross-entropies of ``targets`` [batch, time], in float32, where ``valid``."""
+    """Return the mean and the detached sum of the cross-entropies of ``targets`` [batch, time], in float32, where
+    ``valid``."""
     count: Tensor | int = max(1, targets.numel())
     if valid is not None:
         targets, count = targets.masked_fill(~valid, -100), valid.sum().clamp_min(1)
@@ -176,7 +176,7 @@ def next_token_nats(logits: Tensor, targets: Tensor, valid: Tensor | None) -> tu
     return nats / count, nats.detach()
 
 
-def hidden_nats(model: Any, inputs: Any, targets: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+def hidden_nats(model: CausalModel, inputs: object, targets: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return what :func:`next_token_nats` does, from the head's ``inputs``; for hidden states without computing all
     logits at once."""
     if not isinstance(inputs, Tensor):
@@ -189,14 +189,12 @@ def hidden_nats(model: Any, inputs: Any, targets: Tensor, valid: Tensor | None) 
 
 
 def bits_per_byte(nats_per_token: float, split: Split) -> float:
-    """Nats per token as bits per byte of the text that the split's tokens stand for."""
+    """Return nats per token as bits per byte of the text that the split's tokens stand for."""
     return nats_per_token / log(2) * len(split) / split.bytes
 
 
-def _share(field: np.ndarray | None, rank: int, world: int) -> Any:
-    """A process's rows; rows that fill up the last share are invalid."""
-    if field is None:
-        return None
+def _share(field: np.ndarray, rank: int, world: int) -> np.ndarray:
+    """Return a process's rows; rows that fill up the last share are zeros, and so not valid."""
     size = -(-len(field) // world)
     padded = np.zeros((size * world, *field.shape[1:]), field.dtype)
     padded[: len(field)] = field
@@ -204,13 +202,13 @@ def _share(field: np.ndarray | None, rank: int, world: int) -> Any:
 
 
 def _marks(reset: np.ndarray | None) -> Tensor | None:
-    """Where sequences begin, or None where none does, which saves the work; most batches have none."""
+    """Return where sequences begin, or None where none does, as in most batches, which saves work."""
     return None if reset is None or not reset.any() else torch.from_numpy(reset)
 
 
 def _with_rows(batch: TokenBatch, table: np.ndarray, starts: np.ndarray, rank: int) -> RetrievedBatch:
-    """``batch`` with its rows of ``table``; ``starts`` are the positions of all processes' rows, the last of which may
-    be fewer than the others'."""
+    """Return ``batch`` with its rows of ``table``; ``starts`` are the positions of all processes' rows, the last of
+    which may be fewer than the others'."""
     count, time = batch.tokens.shape[0], batch.tokens.shape[1] - 1
     rows = np.full((count, time, table.shape[1]), -1, np.int64)
     for row, start in zip(rows, starts[rank * count : (rank + 1) * count].tolist(), strict=False):
@@ -225,7 +223,9 @@ class RetrievedNextToken:
 
     reads_hidden = True
 
-    def __call__(self, model: Any, batch: RetrievedBatch, state: State, progress: float) -> ObjectiveOutput:
+    def __call__(
+        self, model: StackedCausalModel, batch: RetrievedBatch, state: State, progress: float
+    ) -> ObjectiveOutput:
         hidden_states, state, _ = model.hidden(batch.tokens[:, :-1], state, valid=batch.valid, reset=batch.reset)
         logits = model.head(hidden_states, model.input, neighbours=batch.neighbours)
         loss, nats = next_token_nats(logits, batch.tokens[:, 1:], batch.valid)

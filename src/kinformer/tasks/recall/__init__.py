@@ -1,20 +1,21 @@
-"""Recall: a causal model reads keys with values, and tells the value of each key that comes again (``data.mqar``)."""
+"""Recall: a causal model reads keys with values, and predicts the value of each key that comes again
+(``data.mqar``)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import require, require_above
 from kinformer.runtime.tables import PredictionTable
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.predictions import Predicted, PredictionSettings
-from kinformer.tasks.record import DataNeeds, EvaluationNeeds, Generation, Models, Prediction
+from kinformer.tasks.record import DataNeeds, EvaluationNeeds, Generation, GenerationSettings, Models, Prediction
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.options import whole_numbers
-from kinformer.tasks.task import Source, Task, TrainingPlan
+from kinformer.tasks.task import NoOptions, Source, Task, TrainingPlan
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
 
 if TYPE_CHECKING:
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from kinformer.data.items import TextSource
     from kinformer.data.mqar import Recall
+    from kinformer.tasks.next_token.generate import Generated
     from kinformer.training.data_module import DataModule
     from kinformer.training.objective import Objective
 
@@ -49,7 +52,7 @@ class RecallOptions:
 
     @property
     def data(self) -> Recall:
-        """The rows that these options describe."""
+        """Return the rows that these options describe."""
         from kinformer.data.mqar import Recall
 
         return Recall(
@@ -77,16 +80,16 @@ class RecallEvaluationOptions(PredictionTable):
 
     @property
     def pairs_to_measure(self) -> tuple[int, ...] | None:
-        """The numbers of ``at_pairs``."""
+        """Return the numbers of ``at_pairs``."""
         return None if self.at_pairs is None else numbers("`at_pairs`", self.at_pairs)
 
 
 def numbers(flag: str, text: str) -> tuple[int, ...]:
-    """``"4,8"`` as distinct numbers of pairs, in order."""
+    """Return ``"4,8"`` as distinct numbers of pairs, in order."""
     return whole_numbers(flag, text, "pairs", "4,8,16")
 
 
-def _recall(model: Any) -> Any:
+def _recall(model: nn.Module) -> Objective:
     from kinformer.tasks.recall.rows import RecallLoss
 
     return RecallLoss(())
@@ -156,13 +159,19 @@ class RecallTask(Task):
 
         return evaluate(subject, evaluation_settings, task_options, quiet)
 
-    def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
+    def generate(
+        self,
+        subject: LoadedRun,
+        prompt: str | bytes,
+        options: GenerationSettings,
+        write: Callable[[str], None] | None,
+    ) -> Generated:
         from kinformer.tasks.recall.evaluate import answer
 
-        return answer(subject, prompt, options, write)
+        return answer(subject, prompt, options.seed, write)
 
     def predict(
-        self, subject: LoadedRun, source: Any, settings: PredictionSettings, task_options: Any
+        self, subject: LoadedRun, source: TextSource, settings: PredictionSettings, task_options: NoOptions
     ) -> Iterator[Predicted]:
         from kinformer.tasks.recall.evaluate import answer, symbols_of
         from kinformer.tasks.shared.answering import answers_to

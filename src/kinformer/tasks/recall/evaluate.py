@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from math import isfinite, log
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
 from kinformer.core import state as states
-from kinformer.core.model import device_of
+from kinformer.core.model import CausalModel, device_of
 from kinformer.data.mqar import SPLITS, Recall, RecallRows
 from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.runtime.tables import WriteRow
 from kinformer.runtime.words import plural
-from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, by_group, evaluated, total
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, by_group, evaluated
 from kinformer.tasks.next_token.generate import Generated, Sample
 from kinformer.tasks.recall.rows import accuracy_of
 from kinformer.tasks.runs import LoadedRun
@@ -27,23 +27,36 @@ if TYPE_CHECKING:
     from kinformer.tasks.recall import RecallEvaluationOptions
 
 
+class PairsMeasured(TypedDict):
+    """The results of rows of so many ``pairs``, for JSON: the ``queries``, how many are ``correct``, and the sum of
+    their ``nats``."""
+
+    pairs: int
+    length: int
+    queries: int
+    correct: int
+    accuracy: float
+    nats: float
+
+
 def evaluate(
     subject: LoadedRun, evaluation_settings: EvaluationSettings, options: RecallEvaluationOptions, quiet: bool
 ) -> Evaluation:
-    """A run on new rows of each number of pairs, of the length of training or as long as the pairs need; every query
-    is written to the table that the options name."""
-    run, begun = subject.run, time.perf_counter()
+    """Evaluate a run on new rows of each number of pairs, of the length of training or as long as the pairs need; every
+    query is written to the table that the options name."""
+    run, started_at = subject.run, time.perf_counter()
     data: Recall = run.options.data
     split = choose(evaluation_settings.split, SPLITS, "`split`")
     pairs, rows = options.pairs_to_measure or data.pairs, options.rows
     with options.writing_predictions() as write:
 
-        def measure(number: int) -> dict[str, Any]:
+        def measure(number: int) -> PairsMeasured:
             length = max(run.training["length"], 4 * number)
             return _measured(subject.model, data, split, number, length, rows, evaluation_settings, write)
 
         groups = by_group(pairs, measure, quiet)
-    queries, correct, nats = total(groups, "queries", "correct", "nats")
+    queries = sum(group["queries"] for group in groups)
+    correct, nats = sum(group["correct"] for group in groups), sum(group["nats"] for group in groups)
     guessing = rows * len(pairs) / queries
     metrics = {ACCURACY: correct / queries, BITS_PER_LABEL: nats / log(2) / queries}
     metrics |= {accuracy_of(group["pairs"]): group["accuracy"] for group in groups}
@@ -59,11 +72,13 @@ def evaluate(
     )
     baselines, facts = {"guessing": guessing}, {"guessing": guessing, "by_pairs": groups}
     identity = data.identity | {"split": split}
-    return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="recall", since=begun)
+    return evaluated(
+        subject, metrics, identity, text, facts=facts, baselines=baselines, task="recall", since=started_at
+    )
 
 
 def _measured(
-    model: Any,
+    model: CausalModel,
     data: Recall,
     split: str,
     pairs: int,
@@ -71,8 +86,8 @@ def _measured(
     rows: int,
     evaluation_settings: EvaluationSettings,
     write: WriteRow | None,
-) -> dict[str, Any]:
-    """Measure rows of so many pairs: the queries, how many are right, and the sum of their nats."""
+) -> PairsMeasured:
+    """Measure rows of so many pairs."""
     data.check(length, (pairs,))
     if model.max_length is not None and length > model.max_length:
         raise KinformerError(
@@ -102,8 +117,8 @@ def _measured(
 
 
 def _queries(batch: ScoredBatch, answered: Answers, before: int) -> Iterator[dict[str, int | float]]:
-    """Every query of a batch, whose rows are numbered after those ``before``: its key, the value that is right, the one
-    that is most probable, and its probability."""
+    """Yield every query of a batch, whose rows are numbered after those ``before``: its key, the right value, the most
+    probable one, and its probability."""
     shares, values = answered.logits.softmax(-1).max(-1)
     keys = batch.tokens[batch.scored]
     columns = (answered.rows, keys, answered.labels, values, shares)
@@ -111,10 +126,13 @@ def _queries(batch: ScoredBatch, answered: Answers, before: int) -> Iterator[dic
         yield {"row": before + row + 1, "key": key, "label": label, "value": value, "probability": share}
 
 
-def answer(subject: LoadedRun, prompt: str | bytes, options: Any, write: Callable[[str], None] | None) -> Generated:
-    """The value that is most probable behind ``prompt``: numbers of symbols, keys with values and at last a key."""
+def answer(
+    subject: LoadedRun, prompt: str | bytes, seed: int = 0, write: Callable[[str], None] | None = None
+) -> Generated:
+    """Return the value that is most probable behind ``prompt``: numbers of symbols, keys with values and at last a
+    key."""
     words = symbols_of(prompt, subject.model.vocab_size)
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     with torch.inference_mode():
         tokens = torch.tensor([words], device=device_of(subject.model))
         logits, state = subject.model(tokens)
@@ -124,16 +142,16 @@ def answer(subject: LoadedRun, prompt: str | bytes, options: Any, write: Callabl
     return Generated(
         [Sample([value], str(value))],
         len(words),
-        seed=options.seed,
+        seed=seed,
         state_bytes=states.nbytes(state),
-        prompt_seconds=time.perf_counter() - begun,
+        prompt_seconds=time.perf_counter() - started_at,
         new_tokens=1,
-        seconds=time.perf_counter() - begun,
+        seconds=time.perf_counter() - started_at,
     )
 
 
 def symbols_of(prompt: str | bytes, symbols: int) -> list[int]:
-    """The numbers that a prompt holds. Errors: ``KinformerError`` for what is no number of one of the ``symbols``."""
+    """Return the numbers of a prompt. Errors: ``KinformerError`` for a word that is no number below ``symbols``."""
     words = (prompt.decode("utf-8", "replace") if isinstance(prompt, bytes) else prompt).split()
     for word in words:
         if not (word.isdecimal() and int(word) < symbols):

@@ -15,7 +15,7 @@ from kinformer.training.settings import Settings
 
 
 def accuracy_of(pairs: int) -> Metric:
-    """The share of queries that are right, of rows with so many pairs."""
+    """Return the metric of the share of queries that are right, of rows with so many pairs."""
     return Metric(f"accuracy_of_{pairs}_pairs", SHARE, lower_is_better=False)
 
 
@@ -46,8 +46,7 @@ class RecallData(MadeRows):
 
 
 class RecallLoss(AnswersLoss):
-    """The mean cross-entropy of the values that are asked for; its metrics count the right ones for each of
-    ``pairs``."""
+    """The mean cross-entropy of the queried values; its metrics count the right ones for each of ``pairs``."""
 
     def __init__(self, pairs: Sequence[int]) -> None:
         self.pairs = tuple(pairs)

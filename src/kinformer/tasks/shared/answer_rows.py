@@ -1,16 +1,17 @@
-"""Rows that are made when they are asked for, of which a causal model answers some tokens (recall, algorithms)."""
+"""Rows that are made on demand, of which a causal model answers some tokens (recall, algorithms)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from kinformer.core import state as states
+from kinformer.core.model import CausalModel
 from kinformer.core.state import State
 from kinformer.data import IGNORED
 from kinformer.training.batch import take_rows
@@ -23,7 +24,7 @@ PART_TOKENS = 2048
 
 
 class ScoredBatch(NamedTuple):
-    """``tokens``, ``labels`` [batch, time] int64, IGNORED where nothing is asked; ``sizes`` [batch] int64: of every
+    """``tokens``, ``labels`` [batch, time] int64, IGNORED where nothing is scored; ``sizes`` [batch] int64: of every
     row's problem (pairs, digits); ``valid`` [batch, time] bool, or None for rows of one length."""
 
     tokens: Tensor
@@ -33,17 +34,17 @@ class ScoredBatch(NamedTuple):
 
     @classmethod
     def of(cls, rows: tuple[np.ndarray, ...]) -> ScoredBatch:
-        """A reader's rows, whose fields are these, as a batch."""
+        """Make a batch of a reader's rows, which have these fields."""
         return cls(*map(torch.from_numpy, rows))
 
     @property
     def size(self) -> int:
-        """How many tokens are read, padding included."""
+        """Return how many tokens are read, padding included."""
         return self.tokens.numel()
 
     @property
     def scored(self) -> Tensor:
-        """Behind which tokens something is asked for, [batch, time] bool."""
+        """Return behind which tokens an answer is scored, [batch, time] bool."""
         return self.labels != IGNORED
 
 
@@ -62,8 +63,8 @@ def drawn_batches(
 
 
 class Answers(NamedTuple):
-    """A model's answers: ``logits`` [tokens, symbols] in float32, ``labels`` and ``rows`` of every asked token, and the
-    ``state`` after the batch."""
+    """A model's answers: ``logits`` [tokens, symbols] in float32, ``labels`` and ``rows`` of every scored token, and
+    the ``state`` after the batch."""
 
     logits: Tensor
     labels: Tensor
@@ -72,17 +73,17 @@ class Answers(NamedTuple):
 
     @property
     def nats(self) -> Tensor:
-        """The cross-entropy of all, summed."""
+        """Return the sum of the cross-entropies of all answers."""
         return functional.cross_entropy(self.logits, self.labels, reduction="sum")
 
     @property
     def right(self) -> Tensor:
-        """Which labels are the most probable tokens [tokens] bool."""
+        """Return which labels are the most probable tokens, [tokens] bool."""
         return self.logits.detach().argmax(-1) == self.labels
 
 
-def answers(model: Any, batch: ScoredBatch, state: State = None) -> Answers:
-    """What ``model`` says where it is asked."""
+def answers(model: CausalModel, batch: ScoredBatch, state: State = None) -> Answers:
+    """Return what ``model`` predicts of the scored tokens."""
     scored = batch.scored
     inputs, state = model.head_inputs(batch.tokens, state, valid=batch.valid)
     logits = model.logits(states.map_tensors(lambda item: item[scored][None], inputs))[0]
@@ -97,11 +98,11 @@ class MadeRows(DataModule):
 
     @property
     def width(self) -> int:
-        """The number of tokens in a row."""
+        """Return the number of tokens in a row."""
         raise NotImplementedError
 
     def made(self, split: str, part: int, seed: int) -> tuple[np.ndarray, ...]:
-        """The rows of one batch of all processes."""
+        """Return the rows of one batch of all processes."""
         raise NotImplementedError
 
     @property
@@ -121,11 +122,11 @@ class MadeRows(DataModule):
 
 
 class AnswersLoss:
-    """Mean cross-entropy of the tokens that are asked for, each predicted from the right ones before it."""
+    """The mean cross-entropy of the scored tokens, each predicted from the right ones before it."""
 
     reads_hidden = True
 
-    def __call__(self, model: nn.Module, batch: ScoredBatch, state: State, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: CausalModel, batch: ScoredBatch, state: State, progress: float) -> ObjectiveOutput:
         answered = answers(model, batch, state)
         nats, right, labels_scored = answered.nats, answered.right, len(answered.labels)
         counts = {"predicted": torch.full_like(right.sum(), labels_scored), "correct": right.sum()}
@@ -133,5 +134,5 @@ class AnswersLoss:
         return nats / max(1, labels_scored), metrics, answered.state
 
     def counted(self, batch: ScoredBatch, rows: Tensor, right: Tensor) -> dict[str, Tensor]:
-        """What else is summed, of ``right`` answers [tokens] in ``rows`` [tokens]."""
+        """Return further sums, of ``right`` answers [tokens] in ``rows`` [tokens]."""
         raise NotImplementedError

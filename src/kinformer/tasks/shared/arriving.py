@@ -17,9 +17,9 @@ POOL = 16
 _END = object()
 
 
-def arriving(items: Iterator[T], most: int) -> Iterator[list[T]]:
-    """Yield the items in lists of at most ``most``: of what is there, without waiting for more than one."""
-    queue: Queue[Any] = Queue(maxsize=4 * most)
+def arriving(items: Iterator[T], limit: int) -> Iterator[list[T]]:
+    """Yield the items in lists of at most ``limit``: of what is there, without waiting for more than one."""
+    queue: Queue[Any] = Queue(maxsize=4 * limit)
 
     def read() -> None:
         try:
@@ -37,7 +37,7 @@ def arriving(items: Iterator[T], most: int) -> Iterator[list[T]]:
         item, error = queue.get()
         while item is not _END:
             batch.append(item)
-            if len(batch) == most:
+            if len(batch) == limit:
                 break
             try:
                 item, error = queue.get(timeout=0.01)
@@ -50,10 +50,10 @@ def arriving(items: Iterator[T], most: int) -> Iterator[list[T]]:
         raise error
 
 
-def batched(items: Iterable[T], most: int) -> Iterator[list[T]]:
-    """Yield the items in lists of ``most``, the last of what is left."""
+def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Yield the items in lists of ``size``, the last of what is left."""
     iterator = iter(items)
-    while batch := list(islice(iterator, most)):
+    while batch := list(islice(iterator, size)):
         yield batch
 
 

@@ -1,6 +1,6 @@
 """Training images changed at random, in plain PyTorch: shifts, flips, RandAugment, erased boxes, two images in one.
 
-Everything random comes from the generator that is given, so that a step's images follow from the run's seed.
+Everything random comes from a generator, so that a step's images follow from the run's seed.
 
 ``crop``         shifted by up to an eighth of each side, zeros behind
 ``resized-crop``  a box of 8 to 100 % of the area and an aspect of 3/4 to 4/3, scaled to the whole (Szegedy et al. 2015)
@@ -40,7 +40,7 @@ class Augmented(NamedTuple):
 
 
 def augment(batch: Augmented, names: Sequence[str], generator: Generator) -> Augmented:
-    """``batch``, whose images are floats, after the changes ``names``, which are made in the order of this page."""
+    """Return ``batch``, whose images are floats, after the changes ``names``, in the order of this list."""
     images = batch.images
     for name, change in ALONE.items():
         if name in names:
@@ -54,11 +54,11 @@ def augment(batch: Augmented, names: Sequence[str], generator: Generator) -> Aug
 
 
 def crop(images: Tensor, generator: Generator) -> Tensor:
-    """Shifted along both axes by whole pixels, each image by its own."""
+    """Shift each image along both axes by a random number of pixels."""
     for axis in (2, 3):
         side = images.shape[axis]
-        most = max(1, side // 8)
-        shift = torch.randint(-most, most + 1, (len(images), 1), generator=generator)
+        largest = max(1, side // 8)
+        shift = torch.randint(-largest, largest + 1, (len(images), 1), generator=generator)
         source = torch.arange(side) + shift
         shape = [len(images), 1, side, 1] if axis == 2 else [len(images), 1, 1, side]
         moved = images.gather(axis, source.clamp(0, side - 1).view(shape).expand_as(images))
@@ -67,7 +67,8 @@ def crop(images: Tensor, generator: Generator) -> Tensor:
 
 
 def resized_crop(images: Tensor, generator: Generator) -> Tensor:
-    """A box of each image, of a share ``CROPPED`` of its area and an aspect ``ASPECTS``, scaled bilinearly to its size.
+    """Return a box of each image, of a share ``CROPPED`` of its area and an aspect ``ASPECTS``, scaled bilinearly to
+    its size.
 
     A box longer than a side is cut to it; its centre is drawn where it fits.
     """
@@ -83,8 +84,8 @@ def box(
     aspects: tuple[float, float],
     generator: Generator | None,
 ) -> Tensor:
-    """A box of each image at a random place, brought to ``size`` bilinearly: of a random share ``area`` of its area and
-    a random aspect among ``aspects``, across by down as shares of its sides."""
+    """Return a box of each image at a random place, brought to ``size`` bilinearly: of a random share ``area`` of its
+    area and a random aspect among ``aspects``, across by down as shares of its sides."""
     count, (low, high) = len(images), map(log, aspects)
     share = area[0] + (area[1] - area[0]) * torch.rand(count, generator=generator)
     aspect = (low + (high - low) * torch.rand(count, generator=generator)).exp()
@@ -97,7 +98,7 @@ def box(
 
 
 def jitter(images: Tensor, generator: Generator) -> Tensor:
-    """Brightness, contrast and, of colours, saturation, each times its own number about 1."""
+    """Multiply brightness, contrast and, of colours, saturation, each by its own random number about 1."""
     factors = 1 + JITTER * (2 * torch.rand(3, len(images), 1, 1, 1, generator=generator) - 1)
     images = (images * factors[0]).clamp(0, 1)
     grey = luminance(images)
@@ -106,13 +107,13 @@ def jitter(images: Tensor, generator: Generator) -> Tensor:
 
 
 def flip(images: Tensor, generator: Generator | None) -> Tensor:
-    """Left and right exchanged, or not, image by image."""
+    """Exchange left and right in a random half of the images."""
     turned = torch.rand(len(images), 1, 1, 1, generator=generator) < 0.5
     return torch.where(turned.to(images.device), images.flip(3), images)
 
 
 def erase(images: Tensor, generator: Generator) -> Tensor:
-    """A box of random area and aspect filled with noise, in some of the images."""
+    """Fill a box of random area and aspect with noise, in some of the images."""
     rows = len(images)
     chosen = torch.rand(rows, generator=generator) < ERASED
     area = LEAST_AREA + (MOST_AREA - LEAST_AREA) * torch.rand(rows, generator=generator)
@@ -123,7 +124,7 @@ def erase(images: Tensor, generator: Generator) -> Tensor:
 
 
 def mixup(batch: Augmented, generator: Generator) -> Augmented:
-    """Each image and its neighbour's, one share for both."""
+    """Mix each image with its neighbour, by one share for all."""
     share = _beta(MIXUP, generator).expand(len(batch.images))
     wide = share[:, None, None, None]
     mixed = wide * batch.images + (1 - wide) * batch.images.flip(0)
@@ -131,7 +132,7 @@ def mixup(batch: Augmented, generator: Generator) -> Augmented:
 
 
 def cutmix(batch: Augmented, generator: Generator) -> Augmented:
-    """A box of each image is another's; shares are those of the pixels."""
+    """Replace a box of each image by its neighbour's; shares are those of the pixels."""
     rows = len(batch.images)
     side = (1 - _beta(CUTMIX, generator)).sqrt().expand(rows)
     inside = _boxes(batch.images, side, side, generator)
@@ -140,7 +141,8 @@ def cutmix(batch: Augmented, generator: Generator) -> Augmented:
 
 
 def _boxes(images: Tensor, down: Tensor, across: Tensor, generator: Generator) -> Tensor:
-    """[rows, 1, height, width] bool: boxes of ``down`` and ``across`` [rows], shares of the sides, centred anywhere."""
+    """Return boxes as [rows, 1, height, width] bool, of ``down`` and ``across`` [rows], shares of the sides, centred
+    anywhere."""
     inside = []
     for axis, share in ((2, down), (3, across)):
         side = images.shape[axis]
@@ -150,7 +152,7 @@ def _boxes(images: Tensor, down: Tensor, across: Tensor, generator: Generator) -
 
 
 def _beta(alpha: float, generator: Generator) -> Tensor:
-    """One draw of Beta(alpha, alpha), as a quotient of gamma variables."""
+    """Draw once from Beta(alpha, alpha), as a quotient of gamma variables."""
     gammas = torch._standard_gamma(torch.full((2,), alpha), generator=generator)
     return gammas[0] / gammas.sum().clamp_min(1e-12)
 

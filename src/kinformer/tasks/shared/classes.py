@@ -1,9 +1,9 @@
-"""Classes that a run predicts: their names, their numbers in other data, and what was found of each."""
+"""Classes that a run predicts: their names, their numbers in other data, and how often each was predicted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol, TypedDict
 
 import numpy as np
 
@@ -34,13 +34,24 @@ def numbers_of(run: TrainedRun, name: str, classes: Sequence[str]) -> np.ndarray
     return np.array([learnt.index(item) for item in classes], np.int64)
 
 
-def by_class(classes: Sequence[str], measured: Any, things: str) -> tuple[list[dict[str, Any]], TextTable]:
+class ClassCounts(Protocol):
+    """The counts of each class: how many ``examples`` it has, how often it was ``predicted``, and how often rightly."""
+
+    @property
+    def examples(self) -> tuple[int, ...]: ...
+    @property
+    def predicted(self) -> tuple[int, ...]: ...
+    @property
+    def correct(self) -> tuple[int, ...]: ...
+
+
+def by_class(classes: Sequence[str], measured: ClassCounts, things: str) -> tuple[list[dict[str, object]], TextTable]:
     """Return, as JSON and as a table, how many ``things`` of every class there are, how often it was predicted and how
     often rightly."""
     columns = (measured.examples, measured.predicted, measured.correct)
     counts = [
-        {"class": name, things: there, "predicted": predicted, "correct": correct}
-        for name, there, predicted, correct in zip(classes, *columns, strict=True)
+        {"class": name, things: count, "predicted": predicted, "correct": correct}
+        for name, count, predicted, correct in zip(classes, *columns, strict=True)
     ]
     rows = [list(count.values()) for count in counts]
     return counts, TextTable(("class", things, "predicted", "correct"), rows, range(1, 4))
@@ -57,14 +68,18 @@ class ClassPredictions:
         shares, classes = logits.softmax(-1).max(-1)
         self.classes[indices], self.shares[indices] = classes.numpy(), shares.double().numpy()
 
-    def rows(self, labels: np.ndarray, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    def rows(self, labels: np.ndarray, names: Sequence[str]) -> Iterator[dict[str, object]]:
         """Yield what is predicted of every item, as a row of a table, beside its label."""
         labels = labels[: len(self.classes)]  # of the items that were measured, the first ones
         for label, predicted, share in zip(labels, self.classes.tolist(), self.shares.tolist(), strict=True):
             yield {"label": names[int(label)], "class": names[predicted], "probability": share}
 
 
-def most_probable(probabilities: Tensor, names: Sequence[str], top_k: int) -> list[dict[str, Any]]:
+ClassProbability = TypedDict("ClassProbability", {"class": str, "probability": float})
+"""A class with its probability, as JSON holds it."""
+
+
+def most_probable(probabilities: Tensor, names: Sequence[str], top_k: int) -> list[ClassProbability]:
     """The ``top_k`` most probable classes of ``probabilities`` [classes], the most probable first."""
     best = probabilities.topk(min(top_k, len(names)))
     return [
@@ -73,6 +88,6 @@ def most_probable(probabilities: Tensor, names: Sequence[str], top_k: int) -> li
     ]
 
 
-def spell_classes(classes: Sequence[Mapping[str, object]]) -> str:
-    """Classes with their probabilities, for people."""
+def spell_classes(classes: Sequence[ClassProbability]) -> str:
+    """Return classes with their probabilities, for people."""
     return ", ".join(f"{item['class']} {item['probability']:.1%}" for item in classes)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kinformer.core.model import CausalModel, device_of
+from kinformer.core.model import CausalModel, StackedCausalModel, StackedWholeModel, device_of
 from kinformer.data.buckets import STEP_OF_WIDTH, BosEos, lay
-from kinformer.data.items import TextItem, read_texts, refuse_empty
+from kinformer.data.items import TextItem, TextSource, read_texts, refuse_empty
 from kinformer.data.tables import Columns
 from kinformer.runtime.errors import KinformerError, require_finite
 from kinformer.runtime.progress import note
@@ -22,7 +21,7 @@ from kinformer.tasks.shared.arriving import in_batches
 from kinformer.tasks.shared.text import ends_of, whole_length
 
 
-def embed_texts(subject: LoadedRun, source: Any, settings: EmbeddingSettings) -> Iterator[Embedded]:
+def embed_texts(subject: LoadedRun, source: TextSource, settings: EmbeddingSettings) -> Iterator[Embedded]:
     """Yield the texts of ``source`` (a file or a folder, "-", or a list) in order, each with its vector.
 
     Errors: ``KinformerError`` for a run that reads no text, and for a text that is empty or not UTF-8.
@@ -45,10 +44,10 @@ def embed_texts(subject: LoadedRun, source: Any, settings: EmbeddingSettings) ->
 class TextEmbedder:
     """A run that makes vectors of texts by ``pooling`` its last hidden states: their mean, the first or the last.
 
-    Texts are cut to the length that the run was trained at; ``cut`` counts those.
+    Texts are cut to the length that the run was trained at; ``cut`` counts the ones that were longer.
     """
 
-    def __init__(self, run: TrainedRun, model: Any, pooling: str) -> None:
+    def __init__(self, run: TrainedRun, model: StackedCausalModel | StackedWholeModel, pooling: str) -> None:
         assert run.tokenizer is not None
         self.tokenizer, self.model, self.pooling = run.tokenizer, model, pooling
         self.causal = run.config.protocol is CausalModel

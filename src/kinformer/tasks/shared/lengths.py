@@ -1,4 +1,4 @@
-"""Lengths at which runs are measured, as they were asked for, and how runs are called side by side."""
+"""The lengths at which runs are measured, as the options name them, and the names of runs side by side."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Length:
-    """A length as it was asked for: ``number`` tokens, or so many times the training length."""
+    """A length as an option names it: ``number`` tokens, or so many ``times`` the training length."""
 
     number: int
     times: bool
 
     def tokens(self, run: TrainedRun) -> int:
-        """How many tokens that is for a run."""
+        """Return the length in tokens for a run."""
         if not self.times:
             return self.number
         trained = trained_at(run)
@@ -36,7 +36,7 @@ class Length:
 
 
 def parse_lengths(text: str | None) -> list[Length]:
-    """``128,512`` or ``1x,4x`` (times the training length) as lengths; none if not given."""
+    """Return ``128,512`` or ``1x,4x`` (times the training length) as lengths; none for None."""
     parts = [] if text is None else [part.strip() for part in text.split(",")]
     try:
         return [Length(parse_counts(part.removesuffix("x"))[0], part.endswith("x")) for part in parts]
@@ -48,13 +48,13 @@ def parse_lengths(text: str | None) -> list[Length]:
 
 
 def trained_at(run: TrainedRun) -> int | None:
-    """The training length of a run, where it says so."""
+    """Return the training length of a run, None where it does not say."""
     length = run.training.get("length")
     return length if isinstance(length, int) else None
 
 
 def tell_untrained(run: TrainedRun, tokens: int) -> None:
-    """Say so where a text of so many ``tokens`` reaches positions at which the model was never trained."""
+    """Note where a text of so many ``tokens`` reaches positions at which the model was never trained."""
     trained = trained_at(run)
     if trained is None or tokens <= trained or getattr(run.options, "segments", False) or not _bounded(run.config):
         return
@@ -65,7 +65,7 @@ def tell_untrained(run: TrainedRun, tokens: int) -> None:
 
 
 def _bounded(config: ModelConfig) -> bool:
-    """Whether a model has positions, or distances that no pattern limits, which only training makes known."""
+    """Return whether a model has positions, or distances that no pattern limits, that must be learned in training."""
     parts = [getattr(config, "position", None), getattr(config.input, "embedding", None)]
     for layer in config.layers:
         mixer = getattr(layer, "mixer", None)
@@ -75,6 +75,6 @@ def _bounded(config: ModelConfig) -> bool:
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """The folders' own names where these differ, else their paths."""
+    """Return the folders' names where these differ, else their paths."""
     names = [folder.resolve().name for folder in folders]
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]

@@ -1,10 +1,10 @@
-"""What the tasks of images have in common: where images come from, and what means nothing to them."""
+"""The bases of the tasks of images: where images come from, and the options that mean nothing to them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kinformer.tasks.predictions import Embedded, EmbeddingSettings
+from kinformer.tasks.predictions import Embedded, EmbeddingSettings, FileSource
 from kinformer.tasks.record import NOTHING_DRAWN, DataNeeds, EvaluationNeeds
 from kinformer.tasks.runs import LoadedRun, TrainedRun
 from kinformer.tasks.task import Source, Task
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from kinformer.core.model_config import ModelConfig
     from kinformer.data import ImageData
 
 PATCH_INPUTS = ("patches", "tiles")
@@ -50,14 +51,14 @@ class PatchTask(ImageTask):
         }
     )
 
-    def length(self, data: ImageData, config: Any) -> int:
-        """The number of positions of an image of the data, whose size may differ from that for which positions were
-        learned."""
+    def length(self, data: ImageData, config: ModelConfig) -> int:
+        """Return the number of positions of an image of the data, whose size may differ from that for which positions
+        were learned."""
         from kinformer.tasks.vision.fit import length_of
 
         return length_of(config, data.shape)
 
-    def embed(self, subject: LoadedRun, source: Any, settings: EmbeddingSettings) -> Iterator[Embedded]:
+    def embed(self, subject: LoadedRun, source: FileSource, settings: EmbeddingSettings) -> Iterator[Embedded]:
         from kinformer.tasks.shared.pictures import embed_pictures
 
         return embed_pictures(subject, source, settings)

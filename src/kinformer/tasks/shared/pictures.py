@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kinformer.core.model import device_of
+from kinformer.core.model import WholeModel, device_of
 from kinformer.data.image_files import SUFFIXES, decode, read_head
 from kinformer.data.images import read_images
 from kinformer.data.items import STDIN, Inputs
@@ -19,11 +19,12 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import reading, require_file
 from kinformer.runtime.progress import progressing
 from kinformer.runtime.words import plural
-from kinformer.tasks.predictions import Embedded, EmbeddingSettings, ItemSettings
+from kinformer.tasks.predictions import Embedded, EmbeddingSettings, FileSource, ItemSettings
 from kinformer.tasks.runs import LoadedRun, TrainedRun
 from kinformer.tasks.shared.arriving import batched
 from kinformer.tasks.shared.embedding import pooled
 from kinformer.tasks.shared.text import spec_of
+from kinformer.tasks.shared.views import PatchInput, input_of
 
 
 class Picture(NamedTuple):
@@ -34,8 +35,8 @@ class Picture(NamedTuple):
     label: str | None = None
 
 
-def pictures_in(run: TrainedRun, source: Any, most: int | None, classes: Sequence[str] = ()) -> Inputs:
-    """Return the pictures of ``source`` at the size of the model of ``run``, at most ``most``: a picture, all in a
+def pictures_in(run: TrainedRun, source: FileSource, limit: int | None, classes: Sequence[str] = ()) -> Inputs[Picture]:
+    """Return the pictures of ``source`` at the size of the model of ``run``, at most ``limit``: a picture, all in a
     folder and its folders, the test images of data, or a list of paths. A folder named as one of ``classes`` labels its
     own.
 
@@ -48,35 +49,35 @@ def pictures_in(run: TrainedRun, source: Any, most: int | None, classes: Sequenc
         with reading(path):
             inside = sorted(path.rglob("*")) if path.is_dir() else [path] if path.suffix.lower() in SUFFIXES else None
         if inside is None:
-            return Inputs(pictures(run, str(source), sys.maxsize if most is None else most), most)
+            return Inputs(pictures(run, str(source), sys.maxsize if limit is None else limit), limit)
         files = [file for file in inside if file.suffix.lower() in SUFFIXES and not file.is_dir()]
     else:
         files = [Path(file) for file in source]
-    files = files[:most]
+    files = files[:limit]
     if not files:
         raise KinformerError(f"{source}: holds no pictures; give a PNG or JPEG, a folder of them, or data.")
     for file in files:
         read_head(file)
-    input: Any = run.config.input
+    input: PatchInput = input_of(run.config)
     shape = (*input.size, input.channels)
     labels = (file.parent.name if file.parent.name in classes else None for file in files)
     items = (Picture(str(file), decode(file, shape), label) for file, label in zip(files, labels, strict=True))
     return Inputs(items, len(files))
 
 
-def laid(batch: Sequence[Picture], model: nn.Module) -> Tensor:
+def laid(batch: Sequence[Picture], model: WholeModel) -> Tensor:
     """Return uint8 [images, channels, height, width] of pictures of one size, on the device of ``model``."""
     pixels = np.stack([picture.pixels for picture in batch]).transpose(0, 3, 1, 2)
     return torch.from_numpy(np.ascontiguousarray(pixels)).to(device_of(model))
 
 
 def pictures(run: TrainedRun, spec: str, count: int) -> Iterator[Picture]:
-    """A PNG or JPEG, or those that stand in a folder, scaled and cropped to the size that the model of ``run`` was made
-    for; or the first ``count`` test images of the data ``spec``.
+    """Yield a PNG or JPEG, or those that stand in a folder, scaled and cropped to the size that the model of ``run``
+    was made for; or the first ``count`` test images of the data ``spec``.
 
-    Raises :class:`KinformerError` for what is missing or damaged, and for images of other channels than the model's.
+    Errors: ``KinformerError`` for what is missing or damaged, and for images of other channels than the model's.
     """
-    input: Any = run.config.input
+    input: PatchInput = input_of(run.config)
     shape = (*input.size, input.channels)
     path = Path(spec).expanduser()
     if files := files_in(path):
@@ -110,7 +111,7 @@ def png_of(run: TrainedRun, out: str | None, usual: str) -> Path:
 
 
 def files_in(path: Path) -> list[Path]:
-    """The picture ``path``, or those that stand in this folder beside no folder of more; none of other data."""
+    """Return the picture ``path``, or the pictures of a folder that holds no folders; an empty list for other data."""
     if path.suffix.lower() in SUFFIXES and not path.is_dir():
         require_file(path)
         return [path]
@@ -121,7 +122,7 @@ def files_in(path: Path) -> list[Path]:
     return [item for item in inside if item.suffix.lower() in SUFFIXES]
 
 
-def picture_batches(taken: Inputs, settings: ItemSettings, doing: str) -> Iterator[list[Picture]]:
+def picture_batches(taken: Inputs[Picture], settings: ItemSettings, doing: str) -> Iterator[list[Picture]]:
     """Yield the pictures ``taken`` in batches; a bar says what the caller is ``doing``."""
     done = 0
     with progressing(settings.quiet or taken.total is None, doing) as progress:
@@ -132,9 +133,9 @@ def picture_batches(taken: Inputs, settings: ItemSettings, doing: str) -> Iterat
                 progress(done, taken.total)
 
 
-def embed_pictures(subject: LoadedRun, source: object, settings: EmbeddingSettings) -> Iterator[Embedded]:
+def embed_pictures(subject: LoadedRun, source: FileSource, settings: EmbeddingSettings) -> Iterator[Embedded]:
     """Yield the vectors of the pictures of ``source``, in order: the last hidden states of an encoder, pooled."""
-    model = subject.model
+    model: WholeModel = subject.model
     for batch in picture_batches(pictures_in(subject.run, source, settings.max_items), settings, "embedding"):
         with torch.inference_mode():
             states = model.hidden(laid(batch, model)).long_input

@@ -17,14 +17,14 @@ GREY = (0.299, 0.587, 0.114)
 
 
 def luminance(images: Tensor) -> Tensor:
-    """Images [rows, channels, height, width] without colour, [rows, 1, height, width]."""
+    """Return images [rows, channels, height, width] without colour, [rows, 1, height, width]."""
     if images.shape[1] != 3:
         return images.mean(1, keepdim=True)
     return (images * torch.tensor(GREY, device=images.device)[:, None, None]).sum(1, keepdim=True)
 
 
 def rand_augment(images: Tensor, generator: Generator) -> Tensor:
-    """``COUNT`` changes of each image, one after the other."""
+    """Apply ``COUNT`` random changes to each image, one after the other."""
     rows = len(images)
     for _ in range(COUNT):
         drawn = torch.randint(len(CHANGES), (rows,), generator=generator)
@@ -50,7 +50,7 @@ def _autocontrast(x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
 
 
 def _equalise(x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    """Each value becomes the share of its channel's pixels that are darker, among all but the brightest."""
+    """Replace each value by the share of its channel's pixels that are darker, among all but the brightest."""
     levels = (x * 255).round().long().flatten(2)
     counts = torch.zeros(*levels.shape[:2], 256).scatter_add_(2, levels, torch.ones(levels.shape))
     darker = (counts.cumsum(2) - counts).gather(2, levels)
@@ -88,7 +88,7 @@ def _brightness(x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
 
 
 def _sharpness(x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    """The inner pixels move away from, or towards, a blurred image."""
+    """Move the inner pixels away from, or towards, a blurred image."""
     if min(x.shape[2:]) < 3:
         return x
     kernel = torch.ones(3, 3)
@@ -130,12 +130,12 @@ def _wide(strength: Tensor) -> Tensor:
 
 
 def _blended(base: Tensor, x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    """``base`` plus 0.1 to 1.9 times what ``x`` adds to it."""
+    """Return ``base`` plus 0.1 to 1.9 times the difference of ``x`` from it."""
     return base + _wide(1 + 0.9 * strength * sign) * (x - base)
 
 
 def _moved(x: Tensor, across: list[Tensor], down: list[Tensor]) -> Tensor:
-    """Each pixel taken from where two rows of an affine map [rows] say, zeros from outside."""
+    """Return each pixel from the place that two rows of an affine map [rows] name, zeros from outside."""
     maps = torch.stack([torch.stack(across, 1), torch.stack(down, 1)], 1)
     grid = functional.affine_grid(maps, list(x.shape), align_corners=False)
     return functional.grid_sample(x, grid, mode="bilinear", padding_mode="zeros", align_corners=False)

@@ -1,25 +1,28 @@
-"""What tasks of text share: their data and what is held out of it, the ids of their models, the windows to measure
+"""Shared by the tasks of text: their data and what is held out of it, the ids of their models, the windows to measure
 in."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kinformer.core.pattern import Pattern
-from kinformer.data import BosEos, Corpus, FileTokenizer, Split, first_bytes, open_corpus
-from kinformer.data.items import Check, Inputs, read_texts
+from kinformer.data import BosEos, Corpus, FileTokenizer, Split, Tokenizer, first_bytes, open_corpus
+from kinformer.data.items import Check, Inputs, TextItem, TextSource, read_texts
 from kinformer.data.tables import Columns
 from kinformer.evaluation.bits import streamable
 from kinformer.evaluation.windows import Windows
 from kinformer.runtime.errors import KinformerError, choose
 from kinformer.runtime.progress import note
 from kinformer.runtime.words import plural
+from kinformer.tasks.shared.views import TokenInput, input_of
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from kinformer.core.model import CausalModel, Model
+    from kinformer.core.model_config import ModelConfig
     from kinformer.tasks.evaluation import EvaluationSettings
     from kinformer.tasks.predictions import PredictionSettings
     from kinformer.tasks.runs import LoadedRun, TrainedRun
@@ -28,20 +31,27 @@ if TYPE_CHECKING:
 CARRIED = "carried"
 
 
-def vocab_size_of(config: Any) -> int:
-    """How many ids a model of tokens knows."""
-    return config.input.vocab_size
+def vocab_size_of(config: ModelConfig) -> int:
+    """Return how many ids a model of tokens knows."""
+    input: TokenInput = input_of(config)
+    return input.vocab_size
 
 
-def mask_token_of(config: Any) -> int | None:
-    """The id that stands for a mask, if the model has one."""
+def mask_token_of(config: ModelConfig) -> int | None:
+    """Return the id that stands for a mask, None where the model has none."""
     return getattr(config.input, "mask_token", None)
 
 
-def ends_of(config: Any) -> BosEos:
-    """The tokens that begin and end every text of an encoder."""
+def ends_of(config: ModelConfig) -> BosEos:
+    """Return the tokens that begin and end every text of an encoder."""
     eos = next(iter(getattr(config.input, "eos_tokens", ())), None)
     return BosEos(getattr(config.input, "bos_token", None), eos)
+
+
+def tokenizer_of(run: TrainedRun) -> Tokenizer:
+    """Return the tokenizer of a run that reads text."""
+    assert run.tokenizer is not None, run.folder
+    return run.tokenizer
 
 
 def check_ids(plan: TrainingPlan, ids: int, special_apart: bool) -> None:
@@ -91,13 +101,13 @@ class HeldOut:
     same: bool
 
     @property
-    def identity(self) -> dict[str, Any]:
-        """What identifies the text, as data that JSON can hold: the corpus, its split, and whether it is the run's."""
+    def identity(self) -> dict[str, object]:
+        """Return what identifies the text, for JSON: the corpus, its split, and whether it is the run's."""
         return identity_of_part(self.corpus, self.split.name, self.same)
 
 
 def spec_of(run: TrainedRun, data: str | None) -> str:
-    """What names the data: as asked for, or as the run has it."""
+    """Return the name of the data: ``data``, or the run's own where it is None."""
     spec = data if data is not None else run.data.get("spec")
     if not isinstance(spec, str):
         raise KinformerError(f"{run.folder}: does not say what data it was trained on; give `data` PATH.")
@@ -105,7 +115,7 @@ def spec_of(run: TrainedRun, data: str | None) -> str:
 
 
 def held_out(run: TrainedRun, evaluation_settings: EvaluationSettings, holdout: float | None = None) -> HeldOut:
-    """The part of the data to measure on; a note says where it is not the run's own.
+    """Return the part of the data to measure on; a note says where it is not the run's own.
 
     ``holdout``: the share that is held out, the run's own if None.
     """
@@ -118,13 +128,13 @@ def held_out(run: TrainedRun, evaluation_settings: EvaluationSettings, holdout: 
     return HeldOut(corpus, part, same)
 
 
-def identity_of_part(data: Any, split: str, same: bool) -> dict[str, Any]:
-    """What a figure was measured on, for JSON; ``same``: whether the run was trained on the very data."""
+def identity_of_part(data: Data, split: str, same: bool) -> dict[str, object]:
+    """Return what a metric was measured on, for JSON; ``same``: whether the run was trained on the very data."""
     return dict(data.identity) | {"split": split, "same_as_run": same}
 
 
 def note_other_data(run: TrainedRun, data: Data, requested: bool) -> bool:
-    """Whether ``data`` is what the run was trained on; a note says where it is not."""
+    """Return whether ``data`` is what the run was trained on; a note says where it is not."""
     trained_on = (run.data.get("identity") or {}).get("fingerprint")
     if trained_on is None:
         note(f"note: the run does not say what data it was trained on; {data.name} may have been part of it.")
@@ -137,20 +147,20 @@ def note_other_data(run: TrainedRun, data: Data, requested: bool) -> bool:
     return data.fingerprint == trained_on
 
 
-def heading(subject: LoadedRun, data: Any, split: str) -> str:
-    """The line above the metrics of a run on a part of ``data``."""
+def heading(subject: LoadedRun, data: Data, split: str) -> str:
+    """Return the line above the metrics of a run on a part of ``data``."""
     return f"{subject.title} on {data.name} {data.version}, {split} split"
 
 
-def texts_in(source: Any, settings: PredictionSettings, check: Check | None = None) -> Inputs:
-    """The texts of ``source`` to predict from, as ``settings`` say; ``check`` raises where one is none for the task (by
-    default, where it is empty)."""
+def texts_in(source: TextSource, settings: PredictionSettings, check: Check | None = None) -> Inputs[TextItem]:
+    """Return the texts of ``source`` to predict from, as ``settings`` say; ``check`` raises for one that the task
+    cannot read (by default, an empty one)."""
     columns = Columns(settings.text_field, settings.label_field)
     return read_texts(source, columns, settings.format, settings.max_items, check)
 
 
 class WindowOptions(Protocol):
-    """What options say of how a text is read."""
+    """The options of how a text is read: in windows of ``context`` tokens, which ``overlap``."""
 
     @property
     def context(self) -> str | int | None: ...
@@ -159,9 +169,9 @@ class WindowOptions(Protocol):
 
 
 def main_windows(
-    run: TrainedRun, model: Any, window_options: WindowOptions, beside_lengths: bool = False
+    run: TrainedRun, model: CausalModel, window_options: WindowOptions, beside_lengths: bool = False
 ) -> Windows | None:
-    """The windows to read in, as asked for or as the run was trained; None where the state is carried."""
+    """Return the windows to read in, as the options say or as the run was trained; None where the state is carried."""
     context = None if window_options.context is None else str(window_options.context)
     endless = streamable(model)
     if context == CARRIED and not endless:
@@ -183,11 +193,11 @@ def main_windows(
     length = run.training.get("length", model.max_length)
     if not isinstance(length, int):
         raise KinformerError(f"{run.folder}: does not say at what length it was trained; give `context` N.")
-    most = length if model.max_length is None else min(length, model.max_length)
-    return Windows(context=most, overlap=window_options.overlap)
+    limit = length if model.max_length is None else min(length, model.max_length)
+    return Windows(context=limit, overlap=window_options.overlap)
 
 
-def check_positions(model: Any, windows: Windows | None) -> None:
+def check_positions(model: Model, windows: Windows | None) -> None:
     """Refuse windows beyond the model's positions."""
     if windows is not None and model.max_length is not None and windows.context > model.max_length:
         raise KinformerError(
@@ -196,7 +206,7 @@ def check_positions(model: Any, windows: Windows | None) -> None:
         )
 
 
-def whole_length(run: TrainedRun, model: Any, default: int = 512) -> int:
-    """The length that an encoder was trained at, within its positions."""
+def whole_length(run: TrainedRun, model: Model, default: int = 512) -> int:
+    """Return the length that an encoder was trained at, within its positions."""
     length = run.training.get("length", model.max_length or default)
     return length if model.max_length is None else min(length, model.max_length)

@@ -7,17 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from kinformer.core.model import CausalModel, WholeModel
 from kinformer.runtime.errors import KinformerError, require
 from kinformer.runtime.tables import PredictionTable
 from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.predictions import Embedded, EmbeddingSettings, Predicted, PredictionSettings
-from kinformer.tasks.record import NOTHING_DRAWN, DataNeeds, EvaluationNeeds, Generation, Models, Prediction
+from kinformer.tasks.predictions import Embedded, EmbeddingSettings, FileSource, Predicted, PredictionSettings
+from kinformer.tasks.record import (
+    NOTHING_DRAWN,
+    DataNeeds,
+    EvaluationNeeds,
+    Generation,
+    GenerationSettings,
+    Models,
+    Prediction,
+)
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.changes import NOTHING, changes_of
+from kinformer.tasks.shared.views import FrameInput, input_of, part_of
 from kinformer.tasks.speech.options import DecodingOptions
 from kinformer.tasks.task import Source, Task, TrainingPlan
 from kinformer.training.metric import BITS_PER_SYMBOL, ERROR_RATE
@@ -27,8 +36,11 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from kinformer.core.model_config import ModelConfig
     from kinformer.data.sound import Sound, SoundOptions
+    from kinformer.tasks.speech.generate import Transcribed
     from kinformer.training.data_module import DataModule
+    from kinformer.training.objective import Objective
 
 NAME, INPUT, HEAD = "speech", "frames", "ctc"
 
@@ -63,7 +75,7 @@ class SpeechOptions:
 
     @property
     def joined(self) -> tuple[int, int] | None:
-        """Least and most clips of an utterance."""
+        """Return the least and the most clips of an utterance, None where clips are not joined."""
         if self.join is None:
             return None
         least, dash, most = self.join.partition("-")
@@ -72,7 +84,7 @@ class SpeechOptions:
         return int(least), int(most or least)
 
     def reading(self, share: float | None) -> SoundOptions:
-        """How the data is read; ``share`` is what is held out of recordings where nothing else says."""
+        """Return how the data is read; ``share`` is held out of recordings where the options do not say which are."""
         from kinformer.data.clips import Holdout
         from kinformer.data.sound import SoundOptions
 
@@ -118,7 +130,7 @@ class SpeechGenerationOptions(DecodingOptions):
         self.check(self.prefixes)
 
 
-def _ctc(model: Any) -> Any:
+def _ctc(model: nn.Module) -> Objective:
     from kinformer.tasks.speech.rows import CTC
 
     return CTC()
@@ -154,7 +166,7 @@ class Speech(Task):
     GenerationOptions = SpeechGenerationOptions
     PredictionOptions = SpeechPredictionOptions
 
-    def fits(self, config: Any) -> bool:
+    def fits(self, config: ModelConfig) -> bool:
         return self.takes(config) and config.head.kind == HEAD
 
     def open(self, source: Source, options: SpeechOptions, cache: Path | None = None) -> Sound:
@@ -164,9 +176,9 @@ class Speech(Task):
             raise KinformerError("`data` stdlib: is text, not speech; give a folder of clips, or leave it out.")
         return open_sound(source.spec, options.reading(source.holdout))
 
-    def fit(self, config: Any, data: Sound | None) -> dict[str, Any]:
+    def fit(self, config: ModelConfig, data: Sound | None) -> dict[str, object]:
         classes = 2 if data is None else 1 + len(data.symbols)
-        head: dict[str, Any] = {"head": {"kind": HEAD, "classes": classes}}
+        head: dict[str, object] = {"head": {"kind": HEAD, "classes": classes}}
         if config.head.kind == HEAD:
             head = {"head.classes": classes}
         return head if config.input.kind == INPUT else {"input": {"kind": INPUT}} | head
@@ -179,13 +191,14 @@ class Speech(Task):
 
         jiwer()
         check_sequence(model)
-        classes = plan.config.head.classes
+        classes: int = part_of(plan.config.head, "classes")
+        input: FrameInput = input_of(plan.config)
         if classes != 1 + len(plan.data.symbols):
             raise KinformerError(
                 f"`set` head.classes={classes}: the data has {plural(len(plan.data.symbols), 'symbol')}, and one "
                 "class more is the blank; leave it out."
             )
-        Filterbank(plan.data.rate, plan.config.input.mels)
+        Filterbank(plan.data.rate, input.mels)
         for split in ("train", "validation"):
             Rows(plan.data, split, plan.config, plan.settings.length).tell_left_out(split)
 
@@ -205,7 +218,9 @@ class Speech(Task):
 
         return evaluate(self, subject, evaluation_settings, task_options, quiet)
 
-    def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
+    def generate(
+        self, subject: LoadedRun, prompt: None, options: GenerationSettings, write: Callable[[str], None] | None
+    ) -> Transcribed:
         from kinformer.tasks.speech.generate import transcribe
 
         if options.task_options.audio is None:
@@ -215,13 +230,17 @@ class Speech(Task):
         return transcribe(subject, options.task_options.audio, options.task_options, write)
 
     def predict(
-        self, subject: LoadedRun, source: Any, settings: PredictionSettings, task_options: Any
+        self,
+        subject: LoadedRun,
+        source: FileSource,
+        settings: PredictionSettings,
+        task_options: SpeechPredictionOptions,
     ) -> Iterator[Predicted]:
         from kinformer.tasks.speech.predict import predict
 
         return predict(subject, source, settings, task_options)
 
-    def embed(self, subject: LoadedRun, source: Any, settings: EmbeddingSettings) -> Iterator[Embedded]:
+    def embed(self, subject: LoadedRun, source: FileSource, settings: EmbeddingSettings) -> Iterator[Embedded]:
         from kinformer.tasks.speech.embed import embed
 
         return embed(subject, source, settings)

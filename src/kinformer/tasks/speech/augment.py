@@ -17,7 +17,7 @@ from kinformer.data.filterbank import HOP
 from kinformer.data.resample import resample
 
 SPEEDS = (90, 100, 110)
-"""In per cent."""
+"""Speeds in per cent."""
 MASKS = 2
 BAND, SECONDS, SHARE = 27 / 80, 1.0, 0.2
 
@@ -41,8 +41,8 @@ def masked(features: Tensor, generator: Generator) -> Tensor:
     return features
 
 
-def _stretch(size: int, most: int, generator: Generator) -> tuple[int, int]:
-    """Return where a stretch of 0 to ``most`` of so many places begins and ends; each length is as probable."""
-    length = int(torch.randint(most + 1, (), generator=generator))
+def _stretch(size: int, longest: int, generator: Generator) -> tuple[int, int]:
+    """Return where a stretch of 0 to ``longest`` of so many places begins and ends; each length is as probable."""
+    length = int(torch.randint(longest + 1, (), generator=generator))
     begin = int(torch.randint(size - length + 1, (), generator=generator))
     return begin, begin + length

@@ -11,13 +11,14 @@ from kinformer.generation.ctc import Fusion, greedy, prefix_beam
 from kinformer.generation.symbols import SymbolModel, Texts
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.runs import LoadedRun
+from kinformer.tasks.shared.text import tokenizer_of
 from kinformer.tasks.speech.options import DecodingOptions
 
 
 def decoder_of(
     subject: LoadedRun, symbols: Sequence[str], unit: str, prefixes: int, options: DecodingOptions
 ) -> Callable[[Tensor], list[int]]:
-    """Return what makes symbols, by number from 1, of logits [time, classes]; ``symbols`` are texts of ``unit``.
+    """Return a function from logits [time, classes] to symbols, by number from 1; ``symbols`` are texts of ``unit``.
 
     Errors: ``KinformerError`` for a language model whose tokens are not those of single symbols.
     """
@@ -33,7 +34,7 @@ def decoder_of(
 
 def _texts(beside: LoadedRun, symbols: Sequence[str], between: str) -> Texts:
     """Return the tokens of the language model for symbols: a transcript is a line."""
-    tokenizer = beside.run.tokenizer
+    tokenizer = tokenizer_of(beside.run)
 
     def tokens(text: str) -> list[int]:
         return [int(token) for token in tokenizer.encode(text)]

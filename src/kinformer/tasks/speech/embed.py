@@ -9,7 +9,7 @@ import torch
 from kinformer.core.model import device_of
 from kinformer.data.filterbank import Filterbank
 from kinformer.data.resample import Resampler
-from kinformer.tasks.predictions import Embedded, EmbeddingSettings
+from kinformer.tasks.predictions import Embedded, EmbeddingSettings, FileSource
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.embedding import pooled
 from kinformer.tasks.speech.generate import writing_of
@@ -17,7 +17,7 @@ from kinformer.tasks.speech.predict import sounds
 from kinformer.tasks.speech.rows import features_of
 
 
-def embed(subject: LoadedRun, source: object, settings: EmbeddingSettings) -> Iterator[Embedded]:
+def embed(subject: LoadedRun, source: FileSource, settings: EmbeddingSettings) -> Iterator[Embedded]:
     """Yield the vectors of the files of ``source`` (a WAV or FLAC file, a folder, or a list of paths), in order."""
     model, heard_rate = subject.model, writing_of(subject.run)[2]
     bank = Filterbank(heard_rate, model.config.input.mels)

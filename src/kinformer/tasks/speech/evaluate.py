@@ -1,4 +1,4 @@
-"""How well a model writes what is said, beside writing nothing and writing the most frequent transcript."""
+"""How well a model transcribes speech, beside writing nothing and writing the most frequent transcript."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import isfinite, log
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kinformer.core.model import device_of
+from kinformer.core.model import CausalModel, WholeModel, device_of
 from kinformer.data.clips import Holdout
 from kinformer.data.phonemes import folded
 from kinformer.data.sound import CHARACTERS, Sound, join_symbols, open_sound, split_symbols
@@ -28,19 +28,26 @@ from kinformer.tasks.speech.decoding import decoder_of
 from kinformer.tasks.speech.rows import Rows, ctc_nats
 from kinformer.training.metric import BITS_PER_SYMBOL, ERROR_RATE
 
+if TYPE_CHECKING:
+    from kinformer.tasks.speech import Speech, SpeechEvaluationOptions
+
 SHOWN = 8
 
 
 def evaluate(
-    task: Any, subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: Any, quiet: bool
+    task: Speech,
+    subject: LoadedRun,
+    evaluation_settings: EvaluationSettings,
+    task_options: SpeechEvaluationOptions,
+    quiet: bool,
 ) -> Evaluation:
-    """A run on held-out utterances, every one of them, however long or short."""
+    """Evaluate a run on held-out utterances, every one of them, however long or short."""
     run, model, prefixes = subject.run, subject.model, task_options.prefixes
     data = _data(subject, evaluation_settings)
     same = note_other_data(run, data, evaluation_settings.data is not None)
     rows = Rows(data, choose(evaluation_settings.split, data.splits, "`split`"), model.config)
     decode = decoder_of(subject, data.symbols, data.unit, prefixes, task_options)
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     with progressing(quiet) as progress:
         heard, nats = _heard(model, rows, evaluation_settings.chunk, decode, progress)
     references = [split_symbols(rows.utterances.transcript(number), data.unit) for number in range(len(heard))]
@@ -55,7 +62,7 @@ def evaluate(
     metrics = {ERROR_RATE: errors.rate, BITS_PER_SYMBOL: nats / log(2) / symbols}
     baselines = {"empty": 1.0, "most_frequent": count_errors(references, [frequent] * len(references)).rate}
     right = sum(a == b for a, b in zip(references, heard_symbols, strict=True))
-    facts: dict[str, Any] = errors._asdict() | {
+    facts: dict[str, object] = errors._asdict() | {
         "utterances": len(references), "right": right, "prefixes": prefixes, "baselines": baselines, "unit": data.unit,
         "fold": task_options.fold,
         **{name: getattr(task_options, name) for name in ("language_model", "alpha", "beta") if task_options.name},
@@ -72,11 +79,13 @@ def evaluate(
         facts["word_error_rate"] = words.rate
         text.insert(2, f"word error rate {words.rate:.2%} of {plural(words.symbols, 'word')}\n")
     identity = identity_of_part(data, evaluation_settings.split, same)
-    return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task=task.name, since=begun)
+    return evaluated(
+        subject, metrics, identity, text, facts=facts, baselines=baselines, task=task.name, since=started_at
+    )
 
 
 def _data(subject: LoadedRun, evaluation_settings: EvaluationSettings) -> Sound:
-    """The data to measure on, with the symbols and the rate of the run's."""
+    """Return the data to measure on, with the symbols and the rate of the run's."""
     run = subject.run
     identity = run.data.get("identity") or {}
     symbols, rate = identity.get("symbols"), identity.get("rate")
@@ -91,9 +100,13 @@ def _data(subject: LoadedRun, evaluation_settings: EvaluationSettings) -> Sound:
 
 
 def _heard(
-    model: Any, rows: Rows, chunk: int, decode: Callable[[Tensor], list[int]], progress: ProgressCallback | None
+    model: CausalModel | WholeModel,
+    rows: Rows,
+    chunk: int,
+    decode: Callable[[Tensor], list[int]],
+    progress: ProgressCallback | None,
 ) -> tuple[list[list[int]], float]:
-    """The classes that are heard in every utterance, and the nats of all transcripts."""
+    """Return the classes that the model writes of every utterance, and the nats of all transcripts."""
     heard: list[list[int]] = [[] for _ in rows.positions]
     order, nats, begin, device = np.argsort(rows.positions, kind="stable"), 0.0, 0, device_of(model)
     with torch.inference_mode():
@@ -135,7 +148,7 @@ def _words(references: list[list[str]], heard: list[list[str]]) -> Errors:
     return count_errors(*([join_symbols(item, CHARACTERS).split() for item in some] for some in (references, heard)))
 
 
-def _metrics(unit: str, errors: Errors, bits: float, options: Any) -> str:
+def _metrics(unit: str, errors: Errors, bits: float, options: SpeechEvaluationOptions) -> str:
     how = "greedy" if options.prefixes == 1 else plural(options.prefixes, "prefix") + options.name
     how += "" if options.fold is None else f"; folded to {options.fold}"
     kinds = f"{errors.substitutions} substituted, {errors.deletions} missing, {errors.insertions} too many"
@@ -145,8 +158,8 @@ def _metrics(unit: str, errors: Errors, bits: float, options: Any) -> str:
     )
 
 
-def _rows(rows: Rows, references: list[list[str]], heard: list[list[str]]) -> Iterator[dict[str, Any]]:
-    """Yield a row of a table for every utterance: what is said, what is heard, and how many edits are between."""
+def _rows(rows: Rows, references: list[list[str]], heard: list[list[str]]) -> Iterator[dict[str, object]]:
+    """Yield a row of a table for every utterance: the right transcript, the model's, and the edits between them."""
     unit = rows.data.unit
     for number, (reference, item) in enumerate(zip(references, heard, strict=True)):
         texts = {"label": join_symbols(reference, unit), "text": join_symbols(item, unit)}
@@ -154,7 +167,7 @@ def _rows(rows: Rows, references: list[list[str]], heard: list[list[str]]) -> It
 
 
 def _worst(rows: Rows, references: list[list[str]], heard: list[list[str]]) -> TextTable:
-    """The utterances with the most errors, the worst first."""
+    """Return the utterances with the most errors, the worst first."""
     edits = np.array([count_errors([a], [b]).edits for a, b in zip(references, heard, strict=True)])
     worst = [number for number in np.argsort(-edits, kind="stable")[:SHOWN].tolist() if edits[number]]
     unit = rows.data.unit

@@ -1,4 +1,4 @@
-"""Writing down what is said: of a file, or while it is spoken."""
+"""Transcription of a file, or of speech while it is spoken."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kinformer.core import state as states
-from kinformer.core.model import CausalModel, device_of
+from kinformer.core.model import CausalModel, StackedCausalModel, StackedWholeModel, device_of
+from kinformer.core.state import State
 from kinformer.data.filterbank import Filterbank, RunningNorm, normalised, windows
 from kinformer.data.resample import Resampler
 from kinformer.data.sound import CHARACTERS
@@ -23,10 +24,14 @@ from kinformer.generation.ctc import Greedy
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 from kinformer.tasks.runs import LoadedRun, TrainedRun
+from kinformer.tasks.shared.views import FrameInput, input_of
 from kinformer.tasks.speech.decoding import decoder_of
 
+if TYPE_CHECKING:
+    from kinformer.tasks.speech import SpeechGenerationOptions
+
 PIECE = 0.08
-"""Seconds of sound that are waited for."""
+"""The length of a piece of sound in seconds."""
 
 
 @dataclass
@@ -42,8 +47,8 @@ class Transcribed:
     interrupted: bool = False
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """The transcript as data that JSON can hold."""
+    def facts(self) -> dict[str, object]:
+        """Return the transcript as values for JSON."""
         return {
             "run": self.run, "audio": self.audio, "text": self.transcript, "sound_seconds": self.heard,
             "seconds": self.seconds, "state_bytes": self.state_bytes,
@@ -51,18 +56,19 @@ class Transcribed:
 
     @property
     def text(self) -> str:
-        """What the transcript cost, as a line to print."""
+        """Return what the transcript cost, as a line to print."""
         speed = f", {self.heard / self.seconds:.1f} times as fast as spoken" if self.seconds else ""
         return f"{self.heard:.2f} s of sound in {self.seconds:.3f} s{speed}; state {plural(self.state_bytes, 'byte')}"
 
 
 class Listener:
-    """A model that hears sound of ``rate`` samples a second piece by piece: a causal one at once, an encoder at the
-    end."""
+    """A model that reads sound of ``rate`` samples a second piece by piece: a causal one writes at once, an encoder at
+    the end."""
 
-    def __init__(self, model: Any, rate: int, heard_rate: int) -> None:
-        self.model, self.state = model, None
-        self.input = model.config.input
+    def __init__(self, model: StackedCausalModel | StackedWholeModel, rate: int, heard_rate: int) -> None:
+        self.model: Any = model  # called as its protocol says
+        self.state: State = None
+        self.input: FrameInput = input_of(model.config)
         self.causal = model.config.protocol is CausalModel
         self.resampler, self.bank = Resampler(rate, heard_rate), Filterbank(heard_rate, self.input.mels)
         self.norm: Callable[[Tensor], Tensor] = RunningNorm() if self.causal else normalised
@@ -70,7 +76,8 @@ class Listener:
         self.frames = torch.zeros(self.input.width - self.input.stride, self.input.mels)
 
     def feed(self, samples: np.ndarray, last: bool = False) -> Tensor:
-        """Logits [new positions, classes] of what ``samples`` [time] complete; with ``last`` of all that is left."""
+        """Return the logits [new positions, classes] of what ``samples`` [time] complete; with ``last`` of all the
+        rest."""
         self.samples = torch.cat([self.samples, self.resampler.feed(torch.from_numpy(samples), last)])
         if not (self.causal or last):
             return torch.zeros(0, 1)
@@ -85,7 +92,7 @@ class Listener:
         return windows(self._features(last=True), self.input.width, self.input.stride)
 
     def _windows(self, features: Tensor, last: bool) -> Tensor:
-        """Positions [new, width, mels] that are complete; at the end zeros fill up."""
+        """Return the positions [new, width, mels] that are complete; zeros complete the last one."""
         width, stride = self.input.width, self.input.stride
         frames = torch.cat([self.frames, features])
         if last:
@@ -104,13 +111,15 @@ class Listener:
         return self.norm(features)
 
 
-def transcribe(subject: LoadedRun, audio: str, options: Any, write: Callable[[str], None] | None) -> Transcribed:
+def transcribe(
+    subject: LoadedRun, audio: str, options: SpeechGenerationOptions, write: Callable[[str], None] | None
+) -> Transcribed:
     """Write down the sound in the file ``audio``, or - of standard input; every piece of text is given to ``write``."""
     run, model = subject.run, subject.model
     symbols, unit, rate = writing_of(run)
     decode = decoder_of(subject, symbols, unit, options.prefixes, options)
-    came, pieces = _sound(audio)
-    listener, path = Listener(model, came, rate), Greedy()
+    sound_rate, pieces = _sound(audio)
+    listener, path = Listener(model, sound_rate, rate), Greedy()
     result, transcribed = Transcribed(str(run.folder), audio), []
     between = "" if unit == CHARACTERS else " "
 
@@ -124,15 +133,15 @@ def transcribe(subject: LoadedRun, audio: str, options: Any, write: Callable[[st
     try:
         with torch.inference_mode():
             for samples, last in pieces:
-                begun = time.perf_counter()
+                started_at = time.perf_counter()
                 logits = listener.feed(samples, last)
-                result.heard += len(samples) / came
+                result.heard += len(samples) / sound_rate
                 transcribed.append(logits)
                 if options.prefixes == 1:
                     add(path.feed(logits))
                 elif last:
                     add(decode(torch.cat([item for item in transcribed if len(item)])))
-                result.seconds += time.perf_counter() - begun
+                result.seconds += time.perf_counter() - started_at
     except KeyboardInterrupt:
         result.interrupted = True
     result.state_bytes = 0 if listener.state is None else states.nbytes(listener.state)
@@ -140,7 +149,7 @@ def transcribe(subject: LoadedRun, audio: str, options: Any, write: Callable[[st
 
 
 def writing_of(run: TrainedRun) -> tuple[list[str], str, int]:
-    """The symbols that a run writes, what they are, and the samples a second that it hears."""
+    """Return the symbols that a run writes, their unit, and the samples a second that it hears."""
     identity = run.data.get("identity") or {}
     symbols, unit, rate = (identity.get(name) for name in ("symbols", "unit", "rate"))
     if not isinstance(symbols, list) or not isinstance(rate, int):
@@ -149,7 +158,7 @@ def writing_of(run: TrainedRun) -> tuple[list[str], str, int]:
 
 
 def _sound(audio: str) -> tuple[int, Iterator[tuple[np.ndarray, bool]]]:
-    """The rate of sound, and its pieces with whether each is the last."""
+    """Return the rate of sound, and its pieces, each with whether it is the last."""
     if audio == "-":
         stream = WavStream(sys.stdin.buffer)
         return stream.rate, _ended((stream.read(PIECE) for _ in count()), "standard input")
@@ -159,7 +168,7 @@ def _sound(audio: str) -> tuple[int, Iterator[tuple[np.ndarray, bool]]]:
 
 
 def _ended(pieces: Iterator[np.ndarray], place: str) -> Iterator[tuple[np.ndarray, bool]]:
-    """``pieces`` up to the first empty one, which is the last."""
+    """Yield ``pieces`` up to the first empty one, which is the last."""
     any_came = False
     for piece in pieces:
         any_came |= len(piece) > 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,31 +15,37 @@ from kinformer.data.sound import join_symbols
 from kinformer.data.wav import ENDINGS, read_sound, sound_info
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.progress import progressing
-from kinformer.tasks.predictions import Predicted, PredictionSettings
+from kinformer.tasks.predictions import FileSource, Predicted, PredictionSettings
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.speech.decoding import decoder_of
 from kinformer.tasks.speech.generate import Listener, writing_of
 
+if TYPE_CHECKING:
+    from kinformer.tasks.speech import SpeechPredictionOptions
 
-def predict(subject: LoadedRun, source: object, settings: PredictionSettings, options: Any) -> Iterator[Predicted]:
-    """What is said in the files of ``source`` (a WAV or FLAC file, a folder of them, or a list of paths), in order."""
+
+def predict(
+    subject: LoadedRun, source: FileSource, settings: PredictionSettings, options: SpeechPredictionOptions
+) -> Iterator[Predicted]:
+    """Yield the transcripts of the files of ``source`` (a WAV or FLAC file, a folder of them, or a list of paths), in
+    order."""
     symbols, unit, rate = writing_of(subject.run)
     decode = decoder_of(subject, symbols, unit, options.prefixes, options)
-    for file, samples, came in sounds(source, settings.max_items, settings.quiet, "predicting"):
+    for file, samples, sound_rate in sounds(source, settings.max_items, settings.quiet, "predicting"):
         with torch.inference_mode():
-            logits = Listener(subject.model, came, rate).feed(samples, last=True)
+            logits = Listener(subject.model, sound_rate, rate).feed(samples, last=True)
         transcript = join_symbols([symbols[symbol - 1] for symbol in decode(logits)], unit)
-        row = {"audio": str(file), "text": transcript, "sound_seconds": len(samples) / came}
+        row = {"audio": str(file), "text": transcript, "sound_seconds": len(samples) / sound_rate}
         yield Predicted(row, f"{file}\t{transcript}")
 
 
-def sounds(source: object, most: int | None, quiet: bool, doing: str) -> Iterator[tuple[Path, np.ndarray, int]]:
+def sounds(source: FileSource, limit: int | None, quiet: bool, doing: str) -> Iterator[tuple[Path, np.ndarray, int]]:
     """Yield the files of ``source`` (a WAV or FLAC file, a folder of them, or a list of paths) in order, each with its
-    samples [time] and how many of them are a second; at most ``most`` files. A bar says what the caller is ``doing``.
+    samples [time] and how many of them are a second; at most ``limit`` files. A bar says what the caller is ``doing``.
 
     The heads of all files are looked at before the first is read.
     """
-    files = _files(source)[:most]
+    files = _files(source)[:limit]
     for file in files:
         sound_info(file)
     with progressing(quiet, doing) as progress:
@@ -49,7 +55,7 @@ def sounds(source: object, most: int | None, quiet: bool, doing: str) -> Iterato
                 progress(number, len(files))
 
 
-def _files(source: Any) -> list[Path]:
+def _files(source: FileSource) -> list[Path]:
     """Return the paths of ``source``: a file, those of a folder and its folders in order, or a list of paths."""
     if source == STDIN:
         raise KinformerError("-: sound files are not read from standard input; give a folder, or a WAV or FLAC file.")

@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import log
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Generator, Tensor
 from torch.nn import functional
 
-from kinformer.core.model import CausalModel
+from kinformer.core.model import CausalModel, WholeModel
+from kinformer.core.model_config import ModelConfig
 from kinformer.core.state import State
 from kinformer.data.buckets import STEP_OF_WIDTH, Order
 from kinformer.data.filterbank import Filterbank, normalised_features, windows
@@ -29,6 +30,7 @@ from kinformer.generation.ctc import BLANK, greedy
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.progress import note
 from kinformer.runtime.words import plural
+from kinformer.tasks.shared.views import FrameInput, input_of
 from kinformer.tasks.speech.augment import masked, with_speed
 from kinformer.tasks.task import TrainingPlan
 from kinformer.training.data_module import DataModule
@@ -51,7 +53,7 @@ class SpeechBatch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many positions there are, padding included."""
+        """Return how many positions there are, padding included."""
         return self.valid.numel()
 
 
@@ -63,11 +65,12 @@ class Rows:
     """
 
     def __init__(
-        self, data: Sound, split: str, config: Any, length: int | None = None, changes: Sequence[str] = ()
+        self, data: Sound, split: str, config: ModelConfig, length: int | None = None, changes: Sequence[str] = ()
     ) -> None:
         self.changes = changes
-        self.data, self.utterances, self.config, self.input = data, data.splits[split], config, config.input
-        self.bank = Filterbank(data.rate, config.input.mels)
+        self.data, self.utterances, self.config = data, data.splits[split], config
+        self.input: FrameInput = input_of(config)
+        self.bank = Filterbank(data.rate, self.input.mels)
         number = {symbol: index for index, symbol in enumerate(data.symbols, start=1)}
         count = len(self.utterances.lengths)
         transcripts = (split_symbols(self.utterances.transcript(index), data.unit) for index in range(count))
@@ -81,7 +84,7 @@ class Rows:
         self.length = length
 
     def tell_left_out(self, split: str) -> None:
-        """Say how many utterances cannot be learnt from; refuse a split of which none can."""
+        """Note how many utterances cannot be learnt from; refuse a split of which none can."""
         seconds = self.input.stride * self.bank.hop / self.data.rate
         for left, why in (
             (self.long, f"are longer than `length` {self.length} positions of {1000 * seconds:.0f} ms"),
@@ -102,8 +105,8 @@ class Rows:
     def batch(
         self, numbers: np.ndarray, counted: np.ndarray | None = None, generators: Sequence[Generator] = ()
     ) -> SpeechBatch:
-        """Utterances by number; those that are not ``counted`` [batch] bool are no examples. With ``generators``, one
-        an utterance, they are changed at random."""
+        """Return utterances by number; those that are not ``counted`` [batch] bool are no examples. With
+        ``generators``, one an utterance, they are changed at random."""
         drawn: Sequence[Generator | None] = generators or [None] * len(numbers)
         rows = [self.features(number, generator) for number, generator in zip(numbers.tolist(), drawn, strict=True)]
         targets = [self.targets[number] for number in numbers.tolist()]
@@ -134,17 +137,18 @@ class Rows:
 
 
 def features_of(
-    samples: Tensor, bank: Filterbank, config: Any, change: Callable[[Tensor], Tensor] | None = None
+    samples: Tensor, bank: Filterbank, config: ModelConfig, change: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
     """Return sound, float32 [time], as positions [positions, width, mels] of a model of ``config``, after a ``change``
     of its normalised features [frames, mels]; for a causal one these are normalised by what was heard so far."""
     features = normalised_features(samples, bank, config.protocol is CausalModel)
-    return windows(features if change is None else change(features), config.input.width, config.input.stride)
+    input: FrameInput = input_of(config)
+    return windows(features if change is None else change(features), input.width, input.stride)
 
 
 class SpeechRows(DataModule):
-    """Utterances of like length side by side. Validation: the first ones of as many positions as asked for, 64 at
-    least."""
+    """Utterances of like length side by side. Validation: the first ones of as many positions as the settings say, 64
+    at least."""
 
     sums = ("nats", "errors")
     metrics = (ERROR_RATE, BITS_PER_SYMBOL)
@@ -189,7 +193,9 @@ class SpeechRows(DataModule):
 class CTC:
     """The mean over symbols of the negative log-likelihood of transcripts; ``errors`` are those of the greedy path."""
 
-    def __call__(self, model: Any, batch: SpeechBatch, state: State, progress: float) -> ObjectiveOutput:
+    def __call__(
+        self, model: CausalModel | WholeModel, batch: SpeechBatch, state: State, progress: float
+    ) -> ObjectiveOutput:
         outputs = model(batch.frames, valid=batch.valid)
         logits, state = (outputs, None) if isinstance(outputs, Tensor) else outputs
         lengths, there = batch.valid.sum(1), batch.counts != IGNORED
@@ -201,14 +207,14 @@ class CTC:
 
 
 def ctc_nats(logits: Tensor, lengths: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
-    """-log p(transcript) [batch] of ``logits`` [batch, time, classes], of whose positions a row has ``lengths``
+    """Return -log p(transcript) [batch] of ``logits`` [batch, time, classes], of whose positions a row has ``lengths``
     [batch], and ``targets`` [batch, n], of which it has ``counts`` [batch]; 0 where positions are too few for them."""
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1).transpose(0, 1)
     return functional.ctc_loss(precise, targets, lengths, counts, blank=BLANK, reduction="none", zero_infinity=True)
 
 
 def transcripts(logits: Tensor, lengths: Tensor, batch: SpeechBatch) -> tuple[list[list[int]], list[list[int]]]:
-    """What was said and what is heard of it, as classes, of every example."""
+    """Return the right and the greedy transcripts of every example, as classes."""
     transcripts_, heard = [], []
     counts = batch.counts.tolist()
     paths = logits.float().cpu()

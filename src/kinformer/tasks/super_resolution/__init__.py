@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.core.model import SourceModel
 from kinformer.runtime.errors import KinformerError, require
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.record import Generation, Models, Prediction
+from kinformer.tasks.record import Generation, GenerationSettings, Models, Prediction
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.image_options import FirstImages
 from kinformer.tasks.shared.of_images import ImageTask, WritesPng
+from kinformer.tasks.shared.views import PixelInput, input_of
 from kinformer.tasks.task import Source, TrainingPlan
 from kinformer.training.metric import BITS_PER_DIM
 
@@ -21,8 +22,12 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from kinformer.core.model import StackedCausalModel
+    from kinformer.core.model_config import ModelConfig
     from kinformer.data.images import ImageData
+    from kinformer.tasks.image.generate import Drawn
     from kinformer.training.data_module import DataModule
+    from kinformer.training.objective import Objective
 
 INPUT, LEVELS = "pixels", 256
 
@@ -58,7 +63,7 @@ class SuperResolutionGenerationOptions:
         require("enlarged", self.enlarged, 1)
 
 
-def _pixels(model: Any) -> Any:
+def _pixels(model: StackedCausalModel) -> Objective:
     from kinformer.tasks.super_resolution.rows import EnlargingLoss
 
     return EnlargingLoss(model)
@@ -102,21 +107,24 @@ class SuperResolution(WritesPng, ImageTask):
     def vocab_size(self, data: ImageData) -> int:
         return LEVELS
 
-    def fit(self, config: Any, data: ImageData | None) -> dict[str, Any]:
+    def fit(self, config: ModelConfig, data: ImageData | None) -> dict[str, object]:
         from kinformer.tasks.super_resolution.fit import enlarging_changes
 
         return enlarging_changes(config, data)
 
-    def requested(self, config: Any, data: ImageData | None, options: SuperResolutionOptions) -> dict[str, Any]:
+    def requested(
+        self, config: ModelConfig, data: ImageData | None, options: SuperResolutionOptions
+    ) -> dict[str, object]:
         from kinformer.tasks.super_resolution.fit import source_changes
 
         return {} if data is None else source_changes(config, data, options.factor)
 
-    def length(self, data: ImageData, config: Any) -> int:
+    def length(self, data: ImageData, config: ModelConfig) -> int:
         from kinformer.tasks.super_resolution.fit import require_pixels
 
         require_pixels(config)
-        return config.input.raster.size
+        input: PixelInput = input_of(config)
+        return input.raster.size
 
     def check(self, plan: TrainingPlan, model: nn.Module) -> None:
         from kinformer.tasks.super_resolution.fit import check_enlarging
@@ -139,7 +147,9 @@ class SuperResolution(WritesPng, ImageTask):
 
         return evaluate(subject, evaluation_settings, task_options, quiet)
 
-    def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
+    def generate(
+        self, subject: LoadedRun, prompt: None, options: GenerationSettings, write: Callable[[str], None] | None
+    ) -> Drawn:
         from kinformer.tasks.super_resolution.generate import enlarge
 
         return enlarge(subject, options, options.task_options)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from math import isfinite, log
-from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from kinformer.core.model import device_of
+from kinformer.core.model import SourceModel, device_of
 from kinformer.data.image_floors import floor_over_source, floors
 from kinformer.runtime.errors import choose, require_finite
 from kinformer.runtime.words import plural
@@ -17,26 +16,29 @@ from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable
 from kinformer.tasks.image.evaluate import data_of, nats_of_images
 from kinformer.tasks.image.rows import shifted
 from kinformer.tasks.runs import LoadedRun
+from kinformer.tasks.shared.image_options import FirstImages
 from kinformer.tasks.shared.text import heading, identity_of_part, note_other_data
 from kinformer.tasks.super_resolution.rows import EnlargingSequences
 from kinformer.training.metric import BITS_PER_DIM
 
 
-def evaluate(subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: Any, quiet: bool) -> Evaluation:
-    """A run on the images of a split, every value scored."""
-    run, begun = subject.run, time.perf_counter()
+def evaluate(
+    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: FirstImages, quiet: bool
+) -> Evaluation:
+    """Evaluate a run on the images of a split, every value scored."""
+    run, started_at = subject.run, time.perf_counter()
     data = data_of(run, evaluation_settings.data)
     split = data.splits[choose(evaluation_settings.split, data.splits, "`split`")]
     same = note_other_data(run, data, evaluation_settings.data is not None)
     pixels, sequences = np.asarray(split.pixels[: task_options.max_items]), EnlargingSequences(run.config)
-    model: Any = subject.model
+    model: SourceModel = subject.model
 
     def score(part: slice) -> tuple[Tensor, Tensor]:
         values, source = (item.to(device_of(model)) for item in sequences.of(pixels[part]))
         return model(shifted(values), model.begin(source))[0], values
 
     rows = max(1, evaluation_settings.chunk // len(sequences.large.order))
-    nats, _ = nats_of_images(len(pixels), rows, score, model, quiet)
+    nats, _ = nats_of_images(len(pixels), rows, score, subject.model, quiet)
     require_finite(isfinite(nats))
     value = nats / log(2) / pixels.size
     baselines = {"source": floor_over_source(data.train.pixels, pixels, sequences.factor)}
@@ -59,5 +61,5 @@ def evaluate(subject: LoadedRun, evaluation_settings: EvaluationSettings, task_o
     }  # fmt: skip
     identity, task = identity_of_part(data, split.name, same), "super-resolution"
     return evaluated(
-        subject, {BITS_PER_DIM: value}, identity, text, facts=facts, baselines=baselines, task=task, since=begun
+        subject, {BITS_PER_DIM: value}, identity, text, facts=facts, baselines=baselines, task=task, since=started_at
     )

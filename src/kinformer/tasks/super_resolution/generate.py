@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,12 +15,16 @@ from kinformer.data.image_floors import reduced
 from kinformer.runtime.words import plural
 from kinformer.tasks.image.evaluate import data_of
 from kinformer.tasks.image.generate import Drawn, check_sampling, grid, sample
+from kinformer.tasks.record import GenerationSettings
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.pictures import files_in, png_of
 from kinformer.tasks.super_resolution.rows import EnlargingSequences
 
+if TYPE_CHECKING:
+    from kinformer.tasks.super_resolution import SuperResolutionGenerationOptions
 
-def enlarge(subject: LoadedRun, options: Any, task_options: Any) -> Drawn:
+
+def enlarge(subject: LoadedRun, options: GenerationSettings, task_options: SuperResolutionGenerationOptions) -> Drawn:
     """Enlarge pictures: a line for each, of the small one, ``options.samples`` drawn ones and, where it is known, the
     image itself."""
     run, model = subject.run, subject.model
@@ -28,12 +32,12 @@ def enlarge(subject: LoadedRun, options: Any, task_options: Any) -> Drawn:
     check_sampling(model, options)
     sequences = EnlargingSequences(run.config)
     small, large = _pictures(subject, sequences, task_options)
-    begun, count = time.perf_counter(), options.samples
+    started_at, count = time.perf_counter(), options.samples
     source = sequences.small.of(small.repeat(count, 0)).to(device_of(model))
     with torch.inference_mode():
         state = model.begin(source)
     values, state_bytes = sample(model, sequences.large, state, options)
-    pixels, seconds = sequences.large.images(values), time.perf_counter() - begun
+    pixels, seconds = sequences.large.images(values), time.perf_counter() - started_at
     shown = small.repeat(sequences.factor, 1).repeat(sequences.factor, 2)[:, None]
     lines = [shown, pixels.reshape(len(small), count, *pixels.shape[1:])]
     lines += [] if large is None else [large[:, None]]
@@ -52,22 +56,23 @@ def enlarge(subject: LoadedRun, options: Any, task_options: Any) -> Drawn:
 
 
 def _pictures(
-    subject: LoadedRun, sequences: EnlargingSequences, task_options: Any
+    subject: LoadedRun, sequences: EnlargingSequences, task_options: SuperResolutionGenerationOptions
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """The small pictures uint8 [count, height, width, channels], and the large ones where all of them are known."""
+    """Return the small pictures uint8 [count, height, width, channels], and the large ones where all of them are
+    known."""
     files = [] if task_options.image is None else files_in(Path(task_options.image).expanduser())
     if not files:
         large = np.asarray(data_of(subject.run, task_options.image).test.pixels[: task_options.enlarged])
         return reduced(large, sequences.factor), large
     small, large_input = sequences.small.input, sequences.large.input
     shape = (small.height, small.width, small.channels)
-    smalls, wholes = [], []
+    smalls, pictures = [], []
     for file in files:
         head = read_head(file)
         if (head.height, head.width) == shape[:2]:
             smalls.append(decode(file, shape))
             continue
-        whole = decode(file, (large_input.height, large_input.width, large_input.channels))
-        wholes.append(whole)
-        smalls.append(reduced(whole[None], sequences.factor)[0])
-    return np.stack(smalls), np.stack(wholes) if len(wholes) == len(files) else None
+        picture = decode(file, (large_input.height, large_input.width, large_input.channels))
+        pictures.append(picture)
+        smalls.append(reduced(picture[None], sequences.factor)[0])
+    return np.stack(smalls), np.stack(pictures) if len(pictures) == len(files) else None

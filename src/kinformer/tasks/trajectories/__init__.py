@@ -1,10 +1,10 @@
 """Trajectories: a causal model learns from episodes which action followed a return to go and a state, and then acts so
-as to get the return that it is asked for (Chen et al. 2021, Decision Transformer)."""
+as to reach a target return (Chen et al. 2021, Decision Transformer)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.control.decision.options import (
     INPUT,
@@ -15,9 +15,9 @@ from kinformer.control.decision.options import (
 from kinformer.core.model import CausalModel
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.predictions import Predicted, PredictionSettings
-from kinformer.tasks.record import DataNeeds, EvaluationNeeds, Generation, Models, Prediction
+from kinformer.tasks.record import DataNeeds, EvaluationNeeds, Generation, GenerationSettings, Models, Prediction
 from kinformer.tasks.runs import LoadedRun
-from kinformer.tasks.task import Source, Task, TrainingPlan
+from kinformer.tasks.task import NoOptions, Source, Task, TrainingPlan
 from kinformer.training.metric import ACCURACY, BITS_PER_ACTION
 
 if TYPE_CHECKING:
@@ -26,12 +26,15 @@ if TYPE_CHECKING:
     from torch import nn
 
     from kinformer.control.decision.data import TrajectoryData
+    from kinformer.core.model_config import ModelConfig
+    from kinformer.tasks.shared.made import Made
     from kinformer.training.data_module import DataModule
+    from kinformer.training.objective import Objective
 
 NAME, DEFAULT = "trajectories", "key-to-door"
 
 
-def _actions(model: Any) -> Any:
+def _actions(model: nn.Module) -> Objective:
     from kinformer.control.decision.rows import ActionLoss
 
     return ActionLoss()
@@ -66,7 +69,7 @@ class TrajectoryTask(Task):
     EvaluationOptions = TrajectoryEvaluationOptions
     GenerationOptions = TrajectoryGenerationOptions
 
-    def fits(self, config: Any) -> bool:
+    def fits(self, config: ModelConfig) -> bool:
         return super().fits(config) and config.input.kind == INPUT
 
     def names(self, spec: str) -> bool:
@@ -79,7 +82,7 @@ class TrajectoryTask(Task):
 
         return open_data(source.spec, source.holdout, options)
 
-    def fit(self, config: Any, data: TrajectoryData | None) -> dict[str, Any]:
+    def fit(self, config: ModelConfig, data: TrajectoryData | None) -> dict[str, object]:
         from kinformer.tasks.trajectories.fit import fitted
 
         return fitted(config, data)
@@ -107,13 +110,15 @@ class TrajectoryTask(Task):
 
         return evaluate(subject, evaluation_settings, task_options, quiet)
 
-    def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
+    def generate(
+        self, subject: LoadedRun, prompt: None, options: GenerationSettings, write: Callable[[str], None] | None
+    ) -> Made:
         from kinformer.tasks.trajectories.generate import play
 
         return play(subject, options, options.task_options, write)
 
     def predict(
-        self, subject: LoadedRun, source: Any, settings: PredictionSettings, task_options: Any
+        self, subject: LoadedRun, source: object, settings: PredictionSettings, task_options: NoOptions
     ) -> Iterator[Predicted]:
         from kinformer.tasks.trajectories.predict import predict
 

@@ -1,4 +1,4 @@
-"""How good an agent is: its held-out actions, and its returns for those that it is asked for, with 95 % confidence."""
+"""How good an agent is: its held-out actions, and its returns beside their targets, with 95 % confidence."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from math import isfinite, log
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from kinformer.control.acting import MEASURED_SEEDS, ActionSampler, cells, remembering, rollouts, summary
+from kinformer.control.acting import MEASURED_SEEDS, ActionSampler, Summary, cells, remembering, rollouts, summary
 from kinformer.control.decision.agent import TrajectoryAgent
 from kinformer.control.decision.behaviour_cloning import Clone
 from kinformer.control.decision.data import TrajectoryData, check_environment
 from kinformer.control.decision.options import PER_STEP, Acting, TrajectoryEvaluationOptions, targets_of
 from kinformer.control.decision.rows import ActionLoss, rows_of
 from kinformer.control.environments.table import make
-from kinformer.core.model import device_of
+from kinformer.core.model import CausalModel, device_of
 from kinformer.evaluation.bits import streamable
 from kinformer.runtime.errors import KinformerError, choose, marked, require_finite, spelled
 from kinformer.runtime.progress import progressing
@@ -35,17 +34,26 @@ SPLITS = ("train", "validation", "test")
 RANK_CORRELATION = Metric("rank_correlation", "of returns and targets (Spearman)", lower_is_better=False)
 
 
+class ReturnRow(Summary):
+    """The results of episodes that aimed at the return ``target``, None for the best; ``context_steps`` read again at
+    each step, or "carried"."""
+
+    target: float | None
+    context_steps: int | str
+    steps_per_second: float
+
+
 def return_at(target: float | None) -> Metric:
-    """The mean return of episodes in which so much is asked for."""
+    """Return the metric of the mean return of episodes that aim at ``target``."""
     return Metric(f"return_at_{'optimal' if target is None else f'{target:g}'}", "return", lower_is_better=False)
 
 
 def evaluate(
     subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: TrajectoryEvaluationOptions, quiet: bool
 ) -> Evaluation:
-    """A run on its held-out episodes and, where there is an environment, acting in it."""
+    """Evaluate a run on its held-out episodes and, where there is an environment, acting in it."""
     run, model = subject.run, subject.model
-    data, begun = data_of(run, evaluation_settings.data), time.perf_counter()
+    data, started_at = data_of(run, evaluation_settings.data), time.perf_counter()
     split = choose(evaluation_settings.split, SPLITS, "`split`")
     note_other_data(run, data, evaluation_settings.data is not None)  # type: ignore[arg-type]
     metrics = _held_out(model, data, split, evaluation_settings.chunk)
@@ -54,7 +62,7 @@ def evaluate(
     env = task_options.env or data.env
     best = data.trajectories.returns[data.trajectories.splits["train"]]
     baselines = {"data_best": float(best.max()), "data_mean": float(best.mean())}
-    facts: dict[str, Any] = {"env": env, **baselines}
+    facts: dict[str, object] = {"env": env, **baselines}
     if env is None:
         _refuse_acting(evaluation_settings, task_options, str(run.folder))
         text.append(spelled("returns are measured in an environment: give `env` NAME\n"))
@@ -73,32 +81,32 @@ def evaluate(
         baselines |= {} if clone is None else {"cloning": clone["mean"]}
     identity = data.identity | {"split": split}
     return evaluated(
-        subject, metrics, identity, text, facts=facts, baselines=baselines, task="trajectories", since=begun
+        subject, metrics, identity, text, facts=facts, baselines=baselines, task="trajectories", since=started_at
     )
 
 
 def _refuse_acting(
     evaluation_settings: EvaluationSettings, task_options: TrajectoryEvaluationOptions, folder: str
 ) -> None:
-    """Refuse what says how is acted, where there is no environment."""
+    """Refuse options of acting, where there is no environment."""
     acting = [option.name for option in fields(task_options) if getattr(task_options, option.name) != option.default]
     for name in acting or ["seed"] * (evaluation_settings.seed > 0):
         raise KinformerError(f"{marked(name)}: {folder} names no environment; give `env` NAME too.")
 
 
-def _held_out(model: Any, data: TrajectoryData, split: str, chunk: int) -> dict[Metric, float]:
+def _held_out(model: CausalModel, data: TrajectoryData, split: str, chunk: int) -> dict[Metric, float]:
     """Measure the actions of a split, in rows of whole episodes or as long as the model's positions."""
     trajectories, loss = data.trajectories, ActionLoss()
-    most = int(trajectories.lengths.max()) if model.max_length is None else max(1, model.max_length // PER_STEP)
+    steps = int(trajectories.lengths.max()) if model.max_length is None else max(1, model.max_length // PER_STEP)
     sums: dict[str, float] = {}
     windows = [
-        (item, first) for item in trajectories.splits[split] for first in range(0, trajectories.lengths[item], most)
+        (item, first) for item in trajectories.splits[split] for first in range(0, trajectories.lengths[item], steps)
     ]
-    size = max(1, chunk // (PER_STEP * most))
+    size = max(1, chunk // (PER_STEP * steps))
     with torch.inference_mode():
         for begin in range(0, len(windows), size):
             episodes, first = np.array(windows[begin : begin + size]).T
-            batch = rows_of(trajectories, data.actions.dim, episodes, first, most)
+            batch = rows_of(trajectories, data.actions.dim, episodes, first, steps)
             _, sums_of_batch, _ = loss(model, map_fields(batch, lambda field: field.to(device_of(model))), None, 1.0)
             for name, value in sums_of_batch.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
@@ -109,7 +117,7 @@ def _held_out(model: Any, data: TrajectoryData, split: str, chunk: int) -> dict[
 
 
 def agent_of(subject: LoadedRun, data: TrajectoryData, task_options: Acting, seed: int) -> TrajectoryAgent:
-    """The run as a policy, remembering as ``task_options`` says or as it was trained."""
+    """Return the run as a policy that remembers as ``task_options`` say, or as it was trained."""
     drawing = ActionSampler(data.actions, task_options.action_temperature, seed)
     trained, longest = subject.run.training.get("length"), int(data.trajectories.lengths.max())
     steps = longest if trained is None else max(1, trained // PER_STEP)
@@ -126,25 +134,29 @@ def _acted(
     task_options: TrajectoryEvaluationOptions,
     seed: int,
     quiet: bool,
-) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """Act in ``env``; return a row of results for every return that is asked for, and one of cloned behaviour, if
-    any."""
+) -> tuple[list[ReturnRow], Summary | None]:
+    """Act in ``env``; return the results for every target, and those of cloned behaviour, if any."""
     environment = make(env)
     check_environment(environment, data.trajectories.state_dim, data.trajectories.discrete, f"{subject.run.folder}")
     environment.close()
     best = float(data.trajectories.returns[data.trajectories.splits["train"]].max())
     targets = (best,) if task_options.target is None else targets_of(task_options.target)
     agent = agent_of(subject, data, task_options, seed)
-    rows: list[dict[str, Any]] = []
-    episodes: list[dict[str, Any]] = []
+    rows: list[ReturnRow] = []
+    episodes: list[dict[str, object]] = []
     with progressing(quiet, "acting") as progress:
         for target in targets:
-            begun = time.perf_counter()
+            started_at = time.perf_counter()
             trajectories = rollouts(agent, env, target, task_options.episodes, MEASURED_SEEDS + seed, progress)
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - started_at
             episodes += ({"target": "optimal" if target is None else target, **row} for row in trajectories.rows())
-            row = {"target": target, **summary(trajectories), "context_steps": agent.context or "carried"}
-            rows.append(row | {"steps_per_second": float(trajectories.lengths.sum()) / seconds})
+            row: ReturnRow = {
+                "target": target,
+                **summary(trajectories),
+                "context_steps": agent.context or "carried",
+                "steps_per_second": float(trajectories.lengths.sum()) / seconds,
+            }
+            rows.append(row)
         task_options.write_predictions(episodes)
         clone = None
         if task_options.cloning_steps:
@@ -153,8 +165,8 @@ def _acted(
     return rows, clone
 
 
-def facts_correlation(rows: Sequence[Mapping[str, object]]) -> float:
-    """Spearman's, of mean returns and targets; 0 where all returns are alike."""
+def facts_correlation(rows: Sequence[ReturnRow]) -> float:
+    """Return Spearman's correlation of mean returns and targets; 0 where all returns are alike."""
     targets, returns = (_ranks(np.array([row[name] for row in rows])) for name in ("target", "mean"))
     if returns.std() == 0:
         return 0.0
@@ -168,8 +180,8 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 def _acting_text(
     env: str,
-    rows: Sequence[Mapping[str, Any]],
-    clone: Mapping[str, Any] | None,
+    rows: Sequence[ReturnRow],
+    clone: Summary | None,
     of_data: Mapping[str, float],
     correlation: float | None,
     episodes: int,
@@ -182,7 +194,7 @@ def _acting_text(
     lines.append(["data, mean", f"{of_data['data_mean']:.2f}", "", "", *([""] * optimal), ""])
     headers = ("asked for", "return", "95 %", "steps", *(["optimal"] if optimal else []), "steps/s")
     context = rows[0]["context_steps"]
-    how = remembering(None if context == "carried" else context)
+    how = remembering(context if isinstance(context, int) else None)
     text: list[str | TextTable] = [f"{plural(episodes, 'episode')} each in {env}, {how}\n"]
     text.append(TextTable(headers, lines, range(1, len(headers))))
     if correlation is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -11,39 +10,42 @@ from kinformer.control.decision.data import TrajectoryData, open_data
 from kinformer.control.decision.options import INPUT, PER_STEP
 from kinformer.control.environments.environment import Discrete
 from kinformer.control.trajectories import Trajectories
+from kinformer.core.input import InputConfig
+from kinformer.core.model_config import ModelConfig
 from kinformer.runtime.errors import KinformerError, marked
 from kinformer.runtime.words import plural
 from kinformer.tasks.runs import TrainedRun
 from kinformer.tasks.shared.text import spec_of
+from kinformer.tasks.shared.views import StepInput, input_of, part_of
 from kinformer.tasks.task import TrainingPlan
 
 
 def data_of(run: TrainedRun, spec: str | None = None) -> TrajectoryData:
-    """The data of a run, or other data of its environment."""
+    """Return the data of a run, or other data of its environment."""
     data = open_data(spec_of(run, spec), run.data.get("holdout"), run.options)
-    local: Any = run.config.input
-    if (data.trajectories.state_dim, data.actions.dim) != (local.state_dim, local.action_dim):
+    input: StepInput = input_of(run.config)
+    if (data.trajectories.state_dim, data.actions.dim) != (input.state_dim, input.action_dim):
         raise KinformerError(
             f"{data.name}: has states of {plural(data.trajectories.state_dim, 'number')} and "
-            f"{plural(data.actions.dim, 'action')}, but {run.folder} was trained on {local.state_dim} and "
-            f"{local.action_dim}; give data of its environment."
+            f"{plural(data.actions.dim, 'action')}, but {run.folder} was trained on {input.state_dim} and "
+            f"{input.action_dim}; give data of its environment."
         )
     return data
 
 
-def fitted(config: Any, data: TrajectoryData | None) -> dict[str, Any]:
-    """Overrides of a causal member's config: its input, with how states are normalised, and its head."""
+def fitted(config: ModelConfig, data: TrajectoryData | None) -> dict[str, object]:
+    """Return overrides of a causal member's config: its input, with how states are normalised, and its head."""
     if data is None:
-        return (
-            {}
-            if config.input.kind == INPUT
-            else {"input": {"kind": INPUT, "state_dim": 1, "action_dim": 2}}
-            | {"head": {"kind": "discrete_actions", "actions": 2}}
-        )
+        if config.input.kind == INPUT:
+            return {}
+        return {
+            "input": {"kind": INPUT, "state_dim": 1, "action_dim": 2},
+            "head": {"kind": "discrete_actions", "actions": 2},
+        }
     trajectories, space = data.trajectories, data.actions
     train = trajectories.splits["train"]
     largest = float(np.abs(trajectories.returns_to_go[trajectories.steps_of(train)]).max())
-    changes: dict[str, Any] = {
+    changes: dict[str, object] = {
         "kind": INPUT,
         "state_dim": trajectories.state_dim,
         "action_dim": space.dim,
@@ -53,7 +55,10 @@ def fitted(config: Any, data: TrajectoryData | None) -> dict[str, Any]:
     if config.input.kind == INPUT:
         changes |= {name: getattr(config.input, name) for name in ("entrance", "timestep")}
     if image := _image(config.input, trajectories):
-        changes |= {"image": list(image), "convolutions": [list(item) for item in config.input.convolutions]}
+        changes |= {
+            "image": list(image),
+            "convolutions": [list(item) for item in part_of(config.input, "convolutions")],
+        }
     else:
         mean, std = trajectories.normalisation
         changes |= {"state_mean": mean.tolist(), "state_std": std.tolist()}
@@ -63,9 +68,9 @@ def fitted(config: Any, data: TrajectoryData | None) -> dict[str, Any]:
     return {"input": changes, "head": head | {"gaussian": data.options.gaussian}}
 
 
-def _image(read: Any, trajectories: Trajectories) -> tuple[int, ...]:
-    """Return channels, height and width of the states that the input ``read`` takes for images; () for numbers."""
-    image: tuple[int, ...] = getattr(read, "image", ())
+def _image(input: InputConfig, trajectories: Trajectories) -> tuple[int, ...]:
+    """Return channels, height and width of the states that ``input`` takes for images; () for numbers."""
+    image: tuple[int, ...] = getattr(input, "image", ())
     if image and len(trajectories.shape) == len(image):
         return trajectories.shape
     return image if image and prod(image) == trajectories.state_dim else ()

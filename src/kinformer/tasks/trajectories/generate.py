@@ -1,9 +1,8 @@
-"""One episode of an agent that is asked for a return."""
+"""One episode of an agent with a target return."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from kinformer.control.acting import returns_to_get
 from kinformer.control.decision.agent import TrajectoryAgent
@@ -15,6 +14,7 @@ from kinformer.control.playing import check_picture
 from kinformer.control.playing import play as play_episode
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
+from kinformer.tasks.record import GenerationSettings
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.made import Made
 from kinformer.tasks.trajectories.evaluate import agent_of
@@ -23,11 +23,11 @@ from kinformer.tasks.trajectories.fit import data_of
 
 def play(
     subject: LoadedRun,
-    options: Any,
+    options: GenerationSettings,
     task_options: TrajectoryGenerationOptions,
     write: Callable[[str], None] | None = None,
 ) -> Made:
-    """An episode of the run's environment, which begins by ``options.seed``; every step is given to ``write`` at
+    """Play an episode of the run's environment, which begins by ``options.seed``; every step is given to ``write`` at
     once."""
     run = subject.run
     data = data_of(run)
@@ -58,15 +58,17 @@ def _played(
     seed: int,
     write: Callable[[str], None] | None,
 ) -> Made:
-    begun, _ = environment.reset(seed=seed)
+    observation, _ = environment.reset(seed=seed)
     target = float(returns_to_get(environment, target)[0])
-    episode = play_episode(environment, agent, begun, target, render, write)
+    episode = play_episode(environment, agent, observation, target, render, write)
+    played = episode.facts
     facts = {
-        "run": str(subject.run.folder), "env": environment.name, "target": target, **episode.facts, "seed": seed,
+        "run": str(subject.run.folder), "env": environment.name, "target": target, **played, "seed": seed,
         "state_bytes": agent.state_bytes, "context_steps": agent.context or "carried", "render": render,
     }  # fmt: skip
     text = (
-        f"return {facts['return']:g} of {target:g} asked for, {plural(facts['steps'], 'step')} in {environment.name}, "
-        f"{facts['steps_per_second']:.1f} steps/s; state {plural(agent.state_bytes, 'byte')}; seed {seed}"
+        f"return {played['return']:g} of {target:g} asked for, {plural(played['steps'], 'step')} in "
+        f"{environment.name}, {played['steps_per_second']:.1f} steps/s; "
+        f"state {plural(agent.state_bytes, 'byte')}; seed {seed}"
     )
     return Made(facts, text if render is None else f"{text}; wrote {render}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from kinformer.training.batch import map_fields
 
 
 def predict(subject: LoadedRun, source: object, settings: PredictionSettings) -> Iterator[Predicted]:
-    """A row for every episode of ``source`` (data as training takes it) with its predicted actions, step by step.
+    """Yield a row for every episode of ``source`` (data as training takes it) with its predicted actions, step by step.
 
     Every action follows the return to go, the states and the actions that are recorded before it, in rows of whole
     episodes or as long as the model's positions.
@@ -33,16 +32,16 @@ def predict(subject: LoadedRun, source: object, settings: PredictionSettings) ->
         raise KinformerError("trajectories come as data: give an .npz, a folder of such, or a name, as in training.")
     model, data = subject.model, data_of(subject.run, str(source))
     trajectories = data.trajectories
-    most = int(trajectories.lengths.max()) if model.max_length is None else max(1, model.max_length // PER_STEP)
+    steps = int(trajectories.lengths.max()) if model.max_length is None else max(1, model.max_length // PER_STEP)
     discrete = isinstance(data.actions, Discrete)
     episodes = range(len(trajectories.lengths))[: settings.max_items]
     with progressing(settings.quiet, "predicting") as progress:
         for episode in episodes:
             outputs = []
-            starts = np.arange(0, trajectories.lengths[episode], most)
+            starts = np.arange(0, trajectories.lengths[episode], steps)
             for begin in range(0, len(starts), settings.batch_size):
                 first = starts[begin : begin + settings.batch_size]
-                batch = rows_of(trajectories, data.actions.dim, np.full(len(first), episode), first, most)
+                batch = rows_of(trajectories, data.actions.dim, np.full(len(first), episode), first, steps)
                 with torch.inference_mode():
                     batch = map_fields(batch, lambda field: field.to(device_of(model)))
                     outputs.append(predictions(model, batch)[0].cpu())
@@ -57,7 +56,7 @@ def _predicted(episode: int, outputs: torch.Tensor, discrete: bool, size: int, t
         names = [str(number) for number in range(size)]
         steps = [most_probable(row, names, top_k) for row in outputs.softmax(-1)]
         shown = " ".join(step[0]["class"] if top_k == 1 else f"[{spell_classes(step)}]" for step in steps)
-        actions: list[Any] = [
+        actions = [
             [{"action": int(item["class"]), "probability": item["probability"]} for item in step] for step in steps
         ]
         return Predicted({"episode": episode + 1, "actions": actions}, f"episode {episode + 1}: {shown}")

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.core.model import SourceModel
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.predictions import Predicted, PredictionSettings
-from kinformer.tasks.record import NOTHING_DRAWN, OF_TEXTS, DataNeeds, EvaluationNeeds, Generation, Models, Prediction
+from kinformer.tasks.record import (
+    NOTHING_DRAWN,
+    OF_TEXTS,
+    DataNeeds,
+    EvaluationNeeds,
+    Generation,
+    GenerationSettings,
+    Models,
+    Prediction,
+)
 from kinformer.tasks.runs import LoadedRun, TrainedRun
 from kinformer.tasks.task import Source, Task, TrainingPlan
 from kinformer.tasks.translate.options import BeamOptions, Decoding, TranslateEvaluationOptions, TranslateOptions
@@ -20,33 +29,38 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from kinformer.core.model import CausalModel
+    from kinformer.core.model_config import ModelConfig
+    from kinformer.data.items import TextSource
     from kinformer.data.pairs import Parallel
     from kinformer.evaluation.exit_samples import Samples, Sampling
+    from kinformer.tasks.next_token.generate import Generated
+    from kinformer.tasks.translate.exit_losses import TranslationModel
     from kinformer.training.data_module import DataModule
     from kinformer.training.objective import Objective
 
 ENDS = 2
 """Ids that a model has for itself: BOS and EOS."""
 VOCABULARIES = ((100_000, 1000), (1_000_000, 4000), (4_000_000, 8000), (100_000_000, 32000))
-"""From so many bytes of text on (both sides together), so many tokens."""
+"""(bytes, tokens): the size of a vocabulary for this many bytes of text or more, both sides together."""
 OF_NUMBERS = 400
-"""Tokens for number words, which are made of some sixty pieces."""
+"""The size of a vocabulary of number words, which are made of some sixty pieces."""
 
 
-def _smoothed(model: Any) -> Any:
+def _smoothed(model: SourceModel) -> Objective:
     from kinformer.tasks.translate.rows import TranslationLoss
 
     return TranslationLoss(0.0)
 
 
-def _exits(model: Any) -> Any:
+def _exits(model: TranslationModel) -> Objective:
     from kinformer.tasks.translate.exit_losses import TranslationExits
 
     return TranslationExits.of(model, 0.0)
 
 
 class Translate(Task):
-    """Bits per byte of the target while it is trained, BLEU and chrF of what is written."""
+    """Measured by bits per byte of the target in training, by BLEU and chrF of its translations."""
 
     name = "translate"
     title = "translation"
@@ -122,7 +136,7 @@ class Translate(Task):
 
         return TranslationPairs(plan.data, plan.settings, ends_of(plan.config), plan.options.label_smoothing)
 
-    def objective(self, name: str | None, model: nn.Module, data: DataModule | None = None) -> Objective:
+    def objective(self, name: str | None, model: TranslationModel, data: DataModule | None = None) -> Objective:
         from kinformer.tasks.translate.exit_losses import TranslationExits
         from kinformer.tasks.translate.rows import TranslationLoss
 
@@ -147,26 +161,32 @@ class Translate(Task):
         if run.tokenizer is None:
             raise KinformerError(f"{run.folder}: has no tokenizer; put its tokenizer.json there.")
 
-    def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
+    def generate(
+        self,
+        subject: LoadedRun,
+        prompt: bytes | str | Iterable[bytes],
+        options: GenerationSettings,
+        write: Callable[[str], None] | None,
+    ) -> Generated:
         from kinformer.tasks.translate.generate import translate_lines
 
         return translate_lines(subject, prompt, options, write)
 
-    def samples(self, run: TrainedRun, model: Any, sampling: Sampling) -> Samples:
+    def samples(self, run: TrainedRun, model: CausalModel, sampling: Sampling) -> Samples:
         from kinformer.tasks.translate.calibrate import PairSamples
 
         self.check_generation(run)
         return PairSamples(self, run, model, sampling)
 
     def predict(
-        self, subject: LoadedRun, source: Any, settings: PredictionSettings, task_options: Any
+        self, subject: LoadedRun, source: TextSource, settings: PredictionSettings, task_options: BeamOptions
     ) -> Iterator[Predicted]:
         from kinformer.tasks.translate.generate import predict_lines
 
         return predict_lines(subject, source, settings, task_options)
 
 
-def check_ends(config: Any) -> None:
+def check_ends(config: ModelConfig) -> None:
     """Refuse a model that has no ids to begin and to end a translation with."""
     for name in ("bos_token", "eos_token"):
         if getattr(config.input, name, None) is None:

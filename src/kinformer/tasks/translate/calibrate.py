@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
+from kinformer.core.model import CausalModel
 from kinformer.evaluation.early_exit import Exited
 from kinformer.evaluation.exit_samples import Samples, Sampling, at_threshold
 from kinformer.runtime.errors import KinformerError, marked
 from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import EvaluationSettings
 from kinformer.tasks.runs import LoadedRun, TrainedRun
-from kinformer.tasks.shared.text import identity_of_part
+from kinformer.tasks.shared.text import identity_of_part, tokenizer_of
 from kinformer.tasks.translate.generate import Translator
 from kinformer.tasks.translate.held_out import held_out_pairs
 from kinformer.tasks.translate.options import BeamOptions
+
+if TYPE_CHECKING:
+    from kinformer.tasks.translate import Translate
 
 
 class PairSamples(Samples):
     """Sources of a part of the pairs, drawn evenly; the truth is their reference."""
 
-    def __init__(self, task: object, run: TrainedRun, model: object, sampling: Sampling) -> None:
+    def __init__(self, task: Translate, run: TrainedRun, model: CausalModel, sampling: Sampling) -> None:
         for name in ("prompt_tokens", "new_tokens"):
             if getattr(sampling, name) is not None:
                 raise KinformerError(
@@ -41,7 +47,7 @@ class PairSamples(Samples):
         pairs = pairs.taken(sorted(range(sampling.size), key=lambda index: len(pairs.source[index])))
         self.translator, self.sources = Translator(LoadedRun(run, model), decoding), pairs.source
         self.batch_size = sampling.batch_size
-        self.truth = [ids.tolist() for ids in run.tokenizer.encode_batch(pairs.target)]
+        self.truth = [ids.tolist() for ids in tokenizer_of(run).encode_batch(pairs.target)]
         self.begin()
 
     def write(self) -> list[list[int]]:

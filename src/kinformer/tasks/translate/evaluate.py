@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from math import isfinite, log
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from kinformer.tasks.translate.options import TranslateEvaluationOptions
 from kinformer.tasks.translate.rows import EncodedPairs, TranslationLoss
 from kinformer.training.batch import map_fields
 from kinformer.training.metric import BITS_PER_BYTE, BLEU, CHRF
+
+if TYPE_CHECKING:
+    from kinformer.tasks.translate import Translate
 
 EXAMPLES = 3
 
@@ -51,26 +54,26 @@ def scores(translations: Sequence[str], references: Sequence[str]) -> Scores:
             "pip install 'kinformer[translate]'."
         ) from None
     bleu, chrf = Bleu(), Chrf()
-    scores_ = [metric.corpus_score(list(translations), [list(references)]).score for metric in (bleu, chrf)]
-    return Scores(*scores_, *(str(metric.get_signature()) for metric in (bleu, chrf)))
+    values = [metric.corpus_score(list(translations), [list(references)]).score for metric in (bleu, chrf)]
+    return Scores(*values, *(str(metric.get_signature()) for metric in (bleu, chrf)))
 
 
 def evaluate(
-    task: Any,
+    task: Translate,
     subject: LoadedRun,
     evaluation_settings: EvaluationSettings,
     task_options: TranslateEvaluationOptions,
     quiet: bool,
 ) -> Evaluation:
-    """A run on held-out pairs: how well it predicts the references, and how like them its translations are."""
+    """Evaluate a run on held-out pairs: how well it predicts the references, and how like them its translations are."""
     data, pairs, same = held_out_pairs(task, subject.run, evaluation_settings)
     pairs = Pairs(pairs.source[: task_options.first], pairs.target[: task_options.first])
     scores([""], [""])  # before an hour's work
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     bits = bits_per_byte(subject, data, pairs, evaluation_settings.chunk)
     with noting_exits(subject.model) as leaving:
         translations = translated(subject, pairs, task_options, quiet)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started_at
     references, sources = ([line.decode() for line in side] for side in (pairs.target, pairs.source))
     scored, copied = scores(translations, references), scores(sources, references)
     metrics = {BLEU: scored.bleu, CHRF: scored.chrf, BITS_PER_BYTE: bits}
@@ -106,7 +109,7 @@ def evaluate(
 
 def beside_all_layers(
     subject: LoadedRun, pairs: Pairs, task_options: TranslateEvaluationOptions, exits: Exited | None, quiet: bool
-) -> tuple[Exited | None, dict[str, Any], tuple[str, ...]]:
+) -> tuple[Exited | None, dict[str, object], tuple[str, ...]]:
     """Return what early exits save, the facts and the text of it beside the translations by all layers; nothing where
     no token could leave early."""
     if exits is None:
@@ -121,9 +124,9 @@ def beside_all_layers(
         for side in (pairs.source, [text.encode() for text in translations])
     )
     exits = translator.saved(exits, sources, written, len(references))
-    whole = scores(translations, references)
-    facts = {"exits": exits.facts, "all_layers_bleu": whole.bleu, "all_layers_chrf": whole.chrf}
-    text = f"{exits.text}, which have BLEU {whole.bleu:.2f}, chrF2 {whole.chrf:.2f}\n"
+    all_layers = scores(translations, references)
+    facts = {"exits": exits.facts, "all_layers_bleu": all_layers.bleu, "all_layers_chrf": all_layers.chrf}
+    text = f"{exits.text}, which have BLEU {all_layers.bleu:.2f}, chrF2 {all_layers.chrf:.2f}\n"
     return exits, facts, (text,)
 
 
@@ -148,7 +151,7 @@ def bits_per_byte(subject: LoadedRun, data: Parallel, pairs: Pairs, tokens: int)
 
 
 def translated(subject: LoadedRun, pairs: Pairs, task_options: TranslateEvaluationOptions, quiet: bool) -> list[str]:
-    """The translation of every source, in order; those of like length are translated together."""
+    """Return the translation of every source, in order; those of like length are translated together."""
     translator, result = Translator(subject, task_options), [""] * len(pairs.source)
     order = np.argsort([len(line) for line in pairs.source], kind="stable")
     with progressing(quiet, "translating") as progress:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch.nn import functional
 
+from kinformer.core.model import SourceModel
 from kinformer.core.state import State
 from kinformer.data import IGNORED
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.shared.exit_losses import aligned_loss, all_exits
+from kinformer.tasks.shared.exit_losses import ExitModel, aligned_loss, all_exits
 from kinformer.tasks.translate.rows import PairBatch, TranslationLoss
 from kinformer.training.objective import ObjectiveOutput
+
+
+class TranslationModel(ExitModel, SourceModel, Protocol):
+    """An encoder-decoder whose decoder's stack has exits."""
 
 
 class TranslationExits(TranslationLoss):
@@ -28,7 +33,7 @@ class TranslationExits(TranslationLoss):
     trains_exits = True
 
     @classmethod
-    def of(cls, model: Any, smoothing: float) -> TranslationExits:
+    def of(cls, model: TranslationModel, smoothing: float) -> TranslationExits:
         """Make the objective for ``model``; KinformerError if its stack has no exits."""
         if not model.stack.exits:
             raise KinformerError(
@@ -37,7 +42,7 @@ class TranslationExits(TranslationLoss):
             )
         return cls(smoothing)
 
-    def __call__(self, model: Any, batch: PairBatch, state: State, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: TranslationModel, batch: PairBatch, state: State, progress: float) -> ObjectiveOutput:
         stack = model.stack
         if not model.training:
             return super().__call__(model, batch, state, progress)
@@ -47,7 +52,7 @@ class TranslationExits(TranslationLoss):
             return torch.stack(losses).mean(), metrics[-1], states[-1]
         return self._aligned(model, batch, progress)
 
-    def _aligned(self, model: Any, batch: PairBatch, progress: float) -> ObjectiveOutput:
+    def _aligned(self, model: TranslationModel, batch: PairBatch, progress: float) -> ObjectiveOutput:
         stack, counted = model.stack, batch.labels != IGNORED
         state = model.begin(batch.source, batch.source_valid)
         source = state.source.mean if stack.reads_source else None

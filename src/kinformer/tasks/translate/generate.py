@@ -1,13 +1,13 @@
-"""Lines translated in order, written as soon as they are there."""
+"""Lines translated in order, each written as soon as it is translated."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
-from kinformer.core.model import device_of
-from kinformer.data.items import TextItem
+from kinformer.core.model import SourceModel, device_of
+from kinformer.data.items import TextItem, TextSource
 from kinformer.data.tokenizer import as_bytes
 from kinformer.evaluation.early_exit import Exited, noting_exits, saved
 from kinformer.generation.beam import Hypothesis, Search, beam_search
@@ -15,43 +15,49 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 from kinformer.tasks.next_token.generate import Generated, Sample
 from kinformer.tasks.predictions import Predicted, PredictionSettings
+from kinformer.tasks.record import GenerationSettings
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.arriving import arriving, in_batches
 from kinformer.tasks.shared.text import ends_of, texts_in
 from kinformer.tasks.translate.options import BeamOptions
 from kinformer.tasks.translate.rows import padded
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 LONGER = 50
 """How many tokens a translation may have more than its source (Vaswani et al. 2017, section 6.1)."""
 
 
 class Translator:
-    """Translates texts with a run's model; ``decoding`` has ``beam`` and ``length_penalty``."""
+    """Translates texts with a run's model, by the beam search that ``decoding`` describes."""
 
-    def __init__(self, subject: LoadedRun, decoding: Any) -> None:
-        self.model, self.tokenizer = subject.model, subject.run.tokenizer
-        if self.tokenizer is None:
+    def __init__(self, subject: LoadedRun, decoding: BeamOptions) -> None:
+        self.model: SourceModel = subject.model
+        tokenizer = subject.run.tokenizer
+        if tokenizer is None:
             raise KinformerError(f"{subject.run.folder}: has no tokenizer; put its tokenizer.json there.")
+        self.tokenizer = tokenizer
         self.ends = ends_of(subject.run.config)
         assert self.ends.bos is not None and self.ends.eos is not None
         self.state_bytes = 0
         self.search = Search(self.ends.bos, self.ends.eos, decoding.beam, decoding.length_penalty)
 
     def __call__(self, texts: Sequence[bytes]) -> list[Hypothesis]:
-        """Hypotheses, whose tokens :meth:`text` decodes; an empty text has an empty translation."""
+        """Return hypotheses, whose tokens :meth:`text` decodes; an empty text has an empty translation."""
         ids = self.encode(texts)
         full = [number for number, row in enumerate(ids) if len(row) > 1]
         hypotheses = [Hypothesis([], 0.0) for _ in ids]
         if full:
             tokens, valid = (item.to(device_of(self.model)) for item in padded([ids[number] for number in full]))
             room = (self.model.max_length or 2**62) - 1  # BOS has a position, too
-            most = [max(1, min(len(ids[number]) + LONGER, room)) for number in full]
-            for number, hypothesis in zip(full, self._searched(tokens, valid, most), strict=True):
+            limits = [max(1, min(len(ids[number]) + LONGER, room)) for number in full]
+            for number, hypothesis in zip(full, self._searched(tokens, valid, limits), strict=True):
                 hypotheses[number] = hypothesis
         return hypotheses
 
     def encode(self, texts: Sequence[bytes]) -> list[list[int]]:
-        """The ids of texts, with EOS. Errors: ``KinformerError`` for one that is longer than the model reads."""
+        """Return the ids of texts, with EOS. Errors: ``KinformerError`` for one that is longer than the model reads."""
         ids = [[*item.tolist(), self.search.eos] for item in self.tokenizer.encode_batch(texts)]
         longest = self.model.max_source_length
         for text, row in zip(texts, ids, strict=True):
@@ -62,11 +68,11 @@ class Translator:
                 )
         return ids
 
-    def _searched(self, tokens: object, valid: object, most: Sequence[int]) -> list[Hypothesis]:
+    def _searched(self, tokens: Tensor, valid: Tensor, limits: Sequence[int]) -> list[Hypothesis]:
         import torch
 
         with torch.inference_mode():
-            hypotheses = beam_search(self.model, self.model.begin(tokens, valid), self.search, most)
+            hypotheses = beam_search(self.model, self.model.begin(tokens, valid), self.search, limits)
         self.state_bytes = max(self.state_bytes, hypotheses.state_bytes)
         return hypotheses.best
 
@@ -83,14 +89,17 @@ class Translator:
 
 
 def translate_lines(
-    subject: LoadedRun, prompt: bytes | str | Iterable[bytes], options: Any, write: Callable[[str], None] | None
+    subject: LoadedRun,
+    prompt: bytes | str | Iterable[bytes],
+    options: GenerationSettings,
+    write: Callable[[str], None] | None,
 ) -> Generated:
     """Translate the lines of ``prompt``; each is given to ``write``, with a line's end, when all before it are there.
 
-    Lines that come one by one are translated as they come, together with those that have come meanwhile.
+    Lines that come one by one are translated as they come, together with those that arrived meanwhile.
     """
     translator, result = Translator(subject, options.task_options), Generated([], 0, seed=options.seed)
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     with noting_exits(subject.model) as leaving:
         try:
             for lines in arriving(lines_of(prompt), options.task_options.batch_size):
@@ -103,7 +112,7 @@ def translate_lines(
                         write(text + "\n")
         except KeyboardInterrupt:
             result.interrupted = True
-    result.seconds, result.state_bytes = time.perf_counter() - begun, translator.state_bytes
+    result.seconds, result.state_bytes = time.perf_counter() - started_at, translator.state_bytes
     if leaving.result is not None and result.samples:
         sizes = result.prompt_tokens, result.new_tokens, len(result.samples)
         result.exits = translator.saved(leaving.result, *sizes)
@@ -111,9 +120,9 @@ def translate_lines(
 
 
 def predict_lines(
-    subject: LoadedRun, source: object, settings: PredictionSettings, decoding: BeamOptions
+    subject: LoadedRun, source: TextSource, settings: PredictionSettings, decoding: BeamOptions
 ) -> Iterator[Predicted]:
-    """The translations of the texts of ``source``, in order; an empty one has an empty translation."""
+    """Yield the translations of the texts of ``source``, in order; an empty one has an empty translation."""
     translator = Translator(subject, decoding)
 
     def check(item: TextItem) -> None:
@@ -138,7 +147,8 @@ def _predicted(item: TextItem, translation: str) -> Predicted:
 
 
 def lines_of(prompt: bytes | str | Iterable[bytes]) -> Iterator[bytes]:
-    """The lines of a text, or those that come one by one, without their ends; UTF-8, or a :class:`KinformerError`."""
+    """Yield the lines of a text, or those that come one by one, without their ends; UTF-8, or a
+    :class:`KinformerError`."""
     if isinstance(prompt, str):
         prompt = as_bytes(prompt)
     lines = prompt.removesuffix(b"\n").split(b"\n") if isinstance(prompt, bytes) else prompt

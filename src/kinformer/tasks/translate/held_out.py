@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kinformer.data.pairs import NUMBER_WORDS, Pairs, Parallel
 from kinformer.runtime.errors import choose
@@ -10,6 +10,9 @@ from kinformer.tasks.evaluation import EvaluationSettings
 from kinformer.tasks.runs import TrainedRun
 from kinformer.tasks.shared.text import note_other_data, spec_of
 from kinformer.tasks.task import Source
+
+if TYPE_CHECKING:
+    from kinformer.tasks.translate import Translate
 
 
 class HeldOutPairs(NamedTuple):
@@ -20,10 +23,10 @@ class HeldOutPairs(NamedTuple):
     same: bool
 
 
-def held_out_pairs(task: Any, run: TrainedRun, evaluation_settings: EvaluationSettings) -> HeldOutPairs:
+def held_out_pairs(task: Translate, run: TrainedRun, evaluation_settings: EvaluationSettings) -> HeldOutPairs:
     """Open the part of the pairs to measure on; a note says where it is not the run's own."""
     spec = spec_of(run, evaluation_settings.data)
     holdout = None if spec == NUMBER_WORDS else run.data.get("holdout")
-    data: Parallel = task.open(Source(spec, holdout, run.tokenizer), run.options)
-    same = note_other_data(run, data, evaluation_settings.data is not None)  # type: ignore[arg-type]
+    data = task.open(Source(spec, holdout, run.tokenizer), run.options)
+    same = note_other_data(run, data, evaluation_settings.data is not None)
     return HeldOutPairs(data, data.splits[choose(evaluation_settings.split, data.splits, "`split`")], same)

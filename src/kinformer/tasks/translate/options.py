@@ -29,7 +29,7 @@ class TranslateOptions:
 
     @property
     def languages(self) -> Languages:
-        """What was said of the languages."""
+        """Return the languages that these options name."""
         from kinformer.data.pairs import Languages
 
         return Languages(self.source, self.target)

@@ -43,7 +43,7 @@ class PairBatch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many tokens are read, padding included."""
+        """Return how many tokens are read, padding included."""
         return self.source.numel() + self.target.numel()
 
     def stretch(self, number: int, count: int) -> PairBatch:
@@ -68,7 +68,7 @@ class EncodedPairs:
 
     @property
     def widths(self) -> np.ndarray:
-        """Tokens of the longer side, with the one that ends it, int64 [pairs]."""
+        """Return the tokens of the longer side, with the one that ends it, int64 [pairs]."""
         return 1 + np.max([np.diff(starts) for _, starts in self.sides], axis=0)
 
     def batch(self, indices: np.ndarray, ends: BosEos) -> PairBatch:
@@ -92,7 +92,7 @@ def _encoded(lines: Sequence[bytes], tokenizer: Tokenizer) -> tuple[np.ndarray, 
 
 
 def padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Ids int64 [rows, longest], zero behind each row's end, and which of them are real."""
+    """Return ids int64 [rows, longest], zero behind each row's end, and which of them are real."""
     lengths = torch.tensor([len(row) for row in rows])
     tokens = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
     for local, row in zip(tokens, rows, strict=True):
@@ -102,7 +102,7 @@ def padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 
 class TranslationPairs(DataModule):
     """Batches of at most ``batch_size`` x ``length`` tokens of the longer side; pairs longer than ``length`` are left
-    out. Validation: the first pairs of as many tokens as asked for."""
+    out. Validation: the first pairs, of as many tokens as the settings say."""
 
     sums = ("nats", "correct", "bytes")
     by_time = True

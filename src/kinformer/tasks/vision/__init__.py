@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.core.model import WholeModel
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.predictions import Predicted, PredictionSettings
-from kinformer.tasks.record import Generation, Models, Prediction
+from kinformer.tasks.predictions import FileSource, Predicted, PredictionSettings
+from kinformer.tasks.record import Generation, GenerationSettings, Models, Prediction
 from kinformer.tasks.runs import LoadedRun
 from kinformer.tasks.shared.of_images import PATCH_INPUTS, PatchTask
-from kinformer.tasks.task import Source, TrainingPlan
+from kinformer.tasks.task import NoOptions, Source, TrainingPlan
 from kinformer.tasks.vision.options import VisionEvaluationOptions, VisionGenerationOptions, VisionOptions
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
 
@@ -22,12 +22,15 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from kinformer.core.model_config import ModelConfig
     from kinformer.data import ImageData
+    from kinformer.tasks.shared.made import Made
+    from kinformer.tasks.vision.rows import ImageRows
     from kinformer.training.data_module import DataModule
     from kinformer.training.objective import Objective
 
 
-def _classification(model: Any) -> Any:
+def _classification(model: WholeModel) -> Objective:
     from kinformer.tasks.vision.rows import ImageClassification
 
     return ImageClassification()
@@ -64,7 +67,7 @@ class Vision(PatchTask):
             )
         return images
 
-    def fit(self, config: Any, data: ImageData | None) -> dict[str, Any]:
+    def fit(self, config: ModelConfig, data: ImageData | None) -> dict[str, object]:
         from kinformer.tasks.vision.fit import fitted
 
         return fitted(config, data)
@@ -79,12 +82,12 @@ class Vision(PatchTask):
 
         return ImageRows(plan.data, plan.settings, plan.options)
 
-    def objective(self, name: str | None, model: Any, data: Any = None) -> Objective:
+    def objective(self, name: str | None, model: WholeModel, data: ImageRows | None = None) -> Objective:
         from kinformer.tasks.shared.image_features import keep_features
         from kinformer.tasks.vision.rows import Distillation, ImageClassification
 
         self.choose_objective(name)
-        options = getattr(data, "options", self.Options())
+        options = VisionOptions() if data is None else data.options
         teacher = None if data is None else data.teacher
         if data is not None:
             data.features = keep_features(model.input, changed=bool(options.augmentations or teacher))
@@ -101,13 +104,15 @@ class Vision(PatchTask):
 
         return evaluate(subject, evaluation_settings, task_options, quiet)
 
-    def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
+    def generate(
+        self, subject: LoadedRun, prompt: None, options: GenerationSettings, write: Callable[[str], None] | None
+    ) -> Made:
         from kinformer.tasks.vision.predict import classify
 
         return classify(subject, options, options.task_options, write)
 
     def predict(
-        self, subject: LoadedRun, source: Any, settings: PredictionSettings, task_options: Any
+        self, subject: LoadedRun, source: FileSource, settings: PredictionSettings, task_options: NoOptions
     ) -> Iterator[Predicted]:
         from kinformer.tasks.vision.predict import predict
 

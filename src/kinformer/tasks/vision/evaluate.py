@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from math import isfinite, log
-from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional
 
-from kinformer.core.model import device_of
+from kinformer.core.model import WholeModel, device_of
 from kinformer.data import ImageData, Images, read_images
 from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.runtime.progress import ProgressCallback, progressing
@@ -41,7 +40,7 @@ class ImageMeasurement(LabelMeasurement):
 
 
 def measure_images(
-    model: Any,
+    model: WholeModel,
     images: Images,
     count: int,
     classes: int,
@@ -91,11 +90,11 @@ def calibration_error(sure: np.ndarray, right: np.ndarray) -> float:
 def evaluate(
     subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: VisionEvaluationOptions, quiet: bool
 ) -> Evaluation:
-    """A run on held-out images, class by class, beside the most frequent class."""
+    """Evaluate a run on held-out images, class by class, beside the most frequent class."""
     result, same, images = _images(subject, evaluation_settings)
     classes = classes_of(subject.run)
     count = len(images) if task_options.max_items is None else min(task_options.max_items, len(images))
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     with progressing(quiet) as progress:
         predictions = None if task_options.predictions is None else ClassPredictions(count)
         measured = measure_images(subject.model, images, count, len(classes), progress, predictions)
@@ -117,11 +116,13 @@ def evaluate(
     }
     baselines, identity = {"guessing": measured.guessing}, identity_of_part(result, evaluation_settings.split, same)
     facts = baselines | {"measured_images": count, "top_5_accuracy": measured.top_5, "per_class": counts}
-    return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="vision", since=begun)
+    return evaluated(
+        subject, metrics, identity, text, facts=facts, baselines=baselines, task="vision", since=started_at
+    )
 
 
 def _images(subject: LoadedRun, evaluation_settings: EvaluationSettings) -> tuple[ImageData, bool, Images]:
-    """The data, whether it is the run's own, and the part to measure on, with the run's numbers of classes."""
+    """Return the data, whether it is the run's own, and the part to measure on, with the run's numbers of classes."""
     images, same, part = labelled_part(subject, evaluation_settings)
     number = numbers_of(subject.run, images.name, images.classes)
     assert part.labels is not None
@@ -129,8 +130,8 @@ def _images(subject: LoadedRun, evaluation_settings: EvaluationSettings) -> tupl
 
 
 def labelled_part(subject: LoadedRun, evaluation_settings: EvaluationSettings) -> tuple[ImageData, bool, Images]:
-    """The data, whether it is the run's own, and the part to measure on, whose images have labels and the model's
-    channels."""
+    """Return the data, whether it is the run's own, and the part to measure on, whose images have labels and the
+    model's channels."""
     run, model = subject.run, subject.model
     images = read_images(
         spec_of(run, evaluation_settings.data), holdout=run.data.get("holdout"), size=run.options.resize

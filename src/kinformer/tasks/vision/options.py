@@ -97,7 +97,7 @@ class VisionGenerationOptions:
     """The image to classify: a PNG or JPEG of any size, a folder of them, or data as `data` takes it, whose first
     `samples` test images are taken."""
     classes: int = 5
-    """How many of the most probable classes are told."""
+    """How many of the most probable classes are shown."""
 
     def __post_init__(self) -> None:
         require("classes", self.classes, 1)

@@ -1,11 +1,11 @@
 """Batches of images with their classes: in an order that needs no memory, changed at each step from the run's seed.
-The objective of telling the classes of images, which may be mixed."""
+The objective of the classes of images, which may be mixed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from math import ceil, log
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ class ImageBatch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many positions are read."""
+        """Return how many positions are read."""
         return self.positions.numel()
 
 
@@ -66,7 +66,7 @@ class ImageRows(DataModule):
         return -(-self.held_out // self.settings.batch_size)
 
     def batch(self, step: int, rank: int, world: int) -> ImageBatch:
-        """The whole step's rows are made by every process, so that images are mixed alike whatever their number."""
+        """Make the whole step's rows in every process, so that images are mixed alike whatever their number."""
         rows = self.settings.batch_size
         place = np.arange(step * rows, (step + 1) * rows) // self.options.repeats
         index = self.chosen[in_epochs(place, len(self.chosen), self.settings.seed, _ORDER)]
@@ -91,7 +91,7 @@ class ImageRows(DataModule):
         return {ACCURACY.name: means["correct"], BITS_PER_LABEL.name: means["nats"] / log(2)}
 
     def _read(self, split: Images, index: np.ndarray) -> tuple[Tensor, Tensor]:
-        """What the model takes of each image, and the labels."""
+        """Return what the model reads of each image, and the labels."""
         images, labels = tensors(split, index)
         return images if self.features is None else self.features.of(images, split.name, index), labels
 
@@ -103,7 +103,7 @@ class ImageRows(DataModule):
 
 
 def tensors(images: Images, index: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Images [rows, channels, height, width] uint8 and their labels [rows]."""
+    """Return images [rows, channels, height, width] uint8 and their labels [rows]."""
     assert images.labels is not None
     return pixels_of(images, index), torch.from_numpy(np.array(images.labels[index]))
 
@@ -114,7 +114,8 @@ def pixels_of(images: Images, index: np.ndarray) -> Tensor:
 
 
 def chosen(images: Images, share: float, seed: int) -> np.ndarray:
-    """Which images are learnt from: ``share`` of each class, one at least, drawn by ``seed``."""
+    """Return the numbers of the images that are learnt from: ``share`` of each class, one at least, drawn by
+    ``seed``."""
     assert images.labels is not None
     labels = np.asarray(images.labels)
     if share == 1:
@@ -148,14 +149,14 @@ class ImageClassification:
 
 
 class Distillation(ImageClassification):
-    """(1 - weight) * cross-entropy of the label + weight * what the teacher says of the same image (DeiT, section 4).
+    """(1 - weight) * cross-entropy of the label + weight * the loss against the teacher (DeiT, section 4).
 
-    ``hard``: the cross-entropy of the class that it finds most probable; ``soft``: temperature^2 * KL(teacher ||
-    student) of both at that temperature. A model with two heads learns the label by the first and this by the second.
-    Where nothing is learnt, as in validation, it is the plain cross-entropy.
+    ``hard``: the cross-entropy of the class that the teacher finds most probable; ``soft``: temperature^2 * KL(teacher
+    || student) of both at that temperature. A model with two heads learns the label by the first and this by the
+    second. Where nothing is learnt, as in validation, it is the plain cross-entropy.
     """
 
-    def __init__(self, teacher: Any, options: VisionOptions) -> None:
+    def __init__(self, teacher: nn.Module, options: VisionOptions) -> None:
         super().__init__(options.smoothing)
         self.teacher, self.options = teacher, options
 
@@ -179,8 +180,8 @@ class Distillation(ImageClassification):
 
 
 def counted(logits: Tensor, batch: ImageBatch) -> dict[str, Tensor]:
-    """Metrics of logits [rows, classes], or [rows, heads, classes], whose mean counts: of mixed images, by the label
-    that has the larger share."""
+    """Return metrics of logits [rows, classes], or [rows, heads, classes], whose mean counts: of mixed images, by the
+    label that has the larger share."""
     logits = logits.mean(1) if logits.dim() == 3 else logits
     labels = batch.labels
     if batch.others is not None and batch.shares is not None:
