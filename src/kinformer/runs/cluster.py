@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from kinformer.estimation.cluster import Cluster, MeshCost
 from kinformer.estimation.machines import Device, device_of, numbers_of
@@ -23,7 +22,7 @@ class ClusterEstimate:
     refused: str
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """Return the estimate as data that JSON can hold."""
         return asdict(self)
 

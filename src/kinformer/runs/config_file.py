@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from types import NoneType
-from typing import Any
 
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import read_json
+from kinformer.runtime.parsing import JsonObject
 from kinformer.training.settings import Settings
 
 SCHEMA = 2
@@ -41,7 +41,7 @@ _RETRIEVAL: Mapping[str, tuple[type, ...]] = {
 _TYPE_NAMES = {str: "text", dict: "a table", NoneType: "null", int: "a whole number", float: "a number"}
 
 
-def read_config(place: Path) -> dict[str, Any]:
+def read_config(place: Path) -> JsonObject:
     """The table in the file ``place``; what is missing or of another type is one clear sentence."""
     folder = place.parent
     if not place.exists():
@@ -78,7 +78,7 @@ def read_config(place: Path) -> dict[str, Any]:
     return data
 
 
-def settings_in(training: Mapping[str, Any]) -> Settings:
+def settings_in(training: JsonObject) -> Settings:
     """The settings that a config holds, checked like those of the command line."""
     if unknown := sorted(map(str, training.keys() - {field.name for field in fields(Settings)})):
         raise KinformerError(f"training has the unknown setting {unknown[0]!r}; use a matching version.")

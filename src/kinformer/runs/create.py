@@ -41,9 +41,9 @@ from kinformer.training.settings import Settings
 from kinformer.training.stages import stages_of
 
 
-def create(options: TrainOptions, device: str, begun: float, quiet: bool = True) -> tuple[Run, Settings]:
-    """A run in a new folder, which the caller keeps and which holds its config then, and its settings; ``device`` is
-    the type of one, ``begun`` the time since which its minutes count.
+def create(options: TrainOptions, device: str, started_at: float, quiet: bool = True) -> tuple[Run, Settings]:
+    """Create a run in a new folder, which the caller has locked, and return it with its settings. ``device`` is a type
+    of device; minutes count from ``started_at``.
 
     Errors: ``KinformerError`` for options that do not go together; nothing is left behind then.
     """
@@ -65,7 +65,7 @@ def create(options: TrainOptions, device: str, begun: float, quiet: bool = True)
 
         if decides(options):
             kind = Chooser if task.data.running_text else Ladder
-            chooser = kind(wanted, options, task, plan_of, _open_recipe(options, base), device, begun)
+            chooser = kind(wanted, options, task, plan_of, _open_recipe(options, base), device, started_at)
             options = _completed(chooser, quiet)
         plan = plan_of(options)
         tokenizer = plan.tokenizer
@@ -93,8 +93,8 @@ def create(options: TrainOptions, device: str, begun: float, quiet: bool = True)
 
 
 def _named(base: Run | None, task: Task, options: TrainOptions) -> dict[str, str]:
-    """The run to begin with, as a run's data name it; one whose ids are not those of the task's data (of text where
-    these are not, or the other way round) is refused."""
+    """Return the entry ``init`` of a run's data. A base whose ids are not those of the task's data (of text where these
+    are not, or the other way round) is refused."""
     if base is None:
         return {}
     if hasattr(base.config.input, "vocab_size") and base.task.data.tokenized != task.data.tokenized:
@@ -106,13 +106,13 @@ def _named(base: Run | None, task: Task, options: TrainOptions) -> dict[str, str
 
 
 def _inheriting(run: Run, base: Run) -> Run:
-    """The run, whose data say what of its weights is of ``base``."""
+    """Return the run with an entry in its data that says which weights come from ``base``."""
     facts = {"member": base.member} | inherited_by(run, base).facts
     return replace(run, data=dict(run.data) | {"inherited": facts})
 
 
 def _completed(chooser: Chooser | Ladder, quiet: bool) -> TrainOptions:
-    """What the minutes are spent on, told unless ``quiet``."""
+    """Return the options that the ``chooser`` chose, which are printed unless ``quiet``."""
     chosen = chooser.choose()
     if not quiet:
         print(chosen.text, file=tolerant(sys.stderr), flush=True)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kinformer.core.config import override, to_dict
 from kinformer.core.feed_forward import active_parameters
+from kinformer.core.model import Model
 from kinformer.core.model_config import ModelConfig
+from kinformer.core.stack import Stack
 from kinformer.estimation.state_size import state_bytes
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
@@ -20,8 +22,12 @@ from kinformer.figures.text_picture import pictures
 from kinformer.runs.run import open_run
 from kinformer.runtime.errors import KinformerError, marked
 from kinformer.runtime.fields import require_path
+from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.unallocated import unallocated
 from kinformer.training.settings import Settings
+
+if TYPE_CHECKING:
+    from torch import nn
 
 LENGTHS = (1, 128, 1024, 8192, 65536)
 """Tokens at which the bytes of the state are computed."""
@@ -74,10 +80,10 @@ class Subject(NamedTuple):
     member: Member
     recipe: str
     config: ModelConfig
-    training: Mapping[str, Any] | None
+    training: JsonObject | None
 
 
-def training_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+def training_of(settings: Mapping[str, object]) -> dict[str, object]:
     """Return a run's settings of training that are not the usual ones."""
     plain = {item.name: item.default for item in fields(Settings)}
     return {name: value for name, value in settings.items() if value != plain.get(name) and value not in ([], None)}
@@ -99,12 +105,12 @@ def subject_of(name: str, recipe: str | None, vocab_size: int | None, changes: M
     return Subject(member(run.member), run.recipe, config, run.training)
 
 
-def _parameters(model: Any) -> dict[str, int]:
+def _parameters(model: nn.Module) -> dict[str, int]:
     """Parameters of each part, like parts of all layers together."""
     parts: dict[str, int] = {}
     for name, child in model.named_children():
         inner = [(name, child)]
-        if child is model.stack:
+        if isinstance(child, Stack):
             inner = [(f"layers.*.{part}", item) for unit in child.units for part, item in unit.named_children()]
             inner.append(("shared", child.shared))
         for part, module in inner:
@@ -112,7 +118,7 @@ def _parameters(model: Any) -> dict[str, int]:
     return {part: count for part, count in parts.items() if count}
 
 
-def _lengths(model: Any) -> list[int]:
+def _lengths(model: Model) -> list[int]:
     ends = (model.max_length, getattr(model, "max_source_length", None))
     limit = min((end for end in ends if end is not None), default=None)
     return [length for length in LENGTHS if limit is None or length < limit] + ([limit] if limit else [])

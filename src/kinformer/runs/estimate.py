@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +19,7 @@ from kinformer.runs.description import subject_of
 from kinformer.runtime.unallocated import unallocated
 from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch
 from kinformer.tasks.table import TASKS
+from kinformer.training.objective import Objective
 
 LENGTH = 1024
 PLAIN = "next-token"
@@ -78,18 +78,19 @@ def objective_cost(config: object, name: str, *, length: int, batch: int, optimi
     task = next(task for task in TASKS.values() if name in task.objectives)
     model = without_data(config)
     with unallocated():
-        objective: Any = task.objective(name, model)
+        objective = task.objective(name, model)
     module = objective if isinstance(objective, nn.Module) else nn.Module()
     trained = sum(parameter.numel() for parameter in module.parameters())
+    plain = _peak_bytes(model, NextTokenLoss(), length, batch)
     return {
         "weights": 8 * trained + optimizer_bytes(module, optimizer),
-        "activations": _held(model, objective, length, batch) - _held(model, NextTokenLoss(), length, batch),
+        "activations": _peak_bytes(model, objective, length, batch) - plain,
     }
 
 
-def _held(model: nn.Module, objective: Any, length: int, batch: int) -> int:
-    """Bytes at most until the loss is known."""
-    rows: Any = TokenBatch(torch.zeros(batch, length + 1, dtype=torch.int64, device="meta"))
+def _peak_bytes(model: nn.Module, objective: Objective, length: int, batch: int) -> int:
+    """Return the most bytes that are alive at once until the loss is known."""
+    rows = TokenBatch(torch.zeros(batch, length + 1, dtype=torch.int64, device="meta"))
     counted = [*model.parameters(), *model.buffers(), *getattr(objective, "parameters", list)()]
     with Live([*counted, rows.tokens]) as live:
         loss, _, _ = objective(model, rows, None, 0.0)

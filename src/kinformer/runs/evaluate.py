@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
@@ -65,11 +65,11 @@ def _measured(
     runs: Sequence[Run],
     options: EvaluateOptions,
     evaluation_settings: EvaluationSettings,
-    task_options: Any,
+    task_options: object,
     quiet: bool,
 ) -> EvaluationReport:
     changes = tuple(f"{path}={value}" for path, value in options.set.items())
-    lookups: dict[Path, Any] = {}
+    lookups: dict[Path, Mapping[str, object] | None] = {}
     taken: dict[Path, PonderRecorder] = {}
 
     def load(run: Any) -> LoadedRun:

@@ -50,7 +50,7 @@ def evaluate(run: str | Path, options: Mapping[str, object]) -> Evaluation:
     return evaluate([run], wanted, bool(options.get("quiet"))).evaluations[0]
 
 
-def predict(run: str | Path, inputs: object, options: Mapping[str, object]) -> list[dict[str, Any]]:
+def predict(run: str | Path, inputs: object, options: Mapping[str, object]) -> list[dict[str, object]]:
     """See :func:`kinformer.predict`."""
     from kinformer.runs.predict import predictions
 
@@ -113,7 +113,7 @@ def request(kind: type[O], options: Mapping[str, object], function: str, tasks: 
     return kind(**values)
 
 
-def _text(value: object, is_text: bool) -> Any:
+def _text(value: object, is_text: bool) -> object:
     if isinstance(value, list | tuple) and is_text:
         return ",".join(map(str, value))
     return str(value) if isinstance(value, Path) else value

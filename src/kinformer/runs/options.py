@@ -121,7 +121,7 @@ class TrainOptions(Processes, Settings, Machine):
     """What to train for; if not given, next-token for causal members and mlm for encoders."""
     recipe: str | None = None
     """Which of the member's recipes, see: kinformer show MEMBER (small, or what suits `minutes`)."""
-    set: Mapping[str, Any] = field(default_factory=dict)
+    set: Mapping[str, object] = field(default_factory=dict)
     """A change to the recipe, as in `set` layers.*.dropout=0.1; may be given again."""
     tokenizer: str | None = None
     """bytes, or the path of a tokenizer.json. The default is bytes; with `minutes`, and for translation, a tokenizer
@@ -153,7 +153,7 @@ class TrainOptions(Processes, Settings, Machine):
     """Instead of `devices` and `strategy`: processes by what they share, as in tp=2,fsdp=4. tp: the heads, hidden
     features and vocabulary of every row; cp: its time (ring: with keys and values that go round); beside them dp
     (copies for other rows) or fsdp (which also share weights)."""
-    task_options: Mapping[str, Any] = field(default_factory=dict)
+    task_options: Mapping[str, object] = field(default_factory=dict)
     """Options of the task's own, by name."""
 
     def __post_init__(self) -> None:
@@ -177,14 +177,14 @@ class TrainOptions(Processes, Settings, Machine):
 class EvaluateOptions(StoreOptions, EvaluationSettings, Machine):
     """Measure runs of any task on held-out data."""
 
-    set: Mapping[str, Any] = field(default_factory=dict)
+    set: Mapping[str, object] = field(default_factory=dict)
     """A change that leaves the weights as they are, as in `set` layers.*.mixer.position.scaling=yarn."""
     tune: bool = False
     """With `datastore`: find weight, temperature and neighbours (up to `neighbours`) on the validation split, or on the
     first half of the text where that is the same; the figures are of what was not used."""
     sizes: str | None = None
     """With `datastore`: also measure with its first so many entries, as in 10000,100000."""
-    task_options: Mapping[str, Any] = field(default_factory=dict)
+    task_options: Mapping[str, object] = field(default_factory=dict)
     """Options of the task's own, by name."""
 
     def check_store(self) -> None:
@@ -199,7 +199,7 @@ class EvaluateOptions(StoreOptions, EvaluationSettings, Machine):
 class GenerateOptions(StoreOptions, Machine):
     """Continue a text, every token written as soon as it is drawn, or draw images."""
 
-    set: Mapping[str, Any] = field(default_factory=dict)
+    set: Mapping[str, object] = field(default_factory=dict)
     """A change that leaves the weights as they are, as in `set` layers.*.mixer.position.scaling=yarn."""
     max_new_tokens: int | None = None
     """Tokens to draw: 256 if not given, or as many as the model's positions allow."""

@@ -9,7 +9,6 @@ import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from kinformer.core.config import override
 from kinformer.core.model_config import ModelConfig
@@ -112,7 +111,7 @@ def recipe_config(options: TrainOptions, base: Run | None, vocab_size: int | Non
     return inherited_config(base.config, recipe, f"`init` {options.init}")
 
 
-def plan_config(options: TrainOptions, base: Run | None, task: Task, data: Any | None) -> ModelConfig:
+def plan_config(options: TrainOptions, base: Run | None, task: Task, data: Data | None) -> ModelConfig:
     """The model's config, fitted to the task and its ``data`` (None: not known yet), with the changes asked for."""
     config = recipe_config(options, base, None if data is None else task.vocab_size(data))
     config = override(config, task.fit(config, data), kinds())

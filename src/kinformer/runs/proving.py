@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.core.model import CausalModel
 from kinformer.family.build import model_config
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Proof:
         return all(one.holds is not False for one in (*self.laws, *self.beside))
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """The verdicts as data that JSON can hold."""
         tables = {name: [asdict(one) | {"badge": one.badge} for one in getattr(self, name)] for name in TABLES}
         facts = {"subject": self.subject, "kind": self.kind, "holds": self.holds, "notes": list(self.notes)}
@@ -112,7 +113,7 @@ def _prefixed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"model.{name}": one for name, one in weights.items()}
 
 
-def _loaded(folder: Path, trust: bool) -> Any:
+def _loaded(folder: Path, trust: bool) -> PreTrainedModel:
     """Return the causal model of transformers in ``folder``, in float32."""
     try:
         import torch
@@ -148,7 +149,7 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _object(name: str) -> Any:
+def _object(name: str) -> object:
     """Return the object ``module:object``, called without arguments where it is a class or a function."""
     module, _, attribute = name.partition(":")
     sys.path.insert(0, "")

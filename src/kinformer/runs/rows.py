@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from kinformer.core.model import WholeModel
 from kinformer.runs.run import Run, open_run
 from kinformer.runs.staging import StagedRows, stage_plan
 from kinformer.runs.stores import STORES
@@ -35,8 +34,8 @@ def staged_rows(run: Run, plan: TrainingPlan, stage: Stage, device: str, quiet: 
     return StagedRows(rows_of(run, stage_plan(plan, stage), device, quiet), final, stage.begin)
 
 
-def teacher_of(run: Run) -> Any:
-    """The model, in eval mode and frozen, of the run that the option ``teacher`` names; None where there is none.
+def teacher_of(run: Run) -> WholeModel | None:
+    """Return the model, in eval mode and frozen, of the run that the option ``teacher`` names; None without one.
 
     Errors: ``KinformerError`` for a run of another task, of other classes, or of inputs of another shape.
     """

@@ -36,6 +36,7 @@ from kinformer.runtime.files import (
     signed,
     write_json,
 )
+from kinformer.runtime.parsing import JsonObject
 from kinformer.tasks.table import ALL, training_options
 from kinformer.tasks.table import task as task_called
 from kinformer.training.best import WEIGHTS, best_of, best_weights, place_of_best
@@ -70,12 +71,12 @@ class Run:
     config: ModelConfig
     task: Task
     options: Any
-    data: Mapping[str, Any]
-    training: Mapping[str, Any]
+    data: JsonObject
+    training: JsonObject
     vocabulary: str | None = BYTES
     tokenizer_fingerprint: str | None = field(default=None, compare=False)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @cached_property

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from kinformer.figures.coloured_text import ColouredText
 from kinformer.runs.drawing.options import DrawOptions
 from kinformer.runs.drawing.text import TRACED, pieces_of, text_run, tokens_of
@@ -14,7 +12,7 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 
 
-def text_by_buckets(options: DrawOptions) -> tuple[ColouredText, dict[str, Any]]:
+def text_by_buckets(options: DrawOptions) -> tuple[ColouredText, dict[str, object]]:
     """The first ``options.length`` tokens of the text, coloured by the bucket of the first round, and the same as
     facts: ``layer``, ``head`` and the number of ``tokens`` in every bucket."""
     run = text_run(options, "buckets")

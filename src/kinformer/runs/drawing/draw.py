@@ -1,4 +1,4 @@
-"""Draws what is asked for into a file, and says what stands in it."""
+"""Drawing into a file, with lines and facts about what it shows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +33,7 @@ class Drawing:
     out: Path
     title: str
     lines: tuple[str, ...]
-    facts: dict[str, Any]
+    facts: dict[str, object]
 
 
 def draw(options: DrawOptions) -> Drawing:
@@ -136,7 +135,7 @@ def _lines(panels: Sequence[Panel]) -> Iterator[str]:
         yield line
 
 
-def _facts(panel: Panel) -> dict[str, Any]:
+def _facts(panel: Panel) -> dict[str, object]:
     """For JSON: a panel without its numbers."""
     shown = {name: value for name, value in asdict(panel).items() if not isinstance(value, np.ndarray)}
     return {"panel": type(panel).__name__.removesuffix("Panel").lower()} | shown

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
+from kinformer.core.model import CausalModel
 from kinformer.evaluation.early_exit import EarlyExitRecorder, Exited, early_exit_stack
 from kinformer.evaluation.windows import Windows, cut
 from kinformer.figures.coloured_text import ColouredText
@@ -52,10 +52,11 @@ def text_by_exits(options: DrawOptions) -> tuple[ColouredText, Exited]:
     return text, exited
 
 
-def _exits(run: Run, model: Any, tokens: np.ndarray) -> tuple[list[int], Exited]:
+def _exits(run: Run, model: CausalModel, tokens: np.ndarray) -> tuple[list[int], Exited]:
     """The exits of all but the last of ``tokens``, read with half a window or more of text before each."""
     windows, seen = main_windows(run, model, _Windows(), beside_lengths=True), []
-    hook = model.stack.left.register_forward_hook(lambda _, unread, __: seen.append(unread[0][0]))
+    stack = early_exit_stack(model)
+    hook = stack.left.register_forward_hook(lambda _, unread, __: seen.append(unread[0][0]))
     try:
         with torch.inference_mode():
             for window in cut(len(tokens) - 1, windows or Windows(context=len(tokens) - 1)):
@@ -63,7 +64,7 @@ def _exits(run: Run, model: Any, tokens: np.ndarray) -> tuple[list[int], Exited]
                 seen[-1] = seen[-1][window.unscored :]
     finally:
         hook.remove()
-    recorder = EarlyExitRecorder(model.stack)
+    recorder = EarlyExitRecorder(stack)
     recorder.note(torch.cat(seen), None)
     assert recorder.result is not None
     return torch.cat(seen).tolist(), recorder.result

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kinformer.core.encoder import EncoderMixer, SequenceContext
 from kinformer.figures.image import HeatOver, ImageDrawing, WindowsOver
+from kinformer.inputs.patches import Patches
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.windows import WindowAttention
 from kinformer.runs.drawing.options import DrawOptions
@@ -113,7 +113,7 @@ def _rolls(call: _Call) -> bool:
     return relative is None or relative.values is None
 
 
-def _rolled(rolled_so_far: Tensor, shares: Sequence[Tensor], call: _Call, input: Any) -> list[HeatOver]:
+def _rolled(rolled_so_far: Tensor, shares: Sequence[Tensor], call: _Call, input: Patches.Config) -> list[HeatOver]:
     """Return the heat of attention roll-out over the patches, relative to the mean patch: one map per token before the
     patches or, where there is none, one of the patches' mean, weighted by the head's ``shares`` if it has some."""
     grid = call.text.grid

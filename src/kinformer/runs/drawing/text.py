@@ -1,4 +1,4 @@
-"""What all pictures of a text of a run share: the run, its tokens, and the pieces of text that they stand for."""
+"""What all pictures of a run's text share: the run, its tokens, and the pieces of text that they stand for."""
 
 from __future__ import annotations
 
