@@ -7,11 +7,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from kinformer.figures.style import figure
 from kinformer.runtime.words import plural
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 INK, QUIET, FAINT, NOTHING = "#010101", "#020202", "#030303", "#ffffff"
@@ -86,7 +90,7 @@ def svg(chart: Chart) -> str:
     return _adapted(text, chart, series)
 
 
-def _dress(axes: Any, chart: Chart) -> None:
+def _dress(axes: Axes, chart: Chart) -> None:
     from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
     for name, axis in (("x", axes.xaxis), ("y", axes.yaxis)):
@@ -106,7 +110,7 @@ def _dress(axes: Any, chart: Chart) -> None:
     axes.figure.set_facecolor("none")
 
 
-def _as_text(drawn: Any) -> str:
+def _as_text(drawn: Figure) -> str:
     import matplotlib
 
     buffer = io.StringIO()

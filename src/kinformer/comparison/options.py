@@ -1,4 +1,4 @@
-"""What a comparison is asked for. Free of PyTorch."""
+"""The options of comparing and of timing members. Free of PyTorch."""
 
 from __future__ import annotations
 
@@ -94,13 +94,13 @@ class CompareOptions(Machine):
     """Lengths at which time and memory are measured, of one row."""
     rounds: int = 5
     """How often each time is measured, in turns."""
-    set: Mapping[str, Any] = field(default_factory=dict)
+    set: Mapping[str, object] = field(default_factory=dict)
     """A change to all members, or NAME:PATH=VALUE to the one of that name; may be given again."""
     out: str = "comparison"
     """The folder of results: what is there already is not computed again."""
     seed: int = 0
     """The first seed."""
-    task_options: Mapping[str, Any] = field(default_factory=dict)
+    task_options: Mapping[str, object] = field(default_factory=dict)
     """Options of the task's own, by name."""
 
     def __post_init__(self) -> None:
@@ -171,7 +171,7 @@ class BenchOptions(Machine):
     """Also measure the highest memory of a training step, each member in a process of its own."""
     peers: bool = False
     """Also time GPT-2 of transformers and the decoder of x-transformers, of the sizes of gpt, where installed."""
-    set: Mapping[str, Any] = field(default_factory=dict)
+    set: Mapping[str, object] = field(default_factory=dict)
     """A change to all members, as in `set` layers=2; may be given again."""
     seed: int = 0
     """The seed of weights and tokens."""

@@ -1,12 +1,12 @@
-"""What a comparison says in words: who is better, at which cost, and what is not significant."""
+"""A comparison in words: who is better, at which cost, and what is not significant."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import exp, log
 from statistics import stdev
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kinformer.comparison.measures import costs
 from kinformer.comparison.record import Comparison, EntrantRecord, mean_of
@@ -185,17 +185,20 @@ def crossovers_of(comparison: Comparison) -> Iterator[str]:
         return
     first, *others = timed
     for kind, work in (("step", "In a training step"), ("forward", "In a forward")):
-        base, whole = seconds_of(first, kind), dict[str, list[str]]()
+        base, names_by_sentence = seconds_of(first, kind), dict[str, list[str]]()
         for entrant in others:
             always, text = crossover(first.name, seconds_of(entrant, kind), base)
-            whole.setdefault(always or text, []).append(f"{entrant.name} ({text})" if always else entrant.name)
-        for sentence, names in whole.items():
+            names_by_sentence.setdefault(always or text, []).append(
+                f"{entrant.name} ({text})" if always else entrant.name
+            )
+        for sentence, names in names_by_sentence.items():
             yield f"{work}, {sentence}: {_list(names)}."
 
 
 def seconds_of(entrant: EntrantRecord, kind: str) -> dict[int, float]:
     """Return an entrant's seconds of one kind of work by length."""
-    return {point["length"]: point["seconds"] for point in entrant.lengths["points"] if point["kind"] == kind}
+    points = entrant.lengths["points"] if entrant.lengths else []
+    return {point["length"]: point["seconds"] for point in points if point["kind"] == kind}
 
 
 def crossover(base: str, ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[str, str]:
@@ -264,5 +267,5 @@ def _moved(comparison: Comparison) -> Iterator[str]:
         yield f"Learning rate{'s' if len(some) > 1 else ''} of {_list(some)}: {key}"
 
 
-def _list(items: Any) -> str:
+def _list(items: Iterable[str]) -> str:
     return ", ".join(items)

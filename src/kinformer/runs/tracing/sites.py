@@ -60,9 +60,8 @@ SourceState: TypeAlias = CrossState | AlignedState | SourceSummaries
 
 @dataclass(frozen=True)
 class Site:
-    """The place where values enter a mixer: ``install(mixer, probe)`` puts a probe there. ``implied`` says in words
-    what its weights are where they are no probabilities; ``lacking``, what probabilities leave out of the text;
-    ``keys``, what the keys are."""
+    """Where values enter a mixer: ``install(mixer, probe)`` puts a probe there. ``implied`` says what weights are that
+    are no probabilities; ``lacking``, what probabilities leave out of the text; ``keys``, what the keys are."""
 
     install: Install
     implied: str = ""
@@ -130,8 +129,7 @@ def _by_piece(mixer: EtcAttention, probe: Probe) -> Patch:
 
 
 def _rows(module: str, shape: Callable[[Any], tuple[int, int, int]]) -> Install:
-    """Return what replaces the last part of the rows of the linear map ``module``; ``shape(mixer)``: parts, heads,
-    width."""
+    """Replace the last part of the rows of the linear map ``module``; ``shape(mixer)`` is parts, heads, width."""
 
     def install(mixer: nn.Module, probe: Probe) -> Patch:
         def hook(_: nn.Module, __: object, rows: Tensor) -> Tensor:
