@@ -144,7 +144,7 @@ def layer(
     set: Mapping[str, object] | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    **settings: Any,
+    **settings: object,
 ) -> CausalLayer | Any:  # a BidirectionalLayer by the name of an encoder; type checkers then require no check
     """One layer of a member for a model of your own: a module [batch, time, dim] -> [batch, time, dim].
 
@@ -190,7 +190,7 @@ def train(
     recipe: str | None = None,
     task: str | None = None,
     set: Mapping[str, object] | None = None,
-    **options: Any,
+    **options: object,
 ) -> Run:
     """Train ``member`` as ``kinformer train`` does, and return the run, whose best weights are in the folder ``out``.
 
@@ -211,7 +211,7 @@ def train(
 
 
 @preserving
-def evaluate(run: str | Path, **options: Any) -> Evaluation:
+def evaluate(run: str | Path, **options: object) -> Evaluation:
     """Measure a run folder on held-out data as its task says: ``.metrics``, ``.units``, ``.baselines``, ``.facts``.
 
     options: by the names of the flags of ``kinformer evaluate``: ``data``, ``split``, ``max_bytes``, ``set``, ...
@@ -223,7 +223,7 @@ def evaluate(run: str | Path, **options: Any) -> Evaluation:
 
 
 @preserving
-def predict(run: str | Path, inputs: str | Path | Sequence[object], **options: Any) -> list[dict[str, Any]]:
+def predict(run: str | Path, inputs: str | Path | Sequence[object], **options: object) -> list[dict[str, Any]]:
     """Predict with a trained run: a dictionary for every item, in order, as ``kinformer predict --json`` prints them.
 
         kinformer.predict("runs/reviews", ["A fine film."], top_k=2)
@@ -295,5 +295,13 @@ def generate(
     from kinformer.generation.generate import generate
 
     causal: Any = model
-    options: dict[str, Any] = {"stop": stop, "valid": valid, "draft": draft, "draft_length": draft_length} | sampling
-    return generate(causal, prompt_tokens, max_new_tokens=max_new_tokens, **options)
+    return generate(
+        causal,
+        prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        valid=valid,
+        draft=draft,
+        draft_length=draft_length,
+        **sampling,
+    )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from kinformer.cli.form import bare, is_positional
 from kinformer.runtime.errors import RARE, KinformerError, nearest
@@ -19,7 +18,7 @@ from kinformer.runtime.files import require_file
 from kinformer.runtime.parsing import parse_toml
 
 
-def read(path: str, valid_names: Mapping[str, object]) -> tuple[dict[str, Any], list[str]]:
+def read(path: str, valid_names: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
     """The positional arguments by name, and the options as arguments. ``valid_names``: all options with their types."""
     require_file(Path(path))
     try:
@@ -28,7 +27,7 @@ def read(path: str, valid_names: Mapping[str, object]) -> tuple[dict[str, Any], 
         raise KinformerError(f"--config {path}: cannot be read ({error.strerror}); give a TOML file.") from None
     except ValueError as error:
         raise KinformerError(f"--config {path}: is not TOML ({error}); write name = value in each line.") from None
-    positional: dict[str, Any] = {}
+    positional: dict[str, object] = {}
     arguments: list[str] = []
     for name, value in settings.items():
         flag = name.replace("_", "-")

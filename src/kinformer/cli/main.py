@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kinformer import __version__
 from kinformer.cli.output import BEGUN, age_of_process, printing_notes, telling
@@ -210,9 +210,9 @@ def _dispatch(arguments: list[str], is_command: bool) -> int:
     from kinformer.cli.parsing import parse
 
     command = COMMANDS[name]
-    module: Any = import_module(command.module)
+    module = import_module(command.module)
     task_options = getattr(module, "TASK_OPTIONS", None)
-    options: Any = parse(module.Options, task_options, rest, prog=f"kinformer {name}", description=command.summary)
+    options = parse(module.Options, task_options, rest, prog=f"kinformer {name}", description=command.summary)
     if options is None:
         if task_options is not None:
             print(_tasks_of_help(name, rest))

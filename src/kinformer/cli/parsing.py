@@ -1,4 +1,4 @@
-"""From arguments to a command's ``Options``; what cannot be parsed is one sentence."""
+"""Parsing of arguments into a command's ``Options``; what cannot be parsed is one sentence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import tyro
 
@@ -17,6 +17,9 @@ from kinformer.cli import form, synonyms
 from kinformer.cli.config_file import read
 from kinformer.family.table import FAMILY
 from kinformer.runtime.errors import KinformerError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 O = TypeVar("O")
 
@@ -38,7 +41,7 @@ def parse(
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output):
-            filled: Any = tyro.cli(
+            filled: DataclassInstance = tyro.cli(
                 shape,
                 prog=prog,
                 description=description,
