@@ -14,9 +14,10 @@ from kinformer.comparison.curves import charts
 from kinformer.comparison.measures import departures
 from kinformer.comparison.record import Comparison, EntrantRecord
 from kinformer.comparison.report import columns, conditions, ordered, title
-from kinformer.comparison.results import Badge, Picture
+from kinformer.comparison.results import Badge
 from kinformer.comparison.statistics import welch
 from kinformer.figures.text_picture import SEEN
+from kinformer.runs.description import Picture
 from kinformer.runtime.words import plural
 
 if TYPE_CHECKING:

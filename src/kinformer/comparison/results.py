@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypedDict
 
+from kinformer.runs.description import Picture
 from kinformer.runtime.parsing import JsonObject
 
 
@@ -19,14 +20,6 @@ class MemberFacts(TypedDict):
     growth: str
     departures: list[str]
     exact_limit: str
-
-
-class Picture(TypedDict):
-    """An attention pattern in characters, a row of queries each."""
-
-    pattern: str
-    tokens_per_cell: int
-    rows: list[str]
 
 
 class Facts(TypedDict, total=False):

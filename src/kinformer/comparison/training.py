@@ -205,8 +205,9 @@ def measured(
         evaluation = evaluate(
             [Path(options.out) / "runs" / done["folder"]], evaluation_options, quiet=True
         ).evaluations[0]
-        facts = evaluation.facts
-        lengths = {item["context"]: _context(item) for item in (facts, *facts.get("lengths", ())) if "context" in item}
+        facts, further = evaluation.facts, evaluation.facts.get("lengths", ())
+        assert isinstance(further, list | tuple)
+        lengths = {item["context"]: _context(item) for item in (facts, *further) if "context" in item}
         return {
             "figures": dict(evaluation.metrics),
             "units": [[unit.name, unit.unit, unit.lower_is_better] for unit in evaluation.units],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from kinformer.core.model_config import ModelConfig
 from kinformer.estimation.cluster import Cluster, MeshCost
 from kinformer.estimation.machines import Device, device_of, numbers_of
 from kinformer.estimation.options import EstimateOptions
@@ -27,7 +28,7 @@ class ClusterEstimate:
         return asdict(self)
 
 
-def cluster_of(config: object, options: EstimateOptions, length: int) -> ClusterEstimate | None:
+def cluster_of(config: ModelConfig, options: EstimateOptions, length: int) -> ClusterEstimate | None:
     """Return the costs of ``config`` on the numbers of devices that ``options`` name; None where these name none."""
     if options.devices is None:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from kinformer.core.config import override, to_dict
 from kinformer.core.feed_forward import active_parameters
@@ -20,7 +20,7 @@ from kinformer.family.table import FAMILY, member
 from kinformer.figures.formulas import formulas, symbols
 from kinformer.figures.text_picture import pictures
 from kinformer.runs.run import open_run
-from kinformer.runtime.errors import KinformerError, marked
+from kinformer.runtime.errors import KinformerError, marked, spelled
 from kinformer.runtime.fields import require_path
 from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.unallocated import unallocated
@@ -33,19 +33,69 @@ LENGTHS = (1, 128, 1024, 8192, 65536)
 """Tokens at which the bytes of the state are computed."""
 
 
+class FormulaFacts(TypedDict):
+    """The formula of a part: a sentence and lines of mathematics."""
+
+    slot: str
+    kind: str
+    says: str
+    lines: tuple[str, ...]
+
+
+class ParameterFacts(TypedDict):
+    """The numbers of parameters: in all, those that one token uses, and by part."""
+
+    total: int
+    active: int
+    parts: dict[str, int]
+
+
+class Picture(TypedDict):
+    """An attention pattern in characters, a row of queries each."""
+
+    pattern: str
+    tokens_per_cell: int
+    rows: list[str]
+
+
+class Facts(TypedDict):
+    """A member's record and all that follows from a config. ``training``: the options of training that differ from the
+    usual ones; ``computes``: formulas; ``symbols``: by a size's name here, the papers' symbol and the value;
+    ``state_bytes``: of one row, by the tokens absorbed."""
+
+    name: str
+    title: str
+    paper: str
+    year: int
+    axes: tuple[str, ...]
+    causal: bool
+    growth: str
+    departures: tuple[str, ...]
+    exact_limit: str
+    use_when: str
+    avoid_when: str
+    cost: str
+    recipes: list[str]
+    recipe: str
+    training: JsonObject
+    computes: list[FormulaFacts]
+    symbols: dict[str, list[object]]
+    config: JsonObject
+    parameters: ParameterFacts
+    max_length: int | None
+    state_bytes: dict[str, int]
+    patterns: list[Picture]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """A member in a recipe, or the model of a run.
-
-    member: its record. recipe, config: the model's.
-    facts: the record and all that follows from the config, as data for JSON: ``computes`` (formulas), ``symbols``,
-        ``config``, ``parameters`` (total and by part), ``max_length``, ``state_bytes`` (by length), ``patterns``.
-    """
+    """A member in a recipe, or the model of a run: the member's record, the model's recipe and config, and the
+    ``facts`` as data for JSON."""
 
     member: Member
     recipe: str
     config: ModelConfig
-    facts: dict[str, Any]
+    facts: Facts
 
 
 def describe(
@@ -55,10 +105,25 @@ def describe(
     record, recipe, config, training = subject_of(name, recipe, vocab_size, changes or {})
     with unallocated():
         model = config.build()
-    facts = record.facts | {
+    facts: Facts = {
+        "name": record.name,
+        "title": record.title,
+        "paper": record.paper,
+        "year": record.year,
+        "axes": record.axes,
+        "causal": record.causal,
+        "growth": record.growth,
+        "departures": tuple(map(spelled, record.departures)),
+        "exact_limit": record.exact_limit,
+        "use_when": record.use_when,
+        "avoid_when": record.avoid_when,
+        "cost": record.growth_of_cost,
+        "recipes": list(record.recipes),
         "recipe": recipe,
         "training": dict(record.training.get(recipe, {})) if training is None else training_of(training),
-        "computes": [formula._asdict() for formula in formulas(config)],
+        "computes": [
+            {"slot": item.slot, "kind": item.kind, "says": item.says, "lines": item.lines} for item in formulas(config)
+        ],
         "symbols": {name: [symbol, value] for symbol, name, value in symbols(config)},
         "config": to_dict(config),
         "parameters": {
@@ -68,7 +133,10 @@ def describe(
         },
         "max_length": model.max_length,
         "state_bytes": {str(length): state_bytes(model, length) for length in _lengths(model)},
-        "patterns": pictures(model),
+        "patterns": [
+            {"pattern": item["pattern"], "tokens_per_cell": item["tokens_per_cell"], "rows": item["rows"]}
+            for item in pictures(model)
+        ],
     }
     return Description(member=record, recipe=recipe, config=config, facts=facts)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from kinformer.core.model_config import ModelConfig
 from kinformer.estimation.checkpoint import Live
 from kinformer.estimation.estimate import Estimate, estimate
 from kinformer.estimation.optimizer_state import optimizer_bytes
@@ -70,7 +71,7 @@ def estimate_member(options: EstimateOptions) -> MemberEstimate:
     )
 
 
-def objective_cost(config: object, name: str, *, length: int, batch: int, optimizer: str) -> dict[str, int] | None:
+def objective_cost(config: ModelConfig, name: str, *, length: int, batch: int, optimizer: str) -> dict[str, int] | None:
     """Bytes of ``weights`` (with gradients and optimiser state) and ``activations`` of a training step with the causal
     objective ``name`` beyond those with the plain one, which has none: None."""
     if name == PLAIN:

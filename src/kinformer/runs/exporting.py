@@ -17,7 +17,7 @@ from kinformer.interop.tokenizer_files import Special, of_encoder, padding_of, w
 from kinformer.interop.writing import DTYPES, GENERATES, Form, appearing, form_of, require_new, settings_of, write_model
 from kinformer.runs.graphs import FORMATS, ExportedGraph, export_graph
 from kinformer.runs.run import BYTES, Run, open_run
-from kinformer.runtime.errors import KinformerError, choose, marked, nearest
+from kinformer.runtime.errors import KinformerError, choose, marked, nearest, spelled
 from kinformer.runtime.fields import require_path
 from kinformer.runtime.words import plural
 from kinformer.tasks.shared.text import ends_of
@@ -239,7 +239,7 @@ def card(run: Run, form: Form, parameters: int, dtype: str, name: str) -> str:
         use=use,
         trust="" if form.native else ", trust_remote_code=True",
         form=sentence[0].upper() + sentence[1:],
-        departures="\n".join(f"- {one}" for one in record.facts["departures"] or ("none",)),
+        departures="\n".join(f"- {one}" for one in map(spelled, record.departures or ("none",))),
         task=run.task.name,
     )
 

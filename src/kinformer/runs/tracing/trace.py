@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from kinformer.core.contract import CausalMixer, Chunk, ReadsSource
 from kinformer.core.encoder import EncoderMixer
 from kinformer.core.model import CausalModel, Model, SourceModel, device_of
+from kinformer.core.model_config import ModelConfig
 from kinformer.core.span import Span, TokenSpan
 from kinformer.core.stack import Stack
 from kinformer.data.buckets import NO_ENDS, BosEos, lay
@@ -279,7 +280,7 @@ def _ids(run: Run, model: Model, text: str, ends: BosEos, limit: int) -> Tensor:
     return torch.from_numpy(tokens).to(device_of(model))
 
 
-def labels(run: Run, config: object, ids: Sequence[int]) -> Iterator[str]:
+def labels(run: Run, config: ModelConfig, ids: Sequence[int]) -> Iterator[str]:
     """Yield the text of every token; the bytes of one character stand with the last of them."""
     assert run.tokenizer is not None
     ends = ends_of(config)
