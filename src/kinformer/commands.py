@@ -205,7 +205,7 @@ def index(run: str | Path, *, datastore: str | Path, quiet: bool = True, **optio
 
 @preserving
 def embed(run: str | Path, texts: str | Path | Sequence[str | Path], **options: object) -> np.ndarray:
-    """Vectors float32 [items, dim] of texts, images or sounds: the last hidden states of a trained run, pooled.
+    """Return vectors float32 [items, dim] of texts, images or sounds: the last hidden states of a trained run, pooled.
 
     run: the folder of a run whose model reads text (an encoder or a causal one), images or speech.
     texts: a list of texts, or of the paths of images or sounds; or the path of a file or folder, as for the command.

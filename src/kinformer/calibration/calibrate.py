@@ -42,7 +42,7 @@ class Calibrated:
 
     @property
     def saves(self) -> bool:
-        """Whether the chosen threshold saves FLOPs, without which it is not kept in the run."""
+        """Whether the chosen threshold saves FLOPs; one that does not is not stored in the run."""
         return self.exits is not None and self.exits.saves
 
     @property
@@ -68,7 +68,7 @@ class Calibrated:
 
     @property
     def text(self) -> tuple[TextTable | str, ...]:
-        """The thresholds that were tested, and what the chosen one is worth."""
+        """The thresholds that were tested, and a line about the chosen one."""
         options, best = self.options, self.chosen
         rows = [(f"{step.threshold:.4f}", f"{step.risk:.4f}", f"{step.p:.3g}") for step in self.tested]
         what = (

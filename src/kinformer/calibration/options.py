@@ -1,4 +1,4 @@
-"""What a calibration of early exits is asked for. Free of PyTorch."""
+"""The options of calibrating early exits. Free of PyTorch."""
 
 from __future__ import annotations
 

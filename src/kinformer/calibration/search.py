@@ -35,7 +35,7 @@ class _Windows:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """``bits_per_byte`` and ``exits`` with the ``thresholds`` that were kept, beside the bits of ``all_layers``;
+    """``bits_per_byte`` and ``exits`` with the ``thresholds`` that were stored, beside the bits of ``all_layers``;
     thresholds are empty where none stayed within the tolerance. ``curve``: the draws that were better than others."""
 
     run: Run
@@ -63,7 +63,7 @@ class SearchResult:
 
     @property
     def text(self) -> tuple[str]:
-        """The thresholds, and what they cost and save."""
+        """A line with the thresholds, their bits per byte and what they save."""
         if self.exits is None:
             return (f"{self.run.folder}: no thresholds cost so little; all tokens go through all layers",)
         thresholds = ", ".join(f"{threshold:.4f}" for threshold in self.thresholds)

@@ -19,7 +19,7 @@ from kinformer.runtime.parsing import parse_toml
 
 
 def read(path: str, valid_names: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
-    """The positional arguments by name, and the options as arguments. ``valid_names``: all options with their types."""
+    """Return positional arguments by name, and the options as arguments; ``valid_names`` are all, with their types."""
     require_file(Path(path))
     try:
         settings = parse_toml(Path(path).read_text(encoding="utf-8"))
@@ -53,7 +53,7 @@ def _switch(place: str, flag: str, value: object) -> list[str]:
 
 
 def _texts(place: str, value: object) -> list[str]:
-    """An option's value as it is written on the command line; of a list or a table several."""
+    """Return an option's value as it is written on the command line; of a list or a table, one text for each item."""
     if isinstance(value, dict):
         return [f"{path}={_setting(item)}" for path, item in value.items()]
     return [_text(place, item) for item in value] if isinstance(value, list) else [_text(place, value)]

@@ -88,7 +88,7 @@ def _text(prompt: str | bytes) -> str:
 
 
 class _Echo:
-    """Writes every piece of text as it comes, and the prompt before the first, when nothing can be wrong with it."""
+    """Writes every piece of text as it comes, and the prompt before the first: by then it was read without an error."""
 
     def __init__(self, prompt: str) -> None:
         self._before = prompt

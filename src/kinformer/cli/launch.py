@@ -1,4 +1,4 @@
-"""``kinformer launch -- train ...``: what starts a training on many machines, printed."""
+"""``kinformer launch -- train ...``: prints a line or a script that starts training on many machines."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Options(CommonOptions):
 
 
 def run(options: Options) -> int:
-    """Check the training's options, and print what starts it."""
+    """Check the training's options, print the line or script that starts it, and return the exit status."""
     words = options.command[1:] if options.command[:1] == ("kinformer",) else options.command
     if words[:1] != ("train",):
         raise KinformerError("launch: needs the training behind two dashes, as in: kinformer launch -- train gpt ...")
@@ -83,8 +83,8 @@ def run(options: Options) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """A start of ``command``, the words after ``kinformer``, whose run folder is ``out``: ``processes`` on each of so
-    many ``nodes``, started again ``restarts`` times when one dies. ``resumes``: a start after the first one must add
+    """The start of ``command``, the words after ``kinformer``, whose run folder is ``out``: ``processes`` on each of
+    ``nodes`` machines, started again up to ``restarts`` times when one dies. ``resumes``: a later start must add
     ``--resume``. ``gpus``: whether each process has one. ``host``: the first machine, as torchrun has it."""
 
     command: Sequence[str]

@@ -229,7 +229,7 @@ def _dispatch(arguments: list[str], is_command: bool) -> int:
 
 
 def _tasks_of_help(name: str, arguments: Sequence[str]) -> str:
-    """Whose options the help of a command shows, and how to see those of others."""
+    """Return lines that say whose options the help of a command shows, and how to see those of other tasks."""
     from kinformer.cli.parsing import tasks_meant
     from kinformer.tasks.table import ALL
 
@@ -240,7 +240,7 @@ def _tasks_of_help(name: str, arguments: Sequence[str]) -> str:
 
 
 def overview() -> str:
-    """The text of ``kinformer --help``."""
+    """Return the text of ``kinformer --help``."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(

@@ -1,4 +1,4 @@
-"""How commands print: JSON, text, tables (framed on a terminal, plain in a pipe), sizes, notes."""
+"""The output of commands: JSON, text, tables (framed on a terminal, plain in a pipe), notes."""
 
 from __future__ import annotations
 

@@ -27,8 +27,10 @@ O = TypeVar("O")
 def parse(
     options: type[O], kind: form.Kind | None, arguments: Sequence[str], *, prog: str, description: str
 ) -> O | None:
-    """``options`` filled from ``arguments`` and from the file that ``--config`` names; ``kind`` says which of the own
-    options of tasks there are too. None when help was asked for (and printed)."""
+    """Return ``options`` filled from ``arguments`` and from the file of ``--config``; None after the help was printed.
+
+    ``kind``: which of the tasks' own options there are too.
+    """
     name = prog.removeprefix("kinformer ")
     shape = form.form_of(options, kind)
     written_options = list(arguments)
@@ -58,7 +60,10 @@ def parse(
 
 
 def tasks_meant(arguments: Sequence[str]) -> list[str]:
-    """The task that ``--task``, a member or a run folder among the arguments names, without importing PyTorch."""
+    """Return the task that ``--task``, a member or a run folder among the arguments names, in a list, or an empty list.
+
+    This does not import PyTorch.
+    """
     for index, argument in enumerate(arguments):
         if argument == "--task" and index + 1 < len(arguments):
             return [arguments[index + 1]]
@@ -83,7 +88,7 @@ def _config(arguments: Sequence[str]) -> str | None:
 
 
 def overrides(changes: Sequence[str]) -> dict[str, str]:
-    """``("path=value", ...)`` as a table; the value is all that follows the first equals sign."""
+    """Return ``("path=value", ...)`` as a table; the value is all that follows the first equals sign."""
     for change in changes:
         if not re.match(r"[^=]+=", change):
             raise KinformerError(f"--set {change}: is not path=value; write for example layers.*.mixer.num_heads=8.")

@@ -84,7 +84,7 @@ class Bench:
 
 
 def bench(members: Sequence[str], options: BenchOptions) -> Bench:
-    """Time ``members`` beside plain attention (gpt of the same recipe, its positions as long as is asked for)."""
+    """Time ``members`` beside plain attention (gpt of the same recipe, with as many positions as the lengths need)."""
     options.prepare(options.seed)
     device = str(options.usable_device())
     names = list(dict.fromkeys([PLAIN, *(member(name).name for name in (members or MEMBERS))]))

@@ -1,4 +1,5 @@
-"""Who is compared: members, hybrids of them in a ratio, each with changes of its own, at one parameter budget."""
+"""The entrants of a comparison: members, or hybrids of them in a ratio, with changes of their own, at one budget of
+parameters."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ _SPEC = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<parts>[\w-]+(?::\d+)?(?:,[\w-]+
 
 @dataclass(frozen=True)
 class Entrant:
-    """``name`` in the comparison; ``parts`` are members with how many layers in a row each has of the stack's cycle,
-    the first of which gives all that is no layer; ``changes`` are its own."""
+    """A model to compare: its ``name`` in the comparison; ``parts``, members with the number of layers that each has in
+    a row of the stack's cycle, the first of which gives all but layers; and the ``changes`` of its config."""
 
     name: str
     spec: str
@@ -43,7 +44,7 @@ class Entrant:
 
     @property
     def member(self) -> str:
-        """The member that gives what is no layer."""
+        """The member that gives all but layers."""
         return self.parts[0][0]
 
     def needs(self, task_options: type) -> dict[str, object]:
@@ -55,7 +56,7 @@ class Entrant:
         return needed
 
     def layers(self, recipe: str, config: ModelConfig) -> dict[str, object]:
-        """The changes that put the other members' layers where the cycle has them, none for a plain member."""
+        """Return the changes that put the other members' layers into the cycle; none for a plain member."""
         if len(self.parts) == 1:
             return {}
         cycle = [name for name, count in self.parts for _ in range(count)]

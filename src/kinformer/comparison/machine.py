@@ -89,7 +89,7 @@ def _products(dtype: torch.dtype, device: str) -> float:
 
 
 def _seconds_per_call(work: Callable[[], object], device: str) -> float:
-    """Seconds of one of many calls."""
+    """Return the seconds of one of many calls."""
 
     def many() -> None:
         for _ in range(CALLS):

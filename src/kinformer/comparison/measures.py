@@ -60,7 +60,7 @@ def rate(value: float) -> str:
 
 
 def _generation(batch: int, texts: str) -> Measure:
-    """Tokens per second of so many texts at once."""
+    """Return the column of the tokens per second of ``batch`` texts at once."""
     best = f"Fastest to generate, {texts}"
     return Measure(f"generate {batch}/s", lambda entrant: generated(entrant, batch), rate, False, best, " tokens/s")
 

@@ -137,7 +137,7 @@ class CompareOptions(Machine):
 
     @property
     def row_length(self) -> int:
-        """``length`` of a comparison that is planned."""
+        """The ``length`` of a planned comparison."""
         assert self.length is not None
         return self.length
 
@@ -197,7 +197,7 @@ class BenchOptions(Machine):
 
 
 def whole_numbers(text: str, flag: str) -> tuple[int, ...]:
-    """``"128,512"`` as numbers, in order."""
+    """Return the numbers of a text such as ``128,512``, in order."""
     try:
         return tuple(parse_counts(text))
     except ValueError:
@@ -207,8 +207,8 @@ def whole_numbers(text: str, flag: str) -> tuple[int, ...]:
 
 
 def planned(members: Sequence[str], options: CompareOptions) -> tuple[Sequence[str], CompareOptions]:
-    """The members and options of a comparison, with those that its plan chooses where nothing else is given: members
-    that are named without a plan have none."""
+    """Return the members and options of a comparison, with those that its plan chooses where nothing else is given.
+    Members that are named without a plan have none."""
     plan = options.plan or (None if members else DEFAULT_PLAN)
     chosen = dict(PLANS[plan]) if plan else {}
     members = members or DEFAULT_MEMBERS

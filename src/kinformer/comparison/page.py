@@ -28,7 +28,7 @@ SIGNS = {True: ("holds", "✓", "holds"), False: ("fails", "✗", "fails"), None
 
 
 def page(comparison: Comparison) -> str:
-    """The page. All text of the comparison, which may be a stranger's, is escaped."""
+    """Return the page. All text of the comparison, which may be of others, is escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -157,7 +157,7 @@ def _badge(badge: Badge) -> dict[str, str]:
 
 
 def _picture(rows: Sequence[str]) -> str:
-    """A pattern: queries down, keys across, what is seen filled."""
+    """Return a pattern as SVG: queries down, keys across, a filled cell for what is seen."""
     cells = [(x, y) for y, row in enumerate(rows) for x, cell in enumerate(row.split()) if cell == SEEN]
     size = len(rows)
     path = "".join(f"M{x} {y}h.92v.92h-.92z" for x, y in cells)

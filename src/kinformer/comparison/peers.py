@@ -25,7 +25,7 @@ from kinformer.runtime.matmul import few_rows
 
 @dataclass(frozen=True, kw_only=True)
 class PeerShape:
-    """Sizes of a decoder; ``length`` is how many positions it must know."""
+    """Sizes of a decoder; ``length`` is how many positions it must have."""
 
     layers: int
     dim: int
@@ -53,7 +53,7 @@ def shape_of(config: Any) -> PeerShape:
 
 
 def gpt2(shape: PeerShape) -> nn.Module:
-    """GPT2LMHeadModel of transformers, which has heads x head_dim = dim."""
+    """Return a GPT2LMHeadModel of transformers, which has heads x head_dim = dim."""
     module = import_module("transformers")
     config = module.GPT2Config(
         vocab_size=shape.vocab,
@@ -72,7 +72,7 @@ def gpt2(shape: PeerShape) -> nn.Module:
 
 
 def x_transformers(shape: PeerShape, flash: bool) -> nn.Module:
-    """The decoder of x-transformers; ``flash`` is its option to use PyTorch's fused attention, off by default."""
+    """Return the decoder of x-transformers; ``flash``: whether it uses PyTorch's fused attention, off by default."""
     module = import_module("x_transformers")
     layers = module.Decoder(
         dim=shape.dim,
@@ -113,14 +113,14 @@ def _decode(peer: HuggingFace, batch: int, length: int) -> Work:
 
 @dataclass(frozen=True)
 class PeerInput:
-    """The input of a peer, for what asks a model of ours for its vocabulary."""
+    """The input of a peer, with the vocabulary where models of ours have it."""
 
     vocab_size: int
 
 
 @dataclass(frozen=True)
 class PeerConfig:
-    """What stands for the config of a model of ours."""
+    """The config of a peer, as far as models of ours are asked for theirs."""
 
     input: PeerInput
     protocol: ClassVar[type] = CausalModel
@@ -158,7 +158,7 @@ class HuggingFace(PeerModel):
         return logits, cache[0] if cache else None
 
     def last(self, tokens: Tensor, state: State = None) -> tuple[Tensor, State]:
-        """Logits [batch, vocab] behind the last token alone."""
+        """Return logits [batch, vocab] after the last token alone."""
         logits, cache = self.model(tokens, state, use_cache=True, logits_to_keep=1).to_tuple()
         return logits[:, -1], cache
 

@@ -52,7 +52,7 @@ class Contestant:
 
     @property
     def config(self) -> ModelConfig:
-        """The config of its model; one that could not be made is an error beforehand."""
+        """The config of its model, which is known of every contestant that is not out."""
         assert self.fitted is not None
         return self.fitted
 

@@ -78,7 +78,7 @@ class EntrantRecord(Config):
 
     @property
     def values(self) -> tuple[float, ...]:
-        """The deciding figure of every seed."""
+        """The deciding metric of every seed."""
         return tuple(run.value for run in self.runs)
 
 
@@ -109,7 +109,7 @@ class Comparison(Config):
 
     @property
     def finished(self) -> list[EntrantRecord]:
-        """The entrants that have a figure, the best first."""
+        """The entrants that were measured, the best first."""
         done = [entrant for entrant in self.entrants if entrant.runs]
         return sorted(done, key=lambda item: mean_of(item) * (1 if self.lower_is_better else -1))
 

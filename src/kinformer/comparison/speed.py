@@ -1,4 +1,4 @@
-"""How fast contestants train and generate, measured in turns, and how much memory they take."""
+"""The speeds at which contestants train and generate, measured in turns, and the memory that they take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times and memory: several works measured in turns, and one in a process of its own at its highest moment."""
+"""Times of several works measured in turns, and the peak memory of one in a process of its own."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def _wait(device: str) -> None:
 
 
 class Peak:
-    """Bytes at the highest moment since :meth:`restart`, above what was there when it was made."""
+    """The peak bytes since :meth:`restart`, above those when the object was made."""
 
     def __init__(self, device: str) -> None:
         self.device = device
         self.before = self._now()
 
     def restart(self) -> None:
-        """Forget the highest moment so far, where that can be (a GPU, Linux)."""
+        """Forget the peak so far, where the system can (a GPU, Linux)."""
         if self.device.startswith("cuda"):
             torch.cuda.reset_peak_memory_stats(self.device)
         elif sys.platform == "linux":

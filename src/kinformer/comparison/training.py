@@ -38,7 +38,7 @@ WEIGHTS_OF_A_RUN = "checkpoints"
 
 
 def sweep_steps(options: CompareOptions, steps: int) -> int:
-    """Steps of a run of the sweep."""
+    """Return the steps of a run of the sweep."""
     return options.sweep_steps or min(steps, max(LEAST_SWEEP, steps // SWEEP_SHARE))
 
 
@@ -146,7 +146,7 @@ def run(
 
 
 def _count_attempt(cache: Cache, key: str, folder: Path) -> None:
-    """A run that ended its process several times before its first checkpoint is not tried again."""
+    """Count an attempt; refuse a run that ended its process several times before its first checkpoint."""
     if Checkpoints(folder / WEIGHTS_OF_A_RUN, 1).steps():
         return
     before = cache.get("attempts", key) or 0

@@ -24,7 +24,7 @@ Begin = Callable[[Any, int, int], Work]
 
 
 class ModelFacts(Protocol):
-    """The config of a model of ours, or what stands for that of a peer."""
+    """The config of a model of ours, or of a peer."""
 
     protocol: ClassVar[type]
 
@@ -81,7 +81,7 @@ def logits_of(model: Timed, tokens: Tensor) -> Tensor:
 
 
 def forward(model: Timed, batch: int, length: int) -> Work:
-    """One forward without gradients."""
+    """Return the work of one forward without gradients."""
     tokens = tokens_for(model, batch, length)
 
     def work() -> None:
@@ -93,7 +93,7 @@ def forward(model: Timed, batch: int, length: int) -> Work:
 
 
 def step(model: Timed, batch: int, length: int) -> Work:
-    """One forward with cross-entropy and the backward; the weights stay."""
+    """Return the work of one forward with cross-entropy and the backward; the weights stay."""
     tokens = tokens_for(model, batch, length)
 
     def work() -> None:
@@ -107,7 +107,7 @@ def step(model: Timed, batch: int, length: int) -> Work:
 
 
 def prefill(model: Any, batch: int, length: int) -> Work:
-    """Reading a prompt as generation does, the state included."""
+    """Return the work of reading a prompt as generation does, the state included."""
     tokens = tokens_for(model, batch, length)
 
     def work() -> None:
@@ -117,7 +117,7 @@ def prefill(model: Any, batch: int, length: int) -> Work:
 
 
 def decode(model: Any, batch: int, length: int) -> Work:
-    """``DECODED`` tokens, one by one, behind a prompt of ``length`` tokens or more."""
+    """Return the work of ``DECODED`` tokens, one by one, behind a prompt of ``length`` tokens or more."""
     session = Session(pack(model.eval(), batch), batch, room=64 * DECODED, seed=0, temperature=1.0)
     session.feed(tokens_for(model, batch, length))
     for _ in range(WARM):

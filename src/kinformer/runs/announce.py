@@ -55,7 +55,7 @@ def warning(result: Result, settings: Settings) -> str | None:
 
 
 def _data(data: JsonObject) -> str:
-    """The data's name, and how much of it there is to learn from."""
+    """Return the data's name and how much of it there is to train on."""
     identity = data.get("identity") or {}
     name = str(identity.get("name") or data.get("spec"))
     if train := identity.get("bytes", {}).get("train"):

@@ -1,4 +1,4 @@
-"""``config.json`` as it is read: the right schema, keys and types, before anybody believes what it says."""
+"""Reading of ``config.json``: its schema, keys and types are checked before anything uses it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ _TYPE_NAMES = {str: "text", dict: "a table", NoneType: "null", int: "a whole num
 
 
 def read_config(place: Path) -> JsonObject:
-    """The table in the file ``place``; what is missing or of another type is one clear sentence."""
+    """Return the table in the file ``place``.
+
+    Errors: ``KinformerError`` for a file that is no config of a run, or lacks a key or has one of another type.
+    """
     folder = place.parent
     if not place.exists():
         raise KinformerError(
@@ -79,7 +82,7 @@ def read_config(place: Path) -> JsonObject:
 
 
 def settings_in(training: JsonObject) -> Settings:
-    """The settings that a config holds, checked like those of the command line."""
+    """Return the settings in a config, checked like those of the command line."""
     if unknown := sorted(map(str, training.keys() - {field.name for field in fields(Settings)})):
         raise KinformerError(f"training has the unknown setting {unknown[0]!r}; use a matching version.")
     return Settings(**training)

@@ -1,4 +1,4 @@
-"""A new run: its folder, a model that fits its task and data, and what it is trained on and how."""
+"""Creation of a run: its folder, a model that fits its task and data, its data and its settings."""
 
 from __future__ import annotations
 
@@ -120,14 +120,14 @@ def _completed(chooser: Chooser | Ladder, quiet: bool) -> TrainOptions:
 
 
 def _open_recipe(options: TrainOptions, base: Run | None) -> ModelConfig | None:
-    """The config that the minutes change; None where a recipe, all layers or a model to begin with was given."""
+    """Return the config that the minutes may change; None if a recipe, layers or a model to begin with was given."""
     named = base is not None or options.recipe is not None or "layers" in options.set
     return None if named else recipe_config(options, base, None)
 
 
 def checked(plan: TrainingPlan, task: Task, group: Group) -> TrainingPlan:
-    """``plan``, unless its model does not go with the data, the length, the objective, or several processes, in any of
-    its stages."""
+    """Return ``plan``; refuse it where its model does not go with the data, the length, the objective, or several
+    processes, in any of its stages."""
     for stage in stages_of(plan.settings) if plan.settings.stages else ():
         try:
             check_length(stage.settings, group)
@@ -180,7 +180,7 @@ def _require_trained(plan: TrainingPlan, task: Task, model: nn.Module, objective
 
 
 def _longer(config: ModelConfig, length: int) -> str:
-    """The changes after which a model of ``config`` reads ``length`` positions, for a message; "" for none."""
+    """Return the changes after which a model of ``config`` reads ``length`` positions, for a message; "" for none."""
     changes: dict[str, int] = {}
     for path in ("position.max_length", "layers.*.mixer.max_length", "layers.*.mixer.position.max_length"):
         with suppress(KinformerError):
@@ -194,7 +194,7 @@ def _longer(config: ModelConfig, length: int) -> str:
 
 
 def group_of(options: TrainOptions, device: str) -> Group:
-    """The processes that are going to train on the type of ``device``, as the first of them."""
+    """Return the group of processes that will train on the type of ``device``, as its first process sees it."""
     world = max(options.devices, int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else 1)
     return Group(
         torch.device("cuda" if device == "cuda" else "cpu"),

@@ -1,4 +1,4 @@
-"""All about one member or run without computing anything: its record, config, sizes, formulas and pattern."""
+"""The description of a member or run, without computing anything: its record, config, sizes, formulas and pattern."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def subject_of(name: str, recipe: str | None, vocab_size: int | None, changes: M
 
 
 def _parameters(model: nn.Module) -> dict[str, int]:
-    """Parameters of each part, like parts of all layers together."""
+    """Return the number of parameters by part; equal parts of all layers are counted together."""
     parts: dict[str, int] = {}
     for name, child in model.named_children():
         inner = [(name, child)]

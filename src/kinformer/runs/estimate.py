@@ -1,4 +1,4 @@
-"""What a member costs before anything is run: the model's costs, its objective's, and those of the process."""
+"""The estimate of a member's costs, before anything is run: of the model, its objective, and the process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class MemberEstimate(Estimate):
 
 
 def estimate_member(options: EstimateOptions) -> MemberEstimate:
-    """The costs of ``options.member`` in its recipe, or of a run's model, with its changes.
+    """Return the costs of ``options.member`` in its recipe, or of a run's model, with its changes.
 
     Errors: ``KinformerError`` for unknown names, changes that do not fit, and lengths beyond the model's positions.
     """
@@ -72,8 +72,8 @@ def estimate_member(options: EstimateOptions) -> MemberEstimate:
 
 
 def objective_cost(config: ModelConfig, name: str, *, length: int, batch: int, optimizer: str) -> dict[str, int] | None:
-    """Bytes of ``weights`` (with gradients and optimiser state) and ``activations`` of a training step with the causal
-    objective ``name`` beyond those with the plain one, which has none: None."""
+    """Return the bytes of ``weights`` (with gradients and optimiser state) and ``activations`` by which a training step
+    with the causal objective ``name`` exceeds one with next-token; None for next-token itself."""
     if name == PLAIN:
         return None
     task = next(task for task in TASKS.values() if name in task.objectives)

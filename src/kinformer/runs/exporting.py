@@ -1,4 +1,4 @@
-"""A run folder becomes a folder that the library transformers loads, or a graph (``runs.graphs``)."""
+"""Export of a run folder to a folder that the library transformers loads, or to a graph (``runs.graphs``)."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ def generate(
     options: GenerateOptions,
     write: Callable[[str], None] | None = None,
 ) -> Any:
-    """What the run's task makes of ``prompt``: a text, lines as they come, or None, as ``task.generation`` says; the
-    task's page says what comes back. ``write`` is called with every piece of a single sample as soon as it is there."""
+    """Return what the run's task generates from ``prompt``: a text, lines as they come, or None, as ``task.generation``
+    says. ``write`` is called with every piece of a single sample as soon as it is drawn."""
     options.check_store()
     run = open_run(folder)
     run.task.check_generation(run)
@@ -60,7 +60,7 @@ def converse(folder: str | Path, options: GenerateOptions) -> Conversation:
 
 
 def _prepared(run: Run, options: GenerateOptions) -> tuple[LoadedRun, GenerateOptions]:
-    """Return the run's model, ready to generate, and the options with all that was not given."""
+    """Return the run's model, ready to generate, and the options with seed and temperature, as tasks read them."""
     task_options = generation_options(run.task, options.task_options, str(run.folder))
     check_drawing(run.task, options)
     options = replace(

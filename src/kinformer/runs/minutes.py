@@ -190,7 +190,7 @@ class Chooser(Choosing):
     """Chooses the size, the recipe of training and the regularisation that the options leave open, for running text."""
 
     def choose(self) -> Choice:
-        """The largest size that makes its steps in the time."""
+        """Return the choice of the largest size that makes its steps in the time."""
         base = SIZES[PROBED]
         seconds = self._seconds_per_step(base, PROBE_SHARE * self.budget)
         left = max(0.0, self.left())
@@ -214,7 +214,7 @@ class Chooser(Choosing):
         return Choice(options, tuple(flags_between(self.requested, options)), steps, tokens, seconds, passes)
 
     def _regularised(self, options: TrainOptions, reread: Reread) -> TrainOptions:
-        """``options`` with dropout and weight decay for text that is read so often, each unless given."""
+        """Return ``options`` with the dropout and weight decay of ``reread``, each unless given."""
         if options.weight_decay is None:
             options = replace(options, weight_decay=reread.weight_decay)
         if reread.dropout and self.recipe is not None and not any("dropout" in path for path in self.options.set):
@@ -225,7 +225,7 @@ class Chooser(Choosing):
         return options
 
     def _complete(self, size: Size) -> TrainOptions:
-        """The options with what ``size`` gives to those that are open."""
+        """Return the options, those that are open chosen by ``size``."""
         needs = dict(member(self.options.member).needs)
         task_options = {field.name: needs.pop(field.name) for field in fields(self.task.Options) if field.name in needs}
         share = self.options.replicas * self.options.accumulate
@@ -244,12 +244,12 @@ class Chooser(Choosing):
         )
 
     def _widths(self, recipe: ModelConfig, size: Size) -> dict[str, int]:
-        """The width that ``size`` has, unless ``set`` says what width there is."""
+        """Return the changes to the width of ``size``; none where ``set`` says which width there is."""
         has_width = any(path == "dim" or path.endswith("hidden_dim") for path in self.options.set)
         return {} if has_width else resized(recipe, size.dim)
 
     def _positions(self, recipe: ModelConfig) -> dict[str, str]:
-        """Rotary positions for learned ones, unless ``set`` says what positions there are."""
+        """Return the changes from learned positions to rotary ones; none where ``set`` says which there are."""
         config = override(recipe, dict(self.options.set), kinds())
         return rotated(config) if member(self.options.member).causal else {}
 

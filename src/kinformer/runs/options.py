@@ -1,4 +1,4 @@
-"""What training, measuring, generating and indexing are asked for: by keyword in Python, by flag on the command line.
+"""The options of training, measuring, generating and indexing: by keyword in Python, by flag on the command line.
 
 Free of PyTorch until :meth:`Machine.prepare` is called. A task's own options stand in ``task_options``, by name.
 """
@@ -37,7 +37,7 @@ class Machine(Checked):
         super().__post_init__()
 
     def prepare(self, seed: int) -> torch.device:
-        """The device, after setting the threads and PyTorch's global seed."""
+        """Set the threads and PyTorch's global seed, and return the device."""
         import torch
 
         device = self.usable_device()
@@ -48,7 +48,10 @@ class Machine(Checked):
         return device
 
     def usable_device(self) -> torch.device:
-        """The device that is meant; one sentence where this machine has none such."""
+        """Return the device that ``device`` names.
+
+        Errors: ``KinformerError`` for one that this machine does not have.
+        """
         import torch
 
         if self.device == "auto":
@@ -168,7 +171,7 @@ class TrainOptions(Processes, Settings, Machine):
         Machine.__post_init__(self)
 
     def settings(self) -> Settings:
-        """What of it decides the weights, and the defaults where nothing is given."""
+        """Return the settings that decide the weights, with the defaults of those that are not given."""
         values = {item.name: getattr(self, item.name) for item in fields(Settings)}
         return Settings(**{name: value for name, value in values.items() if value is not None})
 

@@ -1,4 +1,4 @@
-"""Causal models held to laws: a run and its export, a folder of transformers and its import, or a user's module."""
+"""Verification of causal models: a run and its export, a folder of transformers and its import, a user's module."""
 
 from __future__ import annotations
 

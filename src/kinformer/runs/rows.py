@@ -1,4 +1,4 @@
-"""What a run learns from: its opened data, the rows that its task makes of it, and its teacher, another model."""
+"""The rows that a run learns from, as its task makes them of the data, and its teacher, another model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kinformer.training.stages import Stage
 
 
 def rows_of(run: Run, plan: TrainingPlan, device: str, quiet: bool = True) -> DataModule:
-    """The rows of the run's task; neighbours are looked up on ``device`` where the model looks things up."""
+    """Return the rows of the run's task; neighbours are looked up on ``device`` where the model looks things up."""
     rows = STORES.rows(run.task.data_module(plan), run, plan, device, quiet)
     rows.teacher = teacher_of(run)
     return rows

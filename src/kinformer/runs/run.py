@@ -124,7 +124,7 @@ class Run:
         write_json(self.folder / CONFIG, signed(data))
 
     def _fingerprint(self) -> str | None:
-        """That of the tokenizer's file as it is now."""
+        """Return the fingerprint of the tokenizer's file as it is now, None if there is none."""
         from kinformer.data.tokenizer import file_fingerprint
 
         if self.vocabulary in (None, BYTES) or not (self.folder / self.vocabulary).is_file():
@@ -132,12 +132,12 @@ class Run:
         return file_fingerprint((self.folder / self.vocabulary).read_bytes())
 
     def build(self) -> Any:
-        """The model, newly initialised."""
+        """Return the model, newly initialised."""
         with reading(self.folder / CONFIG, "says a model that cannot be built here", "use a larger machine"):
             return self.config.build()
 
     def model(self, changes: Mapping[str, object] | None = None) -> Any:
-        """The model with its best weights, in eval mode, without what belongs to it (see ``datastore.attach``).
+        """Return the model with its best weights, in eval mode, without its datastore (see ``datastore.attach``).
 
         ``changes`` are overrides of its config, such as another scaling of its positions; they must leave the name and
         the shape of every weight as they are.
@@ -151,7 +151,7 @@ class Run:
         return model.eval()
 
     def weights_digest(self) -> str:
-        """What identifies the weights that :meth:`model` reads: sha256 of their names, shapes, types and bytes."""
+        """Return the sha256 of the names, shapes, types and bytes of the weights that :meth:`model` reads."""
         tensors, metadata = best_weights(self.folder)
         return metadata.get(DIGEST) or digest(tensors)
 
@@ -169,7 +169,10 @@ class Run:
 
 
 def open_run(folder: str | Path) -> Run:
-    """Read a run folder's config; anything that is not one is one clear sentence."""
+    """Return the run in a folder.
+
+    Errors: ``KinformerError`` for a folder that holds no run, or a damaged one.
+    """
     require_path("run", folder)
     folder = Path(folder)
     place = folder / CONFIG

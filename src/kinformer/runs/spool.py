@@ -1,4 +1,4 @@
-"""The data that was named, standard input as a file."""
+"""Data by name, with standard input as a temporary file."""
 
 from __future__ import annotations
 

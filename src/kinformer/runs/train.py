@@ -217,7 +217,7 @@ def _started_again(options: TrainOptions) -> bool:
 
 
 def _device_type(device: str) -> str:
-    """The type that the option ``device`` means, such as "cpu"."""
+    """Return the type of the device that the option ``device`` names, such as "cpu"."""
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device.split(":")[0]
 
 

@@ -13,8 +13,8 @@ from kinformer.runtime.words import plural
 
 
 def text_by_buckets(options: DrawOptions) -> tuple[ColouredText, dict[str, object]]:
-    """The first ``options.length`` tokens of the text, coloured by the bucket of the first round, and the same as
-    facts: ``layer``, ``head`` and the number of ``tokens`` in every bucket."""
+    """Return the first ``options.length`` tokens of the text, coloured by the bucket of the first round, and facts:
+    ``layer``, ``head`` and the number of ``tokens`` in every bucket."""
     run = text_run(options, "buckets")
     assert run.tokenizer is not None
     tokens = tokens_of(run, options)[: options.length or TRACED].tolist()
@@ -46,7 +46,7 @@ def text_by_buckets(options: DrawOptions) -> tuple[ColouredText, dict[str, objec
 
 
 def _head(site: AttentionTrace, options: DrawOptions) -> tuple[int, list[int]]:
-    """The head that was asked for, or the first that has buckets, and those of its first round."""
+    """Return the head of ``options``, or the first that has buckets, and the buckets of its first round."""
     assert site.buckets is not None
     sorting = {
         number: item[0].tolist() for number, item in zip(site.heads, site.buckets, strict=True) if item.min() >= 0

@@ -136,7 +136,7 @@ def _lines(panels: Sequence[Panel]) -> Iterator[str]:
 
 
 def _facts(panel: Panel) -> dict[str, object]:
-    """For JSON: a panel without its numbers."""
+    """Return a panel as data for JSON, without its arrays."""
     shown = {name: value for name, value in asdict(panel).items() if not isinstance(value, np.ndarray)}
     return {"panel": type(panel).__name__.removesuffix("Panel").lower()} | shown
 

@@ -42,8 +42,8 @@ def undrawn(build: Callable[[], M]) -> M | None:
 
 
 def alone(config: PositionConfig | EmbeddingConfig) -> Encoding | None:
-    """An encoding outside of any model: at the tokens where it can stand there, else in eight heads of 64 features;
-    None where it is learnt."""
+    """Return an encoding outside of any model: at the tokens where it can stand there, else in eight heads of 64
+    features; None where it is learnt."""
     if isinstance(config, EmbeddingConfig):
         return one_token(undrawn(lambda: config.build(1, DIM)), config)
     position: Position | None
@@ -55,7 +55,7 @@ def alone(config: PositionConfig | EmbeddingConfig) -> Encoding | None:
 
 
 def encoding_of(placed: Placed, side: Side) -> Encoding | None:
-    """The encoding of a part of a model's config; None where it is learnt and the model untrained."""
+    """Return the encoding of a part of a model's config; None where it is learnt and the model untrained."""
     config, dim, model = side
     depth, name, place = len(config.uses), describe(placed.part), place_of(placed)
     if placed.layers is None:
@@ -74,7 +74,7 @@ def encoding_of(placed: Placed, side: Side) -> Encoding | None:
 
 
 def one_token(embedding: nn.Module | None, config: Config) -> Encoding | None:
-    """An embedding of tokens and positions, shown for one token; None where there is none."""
+    """Return the encoding of an embedding of tokens and positions, shown for one token; None without an embedding."""
     if embedding is None:
         return None
     return Encoding(position=OneToken(embedding), name=f"{describe(config)}\none token at every position", place="")

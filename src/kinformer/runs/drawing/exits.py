@@ -21,15 +21,15 @@ from kinformer.tasks.shared.text import main_windows
 
 @dataclass(frozen=True)
 class _Windows:
-    """In windows as the run was trained, which overlap by half, or with the state carried."""
+    """The options of reading in windows as the run was trained, which overlap by half, or with the state carried."""
 
     context: None = None
     overlap: float = 0.5
 
 
 def text_by_exits(options: DrawOptions) -> tuple[ColouredText, Exited]:
-    """The first ``options.length`` tokens of the text, coloured by the exits by which they were predicted, and how many
-    left where."""
+    """Return the first ``options.length`` tokens of the text, coloured by the exits by which they were predicted, and
+    the number of tokens by exit."""
     run = text_run(options, "exits", "layer", "head")
     model = run.model(options.set)
     if early_exit_stack(model) is None:
@@ -53,7 +53,7 @@ def text_by_exits(options: DrawOptions) -> tuple[ColouredText, Exited]:
 
 
 def _exits(run: Run, model: CausalModel, tokens: np.ndarray) -> tuple[list[int], Exited]:
-    """The exits of all but the last of ``tokens``, read with half a window or more of text before each."""
+    """Return the exits of all but the last of ``tokens``, read with half a window or more of text before each."""
     windows, seen = main_windows(run, model, _Windows(), beside_lengths=True), []
     stack = early_exit_stack(model)
     hook = stack.left.register_forward_hook(lambda _, unread, __: seen.append(unread[0][0]))

@@ -15,8 +15,8 @@ from kinformer.runtime.words import plural
 
 
 def text_by_experts(options: DrawOptions) -> tuple[ColouredText, dict[str, object]]:
-    """The first ``options.length`` tokens of the text, coloured by the expert with the largest weight, and the same as
-    facts: ``layer``, the number of ``tokens`` of every expert, and its ``share`` of all weights."""
+    """Return the first ``options.length`` tokens of the text, coloured by the expert of largest weight, and facts:
+    ``layer``, the number of ``tokens`` of every expert, and its ``share`` of all weights."""
     run = text_run(options, "experts", "head")
     model = run.model(options.set).eval()
     layer, mixture = _mixture(model, options, str(run.folder))
@@ -42,7 +42,7 @@ def text_by_experts(options: DrawOptions) -> tuple[ColouredText, dict[str, objec
 
 
 def _mixture(model: StackedModel, options: DrawOptions, folder: str) -> tuple[int, Experts]:
-    """The layer that was asked for, or the first that has experts, and its mixture."""
+    """Return the layer of ``options``, or the first that has experts, and its mixture."""
     mixtures: dict[int, Experts] = {}
     for number, layer in enumerate(model.stack.layers, start=1):
         for module in layer.modules():
@@ -61,7 +61,7 @@ def _mixture(model: StackedModel, options: DrawOptions, folder: str) -> tuple[in
 
 
 def _chosen(model: nn.Module, mixture: Experts, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """The experts [1, time, topk] of ``tokens`` [1, time] and their weights."""
+    """Return the experts [1, time, topk] of ``tokens`` [1, time] and their weights."""
     seen: list[tuple[Tensor, Tensor]] = []
     hook = mixture.selection.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))
     try:

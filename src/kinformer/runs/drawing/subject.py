@@ -50,8 +50,8 @@ POSITIONLESS = ("lookup", "adaptive")
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is drawn: (pattern, name, place) of each head or layer that differs, encodings, mixers without a pattern.
-    ``untrained``: kinds of encodings left out, whose numbers are random before training."""
+    """What is drawn: (pattern, name, place) of each head or layer that differs, encodings, and as ``others`` (mixer,
+    name, place, width) without a pattern. ``untrained``: kinds of encodings that are random before training."""
 
     kind: str
     title: str
@@ -103,11 +103,11 @@ def find(options: DrawOptions) -> Subject:
         return _part(options, {"kind": name})
     if named and "/" in name:
         open_run(name)  # which says why it is none
-    wanted = (
+    kinds = (
         "a member, a run folder, a pattern or a position" if named else "a pattern" if options.pattern else "a position"
     )
     other, names = nearest_member(name) if named else None, [*table, *(FAMILY if named else ())]
-    raise KinformerError(f"{name!r} is not {wanted} to draw; {other.sentence if other else nearest(name, names)}")
+    raise KinformerError(f"{name!r} is not {kinds} to draw; {other.sentence if other else nearest(name, names)}")
 
 
 def _spans(options: DrawOptions) -> Subject:
@@ -132,7 +132,7 @@ def _parts(options: DrawOptions) -> dict[str, str]:
 
 
 def _means_part(options: DrawOptions) -> bool:
-    """Whether the name is that of a pattern or a position too, and --set changes nothing that a model has."""
+    """Return whether the name is that of a pattern or a position too, and --set changes nothing that a model has."""
     from kinformer.models.decoder import Decoder
     from kinformer.models.encoder import Encoder
 
@@ -154,7 +154,7 @@ def _expression(options: DrawOptions) -> Subject:
 
 
 def _part(options: DrawOptions, data: JsonObject) -> Subject:
-    """A pattern or a position by itself, with the options that --set gives it."""
+    """Return a pattern or a position by itself, with the options that --set gives it."""
     from kinformer.family.kinds import kinds
 
     slot, changes = _parts(options)[data["kind"]], options.set
@@ -240,7 +240,7 @@ def _of_layer(placed_parts: list[Placed], options: DrawOptions) -> list[Placed]:
 
 
 def _apart(placed_parts: list[Placed], model: nn.Module | None) -> list[Placed]:
-    """Parts of a trained ``model`` that learned something of their own in every layer, one by one."""
+    """Return the parts, those with weights of their own in every layer of a trained ``model`` one by one."""
     separate = []
     for placed in placed_parts:
         layers = placed.layers or ()
@@ -256,7 +256,7 @@ def _apart(placed_parts: list[Placed], model: nn.Module | None) -> list[Placed]:
 
 
 def _heads(placed: Placed, options: DrawOptions) -> list[tuple[Pattern, str, str]]:
-    """Each pattern that differs among the heads, or that of the head that was asked for."""
+    """Return each pattern that differs among the heads, or that of the head of ``options``."""
     groups = heads_of(placed.part)
     alike = not groups[0][2]
     count = getattr(placed.owner, "num_heads", None) if alike else sum(len(heads) for _, _, heads in groups)

@@ -18,8 +18,8 @@ TRACED = 512
 
 
 def text_run(options: DrawOptions, what: str, *unread: str) -> Run:
-    """The run whose text the option ``what`` draws; refuse options that it does not read, ``unread`` among them, and
-    runs that read no text."""
+    """Return the run whose text the option ``what`` draws; refuse options that it does not read, ``unread`` among them,
+    and runs that read no text."""
     others = ("pattern", "position", *unread, "image_width")
     if wrong := [marked(name) for name in others if getattr(options, name)]:
         raise KinformerError(f"`{what}` draws a text, and knows no {', '.join(wrong)}; leave them out.")
@@ -30,7 +30,7 @@ def text_run(options: DrawOptions, what: str, *unread: str) -> Run:
 
 
 def tokens_of(run: Run, options: DrawOptions, length: int = TOKENS) -> np.ndarray:
-    """The first ids of the text to draw, one more than ``options.length``, or than ``length`` where that is not set."""
+    """Return the first ids of the text to draw, one more than ``options.length``, or ``length`` if that is not set."""
     split = held_out(run, EvaluationSettings(data=options.data)).split
     split.require(2, "a drawing")
     count = min(options.length or length, MOST, len(split) - 1)
@@ -38,7 +38,7 @@ def tokens_of(run: Run, options: DrawOptions, length: int = TOKENS) -> np.ndarra
 
 
 def pieces_of(run: Run, tokens: list[int], groups: Sequence[int | None]) -> list[tuple[str, int | None]]:
-    """Each token's text with its group; characters of several tokens stand with the last."""
+    """Return each token's text with its group; characters of several tokens stand with the last."""
     assert run.tokenizer is not None
     stream = run.tokenizer.stream()
     pieces = [(stream.feed(token), group) for token, group in zip(tokens, groups, strict=True)]

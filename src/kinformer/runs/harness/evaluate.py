@@ -1,4 +1,4 @@
-"""Runs evaluated by tasks of lm-evaluation-harness."""
+"""Evaluation of runs by tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _in_a_sentence(what: str, names: Sequence[object], remedy: str) -> Iterator[
 def evaluate_by_harness(
     runs: Sequence[Run], options: EvaluateOptions, task_options: NextTokenEvaluationOptions, quiet: bool
 ) -> EvaluationReport:
-    """Do the harness's tasks with each of ``runs``; the report has a value for every metric of every task."""
+    """Evaluate each of ``runs`` by the harness's tasks; the report has a value for every metric of every task."""
     _check_options(runs, options)
     options.usable_device()
     names = [name.strip() for name in str(task_options.harness).split(",")]
@@ -233,7 +233,7 @@ def _is_file(name: str) -> bool:
 
 
 def _watched() -> bool:
-    """Return whether somebody sees bars."""
+    """Return whether bars would be seen: whether standard error is a terminal."""
     return getattr(sys.stderr, "isatty", bool)()
 
 

@@ -1,4 +1,4 @@
-"""Where values enter the mixers, and what they are called there: the places of a probe, by which weights are read."""
+"""The places where values enter the mixers: there a probe stands in for them, by which weights are read."""
 
 from __future__ import annotations
 

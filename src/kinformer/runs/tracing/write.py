@@ -22,7 +22,7 @@ STEPS = 32767
 
 
 def check(path: Path) -> None:
-    """Refuse a name of which the ending says no form."""
+    """Refuse a file's name with an ending other than .html and .npz."""
     if path.suffix.lower() not in ENDINGS:
         raise KinformerError(f"`out` {path}: ends in neither .html (a page) nor .npz (arrays); name it so.")
     if path.is_dir():
