@@ -152,10 +152,10 @@ def compare(members: Sequence[str] = (), *, merge: Sequence[str | Path] = (), **
 
     require_list("members", members)
     require_list("merge", merge)
-    wanted = request(CompareOptions, options, "compare", "Options")
+    requested = request(CompareOptions, options, "compare", "Options")
     arguments = [repr(list(members)), *(f"{name}={value!r}" for name, value in options.items())]
     command = f"kinformer.compare({', '.join(arguments)})"
-    return report(members, wanted, [str(path) for path in merge], command).comparison
+    return report(members, requested, [str(path) for path in merge], command).comparison
 
 
 @preserving

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from kinformer.core.model_config import ModelConfig
     from kinformer.runs.description import Description, Facts
 
-MOST_PICTURES = 8
-MOST_LEFT, NARROW = 38, 64
+MAX_PICTURES = 8
+MAX_COLUMN, NARROW = 38, 64
 """Columns of settings, beyond which a meaning begins on the line below; in narrower terminals all do."""
 DEFAULTS = ""
 
@@ -95,11 +95,11 @@ def _print(page: Facts, config: Iterable[str]) -> None:
     print(f"\nparameters: {total:,}{f', of which one token uses {active:,}' if active < total else ''}")
     print_table(("part", "parameters"), [(part, f"{n:,}") for part, n in page["parameters"]["parts"].items()], (1,))
     _print_state(page)
-    for picture in page["patterns"][:MOST_PICTURES]:
+    for picture in page["patterns"][:MAX_PICTURES]:
         scale = "" if picture["tokens_per_cell"] == 1 else f", {plural(picture['tokens_per_cell'], 'token')} to a cell"
         print(f"\npattern {picture['pattern']} (queries down, keys across{scale})")
         print("\n".join(f"  {row}" for row in picture["rows"]))
-    if (more := len(page["patterns"]) - MOST_PICTURES) > 0:
+    if (more := len(page["patterns"]) - MAX_PICTURES) > 0:
         print(f"\nand {more} more; see them all with: kinformer draw {page['name']} --recipe {page['recipe']}")
 
 
@@ -184,7 +184,7 @@ def explained(config: Config, width: int, brief: bool = False) -> Iterator[str]:
     """Yield the lines of ``config`` with meanings, at most ``width`` columns wide where words allow; with ``brief``
     without the settings that are at their defaults."""
     rows = list(_rows(config, "  ", brief))
-    column = min(MOST_LEFT, max((len(left) for left, _ in rows), default=0)) + 2
+    column = min(MAX_COLUMN, max((len(left) for left, _ in rows), default=0)) + 2
     for left, text in rows:
         behind = len(left) + 2 <= column and width >= NARROW
         indent = " " * (column if behind else len(left) - len(left.lstrip()) + 4)

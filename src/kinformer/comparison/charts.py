@@ -22,7 +22,7 @@ INK, QUIET, FAINT, NOTHING = "#010101", "#020202", "#030303", "#ffffff"
 COLOURS = 8
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p")
 DASHES = ("-", "--", "-.", ":")
-WIDTH, HEIGHT, MOST_POINTS = 5.4, 3.3, 60
+WIDTH, HEIGHT, MAX_POINTS = 5.4, 3.3, 60
 
 
 @dataclass(frozen=True)
@@ -169,10 +169,10 @@ def _drawable(points: Sequence[tuple[float, float, str]], log: str) -> Sequence[
 
 
 def _thinned(points: Sequence[tuple[float, float, str]]) -> Sequence[tuple[float, float, str]]:
-    """Return at most ``MOST_POINTS`` of the points, the first and the last among them."""
-    if len(points) <= MOST_POINTS:
+    """Return at most ``MAX_POINTS`` of the points, the first and the last among them."""
+    if len(points) <= MAX_POINTS:
         return points
-    return [points[round(index * (len(points) - 1) / (MOST_POINTS - 1))] for index in range(MOST_POINTS)]
+    return [points[round(index * (len(points) - 1) / (MAX_POINTS - 1))] for index in range(MAX_POINTS)]
 
 
 def marker(index: int) -> str:

@@ -27,7 +27,7 @@ from kinformer.training.settings import Settings
 
 TOLERANCE = 0.05
 STATE_LENGTHS = (128, 256, 1024, 4096, 16384, 65536)
-MOST_PATTERNS = 6
+MAX_PATTERNS = 6
 GRAIN, FINE, NARROWEST, WIDEST = 16, 4, 16, 1 << 14
 _SPEC = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<parts>[\w-]+(?::\d+)?(?:,[\w-]+(?::\d+)?)*)")
 
@@ -212,7 +212,7 @@ def facts(entrant: Entrant, config: ModelConfig) -> Facts:
         "state_bytes": {str(length): state_bytes(model, length) for length in sorted(set(lengths))},
         "patterns": [
             {"pattern": item["pattern"], "tokens_per_cell": item["tokens_per_cell"], "rows": item["rows"]}
-            for item in pictures(model)[:MOST_PATTERNS]
+            for item in pictures(model)[:MAX_PATTERNS]
         ],
         "needs": sorted({f"{name}={value}" for record in records for name, value in record.needs.items()}),
     }

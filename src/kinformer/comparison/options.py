@@ -32,7 +32,7 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
 training, and its training that of ``rope``."""
 BUDGETS = ("steps", "tokens", "minutes", "total_minutes")
 DEFAULT_STEPS = 1000
-MOST_PARAMETERS = 10**12
+MAX_PARAMETERS = 10**12
 MEASURED_BYTES = 200_000
 """Bytes of the test split that are measured where nothing else is asked for."""
 WORKS = ("forward", "step", "prefill", "decode")
@@ -121,7 +121,7 @@ class CompareOptions(Machine):
             raise KinformerError(f"`contexts` {self.contexts}: is no list of lengths; write as in 1x,2x,4x or 256,512.")
         require("sweep", self.sweep, 0)
         require("max_bytes", self.max_bytes, 2)
-        require("parameters", self.parameters, 1, MOST_PARAMETERS)
+        require("parameters", self.parameters, 1, MAX_PARAMETERS)
         limits = [name for name in BUDGETS if getattr(self, name) is not None]
         for name in limits:
             require_above(name, getattr(self, name), 0)

@@ -28,24 +28,24 @@ from kinformer.training.logging import METRICS
 from kinformer.training.metric import Metric
 from kinformer.training.settings import PARTS_OF_A_RUN, Settings
 
-MOST_MOVES = 4
-SWEEP_SHARE, LEAST_SWEEP = 5, 20
+MAX_MOVES = 4
+SWEEP_SHARE, MIN_SWEEP = 5, 20
 SWEEP_TOKENS = 16384
 """Validation tokens of a run of the sweep."""
-MOST_TOKENS, LEAST_TOKENS, VALIDATED_SHARE = 65536, 4096, 40
+MAX_TOKENS, MIN_TOKENS, VALIDATED_SHARE = 65536, 4096, 40
 ATTEMPTS = 3
 WEIGHTS_OF_A_RUN = "checkpoints"
 
 
 def sweep_steps(options: CompareOptions, steps: int) -> int:
     """Return the steps of a run of the sweep."""
-    return options.sweep_steps or min(steps, max(LEAST_SWEEP, steps // SWEEP_SHARE))
+    return options.sweep_steps or min(steps, max(MIN_SWEEP, steps // SWEEP_SHARE))
 
 
 def validations(options: CompareOptions, steps: int) -> dict[str, int]:
     """Return the settings by which a run is validated: ten times, all runs on the same tokens, few for short runs."""
     tokens = steps * options.row_length * options.batch_size // VALIDATED_SHARE
-    tokens = SWEEP_TOKENS if options.minutes is not None else min(MOST_TOKENS, max(LEAST_TOKENS, tokens))
+    tokens = SWEEP_TOKENS if options.minutes is not None else min(MAX_TOKENS, max(MIN_TOKENS, tokens))
     return {"validation_tokens": tokens, "validate_every": -(-steps // PARTS_OF_A_RUN)}
 
 
@@ -71,7 +71,7 @@ def sweep(contestant: Contestant, options: CompareOptions, cache: Cache, steps: 
             )
         best = (min if metric.lower_is_better else max)(finite, key=lambda power: finite[power])
         beyond = best - 1 if best == min(tried) else best + 1 if best == max(tried) else None
-        if beyond is None or moves == MOST_MOVES:
+        if beyond is None or moves == MAX_MOVES:
             break
         powers, moves = [beyond], moves + 1
     trials: list[TrialResult] = [

@@ -55,9 +55,9 @@ def create(options: TrainOptions, device: str, started_at: float, quiet: bool = 
     check_source(options, task)
     plan_config(options, base, task, None)
     with creating(folder):
-        spec, wanted = named_data(options, task, folder), options
+        spec, requested = named_data(options, task, folder), options
         train = cache(lambda: open_corpus(spec, holdout=options.holdout).splits["train"])
-        options = with_vocabulary(wanted, task, train)
+        options = with_vocabulary(requested, task, train)
         planner = planner_for(options, task, spec, base)
 
         def plan_of(options: TrainOptions) -> TrainingPlan:
@@ -65,7 +65,7 @@ def create(options: TrainOptions, device: str, started_at: float, quiet: bool = 
 
         if decides(options):
             kind = Chooser if task.data.running_text else Ladder
-            chooser = kind(wanted, options, task, plan_of, _open_recipe(options, base), device, started_at)
+            chooser = kind(requested, options, task, plan_of, _open_recipe(options, base), device, started_at)
             options = _completed(chooser, quiet)
         plan = plan_of(options)
         tokenizer = plan.tokenizer

@@ -46,16 +46,16 @@ def evaluate(run: str | Path, options: Mapping[str, object]) -> Evaluation:
     from kinformer.runs.evaluate import evaluate
 
     named = {name: value for name, value in options.items() if name != "quiet"}
-    wanted = request(EvaluateOptions, named, "evaluate", "EvaluationOptions")
-    return evaluate([run], wanted, bool(options.get("quiet"))).evaluations[0]
+    requested = request(EvaluateOptions, named, "evaluate", "EvaluationOptions")
+    return evaluate([run], requested, bool(options.get("quiet"))).evaluations[0]
 
 
 def predict(run: str | Path, inputs: object, options: Mapping[str, object]) -> list[dict[str, object]]:
     """Predict with a run; the public form is :func:`kinformer.predict`."""
     from kinformer.runs.predict import predictions
 
-    wanted = request(PredictOptions, {"quiet": True, **options}, "predict", "PredictionOptions")
-    return [dict(predicted.row) for predicted in predictions(run, inputs, wanted)]
+    requested = request(PredictOptions, {"quiet": True, **options}, "predict", "PredictionOptions")
+    return [dict(predicted.row) for predicted in predictions(run, inputs, requested)]
 
 
 def embed(run: str | Path, texts: object, options: Mapping[str, object]) -> np.ndarray:
@@ -64,8 +64,8 @@ def embed(run: str | Path, texts: object, options: Mapping[str, object]) -> np.n
 
     if not isinstance(texts, str | Path):
         require_list("texts", texts)
-    wanted = request(EmbedOptions, {"quiet": True, **options}, "embed")
-    return np.stack([embedded.vector for embedded in embeddings(run, texts, wanted)])
+    requested = request(EmbedOptions, {"quiet": True, **options}, "embed")
+    return np.stack([embedded.vector for embedded in embeddings(run, texts, requested)])
 
 
 def trace(run: str | Path, text: str, options: Mapping[str, object]) -> Trace:

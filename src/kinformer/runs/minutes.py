@@ -115,8 +115,8 @@ def with_vocabulary(options: TrainOptions, task: Task, train: Callable[[], Split
     if importlib.util.find_spec("tokenizers") is None:
         return options
     size, minutes = train().bytes, options.minutes or 0
-    wanted = [(max(least, item * minutes), count) for least, item, count in VOCABULARIES]
-    fitting = [count for least, count in wanted if least <= size <= ENCODED_A_MINUTE * minutes]
+    bounds = [(max(least, item * minutes), count) for least, item, count in VOCABULARIES]
+    fitting = [count for least, count in bounds if least <= size <= ENCODED_A_MINUTE * minutes]
     return replace(options, train_tokenizer=fitting[-1]) if fitting else options
 
 

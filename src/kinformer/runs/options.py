@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 
-MOST_THREADS, MOST_SAMPLES = 1024, 10_000
+MAX_THREADS, MAX_SAMPLES = 1024, 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Machine(Checked):
     """CPU threads (PyTorch's own choice if not given)."""
 
     def __post_init__(self) -> None:
-        require("threads", self.threads, 1, MOST_THREADS)
+        require("threads", self.threads, 1, MAX_THREADS)
         super().__post_init__()
 
     def prepare(self, seed: int) -> torch.device:
@@ -237,7 +237,7 @@ class GenerateOptions(StoreOptions, Machine):
     task_options: Any = field(default_factory=dict)  # the task's own options: by name, then as its dataclass
 
     def __post_init__(self) -> None:
-        require("samples", self.samples, 1, MOST_SAMPLES)
+        require("samples", self.samples, 1, MAX_SAMPLES)
         for name in ("max_new_tokens", "top_k", "chunk", "draft_length"):
             require(name, getattr(self, name), 1)
         for name in ("temperature", "seed"):

@@ -14,7 +14,7 @@ from kinformer.core.model import StackedModel
 from kinformer.figures.panels import MOST_CELLS, PatternPanel, numbered
 from kinformer.mixers.chosen_blocks import ChosenBlocks
 from kinformer.runs.drawing.options import DrawOptions
-from kinformer.runs.drawing.text import MOST, TRACED, text_run, tokens_of
+from kinformer.runs.drawing.text import MAX_TOKENS, TRACED, text_run, tokens_of
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 
@@ -29,7 +29,9 @@ def chosen_panels(options: DrawOptions) -> tuple[list[PatternPanel], str]:
     run = text_run(options, "blocks")
     model = run.model(options.set).eval()
     mixers = _mixers(model, options, str(run.folder))
-    length = options.length or min(MOST, max(TRACED, BLOCKS * max(mixer.config.block for mixer in mixers.values())))
+    length = options.length or min(
+        MAX_TOKENS, max(TRACED, BLOCKS * max(mixer.config.block for mixer in mixers.values()))
+    )
     tokens = torch.from_numpy(tokens_of(run, options, length)[:length])
     chosen, panels = _choices(model, mixers, tokens[None]), []
     for number, mixer in mixers.items():

@@ -22,7 +22,7 @@ from kinformer.runs.drawing.subject import find
 from kinformer.runtime.errors import KinformerError, marked, spelled
 from kinformer.runtime.words import plural
 
-MOST_PANELS = 24
+MAX_PANELS = 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +43,11 @@ def draw(options: DrawOptions) -> Drawing:
     torch.manual_seed(options.seed)
     if options.image is not None:
         return _image(options, out)
-    wanted = [name for name in TEXTS if getattr(options, name)]
-    if len(wanted) > 1:
-        raise KinformerError(f"{' and '.join(map(marked, wanted))} contradict; give one.")
-    if wanted and not options.spans:
-        return TEXTS[wanted[0]](options, out)
+    texts = [name for name in TEXTS if getattr(options, name)]
+    if len(texts) > 1:
+        raise KinformerError(f"{' and '.join(map(marked, texts))} contradict; give one.")
+    if texts and not options.spans:
+        return TEXTS[texts[0]](options, out)
     if options.data is not None and not options.spans:
         raise KinformerError(
             f"`data` {options.data}: is for {', '.join(map(marked, TEXTS))}; add one, or leave it out."
@@ -65,9 +65,9 @@ def draw(options: DrawOptions) -> Drawing:
 
 
 def _panels(options: DrawOptions, out: Path, subject: tuple[str, str], panels: Sequence[Panel]) -> Drawing:
-    """Draw the first ``MOST_PANELS`` panels of a ``subject``, its kind and its title."""
+    """Draw the first ``MAX_PANELS`` panels of a ``subject``, its kind and its title."""
     kind, title = subject
-    shown, more = panels[:MOST_PANELS], ""
+    shown, more = panels[:MAX_PANELS], ""
     draw_panels(shown, title, out)
     if len(panels) > len(shown):
         more = spelled(f" ({len(shown)} of {len(panels)}; choose with `layer` and `head`)")

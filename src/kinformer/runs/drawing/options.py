@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kinformer.runtime.errors import require, require_seed
 from kinformer.runtime.fields import Checked
 
-MOST_TOKENS, MOST_WIDTH = 65_536, 1024
+MAX_TOKENS, MAX_WIDTH = 65_536, 1024
 """Tokens of a picture, all pairs of which are looked at, and pixels of a line of an image."""
 
 
@@ -56,7 +56,7 @@ class DrawOptions(Checked):
     """The seed of all random numbers."""
 
     def __post_init__(self) -> None:
-        for name, limit in (("length", MOST_TOKENS), ("layer", None), ("head", None), ("image_width", MOST_WIDTH)):
+        for name, limit in (("length", MAX_TOKENS), ("layer", None), ("head", None), ("image_width", MAX_WIDTH)):
             require(name, getattr(self, name), 1, limit)
         require_seed(self.seed)
         super().__post_init__()

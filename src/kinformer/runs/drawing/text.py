@@ -12,7 +12,7 @@ from kinformer.runtime.errors import KinformerError, marked
 from kinformer.tasks.evaluation import EvaluationSettings
 from kinformer.tasks.shared.text import held_out
 
-TOKENS, MOST = 1200, 6000
+TOKENS, MAX_TOKENS = 1200, 6000
 TRACED = 512
 """Tokens of a text that is read as a whole, where no length was asked: its attention takes the square of them."""
 
@@ -33,7 +33,7 @@ def tokens_of(run: Run, options: DrawOptions, length: int = TOKENS) -> np.ndarra
     """Return the first ids of the text to draw, one more than ``options.length``, or ``length`` if that is not set."""
     split = held_out(run, EvaluationSettings(data=options.data)).split
     split.require(2, "a drawing")
-    count = min(options.length or length, MOST, len(split) - 1)
+    count = min(options.length or length, MAX_TOKENS, len(split) - 1)
     return np.array(split.tokens(0, count + 1), np.int64)
 
 

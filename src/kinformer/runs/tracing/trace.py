@@ -68,8 +68,8 @@ def _translation(run: Run, model: EncoderDecoder, text: str, options: TraceOptio
 
     target = options.target
     if target is None:
-        wanted = PredictOptions(set=options.set, seed=options.seed, device=options.device, quiet=True)
-        target = str(next(iter(predictions(run.folder, [text], wanted))).row["translation"])
+        settings = PredictOptions(set=options.set, seed=options.seed, device=options.device, quiet=True)
+        target = str(next(iter(predictions(run.folder, [text], settings))).row["translation"])
     ends = ends_of(run.config)
     source = _ids(run, model, text, BosEos(eos=ends.eos), options.max_tokens)
     read = _ids(run, model, target, BosEos(bos=ends.bos), options.max_tokens)
