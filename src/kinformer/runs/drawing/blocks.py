@@ -29,9 +29,8 @@ def chosen_panels(options: DrawOptions) -> tuple[list[PatternPanel], str]:
     run = text_run(options, "blocks")
     model = run.model(options.set).eval()
     mixers = _mixers(model, options, str(run.folder))
-    length = options.length or min(
-        MAX_TOKENS, max(TRACED, BLOCKS * max(mixer.config.block for mixer in mixers.values()))
-    )
+    block = max(mixer.config.block for mixer in mixers.values())
+    length = options.length or min(MAX_TOKENS, max(TRACED, BLOCKS * block))
     tokens = torch.from_numpy(tokens_of(run, options, length)[:length])
     chosen, panels = _choices(model, mixers, tokens[None]), []
     for number, mixer in mixers.items():
