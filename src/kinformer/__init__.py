@@ -248,8 +248,7 @@ def predict(run: str | Path, inputs: str | Path | Sequence[object], **options: o
 
 @preserving
 def load(run: str | Path, *, set: Mapping[str, object] | None = None) -> Decoder | Encoder:
-    """Load the model of a trained run, with its best weights, in eval mode, and with the datastore and retriever of its
-    training.
+    """Load a trained run's model with its best weights, in eval mode, and with the datastore of its training.
 
     run: the run's folder.
     set: overrides that leave the weights as they are, such as ``{"layers.*.mixer.position.factor": 4}``.
@@ -296,12 +295,6 @@ def generate(
 
     causal: Any = model
     return generate(
-        causal,
-        prompt_tokens,
-        max_new_tokens=max_new_tokens,
-        stop=stop,
-        valid=valid,
-        draft=draft,
-        draft_length=draft_length,
-        **sampling,
-    )
+        causal, prompt_tokens, max_new_tokens=max_new_tokens, stop=stop, valid=valid, draft=draft,
+        draft_length=draft_length, **sampling,
+    )  # fmt: skip
