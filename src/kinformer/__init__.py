@@ -248,7 +248,7 @@ def predict(run: str | Path, inputs: str | Path | Sequence[object], **options: o
 
 @preserving
 def load(run: str | Path, *, set: Mapping[str, object] | None = None) -> Decoder | Encoder:
-    """Load a trained run's model with its best weights, in eval mode, and with the datastore of its training.
+    """Load a trained run's model with its best weights, in eval mode, and with its datastore and retriever.
 
     run: the run's folder.
     set: overrides that leave the weights as they are, such as ``{"layers.*.mixer.position.factor": 4}``.

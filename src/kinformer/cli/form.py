@@ -169,18 +169,21 @@ def _task_groups(kind: Kind, taken: set[str], only: Collection[str] | None) -> I
     for owners_of, name in owners.items():
         entries = {}
         for key, entry in _entries(owners_of, {}).items():
-            if (same := (key, *_meant(owners_of, key))) not in shown:
+            if (same := (key, *_type_and_default(owners_of, key))) not in shown:
                 others = (
-                    task for other, task in owners.items() if other is not owners_of and same[1:] == _meant(other, key)
+                    task
+                    for other, task in owners.items()
+                    if other is not owners_of and same[1:] == _type_and_default(other, key)
                 )
-                entries[key] = _noted(entry, list(others))
+                entries[key] = _with_other_tasks(entry, list(others))
                 shown.add(same)
         if not entries:
             continue
         shown_here = [
             entry
             for option, entry in entries.items()
-            if only is None or any(_meant(other, option) == _meant(owners_of, option) for other in wanted)
+            if only is None
+            or any(_type_and_default(other, option) == _type_and_default(owners_of, option) for other in wanted)
         ]
         about = {"__doc__": f"Options of the {name if only is None else ' and '.join(only)} task."}
         group = make_dataclass(owners_of.__name__, shown_here, frozen=True, kw_only=True, namespace=about)
@@ -192,13 +195,13 @@ def _task_groups(kind: Kind, taken: set[str], only: Collection[str] | None) -> I
         taken |= entries.keys()
 
 
-def _meant(options: type, name: str) -> tuple[object, object]:
+def _type_and_default(options: type, name: str) -> tuple[object, object]:
     """Return the type and the default of an option, by which tasks share it; (None, MISSING) if there is none."""
     flags_by_name = {item.name: (item.type, item.default) for item in fields(options)}  # type: ignore[arg-type]
     return flags_by_name.get(name, (None, MISSING))
 
 
-def _noted(entry: Entry, also: list[str]) -> Entry:
+def _with_other_tasks(entry: Entry, also: list[str]) -> Entry:
     """Return ``entry`` with a help that says which tasks have the option too."""
     if not also:
         return entry

@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from kinformer import __version__
-from kinformer.cli.output import BEGUN, age_of_process, printing_notes, telling
+from kinformer.cli.output import BEGUN, age_of_process, describing_run, printing_notes
 from kinformer.cli.process import open_standard_streams, set_up, started
 from kinformer.runtime.errors import KinformerError, as_flags, memory_sentence, nearest, spelled
 from kinformer.runtime.progress import abandon, tolerant
@@ -219,7 +219,7 @@ def _dispatch(arguments: list[str], is_command: bool) -> int:
         print(f"example:\n  {command.example}")
         return 0
     try:
-        with printing_notes(options.quiet), set_up(name in COMPUTING, is_command), telling(options):
+        with printing_notes(options.quiet), set_up(name in COMPUTING, is_command), describing_run(options):
             return module.run(options)
     except KinformerError as error:
         status = _fail(str(error))
@@ -230,12 +230,12 @@ def _dispatch(arguments: list[str], is_command: bool) -> int:
 
 def _tasks_of_help(name: str, arguments: Sequence[str]) -> str:
     """Return lines that say whose options the help of a command shows, and how to see those of other tasks."""
-    from kinformer.cli.parsing import tasks_meant
+    from kinformer.cli.parsing import named_tasks
     from kinformer.tasks.table import ALL
 
     subject = "DIR" if name in ("evaluate", "generate", "predict") else "MEMBER"
     how = f"kinformer {name} {subject} --help" + ("" if subject == "DIR" else " or --task TASK --help")
-    shown = "".join(f" are those of {task}" for task in tasks_meant(arguments)) or f": see {how}"
+    shown = "".join(f" are those of {task}" for task in named_tasks(arguments)) or f": see {how}"
     return f"options of a task{shown}\ntasks: {', '.join(ALL)}\n"
 
 

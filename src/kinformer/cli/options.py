@@ -71,7 +71,9 @@ def options_as(request: type[O], options: object) -> O:
     if "set" in values:
         changes = overrides(values["set"])
         values["set"] = {path: value for path, value in changes.items() if not path.startswith(TRAINING)}
-        values |= _of_training(request, {path: value for path, value in changes.items() if path.startswith(TRAINING)})
+        values |= _training_settings(
+            request, {path: value for path, value in changes.items() if path.startswith(TRAINING)}
+        )
     return request(**values)
 
 
@@ -79,7 +81,7 @@ TRAINING = "training."
 """Where ``--set`` has the settings of training."""
 
 
-def _of_training(request: type, changes: Mapping[str, str]) -> dict[str, object]:
+def _training_settings(request: type, changes: Mapping[str, str]) -> dict[str, object]:
     """Return the settings of training among the changes, by name, as JSON values or text."""
     names = {field.name for field in fields(Settings)} & {field.name for field in fields(request)}
     values: dict[str, object] = {}

@@ -69,7 +69,7 @@ def printing_notes(quiet: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def telling(options: Printing) -> Iterator[None]:
+def describing_run(options: Printing) -> Iterator[None]:
     """With ``verbose``, print versions and device on standard error, and at the end the command's time and memory."""
     if not options.verbose:
         yield

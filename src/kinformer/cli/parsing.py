@@ -39,7 +39,7 @@ def parse(
         defaults, written = read(path, form.flags(shape))
         shape, written_options = form.form_of(options, kind, defaults), written + written_options
     if {"-h", "--help"} & set(before_dashes):
-        shape, written_options = form.form_of(options, kind, only=tasks_meant(written_options)), ["--help"]
+        shape, written_options = form.form_of(options, kind, only=named_tasks(written_options)), ["--help"]
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output):
@@ -54,12 +54,12 @@ def parse(
     except SystemExit as end:
         if not end.code:
             return None
-    if meant := synonyms.meant(arguments, form.flags(shape)):
-        raise KinformerError(f"{name}: {meant}")
+    if sentence_text := synonyms.suggestion(arguments, form.flags(shape)):
+        raise KinformerError(f"{name}: {sentence_text}")
     raise KinformerError(sentence(output.getvalue(), prog))
 
 
-def tasks_meant(arguments: Sequence[str]) -> list[str]:
+def named_tasks(arguments: Sequence[str]) -> list[str]:
     """Return the task that ``--task``, a member or a run folder among the arguments names, in a list, or an empty list.
 
     This does not import PyTorch.

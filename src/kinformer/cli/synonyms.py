@@ -79,7 +79,7 @@ SENTENCES = {
 """To an option that the command must have for this to be said, and what is said."""
 
 
-def meant(arguments: Sequence[str], valid_names: Collection[str]) -> str | None:
+def suggestion(arguments: Sequence[str], valid_names: Collection[str]) -> str | None:
     """Return a sentence on the first of ``arguments`` that is none of ``valid_names`` but a usual name of one."""
     for index, argument in enumerate(arguments):
         name, _, value = argument.removeprefix("--").partition("=")

@@ -89,7 +89,7 @@ def bench(members: Sequence[str], options: BenchOptions) -> Bench:
     device = str(options.usable_device())
     names = list(dict.fromkeys([PLAIN, *(member(name).name for name in (members or MEMBERS))]))
     configs = {name: _config(name, options) for name in names}
-    models, failed = _gated({name: config.build for name, config in configs.items()}, options.seed, device)
+    models, failed = _checked({name: config.build for name, config in configs.items()}, options.seed, device)
     if PLAIN in failed:
         raise KinformerError(f"{PLAIN}, beside which all are timed, cannot be timed here: {failed[PLAIN]}")
     floor = measure_floor(device)
@@ -120,7 +120,7 @@ def _config(name: str, options: BenchOptions) -> ModelConfig:
     return config
 
 
-def _gated(builders: Mapping[str, Callable[[], M]], seed: int, device: str) -> tuple[dict[str, M], dict[str, str]]:
+def _checked(builders: Mapping[str, Callable[[], M]], seed: int, device: str) -> tuple[dict[str, M], dict[str, str]]:
     """Return the models that pass the check of correctness, and why others do not."""
     models, failed = {}, {}
     for name, build in builders.items():
@@ -142,7 +142,7 @@ def _peers(config: ModelConfig, options: BenchOptions, device: str) -> tuple[dic
     builders = installed() if options.peers else {}
     if options.peers and not builders:
         note("no peer is installed; pip install transformers, or x-transformers, gives one.")
-    return _gated({name: partial(_peer, build, config) for name, build in builders.items()}, options.seed, device)
+    return _checked({name: partial(_peer, build, config) for name, build in builders.items()}, options.seed, device)
 
 
 def _peer(build: Callable[[PeerShape], PeerModel], config: ModelConfig) -> PeerModel:

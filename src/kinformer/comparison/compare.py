@@ -63,7 +63,7 @@ def compare(members: Sequence[str], options: CompareOptions, command: str) -> Co
         with clock("training speed"):
             training_speeds(contestants_, options, cache)
         steps = _steps(contestants_, options, cache, time.monotonic() - started_at)
-        _tell(contestants_, options, steps)
+        _note_plan(contestants_, options, steps)
         _train(contestants_, options, cache, clock, steps, metric)
         _measure(contestants_, options, cache, clock)
         where = machine(str(options.usable_device()))
@@ -122,7 +122,7 @@ def _steps_in(left: Sequence[Contestant], options: CompareOptions, spent: float)
     return steps
 
 
-def _tell(contestants: Sequence[Contestant], options: CompareOptions, steps: dict[str, int]) -> None:
+def _note_plan(contestants: Sequence[Contestant], options: CompareOptions, steps: dict[str, int]) -> None:
     for contestant in still_in(contestants):
         seconds, count = _step_seconds(contestant), steps[contestant.name]
         trials = options.sweep * sweep_steps(options, count)

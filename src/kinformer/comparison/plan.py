@@ -61,7 +61,7 @@ class Contestant:
         """The contestant's name in the comparison."""
         return self.entrant.name
 
-    def tell(self) -> None:
+    def note_error(self) -> None:
         """Print that the contestant is out, if it is."""
         if self.error is not None:
             note(f"{self.name} is out: {self.error}")
@@ -162,12 +162,12 @@ def contestants(entrants: Sequence[Entrant], options: CompareOptions) -> list[Co
         contestants_.append(contestant)
     budget = options.parameters or parameters_of(contestants_[0].config)
     for contestant in contestants_:
-        with guarded(contestant, "its model", tell=False):
+        with guarded(contestant, "its model", notes=False):
             _fit(contestant, budget)
     if all(item.error for item in contestants_):
         raise KinformerError(str(contestants_[0].error))
     for contestant in contestants_:
-        contestant.tell()
+        contestant.note_error()
     return contestants_
 
 
@@ -220,16 +220,16 @@ def _fit(contestant: Contestant, budget: int) -> None:
 
 
 @contextmanager
-def guarded(contestant: Contestant, stage: str, tell: bool = True) -> Iterator[None]:
-    """Put the contestant out, with a sentence, where anything inside fails; with ``tell`` it is printed at once."""
+def guarded(contestant: Contestant, stage: str, notes: bool = True) -> Iterator[None]:
+    """Put the contestant out, with a sentence, where anything inside fails; with ``notes`` it is printed at once."""
     try:
         yield
     except Exception as error:
         reason = str(error).strip() or type(error).__name__
         plain = reason if isinstance(error, KinformerError) else f"{type(error).__name__}: {reason.splitlines()[0]}"
         contestant.error = f"{stage}: {memory_sentence(error) or plain}"
-        if tell:
-            contestant.tell()
+        if notes:
+            contestant.note_error()
 
 
 def still_in(contestants: Sequence[Contestant]) -> list[Contestant]:

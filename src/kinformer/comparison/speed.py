@@ -73,19 +73,19 @@ def training_speeds(contestants: Sequence[Contestant], options: CompareOptions, 
 
 def generation_speeds(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache) -> None:
     """Set ``results["generation"]``: seconds of a token for all rows, by the number of rows, behind a prompt of 128."""
-    able = [contestant for contestant in still_in(contestants) if works.generates(contestant.config)]
-    _measured(able, "generation", [("decode", batch, PROMPT) for batch in BATCHES], options, cache)
+    subjects = [contestant for contestant in still_in(contestants) if works.generates(contestant.config)]
+    _measured(subjects, "generation", [("decode", batch, PROMPT) for batch in BATCHES], options, cache)
 
 
 def length_speeds(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache) -> None:
     """Set ``results["lengths"]``: seconds of a forward and of a training step of one row by its length."""
-    able = [contestant for contestant in still_in(contestants) if works.reads_tokens(contestant.config)]
+    subjects = [contestant for contestant in still_in(contestants) if works.reads_tokens(contestant.config)]
     points = [(kind, 1, length) for length in options.measured_lengths for kind in ("forward", "step")]
-    _measured(able, "lengths", points, options, cache)
+    _measured(subjects, "lengths", points, options, cache)
 
 
 def _measured(
-    able: Sequence[Contestant],
+    subjects: Sequence[Contestant],
     stage: Literal["generation", "lengths"],
     points: Sequence[tuple[str, int, int]],
     options: CompareOptions,
@@ -94,13 +94,13 @@ def _measured(
     """Measure each point of all contestants that lack it, in turns, with the anchor among them."""
     device = options.usable_device()
     content = [stage, list(map(list, points)), options.rounds, device.type, torch.get_num_threads(), options.precision]
-    keys = {item.name: key_of([content, item.model_key]) for item in able}
-    for contestant in able:
+    keys = {item.name: key_of([content, item.model_key]) for item in subjects}
+    for contestant in subjects:
         contestant.results[stage] = cache.get("speed", keys[contestant.name])
-    missing = [item for item in able if item.results[stage] is None]
+    missing = [item for item in subjects if item.results[stage] is None]
     if not missing:
         return
-    chosen = missing if able[0] in missing else [able[0], *missing]
+    chosen = missing if subjects[0] in missing else [subjects[0], *missing]
     models: dict[str, works.Timed] = {}
     for contestant in chosen:
         with guarded(contestant, f"measuring {stage}"):
@@ -122,8 +122,8 @@ def _measured(
         if contestant.name in rows:
             contestant.results[stage] = {
                 "points": rows[contestant.name],
-                "anchor": able[0].name,
-                "anchor_value": rows.get(able[0].name),
+                "anchor": subjects[0].name,
+                "anchor_value": rows.get(subjects[0].name),
                 "date": time.strftime("%Y-%m-%d"),
             }
             cache.put("speed", keys[contestant.name], contestant.results[stage])

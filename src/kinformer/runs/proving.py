@@ -68,11 +68,11 @@ def verify(subject: str | Path, *, trust_remote_code: bool = False, length: int 
         return Proof(text, "module", tuple(judge(Plain(_object(text)), length, limit)))
     config = read_json(Path(text) / CONFIG) if (Path(text) / CONFIG).exists() else None
     if isinstance(config, dict) and "model_type" in config:
-        return _of_folder(Path(text), config, trust_remote_code, length, limit)
-    return _of_run(Path(text), length, limit)
+        return _folder_proof(Path(text), config, trust_remote_code, length, limit)
+    return _run_proof(Path(text), length, limit)
 
 
-def _of_run(folder: Path, length: int, limit: float) -> Proof:
+def _run_proof(folder: Path, length: int, limit: float) -> Proof:
     """Return the proof of a run: its laws, and its export beside it."""
     run = open_run(folder)
     if run.config.protocol is not CausalModel or not hasattr(run.config.input, "vocab_size"):
@@ -88,7 +88,7 @@ def _of_run(folder: Path, length: int, limit: float) -> Proof:
     return Proof(str(folder), f"run, exported as {form.model_type}", laws, verdicts)
 
 
-def _of_folder(folder: Path, config: Mapping[str, object], trust: bool, length: int, limit: float) -> Proof:
+def _folder_proof(folder: Path, config: Mapping[str, object], trust: bool, length: int, limit: float) -> Proof:
     """Return the proof of a folder of transformers: its laws there, and what is imported beside it."""
     kind = str(config["model_type"])
     with _quiet():

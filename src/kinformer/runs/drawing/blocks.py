@@ -66,11 +66,13 @@ def _choices(model: nn.Module, mixers: dict[int, ChosenBlocks], tokens: Tensor) 
         for number, mixer in mixers.items():
             choose: Choose = mixer._choose
 
-            def noting(*call: object, number: int = number, choose: Choose = choose) -> tuple[Tensor | None, Tensor]:
+            def choose_and_record(
+                *call: object, number: int = number, choose: Choose = choose
+            ) -> tuple[Tensor | None, Tensor]:
                 compressed, chosen[number] = choose(*call)
                 return compressed, chosen[number]
 
-            stack.enter_context(patch.object(mixer, "_choose", noting))
+            stack.enter_context(patch.object(mixer, "_choose", choose_and_record))
         model(tokens)
     return chosen
 

@@ -110,8 +110,8 @@ class _Call:
 
 
 @dataclass
-class _Noted:
-    """What hooks noted of one pass."""
+class _Records:
+    """What hooks record of one pass."""
 
     calls: list[_Call] = field(default_factory=list)
     exits: list[Tensor] = field(default_factory=list)
@@ -122,15 +122,15 @@ def _read(subject: _Subject, ids: Tensor, options: TraceOptions, hidden: ReadHid
     """Run the model over ``ids`` [1, tokens] once, and its mixers of the chosen layers again for their weights."""
     stack = subject.stack
     layers = numbers_in("layers", options.layers, len(stack.layers), "layers")
-    with torch.no_grad(), _noting(stack) as noted:
+    with torch.no_grad(), _recording(stack) as records:
         result = hidden(ids, taps=range(len(stack.order)))
     taps = result[-1]
     require_finite(all(bool(tap.isfinite().all()) for tap in taps))
     attention = [
-        _attention(subject, call, options.heads) for call in noted.calls if stack.order[call.use] + 1 in layers
+        _attention(subject, call, options.heads) for call in records.calls if stack.order[call.use] + 1 in layers
     ]
-    exits = [torch.tensor([use + 1 for use in stack.exits])[item[0].cpu()] for item in noted.exits]
-    steps = torch.stack([item[0].cpu() for item in noted.running]).sum(0) if noted.running else None
+    exits = [torch.tensor([use + 1 for use in stack.exits])[item[0].cpu()] for item in records.exits]
+    steps = torch.stack([item[0].cpu() for item in records.running]).sum(0) if records.running else None
     return Reading(
         ids=ids[0].cpu(),
         tokens=tuple(labels(subject.run, subject.run.config, ids[0].tolist())),
@@ -142,9 +142,9 @@ def _read(subject: _Subject, ids: Tensor, options: TraceOptions, hidden: ReadHid
 
 
 @contextmanager
-def _noting(stack: Stack) -> Iterator[_Noted]:
+def _recording(stack: Stack) -> Iterator[_Records]:
     """Note the calls of a stack's mixers, the exits of tokens and their steps."""
-    noted = _Noted()
+    records = _Records()
     with ExitStack() as hooks:
 
         def on(module: nn.Module, hook: Hook) -> None:
@@ -153,13 +153,13 @@ def _noting(stack: Stack) -> Iterator[_Noted]:
         for layer in stack.layers:
             uses = [use for use, index in enumerate(stack.order) if stack.layers[index] is layer]
             for number, mixer in enumerate(_mixers(layer)):
-                on(mixer, _Noter(noted, uses, number == 0))
+                on(mixer, _Recorder(records, uses, number == 0))
         left = getattr(early_exit_stack(stack), "left", None)
         if left is not None:
-            on(left, lambda _, inputs, __: noted.exits.append(inputs[0]))
+            on(left, lambda _, inputs, __: records.exits.append(inputs[0]))
         if stack.halting is not None:
-            on(stack.halting, lambda _, inputs, __: noted.running.append(inputs[0].running))
-        yield noted
+            on(stack.halting, lambda _, inputs, __: records.running.append(inputs[0].running))
+        yield records
 
 
 def _mixers(module: nn.Module) -> Iterator[Mixer]:
@@ -171,14 +171,14 @@ def _mixers(module: nn.Module) -> Iterator[Mixer]:
             yield from _mixers(child)
 
 
-class _Noter:
+class _Recorder:
     """A hook that notes the calls of one mixer, which happen once in every one of the ``uses`` of its layer."""
 
-    def __init__(self, noted: _Noted, uses: list[int], first: bool) -> None:
-        self.noted, self.uses, self.first = noted, iter(uses), first
+    def __init__(self, records: _Records, uses: list[int], first: bool) -> None:
+        self.records, self.uses, self.first = records, iter(uses), first
 
     def __call__(self, mixer: Mixer, inputs: tuple[object, ...], named: dict[str, object]) -> None:
-        self.noted.calls.append(_Call(mixer, (*inputs, *named.values()), next(self.uses), self.first))
+        self.records.calls.append(_Call(mixer, (*inputs, *named.values()), next(self.uses), self.first))
 
 
 def _attention(subject: _Subject, call: _Call, heads: str | None) -> AttentionTrace:
@@ -234,24 +234,24 @@ def _attention(subject: _Subject, call: _Call, heads: str | None) -> AttentionTr
 @contextmanager
 def _bucketing(mixer: nn.Module) -> Iterator[list[Tensor]]:
     """Note the buckets or clusters [heads, rounds, tokens] that a mixer sorts its tokens into."""
-    noted: list[Tensor] = []
+    records: list[Tensor] = []
 
     def hook(module: nn.Module, _: object, result: Tensor) -> None:
-        noted.append(result[0] if isinstance(module, Hashes) else result[0].argmax(-1)[:, None])
+        records.append(result[0] if isinstance(module, Hashes) else result[0].argmax(-1)[:, None])
 
     handles = [part.register_forward_hook(hook) for part in mixer.modules() if isinstance(part, Hashes | Centroids)]
     try:
-        yield noted
+        yield records
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _buckets(noted: list[Tensor], heads: int, index: Tensor) -> Tensor | None:
+def _buckets(records: list[Tensor], heads: int, index: Tensor) -> Tensor | None:
     """Return the buckets of the heads ``index``, -1 of those without; the last of all heads have some."""
-    if not noted:
+    if not records:
         return None
-    first = noted[0].cpu()
+    first = records[0].cpu()
     return torch.cat([first.new_full((heads - len(first), *first.shape[1:]), -1), first])[index]
 
 
