@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -232,7 +232,9 @@ class Chooser(Choosing):
         rows = -(-size.rows // share) * share
         sizes = {"batch_size": rows, "length": size.length, "precision": fastest_precision(self.device)}
         complete = {**RECIPE, **sizes, **needs}
-        chosen = {name: value for name, value in complete.items() if getattr(self.options, name) is None}
+        chosen: dict[str, Any] = {
+            name: value for name, value in complete.items() if getattr(self.options, name) is None
+        }
         changes: dict[str, object] = {}
         if self.recipe is not None:
             changes = {**self._widths(self.recipe, size), **self._positions(self.recipe)}
