@@ -103,14 +103,14 @@ __all__ = [
 
 
 def members() -> list[Member]:
-    """The records of the family, in the order of the table, and then those of other packages."""
+    """Return the records of the family, in the order of the table, and then those of other packages."""
     from kinformer.family.table import members
 
     return members()
 
 
 def tasks() -> list[Task]:
-    """The records of the tasks: what a model can be trained for, with name, title, figures and options."""
+    """Return the records of the tasks: what a model can be trained for, with name, title, metrics and options."""
     from kinformer.tasks.table import tasks
 
     return tasks()
@@ -119,7 +119,7 @@ def tasks() -> list[Task]:
 def build(
     name: str, *, recipe: str = "small", vocab_size: int | None = None, set: Mapping[str, object] | None = None
 ) -> Decoder | Encoder:
-    """A new model, randomly initialised from PyTorch's global generator.
+    """Build a new model, randomly initialised from PyTorch's global generator.
 
     name: a member of the family (see :func:`members`).
     recipe: which of its recipes; every member has ``tiny``, ``small`` and ``benchmark``, most have ``paper``.
@@ -144,9 +144,9 @@ def layer(
     set: Mapping[str, object] | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    **settings: Any,
+    **settings: object,
 ) -> CausalLayer | Any:  # a BidirectionalLayer by the name of an encoder; type checkers then require no check
-    """One layer of a member for a model of your own: a module [batch, time, dim] -> [batch, time, dim].
+    """Build one layer of a member for a model of your own: a module [batch, time, dim] -> [batch, time, dim].
 
         layer = kinformer.layer("gated-deltanet", dim=512, num_heads=8)
         y = layer(x)                                             # a full sequence
@@ -172,7 +172,7 @@ def layer(
 
 
 def layers() -> list[LayerRecord]:
-    """The names that :func:`layer` takes, with ``.title``, ``.causal``, ``.growth`` and ``.settings``.
+    """Return the names that :func:`layer` takes, with ``.title``, ``.causal``, ``.growth`` and ``.settings``.
 
     ``print`` of one shows its settings and their defaults.
     """
@@ -190,7 +190,7 @@ def train(
     recipe: str | None = None,
     task: str | None = None,
     set: Mapping[str, object] | None = None,
-    **options: Any,
+    **options: object,
 ) -> Run:
     """Train ``member`` as ``kinformer train`` does, and return the run, whose best weights are in the folder ``out``.
 
@@ -211,7 +211,7 @@ def train(
 
 
 @preserving
-def evaluate(run: str | Path, **options: Any) -> Evaluation:
+def evaluate(run: str | Path, **options: object) -> Evaluation:
     """Measure a run folder on held-out data as its task says: ``.metrics``, ``.units``, ``.baselines``, ``.facts``.
 
     options: by the names of the flags of ``kinformer evaluate``: ``data``, ``split``, ``max_bytes``, ``set``, ...
@@ -223,15 +223,15 @@ def evaluate(run: str | Path, **options: Any) -> Evaluation:
 
 
 @preserving
-def predict(run: str | Path, inputs: str | Path | Sequence[object], **options: Any) -> list[dict[str, Any]]:
+def predict(run: str | Path, inputs: str | Path | Sequence[object], **options: object) -> list[dict[str, Any]]:
     """Predict with a trained run: a dictionary for every item, in order, as ``kinformer predict --json`` prints them.
 
         kinformer.predict("runs/reviews", ["A fine film."], top_k=2)
         [{"text": "A fine film.", "classes": [{"class": "good", "probability": 0.98}, ...]}]
 
-    What an item is, and what is said of it, the run's task decides: ``classes`` of a text or an image, ``masks`` and
-    the ``filled`` text, the ``text`` of a sound file, the ``translation`` or ``answer`` of a text, the ``actions`` of
-    an episode.
+    The run's task decides what an item is and what its dictionary holds: ``classes`` of a text or an image, ``masks``
+    and the ``filled`` text, the ``text`` of a sound file, the ``translation`` or ``answer`` of a text, the ``actions``
+    of an episode.
 
     run: the run's folder.
     inputs: a list of texts (or of paths, where items are files); or the path of a file or folder, as for the command.
@@ -248,8 +248,7 @@ def predict(run: str | Path, inputs: str | Path | Sequence[object], **options: A
 
 @preserving
 def load(run: str | Path, *, set: Mapping[str, object] | None = None) -> Decoder | Encoder:
-    """The model of a trained run, with its best weights, in eval mode, and with what belongs to it: the datastore and
-    retriever that it was trained with.
+    """Load a trained run's model with its best weights, in eval mode, and with its datastore and retriever.
 
     run: the run's folder.
     set: overrides that leave the weights as they are, such as ``{"layers.*.mixer.position.factor": 4}``.
@@ -260,8 +259,8 @@ def load(run: str | Path, *, set: Mapping[str, object] | None = None) -> Decoder
 
 
 def open_run(run: str | Path) -> Run:
-    """A run from its folder: ``member``, ``recipe``, ``config``, ``task`` and its ``options``, ``tokenizer``, ``data``,
-    ``training``, ``metrics`` (of the best validation) and ``model()``.
+    """Open a run by its folder: ``member``, ``recipe``, ``config``, ``task`` and its ``options``, ``tokenizer``,
+    ``data``, ``training``, ``metrics`` (of the best validation) and ``model()``.
 
     run: the run's folder.
     """
@@ -281,7 +280,7 @@ def generate(
     draft_length: int = 4,
     **sampling: Unpack[SamplingOptions],
 ) -> Tensor:
-    """Continue prompts; returns the new tokens [batch, new] int64.
+    """Continue prompts and return the new tokens [batch, new] int64.
 
     model: a causal one.
     prompt_tokens: ids [batch, time]: an int64 tensor, a NumPy array, or lists of one length.
@@ -295,5 +294,7 @@ def generate(
     from kinformer.generation.generate import generate
 
     causal: Any = model
-    options: dict[str, Any] = {"stop": stop, "valid": valid, "draft": draft, "draft_length": draft_length} | sampling
-    return generate(causal, prompt_tokens, max_new_tokens=max_new_tokens, **options)
+    return generate(
+        causal, prompt_tokens, max_new_tokens=max_new_tokens, stop=stop, valid=valid, draft=draft,
+        draft_length=draft_length, **sampling,
+    )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 
 def preserving(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, which leaves the caller's random numbers, threads and precision of products as they were."""
+    """Return ``function``, which then leaves the caller's random numbers, threads and precision of products as is."""
 
     @wraps(function)
     def preserved(*arguments: P.args, **options: P.kwargs) -> R:
@@ -46,7 +46,7 @@ def show(
     vocab_size: int | None = None,
     set: Mapping[str, object] | None = None,
 ) -> Description:
-    """All about one member or run without computing anything: ``.member`` (its record), ``.config``, ``.facts``.
+    """Describe one member or run without computing anything: ``.member`` (its record), ``.config``, ``.facts``.
 
     The facts are data for JSON: paper, formulas, config, parameters by part, bytes of the state by length, and patterns
     as text.
@@ -64,8 +64,8 @@ def show(
 
 
 @preserving
-def estimate(member: str, **options: Any) -> MemberEstimate:
-    """What a member costs, before anything is run.
+def estimate(member: str, **options: object) -> MemberEstimate:
+    """Estimate the costs of a member, before anything is run.
 
     The result has ``parameters`` and ``active_parameters`` (those that one token uses); ``flops_inference`` (of a
     forward without gradients), ``flops_forward`` (of that of a training step) and ``flops_step``, additions and
@@ -88,7 +88,7 @@ def estimate(member: str, **options: Any) -> MemberEstimate:
 
 
 @preserving
-def draw(subject: str | Path, **options: Any) -> Drawing:
+def draw(subject: str | Path, **options: object) -> Drawing:
     """Draw attention patterns, encodings of positions, spans, early exits or what a model looks at in an image.
 
     The result has ``out`` (the file, PNG or SVG by its ending), ``title``, ``lines`` (what each panel shows) and
@@ -108,10 +108,10 @@ def draw(subject: str | Path, **options: Any) -> Drawing:
 
 
 @preserving
-def bench(members: Sequence[str] = (), **options: Any) -> Bench:
-    """Time members in turns with plain attention (gpt), each behind a gate of correctness.
+def bench(members: Sequence[str] = (), **options: object) -> Bench:
+    """Time members in turns with plain attention (gpt), each after a check of correctness.
 
-    The result has ``timings`` (seconds by member, work and length), ``failed`` (members that the gate refused, and
+    The result has ``timings`` (seconds by member, work and length), ``failed`` (members that fail the check, and
     why), ``memory`` (bytes by member and length), ``floor`` (what this machine can do at most) and ``crossings``.
 
     members: of the family; linear-transformer, fast-weights and local if there are none.
@@ -119,7 +119,7 @@ def bench(members: Sequence[str] = (), **options: Any) -> Bench:
         ``rounds``, ``memory``, ``peers``, ``recipe``, ``set``, ``device``, ...;
         see ``comparison.options.BenchOptions``.
 
-    Errors: ``KinformerError`` for unknown names, members that read no tokens, and where gpt itself fails its gate.
+    Errors: ``KinformerError`` for unknown names, members that read no tokens, and where gpt itself fails its check.
     """
     from kinformer.comparison.bench import bench
     from kinformer.comparison.options import BenchOptions
@@ -131,7 +131,7 @@ def bench(members: Sequence[str] = (), **options: Any) -> Bench:
 
 
 @preserving
-def compare(members: Sequence[str] = (), *, merge: Sequence[str | Path] = (), **options: Any) -> Comparison:
+def compare(members: Sequence[str] = (), *, merge: Sequence[str | Path] = (), **options: object) -> Comparison:
     """Train members under one budget, measure them in turns, and write a report into the folder ``out``.
 
     The result has ``finished`` (the members that have a metric, the best first), ``entrants`` (all, with
@@ -152,14 +152,14 @@ def compare(members: Sequence[str] = (), *, merge: Sequence[str | Path] = (), **
 
     require_list("members", members)
     require_list("merge", merge)
-    wanted = request(CompareOptions, options, "compare", "Options")
+    requested = request(CompareOptions, options, "compare", "Options")
     arguments = [repr(list(members)), *(f"{name}={value!r}" for name, value in options.items())]
     command = f"kinformer.compare({', '.join(arguments)})"
-    return report(members, wanted, [str(path) for path in merge], command).comparison
+    return report(members, requested, [str(path) for path in merge], command).comparison
 
 
 @preserving
-def calibrate(run: str | Path, *, quiet: bool = True, **options: Any) -> Calibrated | SearchResult:
+def calibrate(run: str | Path, *, quiet: bool = True, **options: object) -> Calibrated | SearchResult:
     """Find thresholds of early exits on held-out text and write them into the run.
 
     The lowest threshold whose risk is bounded (Learn then Test) is in ``.chosen``, None where there is none;
@@ -182,7 +182,7 @@ def calibrate(run: str | Path, *, quiet: bool = True, **options: Any) -> Calibra
 
 
 @preserving
-def index(run: str | Path, *, datastore: str | Path, quiet: bool = True, **options: Any) -> Indexed:
+def index(run: str | Path, *, datastore: str | Path, quiet: bool = True, **options: object) -> Indexed:
     """Write what a run makes of every context of a text, and the token that came next, into a datastore for kNN-LM.
 
     A build that was stopped continues where it was. The result has ``store``, ``new`` (entries that were written),
@@ -204,8 +204,8 @@ def index(run: str | Path, *, datastore: str | Path, quiet: bool = True, **optio
 
 
 @preserving
-def embed(run: str | Path, texts: str | Path | Sequence[str | Path], **options: Any) -> np.ndarray:
-    """Vectors float32 [items, dim] of texts, images or sounds: the last hidden states of a trained run, pooled.
+def embed(run: str | Path, texts: str | Path | Sequence[str | Path], **options: object) -> np.ndarray:
+    """Return vectors float32 [items, dim] of texts, images or sounds: the last hidden states of a trained run, pooled.
 
     run: the folder of a run whose model reads text (an encoder or a causal one), images or speech.
     texts: a list of texts, or of the paths of images or sounds; or the path of a file or folder, as for the command.
@@ -222,7 +222,7 @@ def embed(run: str | Path, texts: str | Path | Sequence[str | Path], **options: 
 
 
 @preserving
-def serve(run: str | Path, **options: Any) -> None:
+def serve(run: str | Path, **options: object) -> None:
     """Answer HTTP requests for completions and chats by a trained run of next-token, until Ctrl-C or SIGTERM.
 
     options: those of ``serving.options.ServeOptions``; ``quiet`` is True.
@@ -237,7 +237,7 @@ def serve(run: str | Path, **options: Any) -> None:
 
 
 @preserving
-def stream(run: str | Path, prompt: str, **options: Any) -> Iterator[str]:
+def stream(run: str | Path, prompt: str, **options: object) -> Iterator[str]:
     """Continue a text with a trained run; an iterator of the pieces of text, each as soon as it is drawn.
 
         for piece in kinformer.stream("runs/book", "It was ", max_new_tokens=100, temperature=0.8):
@@ -259,7 +259,7 @@ def stream(run: str | Path, prompt: str, **options: Any) -> Iterator[str]:
 
 
 @preserving
-def trace(run: str | Path, text: str, **options: Any) -> Trace:
+def trace(run: str | Path, text: str, **options: object) -> Trace:
     """Trace a trained run on a text: what attends to what, and what becomes of every token, as plain tensors.
 
         traced = kinformer.trace("runs/book", "It was the best of times", layers=[1, 2])

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import pytest
 from hypothesis import given
@@ -285,3 +285,20 @@ def test_parts_are_named_in_python_as_by_set():
         with pytest.raises(KinformerError) as error:
             SoftmaxAttention.Config(num_heads=4, position=position)
         assert message in str(error.value)
+
+
+class Point(TypedDict):
+    x: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record(Config):
+    point: Point
+    further: Point | None = None
+
+
+def test_a_typed_dict_is_read_as_it_is():
+    data = {"point": {"x": 1}, "further": {"y": "unchecked"}}
+    made = Record(point=data["point"], further=data["further"])
+    assert from_dict(Record, data, {}) == made and to_dict(made) == data
+    assert from_dict(Record, {"point": {"x": 1}}, {}).further is None

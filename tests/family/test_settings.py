@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from kinformer.cli.explain import explained
+from kinformer.cli.show import explained
 from kinformer.core.config import Config, field_types
 from kinformer.core.feature_map import FeatureMapConfig
 from kinformer.family.build import configure

@@ -15,7 +15,7 @@ from kinformer.family.build import build
 from kinformer.family.kinds import kinds
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.runs.tracing.sites import NO_WEIGHTS, SITES, site_of
-from kinformer.runs.tracing.trace import _noting
+from kinformer.runs.tracing.trace import _recording
 from kinformer.runs.tracing.weights import weights_of
 from kinformer.runs.tracing.write import mean_distance, perplexity
 from kinformer.runtime.errors import KinformerError
@@ -35,9 +35,9 @@ def calls_of(name, time=21):
     """The first calls of every kind of mixer in a tiny member, with inputs of one sequence."""
     torch.manual_seed(0)
     model = build(name, "tiny", 64, {}).eval().double()
-    with torch.no_grad(), _noting(model.stack) as noted:
+    with torch.no_grad(), _recording(model.stack) as records:
         model.hidden(torch.randint(0, 60, (1, time)))
-    return {type(call.mixer): call for call in reversed(noted.calls)}.values()
+    return {type(call.mixer): call for call in reversed(records.calls)}.values()
 
 
 @pytest.mark.parametrize("name", [*CAUSAL, *ENCODERS])

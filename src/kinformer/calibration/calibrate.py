@@ -1,4 +1,4 @@
-"""The threshold of early exits found on held-out text, and kept in the run."""
+"""The threshold of early exits, found on held-out text and stored in the run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from kinformer.calibration.options import CalibrateOptions
 from kinformer.core.config import override
@@ -24,31 +23,30 @@ from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import TextTable
 
 CALIBRATION = "calibration"
-"""What a run's ``data`` calls how its thresholds were found."""
+"""The key of a run's ``data`` under which stands how its thresholds were found."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrated:
-    """``tested`` in order, and the ``chosen`` one, None where even the most careful failed, so that all layers are
-    used; ``exits`` of the new tokens with it; the identity of the ``data`` that it was found on; ``how`` samples were
-    written; how long it took."""
+    """The thresholds ``tested``, in order, and the ``chosen`` one, None if even the most careful failed, so that all
+    layers are used; the ``exits`` of new tokens with it; the identity of the ``data``; ``how`` samples were written."""
 
     run: Run
     options: CalibrateOptions
     tested: list[Tested]
     chosen: Tested | None
     exits: Exited | None
-    data: Mapping[str, Any]
-    how: Mapping[str, Any]
+    data: Mapping[str, object]
+    how: Mapping[str, object]
     seconds: float
 
     @property
     def saves(self) -> bool:
-        """Whether the chosen threshold saves FLOPs, without which it is not kept in the run."""
+        """Whether the chosen threshold saves FLOPs; one that does not is not stored in the run."""
         return self.exits is not None and self.exits.saves
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """The calibration's result as data that JSON can hold."""
         best, options = self.chosen, self.options
         return {
@@ -70,7 +68,7 @@ class Calibrated:
 
     @property
     def text(self) -> tuple[TextTable | str, ...]:
-        """The thresholds that were tested, and what the chosen one is worth."""
+        """The thresholds that were tested, and a line about the chosen one."""
         options, best = self.options, self.chosen
         rows = [(f"{step.threshold:.4f}", f"{step.risk:.4f}", f"{step.p:.3g}") for step in self.tested]
         what = (
@@ -100,7 +98,7 @@ def calibrate(folder: str | Path, options: CalibrateOptions, quiet: bool = True)
         changes["stack.rule.decay_tokens"] = options.decay_tokens
     model = run.model({"stack.rule.thresholds": [], **changes}).to(device)
     model = model if run.task.generation.prompt == "lines" else pack(model, options.batch_size)
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     with spooled(options.data) as data, locked(run.folder):
         samples = run.task.samples(run, model, options.sampling(data))
         steps = grid(options.thresholds)
@@ -121,18 +119,18 @@ def calibrate(folder: str | Path, options: CalibrateOptions, quiet: bool = True)
         exits=exits,
         data=samples.identity,
         how=samples.how,
-        seconds=time.perf_counter() - begun,
+        seconds=time.perf_counter() - started_at,
     )
 
 
 def _risk(
-    samples: Samples, options: CalibrateOptions, progress: ProgressCallback | None, most: int
+    samples: Samples, options: CalibrateOptions, progress: ProgressCallback | None, count: int
 ) -> Callable[[float], float]:
     """Return the mean loss of all samples at a threshold, the empirical risk."""
 
     def risk(threshold: float) -> float:
         if progress is not None:
-            progress(len(samples.exits), most)
+            progress(len(samples.exits), count)
         return float(samples.losses(threshold, options.consistency).mean())
 
     return risk
@@ -153,19 +151,18 @@ def check_exits(run: Run) -> None:
         )
 
 
-def _choice_record(best: Tested | None, options: CalibrateOptions) -> dict[str, Any]:
+def _choice_record(best: Tested | None, options: CalibrateOptions) -> dict[str, object]:
     names = ("risk", "confidence", "consistency", "bound", "prompts", "decay_tokens", "after", "seed")
     measured = {"threshold": None, "measured": None} if best is None else {"threshold": best[0], "measured": best.risk}
     return {name: getattr(options, name) for name in names} | measured
 
 
-def placed(run: Run, options: CalibrateOptions) -> dict[str, Any]:
+def placed(run: Run, options: CalibrateOptions) -> dict[str, object]:
     """Return the change of the run's config that puts its exits where ``options`` say."""
     layers = options.layers()
     if layers is None:
         return {}
-    stack: Any = run.config.stack
-    if stack.classifiers == "separate":
+    if getattr(run.config.stack, "classifiers", None) == "separate":
         raise KinformerError(
             f"`after` {options.after}: each exit of {run.folder} has learnt a head of its own, so "
             "exits stay where they are; train with `set` stack.after=[...], or with stack.classifiers=tied."
@@ -178,7 +175,7 @@ def keep(
     thresholds: Sequence[float],
     choice: Mapping[str, object],
     data: Mapping[str, object],
-    changes: Mapping[str, Any],
+    changes: Mapping[str, object],
 ) -> Run:
     """Save the run with its ``thresholds``, the ``choice`` that led to them and the ``changes`` of its config."""
     config = override(run.config, dict(changes) | {"stack.rule.thresholds": list(thresholds)}, kinds())

@@ -1,4 +1,4 @@
-"""What a calibration of early exits is asked for. Free of PyTorch."""
+"""The options of calibrating early exits. Free of PyTorch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kinformer.runtime.errors import KinformerError, marked, require, require_se
 if TYPE_CHECKING:
     from kinformer.evaluation.exit_samples import Sampling
 
-MOST_THRESHOLDS, MOST_DRAWN = 10_000, 1_000_000
+MAX_THRESHOLDS, MAX_DRAWN = 10_000, 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class CalibrateOptions(Machine):
                 raise KinformerError(f"`{name}` {value:g}: is a share; give a number above 0 and below 1.")
         for name in ("prompts", "prompt_tokens", "new_tokens", "beam", "batch_size"):
             require(name, getattr(self, name), 1)
-        require("thresholds", self.thresholds, 2, MOST_THRESHOLDS)
+        require("thresholds", self.thresholds, 2, MAX_THRESHOLDS)
         if self.decay_tokens is not None and not self.decay_tokens > 0:
             raise KinformerError(f"`decay_tokens` {self.decay_tokens:g}: must be above 0 tokens.")
         require_seed(self.seed)
@@ -116,7 +116,7 @@ class CalibrateOptions(Machine):
         )
 
     def _check_search(self) -> None:
-        require("search", self.search, 1, MOST_DRAWN)
+        require("search", self.search, 1, MAX_DRAWN)
         require("max_bytes", self.max_bytes, 2)
         if self.tolerance is not None and not self.tolerance >= 0:
             raise KinformerError(f"`tolerance` {self.tolerance:g}: must be 0 or more bits per byte.")

@@ -1,4 +1,4 @@
-"""Thresholds of every exit found by random search on held-out text, measured, and kept in the run."""
+"""Thresholds of every exit, found by random search on held-out text, measured, and stored in the run."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ class _Windows:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """``bits_per_byte`` and ``exits`` with the ``thresholds`` that were kept, beside ``whole``, the bits of all layers;
+    """``bits_per_byte`` and ``exits`` with the ``thresholds`` that were stored, beside the bits of ``all_layers``;
     thresholds are empty where none stayed within the tolerance. ``curve``: the draws that were better than others."""
 
     run: Run
     thresholds: tuple[float, ...]
     bits_per_byte: float
-    whole: float
+    all_layers: float
     exits: Exited | None
     curve: list[Draw]
     data: HeldOut
     seconds: float
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """The search's result as data that JSON can hold."""
         return {
             "run": str(self.run.folder),
             "thresholds": self.thresholds,
             "bits_per_byte": self.bits_per_byte,
-            "all_layers_bits_per_byte": self.whole,
+            "all_layers_bits_per_byte": self.all_layers,
             "data": self.data.identity,
             "exits": None if self.exits is None else self.exits.facts,
             "seconds": self.seconds,
@@ -63,13 +63,13 @@ class SearchResult:
 
     @property
     def text(self) -> tuple[str]:
-        """The thresholds, and what they cost and save."""
+        """A line with the thresholds, their bits per byte and what they save."""
         if self.exits is None:
             return (f"{self.run.folder}: no thresholds cost so little; all tokens go through all layers",)
         thresholds = ", ".join(f"{threshold:.4f}" for threshold in self.thresholds)
         return (
             f"{self.run.folder}: thresholds {thresholds}: {self.bits_per_byte:.4f} bits per byte, with all layers "
-            f"{self.whole:.4f}; {self.exits.text}",
+            f"{self.all_layers:.4f}; {self.exits.text}",
         )
 
 
@@ -82,7 +82,7 @@ def search(folder: str | Path, options: CalibrateOptions) -> SearchResult:
             f"`search` {options.search}: looks at running text, which runs of the task {run.task.name} do not read; "
             "leave it out, and the risk of a single threshold is bounded."
         )
-    device, begun = options.prepare(options.seed), time.perf_counter()
+    device, started_at = options.prepare(options.seed), time.perf_counter()
     assert options.search is not None
     tolerance = TOLERANCE if options.tolerance is None else options.tolerance
     with spooled(options.data) as data, locked(run.folder):
@@ -96,32 +96,32 @@ def search(folder: str | Path, options: CalibrateOptions) -> SearchResult:
         outlook_ = outlook(model, held.split, windows)
         curve = outlook_.search(options.search, options.seed)
         with with_rule(model.stack, None):
-            whole = measure(model, held.split, windows).bits_per_byte
+            all_layers = measure(model, held.split, windows).bits_per_byte
         room = tolerance * log(2) * held.split.bytes / len(held.split)
         fitting = [draw for draw in curve if draw.nats <= float(outlook_.nats[-1].mean()) + room]
-        thresholds, bits, exits = _first_within(model, held, windows, fitting[:TRIED], whole + tolerance)
+        thresholds, bits, exits = _first_within(model, held, windows, fitting[:TRIED], all_layers + tolerance)
         record = {"search": options.search, "tolerance": tolerance, "after": options.after, "seed": options.seed}
         retained = keep(run, thresholds, record | {"thresholds": list(thresholds)}, held.identity, changes)
     return SearchResult(
         run=retained,
         thresholds=thresholds,
-        bits_per_byte=bits if thresholds else whole,
-        whole=whole,
+        bits_per_byte=bits if thresholds else all_layers,
+        all_layers=all_layers,
         exits=exits,
         curve=curve,
         data=held,
-        seconds=time.perf_counter() - begun,
+        seconds=time.perf_counter() - started_at,
     )
 
 
 def _first_within(
-    model: Any, held: HeldOut, windows: Windows, draws: Sequence[Draw], most: float
+    model: Any, held: HeldOut, windows: Windows, draws: Sequence[Draw], limit: float
 ) -> tuple[tuple[float, ...], float, Exited | None]:
-    """The first of ``draws`` whose measured bits per byte are at most ``most``: its thresholds, these, its exits."""
+    """Return the thresholds, bits per byte and exits of the first of ``draws`` with at most ``limit`` bits per byte."""
     for draw in draws:
         model.stack.rule.thresholds = draw.thresholds
         with noting_exits(model) as noted:
             bits = measure(model, held.split, windows).bits_per_byte
-        if bits <= most and noted.result is not None:
+        if bits <= limit and noted.result is not None:
             return draw.thresholds, bits, saved(model, noted.result, windows.context // 2)
-    return (), most, None
+    return (), limit, None

@@ -1,4 +1,4 @@
-"""``kinformer bench [MEMBER...]``: times beside plain attention, behind a gate of correctness."""
+"""``kinformer bench [MEMBER...]``: times beside plain attention, after a check of correctness."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Options(BenchOptions, CommonOptions):
 
 
 def run(options: Options) -> int:
-    """Time, and print; returns 1 where the gate refused a member."""
+    """Time, and print; returns 1 where a member fails the check of correctness."""
     from kinformer.comparison.bench import bench
 
     timed = bench(options.members, options_as(BenchOptions, options))
@@ -71,8 +71,8 @@ def _text(timed: Bench) -> Iterator[str | TextTable]:
     if timed.memory:
         yield "\nhighest memory of a training step, above the model itself"
         sizes = sorted({length for item in timed.memory.values() for length in item})
-        held = [(name, *(size(item[n]) if n in item else "-" for n in sizes)) for name, item in timed.memory.items()]
-        yield TextTable(("member", *map(str, sizes)), held, range(1, len(sizes) + 1))
+        peaks = [(name, *(size(item[n]) if n in item else "-" for n in sizes)) for name, item in timed.memory.items()]
+        yield TextTable(("member", *map(str, sizes)), peaks, range(1, len(sizes) + 1))
     if timed.crossings:
         yield ""
         yield from timed.crossings

@@ -1,4 +1,4 @@
-"""``kinformer calibrate DIR``: the threshold of early exits whose risk is bounded, kept in the run."""
+"""``kinformer calibrate DIR``: the threshold of early exits whose risk is bounded, stored in the run."""
 
 from __future__ import annotations
 

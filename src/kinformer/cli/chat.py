@@ -38,8 +38,8 @@ def run(options: Options) -> int:
     from kinformer.runs.generate import converse
 
     stop = tuple(text.replace("\\n", "\n") for text in options.stop)
-    wanted = replace(options_as(GenerateOptions, options), stop=stop, task_options={})
-    conversation = converse(options.folder, wanted)
+    settings = replace(options_as(GenerateOptions, options), stop=stop, task_options={})
+    conversation = converse(options.folder, settings)
     asks = sys.stdout.isatty()
     while True:
         if asks:

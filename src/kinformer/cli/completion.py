@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -53,7 +53,7 @@ def words() -> dict[str, list[str]]:
 
     words_by_command = {}
     for name, command in COMMANDS.items():
-        module: Any = import_module(command.module)
+        module = import_module(command.module)
         options_text = flags(form_of(module.Options, getattr(module, "TASK_OPTIONS", None)))
         first = list(FAMILY) if "member" in options_text else []
         words_by_command[name] = first + [f"--{flag}" for flag, hint in options_text.items() if not is_positional(hint)]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from kinformer.cli.form import bare, is_positional
 from kinformer.runtime.errors import RARE, KinformerError, nearest
@@ -19,8 +18,8 @@ from kinformer.runtime.files import require_file
 from kinformer.runtime.parsing import parse_toml
 
 
-def read(path: str, valid_names: Mapping[str, object]) -> tuple[dict[str, Any], list[str]]:
-    """The positional arguments by name, and the options as arguments. ``valid_names``: all options with their types."""
+def read(path: str, valid_names: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
+    """Return positional arguments by name, and the options as arguments; ``valid_names`` are all, with their types."""
     require_file(Path(path))
     try:
         settings = parse_toml(Path(path).read_text(encoding="utf-8"))
@@ -28,7 +27,7 @@ def read(path: str, valid_names: Mapping[str, object]) -> tuple[dict[str, Any], 
         raise KinformerError(f"--config {path}: cannot be read ({error.strerror}); give a TOML file.") from None
     except ValueError as error:
         raise KinformerError(f"--config {path}: is not TOML ({error}); write name = value in each line.") from None
-    positional: dict[str, Any] = {}
+    positional: dict[str, object] = {}
     arguments: list[str] = []
     for name, value in settings.items():
         flag = name.replace("_", "-")
@@ -54,7 +53,7 @@ def _switch(place: str, flag: str, value: object) -> list[str]:
 
 
 def _texts(place: str, value: object) -> list[str]:
-    """An option's value as it is written on the command line; of a list or a table several."""
+    """Return an option's value as it is written on the command line; of a list or a table, one text for each item."""
     if isinstance(value, dict):
         return [f"{path}={_setting(item)}" for path, item in value.items()]
     return [_text(place, item) for item in value] if isinstance(value, list) else [_text(place, value)]

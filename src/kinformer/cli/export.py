@@ -1,4 +1,4 @@
-"""``kinformer export DIR --out FOLDER``: a run becomes a folder that transformers loads, or a graph."""
+"""``kinformer export DIR --out FOLDER``: a run as a folder that transformers loads, or as a graph."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Options(Printing):
 
 
 def run(options: Options) -> int:
-    """Read, say what the folder will be, and write; returns the exit status."""
+    """Print what the folder will be, write it, and return the exit status."""
     from kinformer.runs.exporting import export
     from kinformer.runs.graphs import ExportedGraph
 

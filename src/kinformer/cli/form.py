@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass, replace
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
@@ -14,6 +14,9 @@ from kinformer.runtime.fields import field_docs
 from kinformer.runtime.parsing import parse_count
 from kinformer.tasks.table import OptionKind as Kind
 from kinformer.tasks.table import tasks
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 O = TypeVar("O")
 
@@ -38,7 +41,15 @@ GROUPS = {
 }  # fmt: skip
 """Title to options. What stands in neither table comes after the first ones."""
 
-_PLACEHOLDERS = {float | None: "X", str | None: "TEXT"}
+_PLACEHOLDERS: dict[object, str] = {float | None: "X", str | None: "TEXT"}
+
+
+class Entry(NamedTuple):
+    """An option or a group of options, as ``make_dataclass`` takes it."""
+
+    name: str
+    hint: object
+    default: Field[object]
 
 
 def form_of(
@@ -47,7 +58,7 @@ def form_of(
     defaults: Mapping[str, object] | None = None,
     only: Collection[str] | None = None,
 ) -> type:
-    """A dataclass with the fields of ``options``, the most used flat and first, the others in a dataclass per group;
+    """Return a dataclass with the fields of ``options``, the most used flat and first, the others in a group each;
     and with a group of the own options of every task that has some, under the name of the first that has them. Tasks
     share an option of one name, type and default; otherwise a group with a name that is taken already keeps its task's
     name before its options: ``--task.option``.
@@ -55,10 +66,12 @@ def form_of(
     ``defaults``: what is taken where nothing is given, by name. ``only``: the tasks whose options are shown (all).
     """
     by_name = _entries(options, defaults or {})
-    named = {name for names in GROUPS.values() for name in names if name in by_name and _has_default(by_name[name][2])}
+    named = {
+        name for names in GROUPS.values() for name in names if name in by_name and _has_default(by_name[name].default)
+    }
     flat = [name for name in FIRST if name in by_name]
     rest = [name for name in by_name if name not in flat and name not in named]
-    needed = [name for name in rest if not _has_default(by_name[name][2])]
+    needed = [name for name in rest if not _has_default(by_name[name].default)]
     ordered = [by_name[name] for name in dict.fromkeys(flat + needed + rest)]
     groups = [
         _group(title, [by_name[name] for name in names if name in by_name and name in named])
@@ -69,11 +82,11 @@ def form_of(
     return make_dataclass(options.__name__, [*ordered, *task_groups, *groups], frozen=True, kw_only=True)
 
 
-def filled(options: type[O], form: Any) -> O:
-    """``options`` with the parser's values; the options of tasks stand in ``task_options``."""
+def filled(options: type[O], form: DataclassInstance) -> O:
+    """Return ``options`` with the parser's values; the options of tasks stand in ``task_options``."""
     names = {entry.name for entry in fields(options)}  # type: ignore[arg-type]
-    values: dict[str, Any] = {}
-    changed: dict[str, Any] = {}
+    values: dict[str, object] = {}
+    changed: dict[str, object] = {}
     for item in fields(form):
         value = getattr(form, item.name)
         if not is_dataclass(value):
@@ -86,9 +99,9 @@ def filled(options: type[O], form: Any) -> O:
     return options(**values | ({"task_options": changed} if "task_options" in names else {}))
 
 
-def flags(form: type) -> dict[str, Any]:
-    """The names of all options as they are written after ``--``, and of positional arguments; each with its type."""
-    flags_by_name: dict[str, Any] = {}
+def flags(form: type) -> dict[str, object]:
+    """Return the types of all options, by their names as written after ``--``, and of positional arguments."""
+    flags_by_name: dict[str, object] = {}
     for item in fields(form):  # type: ignore[arg-type]
         inner, *marks = get_args(item.type) if get_origin(item.type) is Annotated else (item.type,)
         if is_dataclass(inner):
@@ -100,17 +113,17 @@ def flags(form: type) -> dict[str, Any]:
 
 
 def is_positional(hint: object) -> bool:
-    """Whether an option of type ``hint`` is given without its name."""
+    """Return whether an option of type ``hint`` is positional: given without its name."""
     return tyro.conf.Positional in getattr(hint, "__metadata__", ())
 
 
-def bare(hint: object) -> Any:
-    """The type without the parser's marks."""
+def bare(hint: object) -> object:
+    """Return the type without the parser's marks."""
     return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
 
-def _entries(options: type, defaults: Mapping[str, object]) -> dict[str, tuple[str, Any, Any]]:
-    """Return ``(name, annotated type, default)`` of every option; the annotation holds its help and its parser."""
+def _entries(options: type, defaults: Mapping[str, object]) -> dict[str, Entry]:
+    """Return the entry of every option; its type's annotation holds its help and its parser."""
     hints, docs = get_type_hints(options, include_extras=True), option_docs(options)
     entries = {}
     for item in fields(options):
@@ -118,101 +131,103 @@ def _entries(options: type, defaults: Mapping[str, object]) -> dict[str, tuple[s
         if tyro.conf.Suppress in getattr(hint, "__metadata__", ()) or (item.name in RARE and "set" in hints):
             continue
         default: Any = field(default=defaults[item.name]) if item.name in defaults else _default(item)
-        entries[item.name] = (item.name, _parsed(hint, docs.get(item.name, ""), default), default)
+        entries[item.name] = Entry(item.name, _parsed(hint, docs.get(item.name, ""), default), default)
     return entries
 
 
-def _parsed(hint: object, docs: str, default: Field[Any]) -> Any:
-    """``hint`` with its help, a word for its value, and how a count is read."""
+def _parsed(hint: object, docs: str, default: Field[object]) -> object:
+    """Return ``hint`` with its help, a word for its value, and the parser of a number."""
     inner = bare(hint)
-    about: dict[str, Any] = {"help": docs}
-    if default.default is None or default.default == ():
-        about["help_behavior_hint"] = ""
+    metavar, empty = None, default.default is None or default.default == ()
     if inner in _PLACEHOLDERS and not _named(hint):
-        about["metavar"] = _PLACEHOLDERS[inner]
+        metavar = _PLACEHOLDERS[inner]
     elif choices := [name for part in get_args(inner) for name in get_args(part)]:
-        about["metavar"] = "{" + ",".join(map(str, choices)) + "}"
+        metavar = "{" + ",".join(map(str, choices)) + "}"
+    about = tyro.conf.arg(help=docs, help_behavior_hint="" if empty else None, metavar=metavar)
     if inner in (int, int | None):
-        return Annotated[hint, _COUNT, tyro.conf.arg(**about)]
+        return Annotated[hint, _COUNT, about]
     if inner in (float, float | None):
-        return Annotated[hint, _NUMBER, tyro.conf.arg(**about)]
-    return Annotated[hint, tyro.conf.arg(**about)]
+        return Annotated[hint, _NUMBER, about]
+    return Annotated[hint, about]
 
 
 def _named(hint: object) -> bool:
     return any(getattr(mark, "metavar", None) for mark in getattr(hint, "__metadata__", ()))
 
 
-def _group(title: str, entries: list[tuple[str, Any, Any]]) -> tuple[str, Any, Any]:
-    group: Any = make_dataclass(title, entries, frozen=True, kw_only=True)
-    return title, Annotated[group, tyro.conf.OmitArgPrefixes], field(default_factory=group)
+def _group(title: str, entries: list[Entry]) -> Entry:
+    group = make_dataclass(title, entries, frozen=True, kw_only=True)
+    return Entry(title, Annotated[group, tyro.conf.OmitArgPrefixes], field(default_factory=group))
 
 
-def _task_groups(kind: Kind, taken: set[str], only: Collection[str] | None) -> Iterator[tuple[str, Any, Any]]:
+def _task_groups(kind: Kind, taken: set[str], only: Collection[str] | None) -> Iterator[Entry]:
     owners: dict[type, str] = {}
     for task in tasks():
         owners.setdefault(getattr(task, kind), task.name)
     wanted = [getattr(task, kind) for task in tasks() if only is not None and task.name in only]
-    shown = set[tuple[str, Any, Any]]()
+    shown = set[tuple[str, object, object]]()
     for owners_of, name in owners.items():
         entries = {}
         for key, entry in _entries(owners_of, {}).items():
-            if (same := (key, *_meant(owners_of, key))) not in shown:
+            if (same := (key, *_type_and_default(owners_of, key))) not in shown:
                 others = (
-                    task for other, task in owners.items() if other is not owners_of and same[1:] == _meant(other, key)
+                    task
+                    for other, task in owners.items()
+                    if other is not owners_of and same[1:] == _type_and_default(other, key)
                 )
-                entries[key] = _noted(entry, list(others))
+                entries[key] = _with_other_tasks(entry, list(others))
                 shown.add(same)
         if not entries:
             continue
         shown_here = [
             entry
             for option, entry in entries.items()
-            if only is None or any(_meant(other, option) == _meant(owners_of, option) for other in wanted)
+            if only is None
+            or any(_type_and_default(other, option) == _type_and_default(owners_of, option) for other in wanted)
         ]
         about = {"__doc__": f"Options of the {name if only is None else ' and '.join(only)} task."}
-        group: Any = make_dataclass(owners_of.__name__, shown_here, frozen=True, kw_only=True, namespace=about)
-        hint: Any = Annotated[group, tyro.conf.arg(name=name)]
+        group = make_dataclass(owners_of.__name__, shown_here, frozen=True, kw_only=True, namespace=about)
+        hint: object = Annotated[group, tyro.conf.arg(name=name)]
         if not entries.keys() & taken:
             hint = Annotated[hint, tyro.conf.OmitArgPrefixes]
         if shown_here:
-            yield f"{name.replace('-', '_')}_task", hint, field(default_factory=group)
+            yield Entry(f"{name.replace('-', '_')}_task", hint, field(default_factory=group))
         taken |= entries.keys()
 
 
-def _meant(options: type, name: str) -> tuple[Any, Any]:
-    """The type and the default of an option, by which tasks share it; none where there is no such."""
+def _type_and_default(options: type, name: str) -> tuple[object, object]:
+    """Return the type and the default of an option, by which tasks share it; (None, MISSING) if there is none."""
     flags_by_name = {item.name: (item.type, item.default) for item in fields(options)}  # type: ignore[arg-type]
     return flags_by_name.get(name, (None, MISSING))
 
 
-def _noted(entry: tuple[str, Any, Any], also: list[str]) -> tuple[str, Any, Any]:
-    """``entry``, whose help says which tasks have the option too."""
+def _with_other_tasks(entry: Entry, also: list[str]) -> Entry:
+    """Return ``entry`` with a help that says which tasks have the option too."""
     if not also:
         return entry
     name, hint, default = entry
     inner, *marks = get_args(hint)
     help = " ".join((next(mark.help for mark in marks if hasattr(mark, "help")), f"(Also of {', '.join(also)}.)"))
     marks = [replace(mark, help=help) if hasattr(mark, "help") else mark for mark in marks]
-    return name, Annotated[(inner, *marks)], default
+    return Entry(name, Annotated[(inner, *marks)], default)
 
 
 def _number(text: str) -> float:
-    """A number; whether it is finite and in range, the options say."""
+    """Return a number; whether it is finite and in range, the options check."""
     try:
         return float(text)
     except ValueError:
         raise ValueError(f"{text!r} is no number, such as 3, 0.5 or 1e-3") from None
 
 
-_COUNT: Any = PrimitiveConstructorSpec(
+_COUNT = PrimitiveConstructorSpec(
     nargs=1,
     metavar="N",
     instance_from_str=lambda texts: parse_count(texts[0]),
     is_instance=lambda value: value is None or isinstance(value, int),
     str_from_instance=lambda value: [str(value)],
 )
-_NUMBER: Any = PrimitiveConstructorSpec(
+_NUMBER = PrimitiveConstructorSpec(
     nargs=1,
     metavar="X",
     instance_from_str=lambda texts: _number(texts[0]),
@@ -229,13 +244,13 @@ def option_docs(options: type) -> dict[str, str]:
     return {name: spelled(text) for name, text in field_docs(options).items()}
 
 
-def _default(option: Field[Any]) -> Any:
+def _default(option: Field[object]) -> Any:
     if option.default_factory is not MISSING:
         return field(default_factory=option.default_factory)
     return field() if option.default is MISSING else field(default=option.default)
 
 
-def _has_default(entry: Field[Any]) -> bool:
+def _has_default(entry: Field[object]) -> bool:
     return entry.default is not MISSING or entry.default_factory is not MISSING
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 from kinformer.cli.options import Changes, Hidden, Printing, RunFolder, options_as
 from kinformer.cli.output import print_json
@@ -13,6 +14,9 @@ from kinformer.runs.options import GenerateOptions
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 from kinformer.training.metric import size
+
+if TYPE_CHECKING:
+    from kinformer.tasks.next_token.generate import Generated
 
 TASK_OPTIONS = "GenerationOptions"
 
@@ -44,7 +48,8 @@ def run(options: Options) -> int:
     task = open_run(options.folder).task
     by_line = task.generation.prompt == "lines"
     prompt = _prompt(options, by_line)
-    echo = "" if options.no_echo or prompt is None or by_line else _text(prompt)
+    echoes = not options.no_echo and not by_line
+    echo = _text(prompt) if echoes and isinstance(prompt, str | bytes) else ""
     write = None if options.json else _Echo(echo)
     result = generate(options.folder, prompt, options_as(GenerateOptions, options), write)
     if hasattr(result, "facts"):
@@ -54,8 +59,17 @@ def run(options: Options) -> int:
     return 130 if result.interrupted else 0
 
 
-def _prompt(options: Options, lines: bool) -> Any:
-    """The prompt, or ``lines`` as they come."""
+class Output(Protocol):
+    """An output that went to a file, or was printed while it was generated."""
+
+    @property
+    def facts(self) -> Mapping[str, object]: ...
+    @property
+    def text(self) -> str: ...
+
+
+def _prompt(options: Options, lines: bool) -> str | bytes | Iterator[bytes] | None:
+    """Return the prompt, or ``lines`` as they come."""
     if options.prompt is not None and options.prompt_file is not None:
         raise KinformerError("there must be one prompt; give --prompt TEXT, --prompt - or --prompt-file PATH.")
     if options.prompt_file is not None:
@@ -74,7 +88,7 @@ def _text(prompt: str | bytes) -> str:
 
 
 class _Echo:
-    """Writes every piece of text as it comes, and the prompt before the first, when nothing can be wrong with it."""
+    """Writes every piece of text as it comes, and the prompt before the first: by then it was read without an error."""
 
     def __init__(self, prompt: str) -> None:
         self._before = prompt
@@ -85,8 +99,8 @@ class _Echo:
         self._before = ""
 
 
-def _print_facts(options: Options, result: Any) -> None:
-    """Print what remains to be said of an output that went to a file or was printed while it was generated."""
+def _print_facts(options: Options, result: Output) -> None:
+    """Print the facts as JSON, or the file's name, and a text about the output on standard error."""
     if options.json:
         print_json(result.facts)
         return
@@ -95,11 +109,11 @@ def _print_facts(options: Options, result: Any) -> None:
         print(result.text, file=sys.stderr)
 
 
-def _print(options: Options, result: Any, echo: str) -> None:
+def _print(options: Options, result: Generated, echo: str) -> None:
     speed, state = result.tokens_per_second, result.state_bytes
     if options.json:
         samples = [{"text": item.text, "tokens": item.tokens, "stopped": item.stopped} for item in result.samples]
-        facts: dict[str, Any] = {"seed": result.seed, "state_bytes": state, "tokens_per_second": speed}
+        facts: dict[str, object] = {"seed": result.seed, "state_bytes": state, "tokens_per_second": speed}
         if result.exits is not None:
             facts["exits"] = result.exits.facts
         if result.drafting is not None:

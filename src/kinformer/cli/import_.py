@@ -1,4 +1,4 @@
-"""``kinformer import FOLDER --out DIR``: a Hugging Face checkpoint folder becomes a run folder."""
+"""``kinformer import FOLDER --out DIR``: a Hugging Face checkpoint folder as a run folder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Options(CommonOptions):
 
 
 def run(options: Options) -> int:
-    """Read, check and write; returns the exit status."""
+    """Read and check the checkpoint, write the run, and return the exit status."""
     from kinformer.runs.importing import import_checkpoint
 
     done = import_checkpoint(options.folder, options.out, options.name)

@@ -28,7 +28,7 @@ class Options(IndexOptions, CommonOptions):
 
 
 def run(options: Options) -> int:
-    """Build, or go on building, and report."""
+    """Build the datastore, or go on building it, and print a report."""
     from kinformer.runs.index import index
 
     done = index(options.folder, options_as(IndexOptions, options), quiet=options.json or options.quiet)

@@ -103,7 +103,7 @@ COSTS = {
 
 
 def _groups(records_: Sequence[Member], by: str) -> dict[str, list[Member]]:
-    """The members under what they have in common, in the order of the table; under every axis that they change."""
+    """Return the members by what they have in common, in the order of the table; those with several axes under each."""
     names: dict[str, Callable[[Member], Sequence[str]]] = {
         "axis": lambda member: member.axes or ("nothing",),
         "cost": lambda member: (COSTS[member.growth_of_cost],),
@@ -129,10 +129,10 @@ def _print_tree(groups: Mapping[str, Sequence[Member]]) -> None:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """``text`` in lines of so many columns, words whole where they fit."""
+    """Return ``text`` in lines of so many columns, broken between words where these fit."""
     return textwrap.wrap(text, width, break_on_hyphens=False) or [""]
 
 
 def _short(text: str, width: int) -> str:
-    """``text`` in so many columns: without what stands in parentheses, or its last words, where it is longer."""
+    """Return ``text`` in so many columns: without what stands in parentheses, or its last words, if it is longer."""
     return text if len(text) <= width else textwrap.shorten(text.split(" (")[0], width, placeholder="…")

@@ -13,10 +13,10 @@ import time
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kinformer import __version__
-from kinformer.cli.output import BEGUN, age_of_process, printing_notes, telling
+from kinformer.cli.output import BEGUN, age_of_process, describing_run, printing_notes
 from kinformer.cli.process import open_standard_streams, set_up, started
 from kinformer.runtime.errors import KinformerError, as_flags, memory_sentence, nearest, spelled
 from kinformer.runtime.progress import abandon, tolerant
@@ -210,16 +210,16 @@ def _dispatch(arguments: list[str], is_command: bool) -> int:
     from kinformer.cli.parsing import parse
 
     command = COMMANDS[name]
-    module: Any = import_module(command.module)
+    module = import_module(command.module)
     task_options = getattr(module, "TASK_OPTIONS", None)
-    options: Any = parse(module.Options, task_options, rest, prog=f"kinformer {name}", description=command.summary)
+    options = parse(module.Options, task_options, rest, prog=f"kinformer {name}", description=command.summary)
     if options is None:
         if task_options is not None:
             print(_tasks_of_help(name, rest))
         print(f"example:\n  {command.example}")
         return 0
     try:
-        with printing_notes(options.quiet), set_up(name in COMPUTING, is_command), telling(options):
+        with printing_notes(options.quiet), set_up(name in COMPUTING, is_command), describing_run(options):
             return module.run(options)
     except KinformerError as error:
         status = _fail(str(error))
@@ -229,18 +229,18 @@ def _dispatch(arguments: list[str], is_command: bool) -> int:
 
 
 def _tasks_of_help(name: str, arguments: Sequence[str]) -> str:
-    """Whose options the help of a command shows, and how to see those of others."""
-    from kinformer.cli.parsing import tasks_meant
+    """Return lines that say whose options the help of a command shows, and how to see those of other tasks."""
+    from kinformer.cli.parsing import named_tasks
     from kinformer.tasks.table import ALL
 
     subject = "DIR" if name in ("evaluate", "generate", "predict") else "MEMBER"
     how = f"kinformer {name} {subject} --help" + ("" if subject == "DIR" else " or --task TASK --help")
-    shown = "".join(f" are those of {task}" for task in tasks_meant(arguments)) or f": see {how}"
+    shown = "".join(f" are those of {task}" for task in named_tasks(arguments)) or f": see {how}"
     return f"options of a task{shown}\ntasks: {', '.join(ALL)}\n"
 
 
 def overview() -> str:
-    """The text of ``kinformer --help``."""
+    """Return the text of ``kinformer --help``."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(

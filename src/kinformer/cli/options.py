@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import tyro
 
@@ -20,7 +20,7 @@ RunFolder = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
 RunFolders = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
 Inputs = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE|FOLDER|-")]
 Changes = Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH=VALUE")]
-Hidden = Annotated[Mapping[str, Any], tyro.conf.Suppress]
+Hidden = Annotated[Mapping[str, object], tyro.conf.Suppress]
 
 __all__ = [
     "Changes",
@@ -65,13 +65,15 @@ class CommonOptions(Printing):
         super().__post_init__()
 
 
-def options_as(request: type[O], options: Any) -> O:
+def options_as(request: type[O], options: object) -> O:
     """Return the ``request`` that a command's ``options`` describe; its ``set`` maps paths to values."""
     values = {field.name: getattr(options, field.name) for field in fields(request)}  # type: ignore[arg-type]
     if "set" in values:
-        changes = overrides(options.set)
+        changes = overrides(values["set"])
         values["set"] = {path: value for path, value in changes.items() if not path.startswith(TRAINING)}
-        values |= _of_training(request, {path: value for path, value in changes.items() if path.startswith(TRAINING)})
+        values |= _training_settings(
+            request, {path: value for path, value in changes.items() if path.startswith(TRAINING)}
+        )
     return request(**values)
 
 
@@ -79,10 +81,10 @@ TRAINING = "training."
 """Where ``--set`` has the settings of training."""
 
 
-def _of_training(request: type, changes: Mapping[str, str]) -> dict[str, Any]:
-    """The settings of training among the changes, by name, as numbers."""
+def _training_settings(request: type, changes: Mapping[str, str]) -> dict[str, object]:
+    """Return the settings of training among the changes, by name, as JSON values or text."""
     names = {field.name for field in fields(Settings)} & {field.name for field in fields(request)}
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for path, text in changes.items():
         name = path.removeprefix(TRAINING)
         if name not in names:

@@ -1,4 +1,4 @@
-"""How commands print: JSON, text, tables (framed on a terminal, plain in a pipe), sizes, notes."""
+"""The output of commands: JSON, text, tables (framed on a terminal, plain in a pipe), notes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from kinformer import __version__
 from kinformer.runtime.progress import LOGGER, tolerant
@@ -22,12 +22,16 @@ from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import TextTable
 from kinformer.training.metric import size
 
+if TYPE_CHECKING:
+    from kinformer.cli.options import Printing
+
+T = TypeVar("T")
 BEGUN: ContextVar[float | None] = ContextVar("begun", default=None)
 """When the command was given, by ``time.monotonic()``."""
 
 
 def age_of_process() -> float:
-    """Seconds since this process was started, where the system tells (Linux); else 0."""
+    """Return the seconds since this process was started, where the system tells (Linux); else 0."""
     with suppress(OSError, ValueError, IndexError, AttributeError):
         ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
@@ -35,12 +39,12 @@ def age_of_process() -> float:
 
 
 def print_json(data: object) -> None:
-    """``data`` as indented JSON on standard output."""
+    """Print ``data`` as indented JSON."""
     print(json.dumps(data, indent=2, ensure_ascii=False))
 
 
 def print_blocks(blocks: Iterable[str | TextTable]) -> None:
-    """Lines and tables, one after the other."""
+    """Print lines and tables, one after the other."""
     for block in blocks:
         if isinstance(block, TextTable):
             print_table(*block)
@@ -65,20 +69,20 @@ def printing_notes(quiet: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def telling(options: Any) -> Iterator[None]:
-    """With ``verbose``, say on standard error by what a command runs, and at its end what that took."""
+def describing_run(options: Printing) -> Iterator[None]:
+    """With ``verbose``, print versions and device on standard error, and at the end the command's time and memory."""
     if not options.verbose:
         yield
         return
-    begun, out = time.monotonic(), tolerant(sys.stderr)
+    started_at, out = time.monotonic(), tolerant(sys.stderr)
     device = f", device {options.device}" if hasattr(options, "device") else ""
     print(f"kinformer {__version__}, Python {platform.python_version()}, {_packages()}{device}", file=out, flush=True)
     yield
-    torch: Any = sys.modules.get("torch")
+    torch = sys.modules.get("torch")
     threads = "" if torch is None else f" with {plural(torch.get_num_threads(), 'thread')}"
     usage = resource.getrusage(resource.RUSAGE_SELF)
     used, peak = usage.ru_utime + usage.ru_stime, size(usage.ru_maxrss * 1024)
-    took = f"{time.monotonic() - begun:.1f} s{threads}, {used:.1f} s of processor time, at most {peak} of memory"
+    took = f"{time.monotonic() - started_at:.1f} s{threads}, {used:.1f} s of processor time, at most {peak} of memory"
     print(f"kinformer: {took}", file=out, flush=True)
 
 
@@ -93,7 +97,7 @@ class _Notes(logging.Handler):
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]], numeric: Sequence[int] = ()) -> None:
-    """A table on standard output; the columns in ``numeric`` are aligned to the right."""
+    """Print a table, whose columns in ``numeric`` are aligned to the right."""
     cells = [[str(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
         _print_framed(headers, cells, numeric)
@@ -121,8 +125,8 @@ def _print_framed(headers: Sequence[str], rows: Sequence[Sequence[str]], numeric
     Console().print(table)
 
 
-def runs(items: Sequence[object]) -> Iterator[tuple[int, int, Any]]:
-    """(first, last, item) of each run of equal items."""
+def runs(items: Sequence[T]) -> Iterator[tuple[int, int, T]]:
+    """Yield (first, last, item) of each run of equal items."""
     first = 0
     for index in range(1, len(items) + 1):
         if index == len(items) or items[index] != items[first]:

@@ -1,4 +1,4 @@
-"""From arguments to a command's ``Options``; what cannot be parsed is one sentence."""
+"""Parsing of arguments into a command's ``Options``; what cannot be parsed is one sentence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import tyro
 
@@ -18,14 +18,19 @@ from kinformer.cli.config_file import read
 from kinformer.family.table import FAMILY
 from kinformer.runtime.errors import KinformerError
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 O = TypeVar("O")
 
 
 def parse(
     options: type[O], kind: form.Kind | None, arguments: Sequence[str], *, prog: str, description: str
 ) -> O | None:
-    """``options`` filled from ``arguments`` and from the file that ``--config`` names; ``kind`` says which of the own
-    options of tasks there are too. None when help was asked for (and printed)."""
+    """Return ``options`` filled from ``arguments`` and from the file of ``--config``; None after the help was printed.
+
+    ``kind``: which of the tasks' own options there are too.
+    """
     name = prog.removeprefix("kinformer ")
     shape = form.form_of(options, kind)
     written_options = list(arguments)
@@ -34,11 +39,11 @@ def parse(
         defaults, written = read(path, form.flags(shape))
         shape, written_options = form.form_of(options, kind, defaults), written + written_options
     if {"-h", "--help"} & set(before_dashes):
-        shape, written_options = form.form_of(options, kind, only=tasks_meant(written_options)), ["--help"]
+        shape, written_options = form.form_of(options, kind, only=named_tasks(written_options)), ["--help"]
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output):
-            filled: Any = tyro.cli(
+            filled: DataclassInstance = tyro.cli(
                 shape,
                 prog=prog,
                 description=description,
@@ -49,13 +54,16 @@ def parse(
     except SystemExit as end:
         if not end.code:
             return None
-    if meant := synonyms.meant(arguments, form.flags(shape)):
-        raise KinformerError(f"{name}: {meant}")
+    if sentence_text := synonyms.suggestion(arguments, form.flags(shape)):
+        raise KinformerError(f"{name}: {sentence_text}")
     raise KinformerError(sentence(output.getvalue(), prog))
 
 
-def tasks_meant(arguments: Sequence[str]) -> list[str]:
-    """The task that ``--task``, a member or a run folder among the arguments names, without importing PyTorch."""
+def named_tasks(arguments: Sequence[str]) -> list[str]:
+    """Return the task that ``--task``, a member or a run folder among the arguments names, in a list, or an empty list.
+
+    This does not import PyTorch.
+    """
     for index, argument in enumerate(arguments):
         if argument == "--task" and index + 1 < len(arguments):
             return [arguments[index + 1]]
@@ -80,7 +88,7 @@ def _config(arguments: Sequence[str]) -> str | None:
 
 
 def overrides(changes: Sequence[str]) -> dict[str, str]:
-    """``("path=value", ...)`` as a table; the value is all that follows the first equals sign."""
+    """Return ``("path=value", ...)`` as a table; the value is all that follows the first equals sign."""
     for change in changes:
         if not re.match(r"[^=]+=", change):
             raise KinformerError(f"--set {change}: is not path=value; write for example layers.*.mixer.num_heads=8.")

@@ -1,4 +1,4 @@
-"""``kinformer predict DIR [FILE|FOLDER|-]``: what a trained run says of every item, one line for each."""
+"""``kinformer predict DIR [FILE|FOLDER|-]``: a trained run's predictions, one line for every item."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run(options: Options) -> int:
 
 
 def refuse_terminal(inputs: str) -> None:
-    """Refuse to wait for lines from a keyboard when nothing says so."""
+    """Refuse to read items from a terminal, as a command without a file would."""
     if inputs == "-" and getattr(sys.stdin, "isatty", bool)():
         raise KinformerError("there must be something to predict from; give a FILE, a FOLDER, or lines by a pipe.")
 

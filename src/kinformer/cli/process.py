@@ -1,4 +1,4 @@
-"""The process that a command runs in: its standard streams, its search for garbage, and its settings for computing."""
+"""The process of a command: its standard streams, its garbage collection, and its settings for computing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kinformer.runtime.progress import tolerant
 
 @contextmanager
 def started(is_command: bool) -> Iterator[None]:
-    """The command line: a process of its own looks for no garbage before :func:`set_up`, since imports make none."""
+    """Turn garbage collection off in a command's own process until :func:`set_up`, since imports make no garbage."""
     if not is_command:
         yield
         return
@@ -26,10 +26,10 @@ def started(is_command: bool) -> Iterator[None]:
 
 
 def set_up(computes: bool, is_command: bool) -> AbstractContextManager[None]:
-    """The process in which a command computes: set up for it where it is the command's, else left as it was.
+    """Set up the process for a command that computes, if it is the command's own; else restore its settings at the end.
 
-    From here on a command's process looks for garbage, but never in what is loaded by now: that would take two fifths
-    of a short command's time (``benchmarks/first_seconds.py``). So what computes loads the parts of models before.
+    From here on garbage is collected, but never searched for in what is loaded by now: that would take two fifths of a
+    short command's time (``benchmarks/first_seconds.py``). So commands that compute load the parts of models before.
     """
     if computes:
         from kinformer.runtime.process import begin_process, preserved
@@ -46,7 +46,7 @@ def set_up(computes: bool, is_command: bool) -> AbstractContextManager[None]:
 
 
 def open_standard_streams() -> None:
-    """Standard streams that were closed lead nowhere; else the next file that is opened would take their place."""
+    """Open closed standard streams on the null device; else the next file that is opened would take their place."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
@@ -58,6 +58,6 @@ def open_standard_streams() -> None:
 
 
 def _tolerate(stream: TextIO) -> None:
-    """Characters that the terminal cannot show become question marks instead of a crash."""
+    """Replace characters that the terminal cannot show by question marks instead of crashing."""
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="replace")

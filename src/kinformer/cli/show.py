@@ -7,21 +7,25 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.cli.options import Changes, CommonOptions, Member
 from kinformer.cli.output import print_json, print_table, runs
 from kinformer.cli.parsing import overrides
 from kinformer.family.table import FAMILY, member
 from kinformer.runtime.errors import require
+from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.words import plural
 from kinformer.training.metric import size
 
 if TYPE_CHECKING:
+    from kinformer.core.config import Config
     from kinformer.core.model_config import ModelConfig
-    from kinformer.runs.description import Description
+    from kinformer.runs.description import Description, Facts
 
-MOST_PICTURES = 8
+MAX_PICTURES = 8
+MAX_COLUMN, NARROW = 38, 64
+"""Columns of settings, beyond which a meaning begins on the line below; in narrower terminals all do."""
 DEFAULTS = ""
 
 
@@ -55,13 +59,13 @@ def run(options: Options) -> int:
 
     described = describe(options.member, options.recipe, options.vocab_size, overrides(options.set))
     if options.json:
-        print_json(described.facts | _meanings(described.config) if options.explain else described.facts)
+        print_json({**described.facts, **_meanings(described.config)} if options.explain else described.facts)
     else:
         _print(described.facts, _config_lines(described, options))
     return 0
 
 
-def _meanings(config: ModelConfig) -> dict[str, Any]:
+def _meanings(config: ModelConfig) -> dict[str, object]:
     from kinformer.family.settings import meanings_in
 
     return {"meanings": meanings_in(config)}
@@ -70,12 +74,10 @@ def _meanings(config: ModelConfig) -> dict[str, Any]:
 def _config_lines(described: Description, options: Options) -> Iterator[str]:
     if not options.explain:
         return tree(folded(described.config) if options.brief else described.facts["config"], "  ")
-    from kinformer.cli.explain import explained
-
     return explained(described.config, shutil.get_terminal_size((100, 24)).columns, options.brief)
 
 
-def _print(page: dict[str, Any], config: Iterable[str]) -> None:
+def _print(page: Facts, config: Iterable[str]) -> None:
     changes = f" (changes: {', '.join(page['axes'])})" if page["axes"] else ""
     print(f"{page['title']}{changes}\n{page['paper']}\n")
     for title, clause in (("take it when", page["use_when"]), ("not when", page["avoid_when"])):
@@ -93,16 +95,16 @@ def _print(page: dict[str, Any], config: Iterable[str]) -> None:
     print(f"\nparameters: {total:,}{f', of which one token uses {active:,}' if active < total else ''}")
     print_table(("part", "parameters"), [(part, f"{n:,}") for part, n in page["parameters"]["parts"].items()], (1,))
     _print_state(page)
-    for picture in page["patterns"][:MOST_PICTURES]:
+    for picture in page["patterns"][:MAX_PICTURES]:
         scale = "" if picture["tokens_per_cell"] == 1 else f", {plural(picture['tokens_per_cell'], 'token')} to a cell"
         print(f"\npattern {picture['pattern']} (queries down, keys across{scale})")
         print("\n".join(f"  {row}" for row in picture["rows"]))
-    if (more := len(page["patterns"]) - MOST_PICTURES) > 0:
+    if (more := len(page["patterns"]) - MAX_PICTURES) > 0:
         print(f"\nand {more} more; see them all with: kinformer draw {page['name']} --recipe {page['recipe']}")
 
 
-def _print_training(training: Mapping[str, Any]) -> None:
-    """With which settings it is trained unless others are given, and the stages, one a line."""
+def _print_training(training: JsonObject) -> None:
+    """Print the settings of training that hold unless others are given, and the stages, one a line."""
     options = {name: f"{value:.3g}" if isinstance(value, float) else value for name, value in training.items()}
     stages = options.pop("stages", ())
     if options:
@@ -114,8 +116,8 @@ def _print_training(training: Mapping[str, Any]) -> None:
         print(textwrap.fill(f"  stage {number}: {text}", 100, subsequent_indent="    ", break_long_words=False))
 
 
-def _print_formulas(page: dict[str, Any]) -> None:
-    """What it computes, and its sizes in papers' symbols and ours."""
+def _print_formulas(page: Facts) -> None:
+    """Print what the model computes, and its sizes in papers' symbols and ours."""
     for formula in page["computes"]:
         kind = "mixer" if formula["slot"] == "encoder_mixer" else formula["slot"].replace("_", " ")
         says = f"{kind} {formula['kind']}: {formula['says']}"
@@ -128,7 +130,7 @@ def _print_formulas(page: dict[str, Any]) -> None:
     print(textwrap.fill(f"shapes: x and y [batch, time, {wide}]; {sizes}", 100, subsequent_indent="  "), end="\n\n")
 
 
-def _print_state(page: dict[str, Any]) -> None:
+def _print_state(page: Facts) -> None:
     limit = f"; positions end at {page['max_length']}" if page["max_length"] else ""
     if not page["causal"]:
         print(f"\nno state: it reads whole texts{limit}")
@@ -139,22 +141,26 @@ def _print_state(page: dict[str, Any]) -> None:
     print_table(("tokens", "bytes", ""), states, (0, 1, 2))
 
 
-def folded(config: object) -> Any:
-    """A config's dict form in which what is at its default is only named, under the key DEFAULTS."""
-    from kinformer.core.config import Config, field_types, tags
+def folded(config: Config) -> dict[str, object]:
+    """Return a config's dict form in which settings at their defaults are only named, under the key DEFAULTS."""
+    from kinformer.core.config import field_types, tags
 
-    if isinstance(config, tuple):
-        return [folded(item) for item in config]
-    if not isinstance(config, Config):
-        return config
     field_by_name = {field.name: field for field in fields(config)}  # type: ignore[arg-type]
     same = [name for name in field_types(type(config)) if getattr(config, name) == field_by_name[name].default]
-    shown = {name: folded(getattr(config, name)) for name in field_types(type(config)) if name not in same}
-    return tags(config) | shown | ({DEFAULTS: ", ".join(same)} if same else {})
+    shown = {name: _folded(getattr(config, name)) for name in field_types(type(config)) if name not in same}
+    return {**tags(config), **shown, **({DEFAULTS: ", ".join(same)} if same else {})}
 
 
-def tree(config: Any, indent: str) -> Iterator[str]:
-    """A config's dict form as indented lines; equal neighbours in a list are listed once."""
+def _folded(value: object) -> object:
+    from kinformer.core.config import Config
+
+    if isinstance(value, tuple):
+        return [_folded(item) for item in value]
+    return folded(value) if isinstance(value, Config) else value
+
+
+def tree(config: Mapping[str, object], indent: str) -> Iterator[str]:
+    """Yield a config's dict form as indented lines; equal neighbours in a list are listed once."""
     for name, value in config.items():
         if isinstance(value, dict):
             yield f"{indent}{name}: {value.get('kind', '')}".rstrip()
@@ -170,5 +176,45 @@ def tree(config: Any, indent: str) -> Iterator[str]:
             yield f"{indent}{name} = {value}"
 
 
-def _without_kind(value: dict[str, object]) -> dict[str, Any]:
+def _without_kind(value: dict[str, object]) -> dict[str, object]:
     return {name: item for name, item in value.items() if name != "kind"}
+
+
+def explained(config: Config, width: int, brief: bool = False) -> Iterator[str]:
+    """Yield the lines of ``config`` with meanings, at most ``width`` columns wide where words allow; with ``brief``
+    without the settings that are at their defaults."""
+    rows = list(_rows(config, "  ", brief))
+    column = min(MAX_COLUMN, max((len(left) for left, _ in rows), default=0)) + 2
+    for left, text in rows:
+        behind = len(left) + 2 <= column and width >= NARROW
+        indent = " " * (column if behind else len(left) - len(left.lstrip()) + 4)
+        lines = textwrap.wrap(text, max(width, len(indent) + 20), initial_indent=indent, subsequent_indent=indent)
+        if behind and lines:
+            yield left.ljust(column) + lines.pop(0)[column:]
+        else:
+            yield left
+        yield from lines
+
+
+def _rows(config: Config, indent: str, brief: bool) -> Iterator[tuple[str, str]]:
+    """Yield each setting, indented, and its meaning; equal neighbours in a list are listed once."""
+    from kinformer.core.config import Config, field_types, tags, to_dict
+    from kinformer.family.settings import meaning
+
+    if (package := tags(config).get("package")) is not None:
+        yield f"{indent}package = {package}", ""
+    defaults = {field.name: field.default for field in fields(config)}  # type: ignore[arg-type]
+    for name in field_types(type(config)):
+        value, text = getattr(config, name), meaning(type(config), name)
+        if brief and value == defaults[name]:
+            continue
+        if isinstance(value, Config):
+            yield f"{indent}{name}: {value.kind}".rstrip(), text
+            yield from _rows(value, f"{indent}  ", brief)
+        elif isinstance(value, tuple) and value and isinstance(value[0], Config):
+            for first, last, item in runs(value):
+                numbers = str(first) if first == last else f"{first} to {last}"
+                yield f"{indent}{name} {numbers}: {item.kind}".rstrip(), text
+                yield from _rows(item, f"{indent}  ", brief)
+        else:
+            yield f"{indent}{name} = {to_dict(value)}", text

@@ -1,4 +1,4 @@
-"""What other tools call options: where one is given that a command does not have, what is meant here."""
+"""Names of options in other tools: for one that a command does not have, a sentence names the option here."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ SENTENCES = {
 """To an option that the command must have for this to be said, and what is said."""
 
 
-def meant(arguments: Sequence[str], valid_names: Collection[str]) -> str | None:
-    """A sentence on the first of ``arguments`` that is none of ``valid_names`` but a usual name of one."""
+def suggestion(arguments: Sequence[str], valid_names: Collection[str]) -> str | None:
+    """Return a sentence on the first of ``arguments`` that is none of ``valid_names`` but a usual name of one."""
     for index, argument in enumerate(arguments):
         name, _, value = argument.removeprefix("--").partition("=")
         name = name.replace("_", "-").lower()

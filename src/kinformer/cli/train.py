@@ -34,7 +34,7 @@ class Options(TrainOptions, CommonOptions):
 
 
 def run(options: Options) -> int:
-    """Train, and print what came out; returns the exit status."""
+    """Train, print a summary, and return the exit status."""
     from kinformer.runs.train import train
     from kinformer.training.distributed import started_by_torchrun
 

@@ -1,1 +1,1 @@
-"""Members compared: trained under one budget, measured in turns, reported in one page. Above runs and figures."""
+"""Comparison of members: trained under one budget, measured in turns, reported in one page."""

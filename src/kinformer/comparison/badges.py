@@ -1,4 +1,4 @@
-"""The battery's laws, held against every contestant here and now: badges of the report.
+"""The battery's laws, checked on every contestant: the badges of the report.
 
 They are checked in float64 on the members' recipe tiny with the same changes, whose windows and segments are so small
 that the battery crosses them; sizes that only fit a larger model are left out of the changes.
@@ -7,12 +7,13 @@ that the battery crosses them; sizes that only fit a larger model are left out o
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
 
 from kinformer.comparison.entrants import Entrant
+from kinformer.comparison.results import Badge
 from kinformer.comparison.works import reads_tokens
 from kinformer.core.config import override
 from kinformer.core.model import CausalModel
+from kinformer.core.model_config import ModelConfig
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.runtime.errors import KinformerError
@@ -29,20 +30,19 @@ LAWS = {
 }
 
 
-def badges(entrant: Entrant) -> list[dict[str, Any]]:
-    """For each law its ``name``, what it says, and whether it ``holds`` (None: not judged), with the reason if not;
-    none of a model that the battery has no inputs for."""
+def badges(entrant: Entrant) -> list[Badge]:
+    """Return a badge for each law; none for a model that the battery has no inputs for."""
     config, left_out = tiny(entrant)
     if not reads_tokens(config):
         return []
+    subject: object
     if config.protocol is CausalModel:
-        subject: Any = ModelSubject(config.build, VOCAB)
-        checks = {name: check for name, check in MODEL_CHECKS.items() if name in LAWS}
+        subject, every_check = ModelSubject(config.build, VOCAB), MODEL_CHECKS
     else:
-        subject = EncoderModelSubject(config.build, VOCAB, global_tokens=False)
-        checks = {name: check for name, check in ENCODER_MODEL_CHECKS.items() if name in LAWS}
+        subject, every_check = EncoderModelSubject(config.build, VOCAB, global_tokens=False), ENCODER_MODEL_CHECKS
+    checks = {name: check for name, check in every_check.items() if name in LAWS}
     report = examine(checks, subject)
-    badges_ = []
+    badges_: list[Badge] = []
     for name in checks:
         failed = report.failed.get(name)
         holds = True if name in report.passed else False if failed is not None else None
@@ -51,8 +51,8 @@ def badges(entrant: Entrant) -> list[dict[str, Any]]:
     return badges_
 
 
-def tiny(entrant: Entrant) -> tuple[Any, list[str]]:
-    """The entrant's config at the recipe tiny, and the changes that it could not have."""
+def tiny(entrant: Entrant) -> tuple[ModelConfig, list[str]]:
+    """Return the entrant's config in the recipe tiny, and the changes that this recipe cannot have."""
     config = configure(entrant.member, "tiny")
     if reads_tokens(config):
         config = configure(entrant.member, "tiny", VOCAB)

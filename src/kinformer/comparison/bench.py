@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict, TypeVar
 
 import torch
 
@@ -15,8 +15,11 @@ from kinformer.comparison import words, works
 from kinformer.comparison.machine import Floor, machine, measure_floor
 from kinformer.comparison.options import BenchOptions
 from kinformer.comparison.peers import PeerModel, PeerShape, installed, shape_of
+from kinformer.comparison.results import MachineFacts
 from kinformer.comparison.timing import Peak, in_fresh_process, in_turns
+from kinformer.comparison.works import Timed
 from kinformer.core.config import field_types
+from kinformer.core.model_config import ModelConfig
 from kinformer.estimation.estimate import estimate
 from kinformer.estimation.state_size import state_bytes
 from kinformer.family.build import configure, model_config, storable
@@ -25,6 +28,7 @@ from kinformer.runtime.errors import KinformerError, memory_sentence
 from kinformer.runtime.progress import note
 from kinformer.runtime.words import plural
 
+M = TypeVar("M", bound=Timed)
 PLAIN = "gpt"
 MEMBERS = ("linear-transformer", "fast-weights", "local")
 WORK_NAMES = {"forward": "a forward", "step": "a training step", "prefill": "reading a prompt", "decode": "decoding"}
@@ -42,10 +46,21 @@ class Timing:
     share: float | None
 
 
+class BenchFacts(TypedDict):
+    """The settings of a benchmark, its ``date``, and the versions of the ``peers`` by name."""
+
+    recipe: str
+    batch: int
+    rounds: int
+    set: dict[str, object]
+    date: str
+    peers: dict[str, str]
+
+
 @dataclass(frozen=True)
 class Bench:
-    """What came out: ``failed`` are members that the gate refused, with the reason; ``memory`` bytes by member and
-    length; ``crossings`` tell in words where who overtakes plain attention."""
+    """The results: ``failed`` are members that were refused, with the reason; ``memory`` is bytes by member and length;
+    ``crossings`` are sentences about the lengths at which members overtake plain attention."""
 
     members: tuple[str, ...]
     timings: tuple[Timing, ...]
@@ -53,11 +68,11 @@ class Bench:
     memory: dict[str, dict[int, int]]
     floor: Floor
     crossings: tuple[str, ...]
-    machine: dict[str, Any]
-    facts: dict[str, Any]
+    machine: MachineFacts
+    facts: BenchFacts
 
     @property
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """The benchmark as data that JSON can hold."""
         return asdict(self)
 
@@ -69,12 +84,12 @@ class Bench:
 
 
 def bench(members: Sequence[str], options: BenchOptions) -> Bench:
-    """Time ``members`` beside plain attention (gpt of the same recipe, its positions as long as is asked for)."""
+    """Time ``members`` beside plain attention (gpt of the same recipe, with as many positions as the lengths need)."""
     options.prepare(options.seed)
     device = str(options.usable_device())
     names = list(dict.fromkeys([PLAIN, *(member(name).name for name in (members or MEMBERS))]))
     configs = {name: _config(name, options) for name in names}
-    models, failed = _gated({name: config.build for name, config in configs.items()}, options.seed, device)
+    models, failed = _checked({name: config.build for name, config in configs.items()}, options.seed, device)
     if PLAIN in failed:
         raise KinformerError(f"{PLAIN}, beside which all are timed, cannot be timed here: {failed[PLAIN]}")
     floor = measure_floor(device)
@@ -94,7 +109,7 @@ def bench(members: Sequence[str], options: BenchOptions) -> Bench:
     return Bench(**{**vars(result), "crossings": tuple(_crossings(result, options))})
 
 
-def _config(name: str, options: BenchOptions) -> Any:
+def _config(name: str, options: BenchOptions) -> ModelConfig:
     config = configure(name, options.recipe, None, options.set)
     if not works.reads_tokens(config):
         raise KinformerError(f"{name}: reads no tokens, and only what does is timed here; choose another member.")
@@ -105,8 +120,8 @@ def _config(name: str, options: BenchOptions) -> Any:
     return config
 
 
-def _gated(builders: Mapping[str, Callable[[], Any]], seed: int, device: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The models that are correct, and why others are not."""
+def _checked(builders: Mapping[str, Callable[[], M]], seed: int, device: str) -> tuple[dict[str, M], dict[str, str]]:
+    """Return the models that pass the check of correctness, and why others do not."""
     models, failed = {}, {}
     for name, build in builders.items():
         torch.manual_seed(seed)
@@ -122,20 +137,20 @@ def _gated(builders: Mapping[str, Callable[[], Any]], seed: int, device: str) ->
     return models, failed
 
 
-def _peers(config: object, options: BenchOptions, device: str) -> tuple[dict[str, PeerModel], dict[str, str]]:
-    """Decoders of other libraries that pass the same gate, of the sizes of ``config``, and why others do not."""
+def _peers(config: ModelConfig, options: BenchOptions, device: str) -> tuple[dict[str, PeerModel], dict[str, str]]:
+    """Return decoders of other libraries, as large as ``config``, that pass the same check, and why others do not."""
     builders = installed() if options.peers else {}
     if options.peers and not builders:
         note("no peer is installed; pip install transformers, or x-transformers, gives one.")
-    return _gated({name: partial(_peer, build, config) for name, build in builders.items()}, options.seed, device)
+    return _checked({name: partial(_peer, build, config) for name, build in builders.items()}, options.seed, device)
 
 
-def _peer(build: Callable[[PeerShape], PeerModel], config: object) -> PeerModel:
+def _peer(build: Callable[[PeerShape], PeerModel], config: ModelConfig) -> PeerModel:
     return build(shape_of(config))
 
 
 def _timed(
-    models: Mapping[str, Any], work: str, length: int, options: BenchOptions, device: str, floor: Floor
+    models: Mapping[str, Timed], work: str, length: int, options: BenchOptions, device: str, floor: Floor
 ) -> list[Timing]:
     ready = {}
     for name, model in models.items():
@@ -156,7 +171,7 @@ def _timed(
     ]
 
 
-def _share(model: Any, work: str, sizes: tuple[int, int], seconds: float, floor: Floor) -> float | None:
+def _share(model: Timed, work: str, sizes: tuple[int, int], seconds: float, floor: Floor) -> float | None:
     """Return the share of the floor that is reached: of products per second, or in decoding of bytes per second, since
     every token reads all weights and states once."""
     batch, length = sizes
@@ -171,13 +186,13 @@ def _share(model: Any, work: str, sizes: tuple[int, int], seconds: float, floor:
     return None
 
 
-def _memory(config: Any, options: BenchOptions, device: str) -> dict[int, int]:
+def _memory(config: ModelConfig, options: BenchOptions, device: str) -> dict[int, int]:
     peaks = in_fresh_process(step_peaks, storable(config), options.sizes, options.batch_size, device)
     return {int(length): size for length, size in peaks}
 
 
 def step_peaks(data: Mapping[str, object], lengths: Sequence[int], batch: int, device: str) -> list[tuple[int, int]]:
-    """For a process of its own: the highest bytes of a training step by length, above the model itself."""
+    """Return the peak bytes of a training step by length, above the model itself; for a process of its own."""
     model = model_config(data).build().to(device)
     peak, peaks = Peak(device), []
     for length in lengths:

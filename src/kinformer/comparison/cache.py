@@ -1,4 +1,4 @@
-"""Results that are kept under what they are the result of, so that nothing is computed twice."""
+"""Results stored under a key of what they are computed from, so that nothing is computed twice."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ T = TypeVar("T")
 
 
 def key_of(content: object) -> str:
-    """What identifies JSON-ready ``content``."""
+    """Return a digest of JSON-ready ``content``."""
     return json_digest(content)[:16]
 
 
 def file_name(text: str) -> str:
-    """``text`` as part of a file's name."""
+    """Return ``text`` as part of a file's name."""
     return re.sub(r"[^\w.+-]+", "-", text).strip("-.")
 
 
@@ -33,7 +33,10 @@ class Cache:
         return self.folder / f"{kind}-{key}.json"
 
     def get(self, kind: str, key: str) -> Any | None:
-        """A value, None where there is none; a damaged file is one clear sentence."""
+        """Return the stored value, None if there is none.
+
+        Errors: ``KinformerError`` for a damaged file.
+        """
         path = self.path(kind, key)
         if not path.is_file():
             return None
@@ -45,9 +48,9 @@ class Cache:
         """Store a value, signed, under its kind and key."""
         write_json(self.path(kind, key), signed({"value": value}))
 
-    def once(self, kind: str, key: str, make: Callable[[], Any]) -> Any:
-        """The value that is kept, or what ``make`` gives, kept from now on."""
-        value = self.get(kind, key)
+    def once(self, kind: str, key: str, make: Callable[[], T]) -> T:
+        """Return the stored value, or what ``make`` returns, which is stored then."""
+        value: T | None = self.get(kind, key)
         if value is None:
             value = make()
             self.put(kind, key, value)

@@ -1,4 +1,4 @@
-"""Curves as SVG made by matplotlib, whose colours are the page's and whose points know what they are."""
+"""Curves as SVG made by matplotlib, in the page's colours, with a label at every point."""
 
 from __future__ import annotations
 
@@ -7,24 +7,28 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from kinformer.figures.style import figure
 from kinformer.runtime.words import plural
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 INK, QUIET, FAINT, NOTHING = "#010101", "#020202", "#030303", "#ffffff"
 COLOURS = 8
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p")
 DASHES = ("-", "--", "-.", ":")
-WIDTH, HEIGHT, MOST_POINTS = 5.4, 3.3, 60
+WIDTH, HEIGHT, MAX_POINTS = 5.4, 3.3, 60
 
 
 @dataclass(frozen=True)
 class Series:
     """A curve: its ``name``, its ``index`` among the entrants (which gives colour, marker and dashes) and its points
-    (x, y, what is told of it)."""
+    (x, y, label)."""
 
     name: str
     index: int
@@ -54,17 +58,17 @@ class Chart:
 
 
 def colour(index: int) -> str:
-    """The page's colour of an entrant."""
+    """Return the page's colour of an entrant."""
     return f"var(--s{index % COLOURS})"
 
 
 def shape_of(index: int) -> str:
-    """An entrant's marker; one that shares its colour with another has another."""
+    """Return an entrant's marker; entrants of one colour have different ones."""
     return MARKERS[(index + index // COLOURS) % len(MARKERS)]
 
 
 def svg(chart: Chart) -> str:
-    """The chart as an SVG element to stand in HTML. Its colours are CSS variables (``--s0`` and on, ``--ink``,
+    """Return the chart as an SVG element for HTML. Its colours are CSS variables (``--s0`` and on, ``--ink``,
     ``--muted``, ``--line``); every point carries ``data-tip`` and ``data-series``."""
     series = [Series(entry.name, entry.index, _thinned(_drawable(entry.points, chart.log))) for entry in chart.series]
     with figure(WIDTH, HEIGHT) as drawn:
@@ -86,7 +90,7 @@ def svg(chart: Chart) -> str:
     return _adapted(text, chart, series)
 
 
-def _dress(axes: Any, chart: Chart) -> None:
+def _dress(axes: Axes, chart: Chart) -> None:
     from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
     for name, axis in (("x", axes.xaxis), ("y", axes.yaxis)):
@@ -106,7 +110,7 @@ def _dress(axes: Any, chart: Chart) -> None:
     axes.figure.set_facecolor("none")
 
 
-def _as_text(drawn: Any) -> str:
+def _as_text(drawn: Figure) -> str:
     import matplotlib
 
     buffer = io.StringIO()
@@ -151,12 +155,12 @@ def _adapted(text: str, chart: Chart, series: Sequence[Series]) -> str:
 
 
 def _placeholder(index: int) -> str:
-    """A colour that stands for an entrant's until the page's is put in its place."""
+    """Return a colour that stands for an entrant's until it is replaced by the page's."""
     return f"#0a0b{0x10 + index % COLOURS:02x}"
 
 
 def _drawable(points: Sequence[tuple[float, float, str]], log: str) -> Sequence[tuple[float, float, str]]:
-    """The points that have a place on the axes: finite ones, above 0 where an axis is logarithmic."""
+    """Return the points that have a place on the axes: finite ones, above 0 where an axis is logarithmic."""
     return [
         point
         for point in points
@@ -165,14 +169,14 @@ def _drawable(points: Sequence[tuple[float, float, str]], log: str) -> Sequence[
 
 
 def _thinned(points: Sequence[tuple[float, float, str]]) -> Sequence[tuple[float, float, str]]:
-    """At most so many points, the first and the last among them."""
-    if len(points) <= MOST_POINTS:
+    """Return at most ``MAX_POINTS`` of the points, the first and the last among them."""
+    if len(points) <= MAX_POINTS:
         return points
-    return [points[round(index * (len(points) - 1) / (MOST_POINTS - 1))] for index in range(MOST_POINTS)]
+    return [points[round(index * (len(points) - 1) / (MAX_POINTS - 1))] for index in range(MAX_POINTS)]
 
 
 def marker(index: int) -> str:
-    """An entrant's sign for a legend, as SVG."""
+    """Return an entrant's marker for a legend, as SVG."""
     shapes = {
         "o": '<circle cx="8" cy="8" r="5"/>',
         "s": '<rect x="3.5" y="3.5" width="9" height="9"/>',

@@ -1,4 +1,4 @@
-"""A comparison from end to end: every stage kept as soon as it is done, so that a killed one goes on where it was."""
+"""A comparison from end to end: every stage is stored when it is done, so that a killed one goes on where it was."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,7 +16,8 @@ from kinformer.comparison.entrants import entrants, facts, settings_of
 from kinformer.comparison.machine import machine
 from kinformer.comparison.options import DEFAULT_STEPS, CompareOptions
 from kinformer.comparison.plan import Clock, Contestant, contestants, guarded, still_in, with_length, with_tokenizer
-from kinformer.comparison.record import Comparison, EntrantRecord, Point, SeedRun, Trial
+from kinformer.comparison.record import Comparison, EntrantRecord, SeedRun, Trial
+from kinformer.comparison.results import MachineFacts, SeedResult
 from kinformer.comparison.speed import generation_speeds, length_speeds, memory_of, training_speeds
 from kinformer.comparison.training import SWEEP_SHARE, curve, measured, run, sweep, sweep_steps, validations
 from kinformer.estimation.estimate import estimate
@@ -37,11 +37,11 @@ VALIDATED = 1.15
 def compare(members: Sequence[str], options: CompareOptions, command: str) -> Comparison:
     """Train and measure ``members`` as ``options`` say.
 
-    One that fails is out, with the reason; the others go on. ``command`` is told in the report.
+    A member that fails is out, with the reason; the others go on. The report shows ``command``.
 
     Errors: ``KinformerError`` for what is wrong of all of them.
     """
-    begun = time.monotonic()
+    started_at = time.monotonic()
     if options.data == "-":
         raise KinformerError("`data` -: is read once, but every member reads the data; give the path of a file.")
     folder = Path(options.out)
@@ -62,8 +62,8 @@ def compare(members: Sequence[str], options: CompareOptions, command: str) -> Co
                 contestant.results["flops_step"] = _flops(contestant)
         with clock("training speed"):
             training_speeds(contestants_, options, cache)
-        steps = _steps(contestants_, options, cache, time.monotonic() - begun)
-        _tell(contestants_, options, steps)
+        steps = _steps(contestants_, options, cache, time.monotonic() - started_at)
+        _note_plan(contestants_, options, steps)
         _train(contestants_, options, cache, clock, steps, metric)
         _measure(contestants_, options, cache, clock)
         where = machine(str(options.usable_device()))
@@ -81,16 +81,13 @@ def _flops(contestant: Contestant) -> float | None:
 
 
 def _steps(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache, spent: float) -> dict[str, int]:
-    """Steps of a run of each contestant. What depends on measured speeds is kept, so that a killed comparison goes on
-    as it was begun."""
+    """Return the steps of a run, by contestant. Steps that depend on measured speeds are stored, so that a killed
+    comparison goes on with the same."""
     left = still_in(contestants)
     if not left:
         raise KinformerError(f"no member can be trained: {contestants[0].name} {contestants[0].error}")
     if options.minutes is not None:
-        return {
-            contestant.name: max(1, round(60 * options.minutes / contestant.results["training"]["seconds"]))
-            for contestant in left
-        }
+        return {contestant.name: max(1, round(60 * options.minutes / _step_seconds(contestant))) for contestant in left}
     if options.total_minutes is not None:
         key = key_of(
             [options.total_minutes, options.seeds, options.sweep, [contestant.model_key for contestant in left]]
@@ -103,11 +100,18 @@ def _steps(contestants: Sequence[Contestant], options: CompareOptions, cache: Ca
     return {contestant.name: steps for contestant in left}
 
 
+def _step_seconds(contestant: Contestant) -> float:
+    """Return the measured seconds of a training step of a contestant that is still in."""
+    training = contestant.results["training"]
+    assert training is not None
+    return training["seconds"]
+
+
 def _steps_in(left: Sequence[Contestant], options: CompareOptions, spent: float) -> int:
     """Return the steps per run that leave ``EVALUATION_SHARE`` of the total time for measuring."""
     assert options.total_minutes is not None
     seconds = (1 - EVALUATION_SHARE) * 60 * options.total_minutes - spent - FIXED_SECONDS * len(left)
-    seconds_of_all = sum(contestant.results["training"]["seconds"] for contestant in left)
+    seconds_of_all = sum(_step_seconds(contestant) for contestant in left)
     tried = (options.sweep + 1 if options.sweep else 0) / SWEEP_SHARE  # one more, where an optimum stands at an end
     steps = int(seconds / (seconds_of_all * VALIDATED * (options.seeds + tried)))
     if steps < 20:
@@ -118,9 +122,9 @@ def _steps_in(left: Sequence[Contestant], options: CompareOptions, spent: float)
     return steps
 
 
-def _tell(contestants: Sequence[Contestant], options: CompareOptions, steps: dict[str, int]) -> None:
+def _note_plan(contestants: Sequence[Contestant], options: CompareOptions, steps: dict[str, int]) -> None:
     for contestant in still_in(contestants):
-        seconds, count = contestant.results["training"]["seconds"], steps[contestant.name]
+        seconds, count = _step_seconds(contestant), steps[contestant.name]
         trials = options.sweep * sweep_steps(options, count)
         total = seconds * (count * options.seeds + trials)
         note(
@@ -135,9 +139,9 @@ def _train(
     cache: Cache,
     clock: Clock,
     steps: dict[str, int],
-    metric: Any,
+    metric: Metric,
 ) -> None:
-    """The sweeps, and then the runs, seed after seed, so that all have one before any has two."""
+    """Run the sweeps, then the seeds one after the other, so that all contestants have one run before any has two."""
     for contestant in still_in(contestants):
         with clock("sweeps"), guarded(contestant, "the sweep"):
             sweep(contestant, options, cache, steps[contestant.name], metric)
@@ -160,17 +164,18 @@ def _one_seed(
 ) -> None:
     seed, metric = options.seed + number, contestant.task.metrics[0]
     with clock("training"):
-        done = run(contestant, options, cache, contestant.results["lr"], seed, steps, **validations(options, steps))
+        lr, settings = contestant.results["lr"], validations(options, steps)
+        done = run(contestant, options, cache, lr, seed, steps, keeps=True, **settings)
     if "diverged" in done:
         raise KinformerError(done["diverged"])
     with clock("measuring"):
         tested = measured(contestant, options, cache, done, number == 0, baseline and number == 0)
-    contestant.results.setdefault("runs", []).append(done | {"seed": seed, "measured": tested})
+    contestant.results.setdefault("runs", []).append({**done, "seed": seed, "measured": tested})
     note(f"{contestant.name}, seed {seed}: {metric.text(tested['figures'][metric.name])}")
 
 
 def _measure(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache, clock: Clock) -> None:
-    """What does not depend on the weights: speeds in turns, memory, the battery."""
+    """Measure what does not depend on the weights: speeds in turns, memory, the battery."""
     with clock("measuring"):
         generation_speeds(contestants, options, cache)
         length_speeds(contestants, options, cache)
@@ -187,15 +192,17 @@ def _comparison(
     options: CompareOptions,
     clock: Clock,
     command: str,
-    where: dict[str, object],
+    where: MachineFacts,
     metric: Metric,
     steps: dict[str, int],
 ) -> Comparison:
     tested = [
         one["measured"] for contestant in contestants for one in contestant.results.get("runs", ()) if "measured" in one
     ]
-    baselines: Any = next((contestant["baselines"] for contestant in tested if contestant["baselines"]), {})
-    most = max((contestant.parameters for contestant in contestants), default=0)
+    baselines: dict[str, float] = next(
+        (contestant["baselines"] for contestant in tested if contestant["baselines"]), {}
+    )
+    largest = max((contestant.parameters for contestant in contestants), default=0)
     return Comparison(
         kinformer=__version__,
         created=time.strftime("%Y-%m-%d"),
@@ -208,7 +215,7 @@ def _comparison(
         baselines=baselines,
         budget={
             "parameters": options.parameters
-            or next((contestant.parameters for contestant in contestants if contestant.parameters), most),
+            or next((contestant.parameters for contestant in contestants if contestant.parameters), largest),
             "steps": sorted(set(steps.values())),
             "minutes": options.minutes,
             "total_minutes": options.total_minutes,
@@ -222,7 +229,7 @@ def _comparison(
     )
 
 
-def _record(contestant: Contestant, options: CompareOptions, where: dict[str, object], metric: Metric) -> EntrantRecord:
+def _record(contestant: Contestant, options: CompareOptions, where: MachineFacts, metric: Metric) -> EntrantRecord:
     got, base = contestant.results, contestant.base
     page = got.get("facts") or {}
     settings = settings_of(base.settings()) | {
@@ -256,7 +263,7 @@ def _record(contestant: Contestant, options: CompareOptions, where: dict[str, ob
     )
 
 
-def _seed_run(contestant: Contestant, one: dict[str, Any], metric: Metric) -> SeedRun:
+def _seed_run(contestant: Contestant, one: SeedResult, metric: Metric) -> SeedRun:
     tested = one["measured"]
     return SeedRun(
         seed=one["seed"],
@@ -264,7 +271,7 @@ def _seed_run(contestant: Contestant, one: dict[str, Any], metric: Metric) -> Se
         figures=tested["figures"],
         steps=one["steps"],
         seconds=one["seconds"],
-        curve=tuple(Point(**point) for point in curve(one, metric, contestant.results.get("flops_step"))),
+        curve=tuple(curve(one, metric, contestant.results.get("flops_step"))),
         contexts=tested["contexts"],
         command=one["command"],
     )

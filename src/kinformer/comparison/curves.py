@@ -1,21 +1,21 @@
-"""Which charts a comparison has, and what their points say."""
+"""The charts of a comparison and the labels of their points."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import mean
-from typing import Any
 
 from kinformer.comparison import measures, words
 from kinformer.comparison.charts import Chart, Series
 from kinformer.comparison.record import Comparison, EntrantRecord, Point, mean_of
+from kinformer.comparison.results import PositionBits
 from kinformer.runtime.words import plural
 from kinformer.training.metric import size
 
 
 def charts(comparison: Comparison) -> list[tuple[str, list[Chart]]]:
-    """Sections of charts; what nothing is known of is left out."""
+    """Return sections of charts by title; charts without data are left out."""
     index = {entrant.name: number for number, entrant in enumerate(comparison.entrants)}
     sections = [
         ("Learning", _learning(comparison, index)),
@@ -64,7 +64,7 @@ def _mean_curve(entrant: EntrantRecord, of: Callable[[Point], float | None]) -> 
 
 def _costs(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
     length, unit = measures.common_length(comparison), words.unit_of(comparison.deciding)
-    costs: list[tuple[str, str, str, Callable[[EntrantRecord], Any], Callable[[float], str]]] = [
+    costs: list[tuple[str, str, str, Callable[[EntrantRecord], float | None], Callable[[float], str]]] = [
         (
             "state",
             "State",
@@ -123,7 +123,7 @@ def _contexts(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
     yield Chart("contexts", "By length of context", "tokens of context", unit, lengths, "x", note=note)
 
 
-def _bin(contexts: Any) -> tuple[int, int, float]:
+def _bin(contexts: PositionBits) -> tuple[int, int, float]:
     return contexts["first"], contexts["last"], contexts["bits_per_byte"]
 
 

@@ -1,4 +1,5 @@
-"""Who is compared: members, hybrids of them in a ratio, each with changes of its own, at one parameter budget."""
+"""The entrants of a comparison: members, or hybrids of them in a ratio, with changes of their own, at one budget of
+parameters."""
 
 from __future__ import annotations
 
@@ -6,59 +7,61 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from typing import Any
 
+from kinformer.comparison.results import Facts, MemberFacts
 from kinformer.core.config import override, to_dict
 from kinformer.core.model_config import ModelConfig
 from kinformer.estimation.state_size import state_bytes
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
+from kinformer.family.record import Member
 from kinformer.family.table import member
 from kinformer.figures.formulas import Formula, formulas
 from kinformer.figures.text_picture import pictures
 from kinformer.runs.minutes import resized
-from kinformer.runtime.errors import KinformerError, nearest
+from kinformer.runtime.errors import KinformerError, nearest, spelled
 from kinformer.runtime.fields import require_kind
 from kinformer.runtime.unallocated import unallocated
 from kinformer.runtime.words import plural
+from kinformer.training.settings import Settings
 
 TOLERANCE = 0.05
 STATE_LENGTHS = (128, 256, 1024, 4096, 16384, 65536)
-MOST_PATTERNS = 6
+MAX_PATTERNS = 6
 GRAIN, FINE, NARROWEST, WIDEST = 16, 4, 16, 1 << 14
 _SPEC = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<parts>[\w-]+(?::\d+)?(?:,[\w-]+(?::\d+)?)*)")
 
 
 @dataclass(frozen=True)
 class Entrant:
-    """``name`` in the comparison; ``parts`` are members with how many layers in a row each has of the stack's cycle,
-    the first of which gives all that is no layer; ``changes`` are its own."""
+    """A model to compare: its ``name`` in the comparison; ``parts``, members with the number of layers that each has in
+    a row of the stack's cycle, the first of which gives all but layers; and the ``changes`` of its config."""
 
     name: str
     spec: str
     parts: tuple[tuple[str, int], ...]
-    changes: Mapping[str, Any] = field(default_factory=dict)
+    changes: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def member(self) -> str:
-        """The member that gives what is no layer."""
+        """The member that gives all but layers."""
         return self.parts[0][0]
 
-    def needs(self, task_options: type) -> dict[str, Any]:
-        """Options of the task without which its members are not themselves."""
+    def needs(self, task_options: type) -> dict[str, object]:
+        """Return the options of the task without which its members are not themselves."""
         option_fields = {item.name for item in fields(task_options)}
-        needed: dict[str, Any] = {}
+        needed: dict[str, object] = {}
         for name, _ in self.parts:
             needed |= {option: value for option, value in member(name).needs.items() if option in option_fields}
         return needed
 
-    def layers(self, recipe: str, config: ModelConfig) -> dict[str, Any]:
-        """The changes that put the other members' layers where the cycle has them, none for a plain member."""
+    def layers(self, recipe: str, config: ModelConfig) -> dict[str, object]:
+        """Return the changes that put the other members' layers into the cycle; none for a plain member."""
         if len(self.parts) == 1:
             return {}
         cycle = [name for name, count in self.parts for _ in range(count)]
         depth = max(len(cycle), len(config.layers) // len(cycle) * len(cycle))
-        result: dict[str, Any] = {"layers": depth} if depth != len(config.layers) else {}
+        result: dict[str, object] = {"layers": depth} if depth != len(config.layers) else {}
         for index in range(depth):
             if (name := cycle[index % len(cycle)]) != self.member:
                 others = configure(name, recipe).layers
@@ -121,8 +124,8 @@ def parameters_of(config: ModelConfig) -> int:
         return sum(parameter.numel() for parameter in config.build().parameters())
 
 
-def sized(config: ModelConfig, changes: Mapping[str, object], budget: int, name: str) -> dict[str, Any]:
-    """The changes of width that bring a model of ``config`` with ``changes`` within 5 % of ``budget`` parameters.
+def sized(config: ModelConfig, changes: Mapping[str, object], budget: int, name: str) -> dict[str, int]:
+    """Return changes of width that bring a model of ``config`` with ``changes`` within 5 % of ``budget`` parameters.
 
     The width is the multiple of 16 (or of 4) that comes nearest, the number of heads stays, then the feed-forwards are
     widened or narrowed by what is left.
@@ -130,7 +133,7 @@ def sized(config: ModelConfig, changes: Mapping[str, object], budget: int, name:
     """
     parameters_of(override(config, changes, kinds()))  # tells what is wrong with the changes themselves
     candidates = list(_near(config, changes, budget)) if "dim" not in changes else [{}]
-    best: tuple[float, dict[str, Any]] = (float("inf"), {})
+    best: tuple[float, dict[str, int]] = (float("inf"), {})
     for widths in candidates:
         for best_widths in (widths, _feed_forwards(config, widths, changes, budget)):
             count = _count(config, {**best_widths, **changes})
@@ -148,8 +151,8 @@ def sized(config: ModelConfig, changes: Mapping[str, object], budget: int, name:
     return {path: value for path, value in best[1].items() if path not in changes}
 
 
-def _near(config: ModelConfig, changes: Mapping[str, object], budget: int) -> Iterator[dict[str, Any]]:
-    """The widths about the budget, the nearest multiples of 16 first, then those of 4."""
+def _near(config: ModelConfig, changes: Mapping[str, object], budget: int) -> Iterator[dict[str, int]]:
+    """Yield the widths around the budget, the nearest multiples of 16 first, then those of 4."""
     low, high = NARROWEST, NARROWEST
     while high < WIDEST and (_at(config, high, changes) or 0) < budget:
         low, high = high, 2 * high
@@ -176,9 +179,9 @@ def _count(config: ModelConfig, changes: Mapping[str, object]) -> int | None:
 
 
 def _feed_forwards(
-    config: ModelConfig, widths: dict[str, Any], changes: Mapping[str, object], budget: int
-) -> dict[str, Any]:
-    """``widths`` with feed-forwards so wide that the parameters come to the budget, which they do in proportion."""
+    config: ModelConfig, widths: dict[str, int], changes: Mapping[str, object], budget: int
+) -> dict[str, int]:
+    """Return ``widths`` with feed-forwards so wide that the parameters meet the budget, which they do in proportion."""
     paths = {path: value for path, value in widths.items() if path.endswith("hidden_dim") and path not in changes}
     if not paths:
         layers = config.layers
@@ -194,21 +197,23 @@ def _feed_forwards(
     return widths | {path: max(8, value + step) for path, value in paths.items()}
 
 
-def facts(entrant: Entrant, config: Any) -> dict[str, Any]:
+def facts(entrant: Entrant, config: ModelConfig) -> Facts:
     """Return an entrant's fact sheet as data that JSON can hold; the model is built on the meta device."""
     with unallocated():
         model = config.build()
     limit = model.max_length
     lengths = [length for length in STATE_LENGTHS if limit is None or length <= limit] + ([limit] if limit else [])
-    names = ("name", "title", "paper", "year", "axes", "causal", "growth", "departures", "exact_limit")
     records = [member(name) for name, _ in entrant.parts]
     return {
-        "members": [{name: _plain(record.facts[name]) for name in names} for record in records],
+        "members": [_member_facts(record) for record in records],
         "config": to_dict(config),
         "formulas": [line for formula in formulas(config) for line in _lines(formula)],
         "max_length": limit,
         "state_bytes": {str(length): state_bytes(model, length) for length in sorted(set(lengths))},
-        "patterns": pictures(model)[:MOST_PATTERNS],
+        "patterns": [
+            {"pattern": item["pattern"], "tokens_per_cell": item["tokens_per_cell"], "rows": item["rows"]}
+            for item in pictures(model)[:MAX_PATTERNS]
+        ],
         "needs": sorted({f"{name}={value}" for record in records for name, value in record.needs.items()}),
     }
 
@@ -218,10 +223,21 @@ def _lines(formula: Formula) -> list[str]:
     return [f"{formula.slot.replace('_', ' ')} {formula.kind}", *(f"    {line}" for line in formula.lines)]
 
 
-def _plain(value: object) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def _member_facts(record: Member) -> MemberFacts:
+    """Return what a fact sheet says of a member."""
+    return {
+        "name": record.name,
+        "title": record.title,
+        "paper": record.paper,
+        "year": record.year,
+        "axes": list(record.axes),
+        "causal": record.causal,
+        "growth": record.growth,
+        "departures": list(map(spelled, record.departures)),
+        "exact_limit": record.exact_limit,
+    }
 
 
-def settings_of(options: Any) -> dict[str, Any]:
-    """The settings of a training, as JSON."""
-    return {field.name: getattr(options, field.name) for field in fields(type(options))}
+def settings_of(settings: Settings) -> dict[str, object]:
+    """Return the settings of training as data that JSON can hold."""
+    return {field.name: getattr(settings, field.name) for field in fields(settings)}

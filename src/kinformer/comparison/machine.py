@@ -1,4 +1,4 @@
-"""The machine on which something is measured: its facts, and the most that it can do (products, bytes read, calls)."""
+"""The machine on which something is measured: its facts, and its limits (products, bytes read, calls)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import torch
 
 from kinformer import __version__
+from kinformer.comparison.results import MachineFacts
 from kinformer.comparison.timing import timed
 from kinformer.runtime.processor import processor
 from kinformer.runtime.words import plural
@@ -19,9 +19,9 @@ from kinformer.runtime.words import plural
 SIZES, ROWS, TRIES, CALLS = (512, 1024, 2048), 8192, 5, 10_000
 
 
-def machine(device: str) -> dict[str, Any]:
+def machine(device: str) -> MachineFacts:
     """Return the facts of this machine and ``device`` as data that JSON can hold."""
-    facts = {
+    return {
         "processor": _processor(),
         "architecture": platform.machine(),
         "cores": os.cpu_count(),
@@ -30,11 +30,11 @@ def machine(device: str) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu",
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
+        "versions": {"kinformer": __version__, **{name: _version(name) for name in ("torch", "numpy")}},
     }
-    return facts | {"versions": {"kinformer": __version__} | {name: _version(name) for name in ("torch", "numpy")}}
 
 
-def described(facts: dict[str, Any]) -> str:
+def described(facts: MachineFacts) -> str:
     """Return a machine's facts as one phrase."""
     threads = plural(facts["threads"], "thread") if facts.get("threads") else "threads unknown"
     return f"{facts.get('processor') or facts.get('architecture')}, {facts.get('device')}, {threads}"
@@ -89,7 +89,7 @@ def _products(dtype: torch.dtype, device: str) -> float:
 
 
 def _seconds_per_call(work: Callable[[], object], device: str) -> float:
-    """Seconds of one of many calls."""
+    """Return the seconds of one of many calls."""
 
     def many() -> None:
         for _ in range(CALLS):

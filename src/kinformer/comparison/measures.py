@@ -1,15 +1,18 @@
-"""What an entrant costs: one table of measures, for the columns of the report and for its sentences; and what of its
+"""The costs of an entrant as one table of measures, for the columns of the report and for its sentences; and how its
 model differs from the yardstick's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from kinformer.comparison.record import Comparison, EntrantRecord
+from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.words import plural
 from kinformer.training.metric import size
 
+Slots: TypeAlias = dict[str, dict[str, JsonObject]]
+"""The parts of a model's config: slot -> kind -> options."""
 RESOLUTION = 1 << 20
 """Bytes below which the memory of a process says nothing: its allocator holds that much without asking the system."""
 
@@ -20,8 +23,8 @@ class Measure(NamedTuple):
     that has the best value, in which ``unit`` follows the text; empty where there is none."""
 
     title: str
-    value: Callable[[EntrantRecord], Any]
-    text: Callable[[Any], str]
+    value: Callable[[EntrantRecord], float | None]
+    text: Callable[[float], str]
     less: bool | None = None
     best: str = ""
     unit: str = ""
@@ -33,7 +36,7 @@ class Measure(NamedTuple):
 
 
 def costs(comparison: Comparison) -> list[Measure]:
-    """What members cost to train, to hold and to generate with: the columns of the table and the sentences above it."""
+    """Return the costs of training, of the state and of generating: columns of the table and sentences above it."""
     length = common_length(comparison)
     return [
         Measure("train tokens/s", tokens_per_second, rate, False, "Fastest to train", " tokens/s"),
@@ -57,7 +60,7 @@ def rate(value: float) -> str:
 
 
 def _generation(batch: int, texts: str) -> Measure:
-    """Tokens per second of so many texts at once."""
+    """Return the column of the tokens per second of ``batch`` texts at once."""
     best = f"Fastest to generate, {texts}"
     return Measure(f"generate {batch}/s", lambda entrant: generated(entrant, batch), rate, False, best, " tokens/s")
 
@@ -70,7 +73,7 @@ def tokens_per_second(entrant: EntrantRecord) -> float | None:
 
 
 def training_seconds(entrant: EntrantRecord) -> float | None:
-    """Seconds of training, the mean of the seeds."""
+    """Return the mean seconds of training over the seeds."""
     return sum(run.seconds for run in entrant.runs) / len(entrant.runs) if entrant.runs else None
 
 
@@ -87,12 +90,12 @@ def resolution(entrant: EntrantRecord) -> int:
     return RESOLUTION if entrant.machine.get("device", "cpu") == "cpu" else 1
 
 
-def _memory(count: int) -> str:
+def _memory(count: float) -> str:
     return size(count) if count >= RESOLUTION else f"below {size(RESOLUTION)}"
 
 
 def common_length(comparison: Comparison) -> int:
-    """The longest text after which the state of all is known; 0 where there is none."""
+    """Return the longest text after which the state of all entrants is known; 0 if there is none."""
     lengths_by_entrant = [
         {int(length) for length in entrant.state_bytes} for entrant in comparison.entrants if entrant.state_bytes
     ]
@@ -100,13 +103,13 @@ def common_length(comparison: Comparison) -> int:
 
 
 def state_at(entrant: EntrantRecord, length: int) -> int | None:
-    """Bytes of the state of one row; None of a model without one."""
+    """Return the bytes of the state of one row after ``length`` tokens; None for a model without one."""
     return (entrant.state_bytes or {}).get(str(length)) or None
 
 
 def generated(entrant: EntrantRecord, batch: int) -> float | None:
-    """Tokens per second, all rows together."""
-    points = (entrant.generation or {}).get("points", ())
+    """Return the tokens per second of generating ``batch`` rows, all of them together."""
+    points = entrant.generation.get("points", ()) if entrant.generation else ()
     return next((batch / point["seconds"] for point in points if point["batch"] == batch), None)
 
 
@@ -128,16 +131,16 @@ def departures(comparison: Comparison) -> list[str]:
     return [f"{name} differs from {base} in {', '.join(texts) or 'nothing but sizes'}." for name, texts in pairs]
 
 
-def slots(config: Mapping[str, object]) -> dict[str, dict[str, dict[str, Any]]]:
+def slots(config: JsonObject) -> Slots:
     """Return the parts of a model's config, of all layers: slot -> kind -> options."""
-    parts: dict[str, dict[str, dict[str, Any]]] = {}
+    parts: Slots = {}
     for slot, node in _nodes(config, "model"):
         options = {name: value for name, value in node.items() if name not in WIDTHS and not _nested(value)}
         parts.setdefault(slot, {}).setdefault(node.get("kind", ""), options)
     return parts
 
 
-def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, str]:
+def differing(ours: Slots, theirs: Slots) -> dict[str, str]:
     """Return how a model's parts differ from those of another, by slot, in words; no position is a part, too."""
     texts: dict[str, str] = {}
     for slot, kinds in ours.items():
@@ -158,7 +161,7 @@ def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, s
     return texts
 
 
-def _nodes(node: object, slot: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _nodes(node: object, slot: str) -> Iterator[tuple[str, JsonObject]]:
     for item in node if isinstance(node, list) else [node]:
         if isinstance(item, dict) and slot not in INNER:
             yield slot, item

@@ -1,4 +1,4 @@
-"""What a comparison is asked for. Free of PyTorch."""
+"""The options of comparing and of timing members. Free of PyTorch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
 training, and its training that of ``rope``."""
 BUDGETS = ("steps", "tokens", "minutes", "total_minutes")
 DEFAULT_STEPS = 1000
-MOST_PARAMETERS = 10**12
+MAX_PARAMETERS = 10**12
 MEASURED_BYTES = 200_000
 """Bytes of the test split that are measured where nothing else is asked for."""
 WORKS = ("forward", "step", "prefill", "decode")
@@ -94,13 +94,13 @@ class CompareOptions(Machine):
     """Lengths at which time and memory are measured, of one row."""
     rounds: int = 5
     """How often each time is measured, in turns."""
-    set: Mapping[str, Any] = field(default_factory=dict)
+    set: Mapping[str, object] = field(default_factory=dict)
     """A change to all members, or NAME:PATH=VALUE to the one of that name; may be given again."""
     out: str = "comparison"
     """The folder of results: what is there already is not computed again."""
     seed: int = 0
     """The first seed."""
-    task_options: Mapping[str, Any] = field(default_factory=dict)
+    task_options: Mapping[str, object] = field(default_factory=dict)
     """Options of the task's own, by name."""
 
     def __post_init__(self) -> None:
@@ -121,7 +121,7 @@ class CompareOptions(Machine):
             raise KinformerError(f"`contexts` {self.contexts}: is no list of lengths; write as in 1x,2x,4x or 256,512.")
         require("sweep", self.sweep, 0)
         require("max_bytes", self.max_bytes, 2)
-        require("parameters", self.parameters, 1, MOST_PARAMETERS)
+        require("parameters", self.parameters, 1, MAX_PARAMETERS)
         limits = [name for name in BUDGETS if getattr(self, name) is not None]
         for name in limits:
             require_above(name, getattr(self, name), 0)
@@ -137,7 +137,7 @@ class CompareOptions(Machine):
 
     @property
     def row_length(self) -> int:
-        """``length`` of a comparison that is planned."""
+        """The ``length`` of a planned comparison."""
         assert self.length is not None
         return self.length
 
@@ -171,7 +171,7 @@ class BenchOptions(Machine):
     """Also measure the highest memory of a training step, each member in a process of its own."""
     peers: bool = False
     """Also time GPT-2 of transformers and the decoder of x-transformers, of the sizes of gpt, where installed."""
-    set: Mapping[str, Any] = field(default_factory=dict)
+    set: Mapping[str, object] = field(default_factory=dict)
     """A change to all members, as in `set` layers=2; may be given again."""
     seed: int = 0
     """The seed of weights and tokens."""
@@ -197,7 +197,7 @@ class BenchOptions(Machine):
 
 
 def whole_numbers(text: str, flag: str) -> tuple[int, ...]:
-    """``"128,512"`` as numbers, in order."""
+    """Return the numbers of a text such as ``128,512``, in order."""
     try:
         return tuple(parse_counts(text))
     except ValueError:
@@ -207,8 +207,8 @@ def whole_numbers(text: str, flag: str) -> tuple[int, ...]:
 
 
 def planned(members: Sequence[str], options: CompareOptions) -> tuple[Sequence[str], CompareOptions]:
-    """The members and options of a comparison, with those that its plan chooses where nothing else is given: members
-    that are named without a plan have none."""
+    """Return the members and options of a comparison, with those that its plan chooses where nothing else is given.
+    Members that are named without a plan have none."""
     plan = options.plan or (None if members else DEFAULT_PLAN)
     chosen = dict(PLANS[plan]) if plan else {}
     members = members or DEFAULT_MEMBERS

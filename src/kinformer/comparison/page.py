@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kinformer.comparison import words
 from kinformer.comparison.charts import Chart, marker, svg
@@ -14,16 +14,21 @@ from kinformer.comparison.curves import charts
 from kinformer.comparison.measures import departures
 from kinformer.comparison.record import Comparison, EntrantRecord
 from kinformer.comparison.report import columns, conditions, ordered, title
+from kinformer.comparison.results import Badge
 from kinformer.comparison.statistics import welch
 from kinformer.figures.text_picture import SEEN
+from kinformer.runs.description import Picture
 from kinformer.runtime.words import plural
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 ASSETS = Path(__file__).parent / "assets"
 SIGNS = {True: ("holds", "✓", "holds"), False: ("fails", "✗", "fails"), None: ("open", "?", "not judged")}
 
 
 def page(comparison: Comparison) -> str:
-    """The page. All text of the comparison, which may be a stranger's, is escaped."""
+    """Return the page. All text of the comparison, which may be of others, is escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -68,7 +73,7 @@ def page(comparison: Comparison) -> str:
     )
 
 
-def _rows(comparison: Comparison, index: dict[str, int], keys: dict[str, Any]) -> list[dict[str, Any]]:
+def _rows(comparison: Comparison, index: dict[str, int], keys: dict[str, Markup]) -> list[dict[str, object]]:
     shown = columns(comparison)
     best: list[float | None] = []
     for column in shown:
@@ -93,7 +98,7 @@ def _rows(comparison: Comparison, index: dict[str, int], keys: dict[str, Any]) -
     ]
 
 
-def _pairs(comparison: Comparison) -> dict[str, Any] | None:
+def _pairs(comparison: Comparison) -> dict[str, object] | None:
     repeated = [entrant for entrant in comparison.finished if len(entrant.runs) > 1]
     if len(repeated) < 2:
         return None
@@ -109,11 +114,11 @@ def _chart_facts(chart: Chart, picture: object) -> dict[str, object]:
     return {name: getattr(chart, name) for name in names} | {"svg": picture}
 
 
-def _patterns(entrant: EntrantRecord) -> Sequence[dict[str, Any]]:
+def _patterns(entrant: EntrantRecord) -> Sequence[Picture]:
     return (entrant.facts or {}).get("patterns", ())
 
 
-def _sheet(entrant: EntrantRecord, index: int, key: object, pictures: list[Any]) -> dict[str, Any]:
+def _sheet(entrant: EntrantRecord, index: int, key: Markup, pictures: list[Markup]) -> dict[str, object]:
     facts, settings = entrant.facts or {}, entrant.settings or {}
     facts_shown = [
         ("parameters", f"{entrant.parameters:,}" if entrant.parameters else "-"),
@@ -144,7 +149,7 @@ def _sheet(entrant: EntrantRecord, index: int, key: object, pictures: list[Any])
     }
 
 
-def _badge(badge: dict[str, Any]) -> dict[str, str]:
+def _badge(badge: Badge) -> dict[str, str]:
     state, sign, word = SIGNS[badge["holds"]]
     why = f" ({badge['why']})" if badge["why"] else ""
     why += f"; without {', '.join(badge['left_out'])}" if badge["left_out"] else ""
@@ -152,7 +157,7 @@ def _badge(badge: dict[str, Any]) -> dict[str, str]:
 
 
 def _picture(rows: Sequence[str]) -> str:
-    """A pattern: queries down, keys across, what is seen filled."""
+    """Return a pattern as SVG: queries down, keys across, a filled cell for what is seen."""
     cells = [(x, y) for y, row in enumerate(rows) for x, cell in enumerate(row.split()) if cell == SEEN]
     size = len(rows)
     path = "".join(f"M{x} {y}h.92v.92h-.92z" for x, y in cells)

@@ -1,7 +1,7 @@
 """Decoders of other libraries with the sizes of ours, timed beside them where they are installed.
 
-Each is built as its authors show, in float32 and without dropout, and answers like a model of ours: ``logits, state =
-model(tokens, state)``, the state being its own cache. So the gate of correctness is the same.
+Each is built as its authors show, in float32 and without dropout, and is called like a model of ours: ``logits, state =
+model(tokens, state)``, the state being its own cache. So the check of correctness is the same.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ from kinformer.runtime.matmul import few_rows
 
 @dataclass(frozen=True, kw_only=True)
 class PeerShape:
-    """Sizes of a decoder; ``length`` is how many positions it must know."""
+    """Sizes of a decoder; ``length`` is how many positions it must have."""
 
     layers: int
     dim: int
@@ -38,7 +37,7 @@ class PeerShape:
 
 
 def shape_of(config: Any) -> PeerShape:
-    """The sizes of a gpt's config, whose parts may not be others than gpt's."""
+    """Return the sizes of a gpt's config, whose parts must be those of gpt."""
     layer = config.layers[0]
     if config.position.kind != "learned" or layer.mixer.kind != "softmax" or layer.feed_forward.kind != "mlp":
         raise KinformerError("peers have the parts of gpt; leave out what `set` changes of them, or `peers`.")
@@ -54,7 +53,7 @@ def shape_of(config: Any) -> PeerShape:
 
 
 def gpt2(shape: PeerShape) -> nn.Module:
-    """GPT2LMHeadModel of transformers, which has heads x head_dim = dim."""
+    """Return a GPT2LMHeadModel of transformers, which has heads x head_dim = dim."""
     module = import_module("transformers")
     config = module.GPT2Config(
         vocab_size=shape.vocab,
@@ -73,7 +72,7 @@ def gpt2(shape: PeerShape) -> nn.Module:
 
 
 def x_transformers(shape: PeerShape, flash: bool) -> nn.Module:
-    """The decoder of x-transformers; ``flash`` is its option to use PyTorch's fused attention, off by default."""
+    """Return the decoder of x-transformers; ``flash``: whether it uses PyTorch's fused attention, off by default."""
     module = import_module("x_transformers")
     layers = module.Decoder(
         dim=shape.dim,
@@ -86,7 +85,7 @@ def x_transformers(shape: PeerShape, flash: bool) -> nn.Module:
     return module.TransformerWrapper(num_tokens=shape.vocab, max_seq_len=shape.length, attn_layers=layers)
 
 
-def _prefill(peer: Any, batch: int, length: int) -> Work:
+def _prefill(peer: HuggingFace, batch: int, length: int) -> Work:
     tokens = tokens_for(peer, batch, length)
 
     def work() -> None:
@@ -97,7 +96,7 @@ def _prefill(peer: Any, batch: int, length: int) -> Work:
     return work
 
 
-def _decode(peer: Any, batch: int, length: int) -> Work:
+def _decode(peer: HuggingFace, batch: int, length: int) -> Work:
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode():
         logits, state = peer.eval().last(tokens_for(peer, batch, length))
@@ -112,6 +111,21 @@ def _decode(peer: Any, batch: int, length: int) -> Work:
     return work
 
 
+@dataclass(frozen=True)
+class PeerInput:
+    """The input of a peer, with the vocabulary where models of ours have it."""
+
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class PeerConfig:
+    """The config of a peer, as far as models of ours are asked for theirs."""
+
+    input: PeerInput
+    protocol: ClassVar[type] = CausalModel
+
+
 class PeerModel(nn.Module):
     """A decoder of another library, of a ``shape``; ``works`` are those that can be timed of it."""
 
@@ -121,8 +135,8 @@ class PeerModel(nn.Module):
     def __init__(self, model: nn.Module, shape: PeerShape) -> None:
         super().__init__()
         self.model, self.max_length = model, shape.length
-        self.input = SimpleNamespace(vocab_size=shape.vocab)
-        self.config = SimpleNamespace(protocol=CausalModel, input=self.input)
+        self.input = PeerInput(shape.vocab)
+        self.config = PeerConfig(self.input)
 
     @property
     def version(self) -> str:
@@ -144,7 +158,7 @@ class HuggingFace(PeerModel):
         return logits, cache[0] if cache else None
 
     def last(self, tokens: Tensor, state: State = None) -> tuple[Tensor, State]:
-        """Logits [batch, vocab] behind the last token alone."""
+        """Return logits [batch, vocab] after the last token alone."""
         logits, cache = self.model(tokens, state, use_cache=True, logits_to_keep=1).to_tuple()
         return logits[:, -1], cache
 
@@ -163,7 +177,7 @@ class XTransformers(PeerModel):
 
 
 def installed() -> dict[str, Callable[[PeerShape], PeerModel]]:
-    """What builds those that are installed."""
+    """Return what builds the peers that are installed."""
     return {name: build for name, (module, build) in PEERS.items() if find_spec(module) is not None}
 
 
@@ -171,4 +185,4 @@ PEERS: dict[str, tuple[str, Callable[[PeerShape], PeerModel]]] = {
     "transformers' GPT-2": ("transformers", HuggingFace),
     "x-transformers": ("x_transformers", XTransformers),
 }
-"""The module that must be there, and what builds the peer."""
+"""The module that must be installed, and what builds the peer."""

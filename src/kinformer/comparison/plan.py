@@ -1,4 +1,4 @@
-"""What every contestant is trained on and how: the same data, order and recipe, one parameter budget."""
+"""The plan of a comparison: the same data, order and recipe for every contestant, at one parameter budget."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from kinformer import __version__
 from kinformer.comparison.cache import key_of
 from kinformer.comparison.entrants import Entrant, parameters_of, sized
 from kinformer.comparison.options import CompareOptions
+from kinformer.comparison.results import Results
 from kinformer.core.config import override
+from kinformer.core.model_config import ModelConfig
 from kinformer.data import FileTokenizer
 from kinformer.family.build import configure, storable
 from kinformer.family.kinds import kinds
@@ -25,6 +27,7 @@ from kinformer.runs.create import checked, group_of
 from kinformer.runs.options import TrainOptions
 from kinformer.runs.planning import check_source, named_data, planner_for
 from kinformer.runtime.errors import KinformerError, memory_sentence
+from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.progress import note
 from kinformer.tasks.table import task_for
 from kinformer.tasks.task import Task, TrainingPlan
@@ -36,24 +39,30 @@ USUAL_LENGTH = 256
 @dataclass
 class Contestant:
     """An entrant with the ``base`` of its training (steps, learning rate and folder are still open), its model's
-    config and its parameters; ``error`` says why it is out. ``results`` holds what was measured, by stage."""
+    config (None: not known), and its parameters; ``error`` says why it is out."""
 
     entrant: Entrant
     base: TrainOptions
     task: Task
-    config: Any
+    fitted: ModelConfig | None
     parameters: int
-    identity: dict[str, Any]
+    identity: JsonObject
     error: str | None = None
-    results: dict[str, Any] = field(default_factory=dict)
+    results: Results = field(default_factory=Results)
+
+    @property
+    def config(self) -> ModelConfig:
+        """The config of its model, which is known of every contestant that is not out."""
+        assert self.fitted is not None
+        return self.fitted
 
     @property
     def name(self) -> str:
         """The contestant's name in the comparison."""
         return self.entrant.name
 
-    def tell(self) -> None:
-        """Note that it is out, where it is."""
+    def note_error(self) -> None:
+        """Print that the contestant is out, if it is."""
         if self.error is not None:
             note(f"{self.name} is out: {self.error}")
 
@@ -62,13 +71,13 @@ class Contestant:
         """The key under which results of this model are stored: a digest of its config."""
         return key_of(storable(self.config))
 
-    def options(self, out: Path, lr: float, seed: int, steps: int, **settings: Any) -> TrainOptions:
-        """How one run of it is trained, with those of the further ``settings`` that its task reads."""
-        read = {name: value for name, value in settings.items() if name not in self.task.data.refused}
+    def options(self, out: Path, lr: float, seed: int, steps: int, **settings: int) -> TrainOptions:
+        """Return the options of one run of it, with those of the further ``settings`` that its task reads."""
+        read: dict[str, Any] = {name: value for name, value in settings.items() if name not in self.task.data.refused}
         return replace(self.base, out=str(out), lr=lr, seed=seed, steps=steps, **read)
 
     def run_key(self, options: TrainOptions) -> str:
-        """What identifies the outcome of a run."""
+        """Return a digest of all that decides the outcome of a run."""
         content = {
             "model": storable(self.config),
             "data": self.identity,
@@ -80,7 +89,7 @@ class Contestant:
 
 
 def planned(options: TrainOptions) -> tuple[Task, TrainingPlan]:
-    """What a run with these options would train, on which data; nothing is written."""
+    """Return the task and the plan of a run with these options; nothing is written."""
     task = task_for(options.task, configure(options.member, options.recipe or "small"), options.member)
     check_source(options, task)
     planner = planner_for(options, task, named_data(options, task, Path(options.out)))
@@ -88,7 +97,8 @@ def planned(options: TrainOptions) -> tuple[Task, TrainingPlan]:
 
 
 def with_length(entrants: Sequence[Entrant], options: CompareOptions) -> CompareOptions:
-    """``options`` with a length of rows that all entrants' models can read: the usual one, or the least of theirs."""
+    """Return ``options`` with a length of rows that all entrants' models can read: the usual one, or the least of
+    theirs."""
     if options.length is not None:
         return options
     task, lengths = first_task(entrants, options), [USUAL_LENGTH]
@@ -99,7 +109,7 @@ def with_length(entrants: Sequence[Entrant], options: CompareOptions) -> Compare
 
 
 def with_tokenizer(entrants: Sequence[Entrant], options: CompareOptions) -> CompareOptions:
-    """``options`` with the tokenizer that ``train_tokenizer`` asks for, trained once and kept in the folder."""
+    """Return ``options`` with the tokenizer of ``train_tokenizer``, trained once and stored in the folder."""
     size = options.train_tokenizer
     if size is None:
         return options
@@ -117,7 +127,7 @@ def with_tokenizer(entrants: Sequence[Entrant], options: CompareOptions) -> Comp
 
 
 def first_task(entrants: Sequence[Entrant], options: CompareOptions) -> Task:
-    """The task of the comparison: what was asked for, or the usual one of the first entrant."""
+    """Return the task of the comparison: that of ``options.task``, or the usual one of the first entrant."""
     name = entrants[0].member
     return task_for(options.task, configure(name, options.recipe if options.recipe else "small"), name)
 
@@ -134,7 +144,7 @@ def _refuse_unread(task: Task, options: CompareOptions) -> None:
 
 
 def contestants(entrants: Sequence[Entrant], options: CompareOptions) -> list[Contestant]:
-    """The entrants, each at the parameter budget; one that cannot be brought to it is out, with the reason.
+    """Return the entrants at the parameter budget; one that cannot be brought to it is out, with the reason.
 
     Errors: ``KinformerError`` for what is wrong of all of them: the data, the task, the recipe of training.
     """
@@ -152,12 +162,12 @@ def contestants(entrants: Sequence[Entrant], options: CompareOptions) -> list[Co
         contestants_.append(contestant)
     budget = options.parameters or parameters_of(contestants_[0].config)
     for contestant in contestants_:
-        with guarded(contestant, "its model", tell=False):
+        with guarded(contestant, "its model", notes=False):
             _fit(contestant, budget)
     if all(item.error for item in contestants_):
         raise KinformerError(str(contestants_[0].error))
     for contestant in contestants_:
-        contestant.tell()
+        contestant.note_error()
     return contestants_
 
 
@@ -204,40 +214,39 @@ def _fit(contestant: Contestant, budget: int) -> None:
     widths = sized(config, entrant.changes, budget, entrant.name)
     contestant.base = replace(base, set={**layers, **widths, **entrant.changes})
     contestant.task, plan = planned(contestant.base)
-    contestant.config, contestant.identity = plan.config, plan.data.identity
+    contestant.fitted, contestant.identity = plan.config, plan.data.identity
     checked(plan, contestant.task, group_of(contestant.base, contestant.base.usable_device().type))
     contestant.parameters = parameters_of(plan.config)
 
 
 @contextmanager
-def guarded(contestant: Contestant, stage: str, tell: bool = True) -> Iterator[None]:
-    """Whatever goes wrong inside puts the contestant out, with a sentence, which is told at once with ``tell``; the
-    others go on."""
+def guarded(contestant: Contestant, stage: str, notes: bool = True) -> Iterator[None]:
+    """Put the contestant out, with a sentence, where anything inside fails; with ``notes`` it is printed at once."""
     try:
         yield
     except Exception as error:
         reason = str(error).strip() or type(error).__name__
         plain = reason if isinstance(error, KinformerError) else f"{type(error).__name__}: {reason.splitlines()[0]}"
         contestant.error = f"{stage}: {memory_sentence(error) or plain}"
-        if tell:
-            contestant.tell()
+        if notes:
+            contestant.note_error()
 
 
 def still_in(contestants: Sequence[Contestant]) -> list[Contestant]:
-    """The entrants that nothing went wrong with so far."""
+    """Return the contestants that are not out."""
     return [item for item in contestants if item.error is None]
 
 
 class Clock:
-    """How long the stages of a comparison took."""
+    """The seconds that the stages of a comparison took."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        begun = time.monotonic()
+        started_at = time.monotonic()
         try:
             yield
         finally:
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - begun
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - started_at

@@ -1,14 +1,17 @@
-"""What a comparison is kept as: plain data, checked when a file of it is read, so that strangers' merge."""
+"""The record of a comparison: plain data, checked when it is read from a file, so that others' can be merged."""
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from kinformer.comparison.results import Badge, Budget, ContextValue, Facts, MachineFacts, Memory, Speeds, StepTime
 from kinformer.core.config import Config, from_dict, to_dict
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import read_json, write_json
+from kinformer.runtime.parsing import JsonObject
 from kinformer.training.metric import Metric
 
 SCHEMA = 1
@@ -16,7 +19,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Trial(Config):
-    """A learning rate of the sweep, and the figure that came of it, None where training diverged."""
+    """A learning rate of the sweep and the deciding metric after it, None where training diverged."""
 
     lr: float
     value: float | None
@@ -35,28 +38,28 @@ class Point(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class SeedRun(Config):
-    """One run: what it measured on the test split (``value`` is the deciding figure), how it got there (``curve``),
-    what it has at lengths of context and by position within them, and the command that does it again."""
+    """One run: its metrics on the test split (``value`` is the deciding one), how it got there (``curve``), its values
+    at lengths of context, and the command that repeats it."""
 
     seed: int
     value: float
-    figures: Any
+    figures: dict[str, float]
     steps: int
     seconds: float
     curve: tuple[Point, ...]
-    contexts: Any = ()
+    contexts: Sequence[ContextValue] = ()
     command: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class EntrantRecord(Config):
-    """All that was found of one entrant. ``facts`` is its page (see ``entrants.facts``), ``moved`` says in words what
-    became of an optimum at an end of the sweep, ``error`` why it is out."""
+    """The results of one entrant. ``moved`` says what became of an optimum at an end of the sweep, ``error`` why the
+    entrant is out; what was not measured is None."""
 
     name: str
     spec: str
-    set: Any
-    facts: Any
+    set: dict[str, object]
+    facts: Facts
     parameters: int
     flops_step: float | None
     error: str | None
@@ -64,18 +67,18 @@ class EntrantRecord(Config):
     lr: float | None
     moved: str | None
     runs: tuple[SeedRun, ...]
-    state_bytes: Any
-    training: Any
-    generation: Any
-    lengths: Any
-    memory: Any
-    badges: Any
-    machine: Any
-    settings: Any
+    state_bytes: dict[str, int]
+    training: StepTime | None
+    generation: Speeds | None
+    lengths: Speeds | None
+    memory: Memory | None
+    badges: list[Badge]
+    machine: MachineFacts
+    settings: JsonObject
 
     @property
     def values(self) -> tuple[float, ...]:
-        """The deciding figure of every seed."""
+        """The deciding metric of every seed."""
         return tuple(run.value for run in self.runs)
 
 
@@ -90,11 +93,11 @@ class Comparison(Config):
     figure: str
     unit: str
     lower_is_better: bool
-    data: Any
-    baselines: Any
-    budget: Any
-    settings: Any
-    seconds: Any
+    data: JsonObject
+    baselines: dict[str, float]
+    budget: Budget
+    settings: JsonObject
+    seconds: dict[str, float]
     entrants: tuple[EntrantRecord, ...]
 
     place: ClassVar[str] = "a comparison"
@@ -106,7 +109,7 @@ class Comparison(Config):
 
     @property
     def finished(self) -> list[EntrantRecord]:
-        """The entrants that have a figure, the best first."""
+        """The entrants that were measured, the best first."""
         done = [entrant for entrant in self.entrants if entrant.runs]
         return sorted(done, key=lambda item: mean_of(item) * (1 if self.lower_is_better else -1))
 
@@ -121,13 +124,16 @@ def save(comparison: Comparison, path: Path) -> None:
     write_json(path, as_json(comparison))
 
 
-def as_json(comparison: Comparison) -> dict[str, Any]:
+def as_json(comparison: Comparison) -> dict[str, object]:
     """Return the comparison as data that JSON can hold, with the schema's number."""
     return {"schema": SCHEMA} | to_dict(comparison)
 
 
 def read(path: Path) -> Comparison:
-    """The comparison in a file, of whomever; what is none is one clear sentence."""
+    """Return the comparison in a file.
+
+    Errors: ``KinformerError`` for a file that holds none, or one of another schema.
+    """
     data = read_json(path)
     if not isinstance(data, dict) or "entrants" not in data:
         raise KinformerError(f"{path}: is no comparison; give the comparison.json that kinformer compare wrote.")
@@ -141,8 +147,8 @@ def read(path: Path) -> Comparison:
 
 
 def merged(comparisons: list[tuple[Path, Comparison]]) -> Comparison:
-    """All entrants of several comparisons of one task on the same data; an entrant that has the name of another one
-    is called by its file too, and runs of the same one with other seeds are put together.
+    """Return one comparison with the entrants of several on one task and the same data. An entrant with the name of a
+    different one gets that of its file too, and runs of the same one with other seeds are joined.
 
     Errors: ``KinformerError`` for another task, other data or another figure.
     """
@@ -174,17 +180,18 @@ def merged(comparisons: list[tuple[Path, Comparison]]) -> Comparison:
     return first.replace(entrants=tuple(entrants.values()), seconds=seconds)
 
 
-def _fingerprint(comparison: Comparison) -> Any:
+def _fingerprint(comparison: Comparison) -> list[object]:
     data = comparison.data if isinstance(comparison.data, dict) else {}
     return [data.get("fingerprint"), data.get("split"), data.get("max_bytes")]
 
 
 def _alike(one: EntrantRecord, other: EntrantRecord) -> bool:
-    """Whether the models and their training, but for the seed, are the same."""
+    """Return whether the models and their training, but for the seed, are the same."""
     return all(getattr(one, name) == getattr(other, name) for name in ("spec", "set", "settings", "lr", "parameters"))
 
 
-def _free(name: str, taken: Any) -> str:
+def _free(name: str, taken: Container[str]) -> str:
+    """Return ``name``, or with a number behind it if it is among those ``taken``."""
     count = 2
     result = name
     while result in taken:

@@ -1,15 +1,15 @@
-"""What a comparison says, in any form: columns, order, title and conditions; and all of it as Markdown."""
+"""The report of a comparison, in any form: columns, order, title and conditions; and all of it as Markdown."""
 
 from __future__ import annotations
 
 import re
 from html import escape
-from typing import Any
 
 from kinformer.comparison import measures, words
 from kinformer.comparison.machine import described
 from kinformer.comparison.measures import Measure
 from kinformer.comparison.record import Comparison, EntrantRecord, mean_of
+from kinformer.comparison.results import MachineFacts
 from kinformer.runtime.words import plural
 
 
@@ -38,12 +38,12 @@ def columns(comparison: Comparison) -> list[Measure]:
 
 
 def ordered(comparison: Comparison) -> list[EntrantRecord]:
-    """The best first; those that are out last."""
+    """Return the entrants, the best first, those that are out last."""
     return [*comparison.finished, *(entrant for entrant in comparison.entrants if not entrant.runs)]
 
 
 def markdown(comparison: Comparison) -> str:
-    """The comparison as a page of Markdown."""
+    """Return the comparison as a page of Markdown."""
     shown = columns(comparison)
     sentences = [*words.summary(comparison), *words.crossovers_of(comparison)]
     lines = [f"# {_prose(title(comparison))}", "", *(f"- {_prose(item)}" for item in sentences), ""]
@@ -64,14 +64,14 @@ def markdown(comparison: Comparison) -> str:
 
 
 def _prose(text: str) -> str:
-    """``text``, which may hold a stranger's names, so that Markdown shows it as it is: no HTML, no links, no marks."""
+    """Return ``text``, which may hold others' names, so that Markdown shows it as it is: no HTML, links or marks."""
     marked = re.sub(r"([\\`*_\[\]|~$#])", r"\\\1", _line(text))
     plain = escape(marked, quote=False).replace("://", "&#58;//").replace("@", "&#64;").replace("www.", "www&#46;")
     return re.sub(r"^(\d*)([-+.)]) ", r"\1\\\2 ", plain)
 
 
 def _line(text: str) -> str:
-    """``text`` in one line, as it may stand in a block of code."""
+    """Return ``text`` in one line, as it may stand in a block of code."""
     return " ".join(text.split())
 
 
@@ -82,7 +82,7 @@ def title(comparison: Comparison) -> str:
 
 
 def conditions(comparison: Comparison) -> str:
-    """Budget, data, machine and versions in one paragraph."""
+    """Return the budget, data, machine and versions in one paragraph."""
     budget, data = comparison.budget, comparison.data if isinstance(comparison.data, dict) else {}
     steps = budget.get("steps") or []
     made = (
@@ -92,9 +92,9 @@ def conditions(comparison: Comparison) -> str:
         if steps
         else "no step"
     )
-    where: Any = next((entrant.machine for entrant in comparison.entrants if entrant.machine), {})
-    most = data.get("max_bytes")
-    first = f", its first {plural(most, 'byte')}" if most else ""
+    where = next((entrant.machine for entrant in comparison.entrants if entrant.machine), MachineFacts())
+    limit = data.get("max_bytes")
+    first = f", its first {plural(limit, 'byte')}" if limit else ""
     return (
         f"{plural(budget['parameters'], 'parameter')} within 5 %, {made} of {plural(budget['tokens_step'], 'token')}, "
         f"{plural(budget['seeds'], 'seed')}; the same data in the same order, the same recipe, the learning rate of "

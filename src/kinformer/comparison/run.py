@@ -1,5 +1,4 @@
-"""A comparison from members, or from the files of others, to its report: JSON for machines, Markdown for a repository,
-one HTML page for readers."""
+"""A comparison from members, or from files of comparisons, to its report as JSON, Markdown and one HTML page."""
 
 from __future__ import annotations
 
@@ -32,11 +31,8 @@ class Written:
 
 
 def report(members: Sequence[str], options: CompareOptions, merge: Sequence[str], command: str) -> Written:
-    """The comparison of ``members``, or of the files ``merge`` (and those in ``members`` beside them), with its report
-    written into the folder ``options.out``.
-
-    ``command``: what was called, for the report.
-    """
+    """Compare ``members``, or merge the files ``merge`` (and those in ``members`` beside them), and write the report
+    into the folder ``options.out``. The report shows ``command``."""
     out, files = Path(options.out), list[Path]()
     if merge:
         files = [Path(path) for path in (*merge, *members)]
@@ -49,8 +45,8 @@ def report(members: Sequence[str], options: CompareOptions, merge: Sequence[str]
 
 
 def write(comparison: Comparison, folder: Path) -> Written:
-    """Write all forms into ``folder``; the page needs matplotlib and Jinja2, and is left out with a sentence where
-    these are not installed."""
+    """Write the report in all forms into ``folder``; the page needs matplotlib and Jinja2, and is left out with a note
+    where these are not installed."""
     from importlib.util import find_spec
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""How fast contestants train and generate, measured in turns, and how much memory they take."""
+"""The speeds at which contestants train and generate, measured in turns, and the memory that they take."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
 
@@ -14,6 +14,7 @@ from kinformer.comparison import works
 from kinformer.comparison.cache import Cache, key_of
 from kinformer.comparison.options import CompareOptions
 from kinformer.comparison.plan import Contestant, guarded, planned, still_in
+from kinformer.comparison.results import LengthBytes, Memory, SpeedPoint
 from kinformer.comparison.timing import Peak, in_fresh_process, in_turns
 from kinformer.runs.options import TrainOptions
 from kinformer.runtime.words import plural
@@ -25,7 +26,7 @@ PROMPT = 128
 
 
 def stepper(options: TrainOptions, folder: Path, device: torch.device) -> Callable[[], object]:
-    """Training steps as the trainer makes them, which change no weight."""
+    """Return a function that makes a training step as the trainer does, at a learning rate of 0."""
     task, plan = planned(options)
     torch.manual_seed(plan.settings.seed)
     model = plan.config.build()
@@ -37,8 +38,8 @@ def stepper(options: TrainOptions, folder: Path, device: torch.device) -> Callab
 
 
 def training_speeds(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache) -> None:
-    """``found["training"]`` of each: seconds of a step, those of the anchor (the first contestant) in the same rounds,
-    and when. Those that are kept stay as they are; the others are measured in turns, together with the anchor."""
+    """Set ``results["training"]`` of each: seconds of a step, those of the anchor (the first contestant) in the same
+    rounds, and the date. Cached ones stay as they are; the others are measured in turns, together with the anchor."""
     device = options.usable_device()
     sizes = ["training", options.length, options.batch_size, options.optimizer, options.precision, device.type]
     keys = {item.name: key_of([sizes, item.model_key, torch.get_num_threads()]) for item in still_in(contestants)}
@@ -61,54 +62,53 @@ def training_speeds(contestants: Sequence[Contestant], options: CompareOptions, 
         if contestant.name not in seconds:
             contestant.error = contestant.error or "its first training steps failed."
         else:
-            contestant.results["training"] = {"seconds": seconds[contestant.name]} | _round(
-                anchor, seconds.get(anchor.name)
-            )
+            contestant.results["training"] = {
+                "seconds": seconds[contestant.name],
+                "anchor": anchor.name,
+                "anchor_value": seconds.get(anchor.name),
+                "date": time.strftime("%Y-%m-%d"),
+            }
             cache.put("speed", keys[contestant.name], contestant.results["training"])
 
 
-def _round(anchor: Contestant, value: object) -> dict[str, Any]:
-    return {"anchor": anchor.name, "anchor_value": value, "date": time.strftime("%Y-%m-%d")}
-
-
 def generation_speeds(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache) -> None:
-    """``found["generation"]``: seconds of a token for all rows, by the number of rows, behind a prompt of 128."""
-    able = [contestant for contestant in still_in(contestants) if works.generates(contestant.config)]
-    _measured(able, "generation", [("decode", batch, PROMPT) for batch in BATCHES], options, cache)
+    """Set ``results["generation"]``: seconds of a token for all rows, by the number of rows, behind a prompt of 128."""
+    subjects = [contestant for contestant in still_in(contestants) if works.generates(contestant.config)]
+    _measured(subjects, "generation", [("decode", batch, PROMPT) for batch in BATCHES], options, cache)
 
 
 def length_speeds(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache) -> None:
-    """``found["lengths"]``: seconds of a forward and of a training step of one row by its length."""
-    able = [contestant for contestant in still_in(contestants) if works.reads_tokens(contestant.config)]
+    """Set ``results["lengths"]``: seconds of a forward and of a training step of one row by its length."""
+    subjects = [contestant for contestant in still_in(contestants) if works.reads_tokens(contestant.config)]
     points = [(kind, 1, length) for length in options.measured_lengths for kind in ("forward", "step")]
-    _measured(able, "lengths", points, options, cache)
+    _measured(subjects, "lengths", points, options, cache)
 
 
 def _measured(
-    able: Sequence[Contestant],
-    stage: str,
+    subjects: Sequence[Contestant],
+    stage: Literal["generation", "lengths"],
     points: Sequence[tuple[str, int, int]],
     options: CompareOptions,
     cache: Cache,
 ) -> None:
-    """Each point of all contestants that lack it, in turns, with the anchor among them."""
+    """Measure each point of all contestants that lack it, in turns, with the anchor among them."""
     device = options.usable_device()
     content = [stage, list(map(list, points)), options.rounds, device.type, torch.get_num_threads(), options.precision]
-    keys = {item.name: key_of([content, item.model_key]) for item in able}
-    for contestant in able:
+    keys = {item.name: key_of([content, item.model_key]) for item in subjects}
+    for contestant in subjects:
         contestant.results[stage] = cache.get("speed", keys[contestant.name])
-    missing = [item for item in able if item.results[stage] is None]
+    missing = [item for item in subjects if item.results[stage] is None]
     if not missing:
         return
-    chosen = missing if able[0] in missing else [able[0], *missing]
-    models: dict[str, Any] = {}
+    chosen = missing if subjects[0] in missing else [subjects[0], *missing]
+    models: dict[str, works.Timed] = {}
     for contestant in chosen:
         with guarded(contestant, f"measuring {stage}"):
             torch.manual_seed(options.seed)
             model = contestant.config.build().to(device)
             works.check_correct(model)
             models[contestant.name] = model
-    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in models}
+    rows: dict[str, list[SpeedPoint]] = {name: [] for name in models}
     for kind, batch, length in points:
         work_by_name: dict[str, works.Work] = {}
         for contestant in chosen:
@@ -120,12 +120,17 @@ def _measured(
             rows[name].append({"kind": kind, "batch": batch, "length": length, "seconds": seconds / share})
     for contestant in missing:
         if contestant.name in rows:
-            contestant.results[stage] = {"points": rows[contestant.name]} | _round(able[0], rows.get(able[0].name))
+            contestant.results[stage] = {
+                "points": rows[contestant.name],
+                "anchor": subjects[0].name,
+                "anchor_value": rows.get(subjects[0].name),
+                "date": time.strftime("%Y-%m-%d"),
+            }
             cache.put("speed", keys[contestant.name], contestant.results[stage])
 
 
-def memory_of(contestant: Contestant, options: CompareOptions, cache: Cache) -> dict[str, Any]:
-    """Peak bytes of training as it is done here, and by length of one row, above an empty process."""
+def memory_of(contestant: Contestant, options: CompareOptions, cache: Cache) -> Memory:
+    """Return peak bytes of training as it is done here, and by length of one row, above an empty process."""
     device = options.usable_device()
     job = contestant.options(Path(), options.middle, options.seed, 1)
     content = ["memory", options.lengths, options.length, options.batch_size, options.optimizer, device.type]
@@ -133,10 +138,11 @@ def memory_of(contestant: Contestant, options: CompareOptions, cache: Cache) -> 
     return cache.once("memory", key, lambda: in_fresh_process(peaks, job, options.measured_lengths, str(device)))
 
 
-def peaks(options: TrainOptions, lengths: Sequence[int], device: str) -> dict[str, Any]:
-    """For a process of its own: see :func:`memory_of`."""
+def peaks(options: TrainOptions, lengths: Sequence[int], device: str) -> Memory:
+    """Measure what :func:`memory_of` returns, in a process of its own."""
     _, plan = planned(options)
-    empty, by_length = Peak(device), []
+    empty = Peak(device)
+    by_length: list[LengthBytes] = []
     if works.reads_tokens(plan.config):
         model = plan.config.build().to(device)
         built = Peak(device)

@@ -20,7 +20,7 @@ class Welch(NamedTuple):
 
 
 def welch(first: Sequence[float], second: Sequence[float]) -> Welch | None:
-    """The test of two samples of unlike variance; None where one has fewer than two values.
+    """Return the test of two samples of unlike variance; None where one has fewer than two values.
 
     t = (mean_1 - mean_2) / sqrt(s_1^2 / n_1 + s_2^2 / n_2),
     degrees = (s_1^2 / n_1 + s_2^2 / n_2)^2 / sum_i (s_i^2 / n_i)^2 / (n_i - 1)
@@ -40,7 +40,7 @@ def welch(first: Sequence[float], second: Sequence[float]) -> Welch | None:
 
 
 def two_sided(t: float, degrees: float) -> float:
-    """P(|T| > |t|) of Student's distribution with one degree of freedom or more.
+    """Return P(|T| > |t|) of Student's distribution with one degree of freedom or more.
 
     With x = sqrt(degrees) tan(a), its density is that of cos(a)^(degrees - 1), which Simpson's rule integrates to where
     nothing is left of it.
@@ -55,8 +55,8 @@ def two_sided(t: float, degrees: float) -> float:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """The p of each of several tests, so that all of them together are wrong as seldom as one: the k-th smallest of n
-    times n - k + 1, and never less than a smaller one's."""
+    """Return the p of several tests, corrected so that all of them together are wrong as seldom as one: the k-th
+    smallest of n times n - k + 1, and never less than a smaller one's."""
     adjusted, highest = [0.0] * len(ps), 0.0
     for rank, index in enumerate(sorted(range(len(ps)), key=lambda item: ps[item])):
         highest = max(highest, min(1.0, (len(ps) - rank) * ps[index]))

@@ -1,4 +1,4 @@
-"""Times and memory: several works measured in turns, and one in a process of its own at its highest moment."""
+"""Times of several works measured in turns, and the peak memory of one in a process of its own."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from kinformer.runtime.errors import KinformerError, memory_sentence
 from kinformer.runtime.progress import note
 
+P = ParamSpec("P")
 K = TypeVar("K")
 T = TypeVar("T")
 SLOWEST = 30.0
@@ -26,10 +27,10 @@ SLOWEST = 30.0
 
 
 def in_turns(works: Mapping[K, Callable[[], object]], rounds: int, device: str = "cpu") -> dict[K, float]:
-    """Median seconds of each work over ``rounds``, after one that does not count.
+    """Return the median seconds of each work over ``rounds``, after one that does not count.
 
     The order is drawn anew in every round, so that whatever else the machine does meets all alike. A work that fails,
-    as for want of memory, is told and left out.
+    such as one that runs out of memory, is left out with a note.
     """
     seconds: dict[K, list[float]] = {key: [] for key in works}
     order, shuffle = list(works), random.Random(0).shuffle
@@ -52,12 +53,12 @@ def in_turns(works: Mapping[K, Callable[[], object]], rounds: int, device: str =
 
 
 def timed(work: Callable[[], object], device: str = "cpu") -> float:
-    """Seconds that ``work`` takes, until the device is done with it."""
+    """Return the seconds that ``work`` takes, until the device is done with it."""
     _wait(device)
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     work()
     _wait(device)
-    return time.perf_counter() - begun
+    return time.perf_counter() - started_at
 
 
 def _wait(device: str) -> None:
@@ -66,14 +67,14 @@ def _wait(device: str) -> None:
 
 
 class Peak:
-    """Bytes at the highest moment since :meth:`restart`, above what was there when it was made."""
+    """The peak bytes since :meth:`restart`, above those when the object was made."""
 
     def __init__(self, device: str) -> None:
         self.device = device
         self.before = self._now()
 
     def restart(self) -> None:
-        """Forget the highest moment so far, where that can be (a GPU, Linux)."""
+        """Forget the peak so far, where the system can (a GPU, Linux)."""
         if self.device.startswith("cuda"):
             torch.cuda.reset_peak_memory_stats(self.device)
         elif sys.platform == "linux":
@@ -104,8 +105,8 @@ def _status(name: str) -> int:
     raise AssertionError(f"/proc/self/status has no {name}")
 
 
-def in_fresh_process(function: Callable[..., T], *arguments: Any) -> T:
-    """What ``function``, which stands in a module, returns in a process that did nothing before.
+def in_fresh_process(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    """Return what ``function``, which must be importable, returns in a process that did nothing before.
 
     Errors: what it raises; ``KinformerError`` where the system ended the process, as it does when memory is short.
     """
@@ -114,7 +115,7 @@ def in_fresh_process(function: Callable[..., T], *arguments: Any) -> T:
         with ProcessPoolExecutor(
             1, mp_context=context, initializer=_begin, initargs=(torch.get_num_threads(),)
         ) as pool:
-            return pool.submit(function, *arguments).result()
+            return pool.submit(function, *arguments, **options).result()
     except BrokenProcessPool:
         raise KinformerError(
             "its process was ended by the system, which happens when memory is short; choose smaller sizes."

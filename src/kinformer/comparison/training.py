@@ -13,12 +13,14 @@ from typing import Any
 from kinformer.comparison.cache import Cache, file_name, key_of
 from kinformer.comparison.options import MEASURED_BYTES, CompareOptions
 from kinformer.comparison.plan import Contestant
+from kinformer.comparison.record import Point
+from kinformer.comparison.results import ContextValue, Measurement, RunResult, TrialResult
 from kinformer.runs.evaluate import evaluate
 from kinformer.runs.options import EvaluateOptions, TrainOptions
 from kinformer.runs.run import CONFIG
 from kinformer.runs.train import train
 from kinformer.runtime.errors import RARE, KinformerError, flag_of
-from kinformer.runtime.parsing import parse_json_line
+from kinformer.runtime.parsing import JsonObject, parse_json_line
 from kinformer.runtime.progress import note
 from kinformer.runtime.words import plural
 from kinformer.training.checkpoint import Checkpoints
@@ -26,37 +28,37 @@ from kinformer.training.logging import METRICS
 from kinformer.training.metric import Metric
 from kinformer.training.settings import PARTS_OF_A_RUN, Settings
 
-MOST_MOVES = 4
-SWEEP_SHARE, LEAST_SWEEP = 5, 20
+MAX_MOVES = 4
+SWEEP_SHARE, MIN_SWEEP = 5, 20
 SWEEP_TOKENS = 16384
 """Validation tokens of a run of the sweep."""
-MOST_TOKENS, LEAST_TOKENS, VALIDATED_SHARE = 65536, 4096, 40
+MAX_TOKENS, MIN_TOKENS, VALIDATED_SHARE = 65536, 4096, 40
 ATTEMPTS = 3
 WEIGHTS_OF_A_RUN = "checkpoints"
 
 
 def sweep_steps(options: CompareOptions, steps: int) -> int:
-    """Steps of a run of the sweep."""
-    return options.sweep_steps or min(steps, max(LEAST_SWEEP, steps // SWEEP_SHARE))
+    """Return the steps of a run of the sweep."""
+    return options.sweep_steps or min(steps, max(MIN_SWEEP, steps // SWEEP_SHARE))
 
 
-def validations(options: CompareOptions, steps: int) -> dict[str, Any]:
+def validations(options: CompareOptions, steps: int) -> dict[str, int]:
     """Return the settings by which a run is validated: ten times, all runs on the same tokens, few for short runs."""
     tokens = steps * options.row_length * options.batch_size // VALIDATED_SHARE
-    tokens = SWEEP_TOKENS if options.minutes is not None else min(MOST_TOKENS, max(LEAST_TOKENS, tokens))
+    tokens = SWEEP_TOKENS if options.minutes is not None else min(MAX_TOKENS, max(MIN_TOKENS, tokens))
     return {"validation_tokens": tokens, "validate_every": -(-steps // PARTS_OF_A_RUN)}
 
 
 def sweep(contestant: Contestant, options: CompareOptions, cache: Cache, steps: int, metric: Metric) -> None:
-    """``found["sweep"]``: learning rates with what came of them; ``found["lr"]``: the best; ``found["moved"]``: what is
-    to be told of an optimum that stood at an end, so that the sweep went on there."""
+    """Set ``results["sweep"]``: learning rates with their metrics; ``results["lr"]``: the best; ``results["moved"]``: a
+    sentence about an optimum that stood at an end, so that the sweep went on there."""
     short = sweep_steps(options, steps)
     half = (max(options.sweep, 1) - 1) // 2
     powers = list(range(-half, max(options.sweep, 1) - half))
     tried: dict[int, float | None] = {}
     moves = 0
     if options.sweep == 0:
-        contestant.results |= {"sweep": [], "lr": options.middle, "moved": None}
+        contestant.results.update({"sweep": [], "lr": options.middle, "moved": None})
         return
     while True:
         for power in powers:
@@ -69,15 +71,14 @@ def sweep(contestant: Contestant, options: CompareOptions, cache: Cache, steps: 
             )
         best = (min if metric.lower_is_better else max)(finite, key=lambda power: finite[power])
         beyond = best - 1 if best == min(tried) else best + 1 if best == max(tried) else None
-        if beyond is None or moves == MOST_MOVES:
+        if beyond is None or moves == MAX_MOVES:
             break
         powers, moves = [beyond], moves + 1
-    trials = [{"lr": options.middle * 2.0**power, "value": value} for power, value in sorted(tried.items())]
-    contestant.results |= {
-        "sweep": trials,
-        "lr": options.middle * 2.0**best,
-        "moved": _moved_text(moves, beyond is not None),
-    }
+    trials: list[TrialResult] = [
+        {"lr": options.middle * 2.0**power, "value": value} for power, value in sorted(tried.items())
+    ]
+    moved = _moved_text(moves, beyond is not None)
+    contestant.results.update({"sweep": trials, "lr": options.middle * 2.0**best, "moved": moved})
 
 
 def _moved_text(moves: int, at_edge: bool) -> str | None:
@@ -91,8 +92,8 @@ def _trial(
     contestant: Contestant, options: CompareOptions, cache: Cache, steps: int, power: int, metric: Metric
 ) -> float | None:
     lr = options.middle * 2.0**power
-    every = {"validate_every": steps, "validation_tokens": SWEEP_TOKENS, "checkpoint_every": 0, "keep": 1}
-    done = run(contestant, options, cache, lr, options.seed, steps, keeps=False, **every)
+    settings = {"validate_every": steps, "validation_tokens": SWEEP_TOKENS, "checkpoint_every": 0, "keep": 1}
+    done = run(contestant, options, cache, lr, options.seed, steps, keeps=False, **settings)
     value = done.get("validation", {}).get(metric.name)
     value_text = metric.text(value) if value is not None else "diverged"
     note(f"{contestant.name}: learning rate {lr:g}, {plural(steps, 'step')}: {value_text}")
@@ -107,13 +108,12 @@ def run(
     seed: int,
     steps: int,
     keeps: bool = True,
-    **settings: Any,
-) -> dict[str, Any]:
-    """Train one run, or take what is kept of it: ``folder``, ``validation`` (its best), ``steps``, ``seconds``,
-    ``log``, ``command``; ``diverged`` alone where it did. Unless it ``keeps`` its folder, only that is left."""
+    **settings: int,
+) -> RunResult:
+    """Train one run, or return its stored result. Unless it ``keeps`` its folder, nothing but the result is left."""
     planned = contestant.options(Path(options.out), lr, seed, steps, **settings)
     key = contestant.run_key(planned)
-    cached = cache.get("run", key)
+    cached: RunResult | None = cache.get("run", key)
     if cached is not None:
         return cached
     folder = Path(options.out) / "runs" / f"{file_name(contestant.name)}-{key}"
@@ -125,29 +125,28 @@ def run(
     except KinformerError as error:
         if "diverged" not in str(error):
             raise
-        cached = {"diverged": str(error)}
+        result: RunResult = {"diverged": str(error)}
     else:
         if summary.result.signal:
             raise KeyboardInterrupt
-        log = _log(folder)
-        cached = {
+        result = {
             "folder": folder.name,
             "validation": dict(summary.result.validation),
             "steps": summary.result.steps,
             "seconds": summary.result.seconds,
-            "log": log,
+            "log": _log(folder),
             "command": command_of(planned),
         }
-    cache.put("run", key, cached)
+    cache.put("run", key, result)
     cache.path("attempts", key).unlink(missing_ok=True)
     shutil.rmtree(folder / WEIGHTS_OF_A_RUN, ignore_errors=True)  # the best weights are beside them
     if not keeps:
-        shutil.rmtree(folder, ignore_errors=True)  # of the sweep nothing but the figure is needed
-    return cached
+        shutil.rmtree(folder, ignore_errors=True)  # of the sweep nothing but the metric is needed
+    return result
 
 
 def _count_attempt(cache: Cache, key: str, folder: Path) -> None:
-    """A run that ended its process several times before its first checkpoint is not tried again."""
+    """Count an attempt; refuse a run that ended its process several times before its first checkpoint."""
     if Checkpoints(folder / WEIGHTS_OF_A_RUN, 1).steps():
         return
     before = cache.get("attempts", key) or 0
@@ -160,7 +159,7 @@ def _count_attempt(cache: Cache, key: str, folder: Path) -> None:
     cache.put("attempts", key, before + 1)
 
 
-def _log(folder: Path) -> list[dict[str, Any]]:
+def _log(folder: Path) -> list[JsonObject]:
     lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
     return [
         parse_json_line(folder / METRICS, number, line, "delete the run's folder, it is trained again")
@@ -168,9 +167,10 @@ def _log(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def curve(run: Mapping[str, Any], metric: Metric, flops_step: float | None) -> list[dict[str, Any]]:
-    """The validations of a run, with the seconds of training until then."""
-    points, seconds = [], {}
+def curve(run: RunResult, metric: Metric, flops_step: float | None) -> list[Point]:
+    """Return the validations of a run, with the seconds of training until then."""
+    points: list[Point] = []
+    seconds: dict[int, float] = {}
     for line in run["log"]:
         if "seconds" in line:
             seconds[line["step"]] = line["seconds"]
@@ -178,30 +178,30 @@ def curve(run: Mapping[str, Any], metric: Metric, flops_step: float | None) -> l
         if value is not None:
             step = line["step"]
             flops = None if flops_step is None else flops_step * step
-            points.append({"step": step, "value": value, "seconds": seconds.get(step), "flops": flops})
+            points.append(Point(step=step, value=value, seconds=seconds.get(step), flops=flops))
     return points
 
 
 def measured(
-    contestant: Contestant, options: CompareOptions, cache: Cache, done: Mapping[str, Any], first: bool, baseline: bool
-) -> dict[str, Any]:
-    """A run on the test split: ``figures``, ``units``, ``baselines``, ``data``; the ``first`` seed also by position and
-    at further lengths of context."""
+    contestant: Contestant, options: CompareOptions, cache: Cache, done: RunResult, first: bool, baseline: bool
+) -> Measurement:
+    """Return the results of a run on the test split, those of the ``first`` seed also by position and at further
+    lengths of context."""
     task = contestant.task
     option_fields = {field.name for field in fields(task.EvaluationOptions)}
-    task_options: dict[str, Any] = {}
+    task_options: dict[str, object] = {}
     if first and "lengths" in option_fields:
         task_options["lengths"] = _possible(options.contexts, contestant, options.row_length)
     if baseline and "baseline" in option_fields:
         task_options["baseline"] = True
     limits = {"max_bytes": options.max_bytes or MEASURED_BYTES, "seed": options.seed}
     settings: dict[str, Any] = {name: limits[name] for name in limits.keys() - task.evaluation.refused.keys()}
-    most = settings.get("max_bytes")
+    max_bytes = settings.get("max_bytes")
     evaluation_options = EvaluateOptions(
         device=options.device, threads=options.threads, task_options=task_options, **settings
     )
 
-    def make() -> dict[str, Any]:
+    def make() -> Measurement:
         evaluation = evaluate(
             [Path(options.out) / "runs" / done["folder"]], evaluation_options, quiet=True
         ).evaluations[0]
@@ -212,19 +212,19 @@ def measured(
             "figures": dict(evaluation.metrics),
             "units": [[unit.name, unit.unit, unit.lower_is_better] for unit in evaluation.units],
             "baselines": dict(evaluation.baselines),
-            "data": dict(evaluation.data) | {"max_bytes": most},
+            "data": dict(evaluation.data) | {"max_bytes": max_bytes},
             "contexts": list(lengths.values()) if first else [],
         }
 
-    return cache.once("measured", key_of([done["folder"], most, task_options]), make)
+    return cache.once("measured", key_of([done["folder"], max_bytes, task_options]), make)
 
 
-def _context(facts: Mapping[str, Any]) -> dict[str, Any]:
+def _context(facts: JsonObject) -> ContextValue:
     return {"context": facts["context"], "value": facts["bits_per_byte"], "positions": list(facts["by_position"])}
 
 
 def _possible(contexts: str, contestant: Contestant, length: int) -> str:
-    """The lengths of context that the model's positions allow."""
+    """Return the lengths of context that the model's positions allow."""
     limit = contestant.results.get("max_length")
     possible = []
     for part in contexts.split(","):
@@ -240,7 +240,7 @@ def _text(value: object) -> str:
 
 
 def command_of(options: TrainOptions) -> str:
-    """The command that trains a run like this, as it is typed."""
+    """Return the command that trains such a run, as it is typed."""
     words = ["kinformer", "train", options.member]
     plain = {item.name: item.default for item in fields(Settings)}
     for field in fields(TrainOptions):

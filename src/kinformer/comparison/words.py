@@ -1,12 +1,12 @@
-"""What a comparison says in words: who is better, at which cost, and what is not significant."""
+"""A comparison in words: who is better, at which cost, and what is not significant."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import exp, log
 from statistics import stdev
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kinformer.comparison.measures import costs
 from kinformer.comparison.record import Comparison, EntrantRecord, mean_of
@@ -48,7 +48,7 @@ def differences(comparison: Comparison) -> list[Difference]:
 
 
 def spread(entrant: EntrantRecord) -> float | None:
-    """The standard deviation over the seeds, None of one seed."""
+    """Return the standard deviation over the seeds, None of one seed."""
     return stdev(entrant.values) if len(entrant.values) > 1 else None
 
 
@@ -58,12 +58,12 @@ def shown(metric: Metric, value: float) -> str:
 
 
 def p_text(p: float) -> str:
-    """``p = 0.012``, ``p < 0.001``."""
+    """Return ``p`` as text: ``p = 0.012``, ``p < 0.001``."""
     return "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
 
 
 def summary(comparison: Comparison) -> list[str]:
-    """Sentences, the most important first."""
+    """Return sentences, the most important first."""
     if not comparison.finished:
         return ["No member could be trained; the reasons stand below."]
     return [
@@ -80,7 +80,7 @@ RULES = {"ngram": "counting", "bigram": "counting", "unigram": "counting", "neig
 
 
 def _quality(comparison: Comparison) -> Iterator[str]:
-    """Whether to choose by this at all, then what is significant, then the best value."""
+    """Yield whether to choose by this at all, then what is significant, then the best value."""
     floor = _floor(comparison)
     if floor.startswith("Every"):
         yield floor
@@ -94,7 +94,7 @@ def _quality(comparison: Comparison) -> Iterator[str]:
 
 
 def _floor(comparison: Comparison) -> str:
-    """Who is worse than the simple rule beside the members, the strongest of those that are in the deciding metric."""
+    """Return who is worse than the simple rule beside the members: the strongest that has the deciding metric."""
     metric, finished = comparison.deciding, comparison.finished
     baselines = comparison.baselines or {}
     baselines = {name: value for name, value in baselines.items() if metric.name in name} or baselines
@@ -148,7 +148,7 @@ def _costs(comparison: Comparison) -> Iterator[str]:
 
 
 def _at_equal_time(comparison: Comparison) -> Iterator[str]:
-    """Who leads after the seconds that the fastest run took, by the validations of the first seed."""
+    """Yield who leads after the seconds that the fastest run took, by the validations of the first seed."""
     curves = {entrant.name: _timed(entrant) for entrant in comparison.finished}
     curves_ = {name: points for name, points in curves.items() if len(points) > 1}
     if len(curves_) < 2:
@@ -171,7 +171,7 @@ def _timed(entrant: EntrantRecord) -> list[tuple[float, float]]:
 
 
 def at(points: Sequence[tuple[float, float]], x: float) -> float | None:
-    """The value of a curve at ``x``, between its neighbours in proportion; None before its first point."""
+    """Return the value of a curve at ``x``, interpolated between its neighbours; None outside of its points."""
     for (x0, y0), (x1, y1) in pairwise(points):
         if x0 <= x <= x1:
             return y0 if x1 == x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
@@ -179,28 +179,31 @@ def at(points: Sequence[tuple[float, float]], x: float) -> float | None:
 
 
 def crossovers_of(comparison: Comparison) -> Iterator[str]:
-    """Where the others overtake the first entrant, by length; those that never do, or always, in one sentence."""
+    """Yield where the others overtake the first entrant, by length; those that never do, or always, in one sentence."""
     timed = [item for item in comparison.entrants if item.lengths]
     if len(timed) < 2:
         return
     first, *others = timed
     for kind, work in (("step", "In a training step"), ("forward", "In a forward")):
-        base, whole = seconds_of(first, kind), dict[str, list[str]]()
+        base, names_by_sentence = seconds_of(first, kind), dict[str, list[str]]()
         for entrant in others:
             always, text = crossover(first.name, seconds_of(entrant, kind), base)
-            whole.setdefault(always or text, []).append(f"{entrant.name} ({text})" if always else entrant.name)
-        for sentence, names in whole.items():
+            names_by_sentence.setdefault(always or text, []).append(
+                f"{entrant.name} ({text})" if always else entrant.name
+            )
+        for sentence, names in names_by_sentence.items():
             yield f"{work}, {sentence}: {_list(names)}."
 
 
 def seconds_of(entrant: EntrantRecord, kind: str) -> dict[int, float]:
     """Return an entrant's seconds of one kind of work by length."""
-    return {point["length"]: point["seconds"] for point in entrant.lengths["points"] if point["kind"] == kind}
+    points = entrant.lengths["points"] if entrant.lengths else []
+    return {point["length"]: point["seconds"] for point in points if point["kind"] == kind}
 
 
 def crossover(base: str, ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[str, str]:
-    """What is true at every length, or "", and who is faster where, in words; where the lines cross between two
-    lengths, by their logarithms."""
+    """Return what is true at every length, or "", and who is faster where; the lines cross between two lengths in
+    proportion to their logarithms."""
     lengths = sorted(ours.keys() & theirs.keys())
     if not lengths:
         return "", f"no length in common with {base}"
@@ -217,7 +220,7 @@ def crossover(base: str, ours: Mapping[int, float], theirs: Mapping[int, float])
 
 
 def _beyond(comparison: Comparison) -> Iterator[str]:
-    """Who reads on beyond the training length."""
+    """Yield who is better, and who is worse, with more context than in training."""
     metric = comparison.deciding
     worse: list[str] = []
     better: list[str] = []
@@ -255,7 +258,7 @@ def _cautions(comparison: Comparison) -> Iterator[str]:
 
 
 def _moved(comparison: Comparison) -> Iterator[str]:
-    """Sweeps that went on beyond their ends, those of which the same is to be told together."""
+    """Yield sentences about sweeps that went on beyond their ends, one for all of which the same is true."""
     names: dict[str, list[str]] = {}
     for entrant in comparison.entrants:
         if entrant.moved:
@@ -264,5 +267,5 @@ def _moved(comparison: Comparison) -> Iterator[str]:
         yield f"Learning rate{'s' if len(some) > 1 else ''} of {_list(some)}: {key}"
 
 
-def _list(items: Any) -> str:
+def _list(items: Iterable[str]) -> str:
     return ", ".join(items)

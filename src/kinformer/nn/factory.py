@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from kinformer.blocks.layer import LayerConfig
 from kinformer.core.config import C, Config, describe, field_types, from_dict, override
 from kinformer.core.contract import Chunk, MixerConfig
 from kinformer.core.encoder import EncoderLayerConfig, EncoderMixerConfig, SequenceContext
+from kinformer.core.source import StateOptions
 from kinformer.core.stack import Stack, StackConfig
 from kinformer.core.state import State
 from kinformer.family.build import configure
@@ -148,7 +149,7 @@ class _CausalStack(nn.Module):
         super().__init__()
         self.stack = stack
 
-    def initial_state(self, batch: int, **options: object) -> tuple[State, ...]:
+    def initial_state(self, batch: int, **options: Unpack[StateOptions]) -> tuple[State, ...]:
         """Return one state per use of a layer."""
         return self.stack.initial_state(batch, **options)
 

@@ -1,15 +1,13 @@
-"""What a training is going to do, in a few lines before it begins."""
+"""A few lines that say what training is going to do, before it begins."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from kinformer.runs.inheriting import inheritance_text
 from kinformer.runs.run import Run
 from kinformer.runtime.errors import spelled
+from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.processor import emulates_bfloat16
 from kinformer.runtime.words import plural
 from kinformer.training.distributed import Group
@@ -20,8 +18,8 @@ _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def announcement(run: Run, settings: Settings, parameters: int, group: Group, frozen: int = 0) -> str:
-    """Member, recipe, parameters and task; what the run that it begins with gives it; the data with its size, the
-    device, the precision and tokens a step; and a note where ``frozen`` parameters beside others begin at random."""
+    """Return lines with the member, recipe, parameters and task, what is taken over from the run of ``init``, the data
+    and their size, the device, the precision, the tokens a step, and a note on ``frozen`` random parameters."""
     rows, length = settings.batch_size, settings.length
     work = f"{rows} x {length} = {plural(rows * length, 'token')} a step"
     note = spelled(
@@ -39,7 +37,7 @@ def announcement(run: Run, settings: Settings, parameters: int, group: Group, fr
 
 
 def warning(result: Result, settings: Settings) -> str | None:
-    """One sentence where a run that was not interrupted made fewer steps than a warm-up; None where it made more."""
+    """Return a sentence if a run that was not interrupted made fewer steps than a warm-up has, else None."""
     steps, made = result.steps, plural(result.steps, "step")
     if result.signal:
         return None
@@ -56,8 +54,8 @@ def warning(result: Result, settings: Settings) -> str | None:
     return None
 
 
-def _data(data: Mapping[str, Any]) -> str:
-    """The data's name, and how much of it there is to learn from."""
+def _data(data: JsonObject) -> str:
+    """Return the data's name and how much of it there is to train on."""
     identity = data.get("identity") or {}
     name = str(identity.get("name") or data.get("spec"))
     if train := identity.get("bytes", {}).get("train"):

@@ -1,4 +1,4 @@
-"""A choice by the minutes: what it goes by, how a step is measured, and how what was chosen is written as flags."""
+"""Choosing options by a budget of minutes: the base of choosers, the timing of a step, and the choice as flags."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from kinformer.training.update import Updater
 
 @dataclass
 class Choosing:
-    """What a choice by the minutes goes by: ``options`` are the ``requested`` ones, with a vocabulary.
+    """The base of choosers by minutes: ``options`` are the ``requested`` ones, with a vocabulary.
 
     plan: gives the training plan of complete options, or refuses them. recipe: the config that is open to changes;
-    None where the model is given. begun: since when the minutes count.
+    None where the model is given. started_at: when the minutes began to count, by ``time.monotonic()``.
     """
 
     requested: TrainOptions
@@ -34,7 +34,7 @@ class Choosing:
     plan: Callable[[TrainOptions], TrainingPlan]
     recipe: ModelConfig | None
     device: str
-    begun: float
+    started_at: float
 
     @property
     def budget(self) -> float:
@@ -43,11 +43,11 @@ class Choosing:
 
     def left(self) -> float:
         """Return the seconds of them that are left now."""
-        return self.budget - (time.monotonic() - self.begun)
+        return self.budget - (time.monotonic() - self.started_at)
 
 
 def measured_update(plan: TrainingPlan, task: Task, device: str) -> tuple[Updater, DataModule]:
-    """What makes the steps of ``plan``, and its data, to measure how long one takes."""
+    """Return an updater that makes the steps of ``plan``, and its data, to measure how long a step takes."""
     torch.manual_seed(plan.settings.seed)
     model = plan.config.build()
     data = task.data_module(plan)
@@ -58,7 +58,7 @@ def measured_update(plan: TrainingPlan, task: Task, device: str) -> tuple[Update
 
 
 def flags_between(before: TrainOptions, after: TrainOptions) -> Iterator[str]:
-    """What differs, as it is written on the command line."""
+    """Yield the options that differ, as they are written on the command line."""
     for field in fields(TrainOptions):
         old, new = getattr(before, field.name), getattr(after, field.name)
         if isinstance(new, Mapping):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from kinformer.core.model_config import ModelConfig
 from kinformer.estimation.cluster import Cluster, MeshCost
@@ -24,7 +23,7 @@ class ClusterEstimate:
     refused: str
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """Return the estimate as data that JSON can hold."""
         return asdict(self)
 

@@ -1,4 +1,4 @@
-"""``config.json`` as it is read: the right schema, keys and types, before anybody believes what it says."""
+"""Reading of ``config.json``: its schema, keys and types are checked before anything uses it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from types import NoneType
-from typing import Any
 
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import read_json
+from kinformer.runtime.parsing import JsonObject
 from kinformer.training.settings import Settings
 
 SCHEMA = 2
@@ -41,8 +41,11 @@ _RETRIEVAL: Mapping[str, tuple[type, ...]] = {
 _TYPE_NAMES = {str: "text", dict: "a table", NoneType: "null", int: "a whole number", float: "a number"}
 
 
-def read_config(place: Path) -> dict[str, Any]:
-    """The table in the file ``place``; what is missing or of another type is one clear sentence."""
+def read_config(place: Path) -> JsonObject:
+    """Return the table in the file ``place``.
+
+    Errors: ``KinformerError`` for a file that is no config of a run, or lacks a key or has one of another type.
+    """
     folder = place.parent
     if not place.exists():
         raise KinformerError(
@@ -78,8 +81,8 @@ def read_config(place: Path) -> dict[str, Any]:
     return data
 
 
-def settings_in(training: Mapping[str, Any]) -> Settings:
-    """The settings that a config holds, checked like those of the command line."""
+def settings_in(training: JsonObject) -> Settings:
+    """Return the settings in a config, checked like those of the command line."""
     if unknown := sorted(map(str, training.keys() - {field.name for field in fields(Settings)})):
         raise KinformerError(f"training has the unknown setting {unknown[0]!r}; use a matching version.")
     return Settings(**training)

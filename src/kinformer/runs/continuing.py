@@ -1,8 +1,6 @@
-"""Which runs continue texts row by row, each independent of the others: what is served, and what a harness scores."""
+"""The check that a run continues texts row by row, each independent of the others: for serving, and for a harness."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from kinformer.core.head import NeedsStore
 from kinformer.runs.run import Run
@@ -10,8 +8,8 @@ from kinformer.runtime.errors import KinformerError
 
 
 def require_continuing(run: Run, instead: str) -> None:
-    """Raise unless ``run`` continues texts, and each by itself; ``instead`` says what else a run of another kind can be
-    used with."""
+    """Raise unless ``run`` continues texts, each by itself; ``instead`` names what a run of another kind can be used
+    with."""
     generation = run.task.generation
     run.task.check_generation(run)
     if generation.prompt != "text" or not generation.reads or run.tokenizer is None:
@@ -19,8 +17,7 @@ def require_continuing(run: Run, instead: str) -> None:
             f"{run.folder}: is a run of the task {run.task.name}, and only texts are continued here; give a run of "
             "next-token."
         )
-    config: Any = run.config
-    if isinstance(getattr(config, "head", None), NeedsStore):
+    if isinstance(getattr(run.config, "head", None), NeedsStore):
         raise KinformerError(
             f"{run.folder}: is a run of {run.member!r}, which looks things up for all of its sequences together, so "
             f"that none can join; use {instead}."

@@ -1,4 +1,4 @@
-"""A new run: its folder, a model that fits its task and data, and what it is trained on and how."""
+"""Creation of a run: its folder, a model that fits its task and data, its data and its settings."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from kinformer.training.settings import Settings
 from kinformer.training.stages import stages_of
 
 
-def create(options: TrainOptions, device: str, begun: float, quiet: bool = True) -> tuple[Run, Settings]:
-    """A run in a new folder, which the caller keeps and which holds its config then, and its settings; ``device`` is
-    the type of one, ``begun`` the time since which its minutes count.
+def create(options: TrainOptions, device: str, started_at: float, quiet: bool = True) -> tuple[Run, Settings]:
+    """Create a run in a new folder, which the caller has locked, and return it with its settings. ``device`` is a type
+    of device; minutes count from ``started_at``.
 
     Errors: ``KinformerError`` for options that do not go together; nothing is left behind then.
     """
@@ -55,9 +55,9 @@ def create(options: TrainOptions, device: str, begun: float, quiet: bool = True)
     check_source(options, task)
     plan_config(options, base, task, None)
     with creating(folder):
-        spec, wanted = named_data(options, task, folder), options
+        spec, requested = named_data(options, task, folder), options
         train = cache(lambda: open_corpus(spec, holdout=options.holdout).splits["train"])
-        options = with_vocabulary(wanted, task, train)
+        options = with_vocabulary(requested, task, train)
         planner = planner_for(options, task, spec, base)
 
         def plan_of(options: TrainOptions) -> TrainingPlan:
@@ -65,7 +65,7 @@ def create(options: TrainOptions, device: str, begun: float, quiet: bool = True)
 
         if decides(options):
             kind = Chooser if task.data.running_text else Ladder
-            chooser = kind(wanted, options, task, plan_of, _open_recipe(options, base), device, begun)
+            chooser = kind(requested, options, task, plan_of, _open_recipe(options, base), device, started_at)
             options = _completed(chooser, quiet)
         plan = plan_of(options)
         tokenizer = plan.tokenizer
@@ -93,8 +93,8 @@ def create(options: TrainOptions, device: str, begun: float, quiet: bool = True)
 
 
 def _named(base: Run | None, task: Task, options: TrainOptions) -> dict[str, str]:
-    """The run to begin with, as a run's data name it; one whose ids are not those of the task's data (of text where
-    these are not, or the other way round) is refused."""
+    """Return the entry ``init`` of a run's data. A base whose ids are not those of the task's data (of text where these
+    are not, or the other way round) is refused."""
     if base is None:
         return {}
     if hasattr(base.config.input, "vocab_size") and base.task.data.tokenized != task.data.tokenized:
@@ -106,13 +106,13 @@ def _named(base: Run | None, task: Task, options: TrainOptions) -> dict[str, str
 
 
 def _inheriting(run: Run, base: Run) -> Run:
-    """The run, whose data say what of its weights is of ``base``."""
+    """Return the run with an entry in its data that says which weights come from ``base``."""
     facts = {"member": base.member} | inherited_by(run, base).facts
     return replace(run, data=dict(run.data) | {"inherited": facts})
 
 
 def _completed(chooser: Chooser | Ladder, quiet: bool) -> TrainOptions:
-    """What the minutes are spent on, told unless ``quiet``."""
+    """Return the options that the ``chooser`` chose, which are printed unless ``quiet``."""
     chosen = chooser.choose()
     if not quiet:
         print(chosen.text, file=tolerant(sys.stderr), flush=True)
@@ -120,14 +120,14 @@ def _completed(chooser: Chooser | Ladder, quiet: bool) -> TrainOptions:
 
 
 def _open_recipe(options: TrainOptions, base: Run | None) -> ModelConfig | None:
-    """The config that the minutes change; None where a recipe, all layers or a model to begin with was given."""
+    """Return the config that the minutes may change; None if a recipe, layers or a model to begin with was given."""
     named = base is not None or options.recipe is not None or "layers" in options.set
     return None if named else recipe_config(options, base, None)
 
 
 def checked(plan: TrainingPlan, task: Task, group: Group) -> TrainingPlan:
-    """``plan``, unless its model does not go with the data, the length, the objective, or several processes, in any of
-    its stages."""
+    """Return ``plan``; refuse it where its model does not go with the data, the length, the objective, or several
+    processes, in any of its stages."""
     for stage in stages_of(plan.settings) if plan.settings.stages else ():
         try:
             check_length(stage.settings, group)
@@ -180,7 +180,7 @@ def _require_trained(plan: TrainingPlan, task: Task, model: nn.Module, objective
 
 
 def _longer(config: ModelConfig, length: int) -> str:
-    """The changes after which a model of ``config`` reads ``length`` positions, for a message; "" for none."""
+    """Return the changes after which a model of ``config`` reads ``length`` positions, for a message; "" for none."""
     changes: dict[str, int] = {}
     for path in ("position.max_length", "layers.*.mixer.max_length", "layers.*.mixer.position.max_length"):
         with suppress(KinformerError):
@@ -194,7 +194,7 @@ def _longer(config: ModelConfig, length: int) -> str:
 
 
 def group_of(options: TrainOptions, device: str) -> Group:
-    """The processes that are going to train on the type of ``device``, as the first of them."""
+    """Return the group of processes that will train on the type of ``device``, as its first process sees it."""
     world = max(options.devices, int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else 1)
     return Group(
         torch.device("cuda" if device == "cuda" else "cpu"),

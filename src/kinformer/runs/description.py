@@ -1,15 +1,17 @@
-"""All about one member or run without computing anything: its record, config, sizes, formulas and pattern."""
+"""The description of a member or run, without computing anything: its record, config, sizes, formulas and pattern."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from kinformer.core.config import override, to_dict
 from kinformer.core.feed_forward import active_parameters
+from kinformer.core.model import Model
 from kinformer.core.model_config import ModelConfig
+from kinformer.core.stack import Stack
 from kinformer.estimation.state_size import state_bytes
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
@@ -18,28 +20,82 @@ from kinformer.family.table import FAMILY, member
 from kinformer.figures.formulas import formulas, symbols
 from kinformer.figures.text_picture import pictures
 from kinformer.runs.run import open_run
-from kinformer.runtime.errors import KinformerError, marked
+from kinformer.runtime.errors import KinformerError, marked, spelled
 from kinformer.runtime.fields import require_path
+from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.unallocated import unallocated
 from kinformer.training.settings import Settings
+
+if TYPE_CHECKING:
+    from torch import nn
 
 LENGTHS = (1, 128, 1024, 8192, 65536)
 """Tokens at which the bytes of the state are computed."""
 
 
+class FormulaFacts(TypedDict):
+    """The formula of a part: a sentence and lines of mathematics."""
+
+    slot: str
+    kind: str
+    says: str
+    lines: tuple[str, ...]
+
+
+class ParameterFacts(TypedDict):
+    """The numbers of parameters: in all, those that one token uses, and by part."""
+
+    total: int
+    active: int
+    parts: dict[str, int]
+
+
+class Picture(TypedDict):
+    """An attention pattern in characters, a row of queries each."""
+
+    pattern: str
+    tokens_per_cell: int
+    rows: list[str]
+
+
+class Facts(TypedDict):
+    """A member's record and all that follows from a config. ``training``: the options of training that differ from the
+    usual ones; ``computes``: formulas; ``symbols``: by a size's name here, the papers' symbol and the value;
+    ``state_bytes``: of one row, by the tokens absorbed."""
+
+    name: str
+    title: str
+    paper: str
+    year: int
+    axes: tuple[str, ...]
+    causal: bool
+    growth: str
+    departures: tuple[str, ...]
+    exact_limit: str
+    use_when: str
+    avoid_when: str
+    cost: str
+    recipes: list[str]
+    recipe: str
+    training: JsonObject
+    computes: list[FormulaFacts]
+    symbols: dict[str, list[object]]
+    config: JsonObject
+    parameters: ParameterFacts
+    max_length: int | None
+    state_bytes: dict[str, int]
+    patterns: list[Picture]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """A member in a recipe, or the model of a run.
-
-    member: its record. recipe, config: the model's.
-    facts: the record and all that follows from the config, as data for JSON: ``computes`` (formulas), ``symbols``,
-        ``config``, ``parameters`` (total and by part), ``max_length``, ``state_bytes`` (by length), ``patterns``.
-    """
+    """A member in a recipe, or the model of a run: the member's record, the model's recipe and config, and the
+    ``facts`` as data for JSON."""
 
     member: Member
     recipe: str
     config: ModelConfig
-    facts: dict[str, Any]
+    facts: Facts
 
 
 def describe(
@@ -49,10 +105,25 @@ def describe(
     record, recipe, config, training = subject_of(name, recipe, vocab_size, changes or {})
     with unallocated():
         model = config.build()
-    facts = record.facts | {
+    facts: Facts = {
+        "name": record.name,
+        "title": record.title,
+        "paper": record.paper,
+        "year": record.year,
+        "axes": record.axes,
+        "causal": record.causal,
+        "growth": record.growth,
+        "departures": tuple(map(spelled, record.departures)),
+        "exact_limit": record.exact_limit,
+        "use_when": record.use_when,
+        "avoid_when": record.avoid_when,
+        "cost": record.growth_of_cost,
+        "recipes": list(record.recipes),
         "recipe": recipe,
         "training": dict(record.training.get(recipe, {})) if training is None else training_of(training),
-        "computes": [formula._asdict() for formula in formulas(config)],
+        "computes": [
+            {"slot": item.slot, "kind": item.kind, "says": item.says, "lines": item.lines} for item in formulas(config)
+        ],
         "symbols": {name: [symbol, value] for symbol, name, value in symbols(config)},
         "config": to_dict(config),
         "parameters": {
@@ -62,7 +133,10 @@ def describe(
         },
         "max_length": model.max_length,
         "state_bytes": {str(length): state_bytes(model, length) for length in _lengths(model)},
-        "patterns": pictures(model),
+        "patterns": [
+            {"pattern": item["pattern"], "tokens_per_cell": item["tokens_per_cell"], "rows": item["rows"]}
+            for item in pictures(model)
+        ],
     }
     return Description(member=record, recipe=recipe, config=config, facts=facts)
 
@@ -74,10 +148,10 @@ class Subject(NamedTuple):
     member: Member
     recipe: str
     config: ModelConfig
-    training: Mapping[str, Any] | None
+    training: JsonObject | None
 
 
-def training_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+def training_of(settings: Mapping[str, object]) -> dict[str, object]:
     """Return a run's settings of training that are not the usual ones."""
     plain = {item.name: item.default for item in fields(Settings)}
     return {name: value for name, value in settings.items() if value != plain.get(name) and value not in ([], None)}
@@ -99,12 +173,12 @@ def subject_of(name: str, recipe: str | None, vocab_size: int | None, changes: M
     return Subject(member(run.member), run.recipe, config, run.training)
 
 
-def _parameters(model: Any) -> dict[str, int]:
-    """Parameters of each part, like parts of all layers together."""
+def _parameters(model: nn.Module) -> dict[str, int]:
+    """Return the number of parameters by part; equal parts of all layers are counted together."""
     parts: dict[str, int] = {}
     for name, child in model.named_children():
         inner = [(name, child)]
-        if child is model.stack:
+        if isinstance(child, Stack):
             inner = [(f"layers.*.{part}", item) for unit in child.units for part, item in unit.named_children()]
             inner.append(("shared", child.shared))
         for part, module in inner:
@@ -112,7 +186,7 @@ def _parameters(model: Any) -> dict[str, int]:
     return {part: count for part, count in parts.items() if count}
 
 
-def _lengths(model: Any) -> list[int]:
+def _lengths(model: Model) -> list[int]:
     ends = (model.max_length, getattr(model, "max_source_length", None))
     limit = min((end for end in ends if end is not None), default=None)
     return [length for length in LENGTHS if limit is None or length < limit] + ([limit] if limit else [])

@@ -1,9 +1,8 @@
-"""What a member costs before anything is run: the model's costs, its objective's, and those of the process."""
+"""The estimate of a member's costs, before anything is run: of the model, its objective, and the process."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +20,7 @@ from kinformer.runs.description import subject_of
 from kinformer.runtime.unallocated import unallocated
 from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch
 from kinformer.tasks.table import TASKS
+from kinformer.training.objective import Objective
 
 LENGTH = 1024
 PLAIN = "next-token"
@@ -46,7 +46,7 @@ class MemberEstimate(Estimate):
 
 
 def estimate_member(options: EstimateOptions) -> MemberEstimate:
-    """The costs of ``options.member`` in its recipe, or of a run's model, with its changes.
+    """Return the costs of ``options.member`` in its recipe, or of a run's model, with its changes.
 
     Errors: ``KinformerError`` for unknown names, changes that do not fit, and lengths beyond the model's positions.
     """
@@ -72,25 +72,26 @@ def estimate_member(options: EstimateOptions) -> MemberEstimate:
 
 
 def objective_cost(config: ModelConfig, name: str, *, length: int, batch: int, optimizer: str) -> dict[str, int] | None:
-    """Bytes of ``weights`` (with gradients and optimiser state) and ``activations`` of a training step with the causal
-    objective ``name`` beyond those with the plain one, which has none: None."""
+    """Return the bytes of ``weights`` (with gradients and optimiser state) and ``activations`` by which a training step
+    with the causal objective ``name`` exceeds one with next-token; None for next-token itself."""
     if name == PLAIN:
         return None
     task = next(task for task in TASKS.values() if name in task.objectives)
     model = without_data(config)
     with unallocated():
-        objective: Any = task.objective(name, model)
+        objective = task.objective(name, model)
     module = objective if isinstance(objective, nn.Module) else nn.Module()
     trained = sum(parameter.numel() for parameter in module.parameters())
+    plain = _peak_bytes(model, NextTokenLoss(), length, batch)
     return {
         "weights": 8 * trained + optimizer_bytes(module, optimizer),
-        "activations": _held(model, objective, length, batch) - _held(model, NextTokenLoss(), length, batch),
+        "activations": _peak_bytes(model, objective, length, batch) - plain,
     }
 
 
-def _held(model: nn.Module, objective: Any, length: int, batch: int) -> int:
-    """Bytes at most until the loss is known."""
-    rows: Any = TokenBatch(torch.zeros(batch, length + 1, dtype=torch.int64, device="meta"))
+def _peak_bytes(model: nn.Module, objective: Objective, length: int, batch: int) -> int:
+    """Return the most bytes that are alive at once until the loss is known."""
+    rows = TokenBatch(torch.zeros(batch, length + 1, dtype=torch.int64, device="meta"))
     counted = [*model.parameters(), *model.buffers(), *getattr(objective, "parameters", list)()]
     with Live([*counted, rows.tokens]) as live:
         loss, _, _ = objective(model, rows, None, 0.0)

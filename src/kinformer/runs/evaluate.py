@@ -1,8 +1,8 @@
-"""Runs measured on held-out data, each as its task says."""
+"""Evaluation of runs on held-out data, each as its task says."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
@@ -52,7 +52,7 @@ def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: boo
 
 
 def _check_alike(runs: Sequence[Run]) -> None:
-    """Runs of models that are measured in different ways are not measured together."""
+    """Refuse runs of models that are measured in different ways."""
     for run in runs[1:]:
         if run.task.models.protocols[0] is not runs[0].task.models.protocols[0]:
             raise KinformerError(
@@ -65,11 +65,11 @@ def _measured(
     runs: Sequence[Run],
     options: EvaluateOptions,
     evaluation_settings: EvaluationSettings,
-    task_options: Any,
+    task_options: object,
     quiet: bool,
 ) -> EvaluationReport:
     changes = tuple(f"{path}={value}" for path, value in options.set.items())
-    lookups: dict[Path, Any] = {}
+    lookups: dict[Path, Mapping[str, object] | None] = {}
     taken: dict[Path, PonderRecorder] = {}
 
     def load(run: Any) -> LoadedRun:
@@ -92,7 +92,7 @@ def _measured(
 
 
 def _with_steps(evaluation: Evaluation, taken: PonderRecorder) -> Evaluation:
-    """The same with the steps per token of a model whose tokens halt, unless its task has told them."""
+    """Return the evaluation with the steps per token of a model whose tokens halt, unless it has them already."""
     if taken.mean is None or PONDER_STEPS.name in evaluation.metrics:
         return evaluation
     metric = {PONDER_STEPS.name: taken.mean}

@@ -1,4 +1,4 @@
-"""A run folder becomes a folder that the library transformers loads, or a graph (``runs.graphs``)."""
+"""Export of a run folder to a folder that the library transformers loads, or to a graph (``runs.graphs``)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kinformer.core.config import to_dict
 from kinformer.core.model import SourceModel, WholeModel
@@ -50,7 +49,7 @@ class Exported:
         return not self.reason
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """The facts as data that JSON can hold."""
         names = ("model_type", "model_class", "auto_class", "native", "reason", "dtype", "parameters", "shards")
         return {"out": str(self.folder)} | {name: getattr(self, name) for name in names}
@@ -135,7 +134,7 @@ def _source(run: Run) -> bytes | None:
     return None if run.vocabulary == BYTES else (run.folder / str(run.vocabulary)).read_bytes()
 
 
-def _labels(run: Run) -> dict[str, Any]:
+def _labels(run: Run) -> dict[str, object]:
     """Return the names of the run's classes, if it has some."""
     names, head = (run.data.get("identity") or {}).get("classes"), getattr(run.config, "head", None)
     return labels_of(list(map(str, names))) if names and hasattr(head, "classes") else {}

@@ -1,7 +1,7 @@
-"""Who may write in a run's folder: one process at a time, which owns nothing there but what it made itself.
+"""Writing in a run's folder: by one process at a time, which removes nothing there but what it made itself.
 
 While a run is created, ``.config.json.partial`` stands in its folder; ``config.json`` is written last. So what a killed
-creation leaves behind is distinguished from a user's own files, and goes when the folder is locked next.
+creation leaves behind is distinguished from a user's own files, and is removed when the folder is locked next.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MADE_FIRST = (TOKENIZER, SPOOLED, WEIGHTS)
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Keep a run's folder for this process; what dead ones left half-written there is removed."""
+    """Lock a run's folder for this process, and remove half-written files of dead processes."""
     require_utf8(folder)
     with locked(folder):
         _remove_leftovers(folder)
@@ -34,7 +34,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def creating(folder: Path) -> Iterator[None]:
-    """Let a run be made in ``folder``, which this process keeps; where that fails, nothing of it is left behind."""
+    """Create a run in ``folder``, which this process has locked; where that fails, remove all that was written."""
     require_empty(folder)
     try:
         with partial_of(folder / CONFIG).open("xb"):

@@ -1,4 +1,4 @@
-"""The Python functions: as the commands, with options by name."""
+"""The Python functions that do what commands do, with options by name."""
 
 from __future__ import annotations
 
@@ -46,30 +46,30 @@ def evaluate(run: str | Path, options: Mapping[str, object]) -> Evaluation:
     from kinformer.runs.evaluate import evaluate
 
     named = {name: value for name, value in options.items() if name != "quiet"}
-    wanted = request(EvaluateOptions, named, "evaluate", "EvaluationOptions")
-    return evaluate([run], wanted, bool(options.get("quiet"))).evaluations[0]
+    requested = request(EvaluateOptions, named, "evaluate", "EvaluationOptions")
+    return evaluate([run], requested, bool(options.get("quiet"))).evaluations[0]
 
 
-def predict(run: str | Path, inputs: object, options: Mapping[str, object]) -> list[dict[str, Any]]:
-    """See :func:`kinformer.predict`."""
+def predict(run: str | Path, inputs: object, options: Mapping[str, object]) -> list[dict[str, object]]:
+    """Predict with a run; the public form is :func:`kinformer.predict`."""
     from kinformer.runs.predict import predictions
 
-    wanted = request(PredictOptions, {"quiet": True, **options}, "predict", "PredictionOptions")
-    return [dict(predicted.row) for predicted in predictions(run, inputs, wanted)]
+    requested = request(PredictOptions, {"quiet": True, **options}, "predict", "PredictionOptions")
+    return [dict(predicted.row) for predicted in predictions(run, inputs, requested)]
 
 
 def embed(run: str | Path, texts: object, options: Mapping[str, object]) -> np.ndarray:
-    """See :func:`kinformer.embed`."""
+    """Make vectors with a run; the public form is :func:`kinformer.embed`."""
     from kinformer.runs.embed import embeddings
 
     if not isinstance(texts, str | Path):
         require_list("texts", texts)
-    wanted = request(EmbedOptions, {"quiet": True, **options}, "embed")
-    return np.stack([embedded.vector for embedded in embeddings(run, texts, wanted)])
+    requested = request(EmbedOptions, {"quiet": True, **options}, "embed")
+    return np.stack([embedded.vector for embedded in embeddings(run, texts, requested)])
 
 
 def trace(run: str | Path, text: str, options: Mapping[str, object]) -> Trace:
-    """See :func:`kinformer.trace`."""
+    """Trace a run on a text; the public form is :func:`kinformer.trace`."""
     from kinformer.runs.tracing.options import TraceOptions
     from kinformer.runs.tracing.trace import trace
 
@@ -78,7 +78,7 @@ def trace(run: str | Path, text: str, options: Mapping[str, object]) -> Trace:
 
 
 def stream(run: str | Path, prompt: str, options: Mapping[str, Any]) -> Iterator[str]:
-    """See :func:`kinformer.stream`."""
+    """Continue a text piece by piece; the public form is :func:`kinformer.stream`."""
     from kinformer.runs.generate import converse
 
     stop = options.get("stop", ())
@@ -93,7 +93,7 @@ def load(run: str | Path, changes: Mapping[str, object] | None = None) -> Any:
 
 
 def request(kind: type[O], options: Mapping[str, object], function: str, tasks: OptionKind | None = None) -> O:
-    """The ``options`` of ``kinformer.<function>`` as the dataclass ``kind``; those of tasks stand in ``task_options``.
+    """Return the ``options`` of ``kinformer.<function>`` as the dataclass ``kind``, those of tasks in ``task_options``.
 
     A path becomes text, and so does a list where ``kind`` has text, as in ``lengths=[128, 512]``.
 
@@ -113,7 +113,7 @@ def request(kind: type[O], options: Mapping[str, object], function: str, tasks: 
     return kind(**values)
 
 
-def _text(value: object, is_text: bool) -> Any:
+def _text(value: object, is_text: bool) -> object:
     if isinstance(value, list | tuple) and is_text:
         return ",".join(map(str, value))
     return str(value) if isinstance(value, Path) else value

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from kinformer.core.model import CausalModel
 from kinformer.generation.packed import pack
 from kinformer.runs.language_model import language_model_of
 from kinformer.runs.options import GenerateOptions
@@ -29,8 +31,8 @@ def generate(
     options: GenerateOptions,
     write: Callable[[str], None] | None = None,
 ) -> Any:
-    """What the run's task makes of ``prompt``: a text, lines as they come, or None, as ``task.generation`` says; the
-    task's page says what comes back. ``write`` is called with every piece of a single sample as soon as it is there."""
+    """Return what the run's task generates from ``prompt``: a text, lines as they come, or None, as ``task.generation``
+    says. ``write`` is called with every piece of a single sample as soon as it is drawn."""
     options.check_store()
     run = open_run(folder)
     run.task.check_generation(run)
@@ -40,7 +42,7 @@ def generate(
 
 
 def converse(folder: str | Path, options: GenerateOptions) -> Conversation:
-    """Return a conversation with the run in ``folder``, which nothing was said in yet.
+    """Return a new conversation with the run in ``folder``.
 
     Errors: ``KinformerError`` for a run whose task draws no text freely.
     """
@@ -57,7 +59,7 @@ def converse(folder: str | Path, options: GenerateOptions) -> Conversation:
     return Conversation(*_prepared(run, options))
 
 
-def _prepared(run: Run, options: GenerateOptions) -> tuple[LoadedRun, Any]:
+def _prepared(run: Run, options: GenerateOptions) -> tuple[LoadedRun, GenerateOptions]:
     """Return the run's model, ready to generate, and the options with seed and temperature, as tasks read them."""
     task_options = generation_options(run.task, options.task_options, str(run.folder))
     check_drawing(run.task, options)
@@ -78,7 +80,7 @@ def _prepared(run: Run, options: GenerateOptions) -> tuple[LoadedRun, Any]:
     return LoadedRun(run, model, draft=_draft(run, options, device), language_model=beside), options
 
 
-def _draft(run: Run, options: GenerateOptions, device: torch.device) -> Any:
+def _draft(run: Run, options: GenerateOptions, device: torch.device) -> str | CausalModel | None:
     """Return what guesses the run's next tokens: None, "ngram", "mtp", or the model of another run of its tokens."""
     if options.draft in (None, "ngram", "mtp"):
         return options.draft
@@ -93,7 +95,7 @@ def _draft(run: Run, options: GenerateOptions, device: torch.device) -> Any:
     return pack(model, options.samples)
 
 
-def _attach_package(run: Run, model: Any, options: GenerateOptions) -> None:
+def _attach_package(run: Run, model: nn.Module, options: GenerateOptions) -> None:
     """Let ``model`` step by the package that the options name; refuse options that it was not made for."""
     from kinformer.runs.graphs import attach_package
 
@@ -118,7 +120,7 @@ def _check_prompt(task: Task, prompt: str | bytes | Iterable[bytes] | None) -> N
 
 
 def check_drawing(task: Task, options: GenerateOptions) -> None:
-    """Refuse what a task does not read of the options that say how is drawn."""
+    """Refuse the options of drawing that a task does not read."""
     usual = {option.name: option.default for option in fields(GenerateOptions)}
     for name in DRAWING:
         value = getattr(options, name)

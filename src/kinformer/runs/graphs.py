@@ -10,12 +10,13 @@ package ``sha256`` and the ``machine`` that it is for.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kinformer.core.leaves import Leaf
+from kinformer.core.model import CausalModel
 from kinformer.generation.packaged import use_package
 from kinformer.interop.checkpoint import TOKENIZER
 from kinformer.interop.graphs import onnx, package
@@ -24,6 +25,10 @@ from kinformer.interop.writing import appearing, require_new
 from kinformer.runs.run import BYTES, Run
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import read_json, reading, require_file, require_signature, signed, write_json
+from kinformer.runtime.parsing import JsonObject
+
+if TYPE_CHECKING:
+    from torch import nn
 
 GRAPH = "graph.json"
 SCHEMA = 1
@@ -46,7 +51,7 @@ class ExportedGraph:
     difference: float | None
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """The facts as data that JSON can hold."""
         names = ("format", "file", "parameters", "difference")
         return {"out": str(self.folder), "leaves": list(self.leaves)} | {name: getattr(self, name) for name in names}
@@ -93,7 +98,7 @@ def _sentence(format: str) -> str:
     )
 
 
-def _facts(run: Run, model: Any, format: str) -> dict[str, Any]:
+def _facts(run: Run, model: CausalModel, format: str) -> dict[str, object]:
     from kinformer import __version__
 
     has_file = run.vocabulary not in (None, BYTES) and (run.folder / str(run.vocabulary)).is_file()
@@ -109,7 +114,7 @@ def _facts(run: Run, model: Any, format: str) -> dict[str, Any]:
     }
 
 
-def attach_package(run: Run, model: Any, folder: str | Path) -> None:
+def attach_package(run: Run, model: nn.Module, folder: str | Path) -> None:
     """Let sessions of ``model``, that of ``run``, step by the package in ``folder``.
 
     Errors: ``KinformerError`` for a folder without a package, one of other weights, and one for another machine.
@@ -124,13 +129,13 @@ def attach_package(run: Run, model: Any, folder: str | Path) -> None:
     use_package(model, step, [Leaf(**{**leaf, "shape": tuple(leaf["shape"])}) for leaf in facts["state"]])
 
 
-def _package_facts(folder: Path) -> Mapping[str, Any]:
+def _package_facts(folder: Path) -> JsonObject:
     path = folder / GRAPH
     if not path.is_file():
         raise KinformerError(
             f"`package` {folder}: holds no {GRAPH}; give a folder that kinformer export wrote with `format` aoti."
         )
-    facts: Mapping[str, Any] = read_json(path)
+    facts: JsonObject = read_json(path)
     require_signature(facts, path, required=True)
     with reading(path):
         if facts["format"] != "aoti":

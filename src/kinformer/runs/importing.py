@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.core.model import CausalModel
 from kinformer.family.build import model_config
@@ -34,7 +34,7 @@ class ImportedRun:
     notes: tuple[str, ...]
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """The imported run's facts as data that JSON can hold."""
         run = self.run
         return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.datastore.attach import keyed, origin_of
 from kinformer.datastore.lists import InvertedLists, has_lists
@@ -43,7 +43,7 @@ class Indexed:
         return sum(path.stat().st_size for path in self.store.folder.rglob("*") if path.is_file())
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """The datastore's facts as data that JSON can hold."""
         store = self.store
         return {
@@ -66,9 +66,9 @@ def index(folder: str | Path, options: IndexOptions, quiet: bool = True) -> Inde
     keys = keyed(run, run.model().to(options.prepare(options.seed)))
     with spooled(options.data) as data:
         text = open_source(run, keys.decoder, replace(options, data=data))
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         new = _write(run, keys, text, options, quiet)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started_at
         lists = _sort(options, quiet)
     count = None if lists is None else lists.count
     return Indexed(Path(folder), Datastore(options.datastore), text.identity, new, seconds, count)

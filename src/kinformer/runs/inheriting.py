@@ -1,18 +1,22 @@
-"""A run that begins with the weights of another: what it takes, what is new, what is left, and how that is told."""
+"""A run that begins with the weights of another: what it takes, what is new, what is left, and the lines about it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kinformer.core.model import WholeModel
 from kinformer.family.inherited_weights import Inheritance, inheritance
 from kinformer.runs.run import Run, open_run
 from kinformer.runtime.files import load_weights, require_weights
+from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.words import plural
 from kinformer.training.best import best_weights
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _SHOWN = 6
 
@@ -25,7 +29,7 @@ def inherited_by(run: Run, base: Run) -> Inheritance:
     return inheritance(base.config, run.config, base.folder, head=_same_head(base, run))
 
 
-def begin_with(model: Any, run: Run, init: str) -> None:
+def begin_with(model: nn.Module, run: Run, init: str) -> None:
     """Give ``model`` the weights that it takes from the run in the folder ``init``."""
     result = inherited_by(run, open_run(init))
     tensors, _ = best_weights(Path(init))
@@ -33,8 +37,8 @@ def begin_with(model: Any, run: Run, init: str) -> None:
     load_weights(model, result.weights(tensors, model.state_dict()), init)
 
 
-def inheritance_text(data: Mapping[str, Any]) -> str:
-    """What a run whose ``data`` say so begins with, in up to four lines; "" where it begins with nothing."""
+def inheritance_text(data: JsonObject) -> str:
+    """Return up to four lines about the run with whose weights a run of ``data`` begins; "" if there is none."""
     facts = data.get("inherited")
     if not facts:
         return ""

@@ -1,4 +1,4 @@
-"""What minutes are spent on where rows are no parts of a running text: images, speech, translations, episodes.
+"""The recipe and rows of ``--minutes M`` where rows are no parts of a running text: images, speech, episodes.
 
 Their rows cannot be cut to suit the time, so the recipe and the number of rows are what is left to choose. Both are
 climbed from the cheapest on, each rung measured before the next is tried, as long as a run makes ``STEPS`` steps.
@@ -38,7 +38,7 @@ class Rung:
 
     @property
     def text(self) -> str:
-        """What the time is worth here, and the flags that choose the same."""
+        """How many steps fit into the time here, and the flags that choose the same."""
         steps = plural(self.steps, "step")
         chosen = f"; chosen for that: {spelled(' '.join(self.flags))}" if self.flags else ""
         return f"kinformer: in {self.options.minutes:g} minutes about {steps} can be made{chosen}"

@@ -1,8 +1,6 @@
-"""The language model that a task's option ``language_model`` names: another run, which reads what this one writes."""
+"""The language model that a task's option ``language_model`` names: another run, which reads this one's outputs."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
@@ -11,7 +9,7 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.runs import LoadedRun
 
 
-def language_model_of(task_options: Any, device: torch.device) -> LoadedRun | None:
+def language_model_of(task_options: object, device: torch.device) -> LoadedRun | None:
     """Return the run that ``task_options`` name, with its model on ``device``; None where they name none.
 
     Errors: ``KinformerError`` for a run that continues no text.

@@ -1,9 +1,9 @@
-"""What minutes are spent on: ``train MEMBER --minutes M`` without sizes gets those that learn most in the time.
+"""The sizes of ``train MEMBER --minutes M``: those that learn most in the time, where none are given.
 
 A model has an optimal size for a budget of computation (Hoffmann et al. 2022): one too large makes too few steps, one
 too small has learnt what it can. How fast a step is here is measured; how many steps a size needs to be better than the
 one before is the table below. Its rows up to dim 192, the recipe and the vocabularies were chosen by sweeps
-(``benchmarks/minutes.py``), the rows beyond by proportion. What was given is kept.
+(``benchmarks/minutes.py``), the rows beyond by proportion. Options that were given stay as they are.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SIZES = (
     Size(384, 16, 256, 8000, 20.0),
     Size(512, 16, 512, 20000, 70.0),
 )
-RECIPE: Mapping[str, Any] = {"optimizer": "muon", "lr": 5e-3, "ema": 0.07}
+RECIPE: Mapping[str, str | float] = {"optimizer": "muon", "lr": 5e-3, "ema": 0.07}
 """Of every size. With the average, the same learning rate suits short runs and long ones, and down to a tenth of it is
 as good as down to three tenths."""
 HEAD_DIM = 64
@@ -79,7 +79,7 @@ PROBED = 1
 
 @dataclass(frozen=True)
 class Choice:
-    """The options with everything chosen, and what to tell of it."""
+    """The options with everything chosen, and the facts for the lines about it."""
 
     options: TrainOptions
     flags: tuple[str, ...]
@@ -90,7 +90,7 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """Two lines: what the time is worth here, and the flags that choose the same."""
+        """Two lines: how many steps fit into the time here, and the flags that choose the same."""
         speed = self.steps * self.tokens / max(self.seconds, 1e-9)
         return (
             f"kinformer: in {self.options.minutes:g} minutes {plural(self.steps, 'step')} can be made ({speed:,.0f} "
@@ -100,7 +100,7 @@ class Choice:
 
 
 def decides(options: TrainOptions) -> bool:
-    """Whether the minutes decide what was not given: unless neighbours are looked up."""
+    """Return whether the minutes decide the options that were not given: unless neighbours are looked up."""
     return options.minutes is not None and options.datastore is None
 
 
@@ -115,8 +115,8 @@ def with_vocabulary(options: TrainOptions, task: Task, train: Callable[[], Split
     if importlib.util.find_spec("tokenizers") is None:
         return options
     size, minutes = train().bytes, options.minutes or 0
-    wanted = [(max(least, item * minutes), count) for least, item, count in VOCABULARIES]
-    fitting = [count for least, count in wanted if least <= size <= ENCODED_A_MINUTE * minutes]
+    bounds = [(max(least, item * minutes), count) for least, item, count in VOCABULARIES]
+    fitting = [count for least, count in bounds if least <= size <= ENCODED_A_MINUTE * minutes]
     return replace(options, train_tokenizer=fitting[-1]) if fitting else options
 
 
@@ -138,7 +138,7 @@ def fastest_precision(device: str) -> str:
     return "bf16-mixed" if seconds(torch.bfloat16) < 0.8 * seconds(torch.float32) else "fp32"
 
 
-def resized(config: ModelConfig, dim: int, heads_of_64: bool = True) -> dict[str, Any]:
+def resized(config: ModelConfig, dim: int, heads_of_64: bool = True) -> dict[str, int]:
     """The changes that make a model of ``config`` so wide, its feed-forwards in proportion and its heads of 64; as many
     heads as it has where they differ from each other or that is asked for; none where its width cannot be changed."""
     for scaled in [("num_heads", "hidden_dim")] * heads_of_64 + [("hidden_dim",)]:
@@ -149,7 +149,7 @@ def resized(config: ModelConfig, dim: int, heads_of_64: bool = True) -> dict[str
     return {}
 
 
-def rotated(config: ModelConfig) -> dict[str, Any]:
+def rotated(config: ModelConfig) -> dict[str, str]:
     """The changes that give softmax attention rotary positions (Su et al. 2021), where a model has nothing but a vector
     learned for each: on Tiny Shakespeare it was after one minute where it had been after four. None for others."""
     plain = getattr(getattr(config, "position", None), "kind", None) == "learned"
@@ -162,8 +162,8 @@ def _kind(layer: nn.Module, slot: str) -> str | None:
     return getattr(getattr(getattr(layer, "mixer", None), slot, None), "kind", None)
 
 
-def _changes(config: ModelConfig, dim: int, scaled: Sequence[str]) -> dict[str, Any]:
-    changes: dict[str, Any] = {"dim": dim}
+def _changes(config: ModelConfig, dim: int, scaled: Sequence[str]) -> dict[str, int]:
+    changes = {"dim": dim}
     result: dict[str, dict[int, int]] = {}
     for index, layer in enumerate(config.layers):
         for path, value in _sizes(layer, config.dim, dim):
@@ -190,7 +190,7 @@ class Chooser(Choosing):
     """Chooses the size, the recipe of training and the regularisation that the options leave open, for running text."""
 
     def choose(self) -> Choice:
-        """The largest size that makes its steps in the time."""
+        """Return the choice of the largest size that makes its steps in the time."""
         base = SIZES[PROBED]
         seconds = self._seconds_per_step(base, PROBE_SHARE * self.budget)
         left = max(0.0, self.left())
@@ -214,7 +214,7 @@ class Chooser(Choosing):
         return Choice(options, tuple(flags_between(self.requested, options)), steps, tokens, seconds, passes)
 
     def _regularised(self, options: TrainOptions, reread: Reread) -> TrainOptions:
-        """``options`` with dropout and weight decay for text that is read so often, each unless given."""
+        """Return ``options`` with the dropout and weight decay of ``reread``, each unless given."""
         if options.weight_decay is None:
             options = replace(options, weight_decay=reread.weight_decay)
         if reread.dropout and self.recipe is not None and not any("dropout" in path for path in self.options.set):
@@ -225,15 +225,19 @@ class Chooser(Choosing):
         return options
 
     def _complete(self, size: Size) -> TrainOptions:
-        """The options with what ``size`` gives to those that are open."""
+        """Return the options, those that are open chosen by ``size``."""
         needs = dict(member(self.options.member).needs)
         task_options = {field.name: needs.pop(field.name) for field in fields(self.task.Options) if field.name in needs}
         share = self.options.replicas * self.options.accumulate
         rows = -(-size.rows // share) * share
         sizes = {"batch_size": rows, "length": size.length, "precision": fastest_precision(self.device)}
         complete = {**RECIPE, **sizes, **needs}
-        chosen = {name: value for name, value in complete.items() if getattr(self.options, name) is None}
-        changes = {} if self.recipe is None else self._widths(self.recipe, size) | self._positions(self.recipe)
+        chosen: dict[str, Any] = {
+            name: value for name, value in complete.items() if getattr(self.options, name) is None
+        }
+        changes: dict[str, object] = {}
+        if self.recipe is not None:
+            changes = {**self._widths(self.recipe, size), **self._positions(self.recipe)}
         return replace(
             self.options,
             **chosen,
@@ -241,13 +245,13 @@ class Chooser(Choosing):
             set={**changes, **self.options.set},
         )
 
-    def _widths(self, recipe: ModelConfig, size: Size) -> dict[str, Any]:
-        """The width that ``size`` has, unless ``set`` says what width there is."""
+    def _widths(self, recipe: ModelConfig, size: Size) -> dict[str, int]:
+        """Return the changes to the width of ``size``; none where ``set`` says which width there is."""
         has_width = any(path == "dim" or path.endswith("hidden_dim") for path in self.options.set)
         return {} if has_width else resized(recipe, size.dim)
 
-    def _positions(self, recipe: ModelConfig) -> dict[str, Any]:
-        """Rotary positions for learned ones, unless ``set`` says what positions there are."""
+    def _positions(self, recipe: ModelConfig) -> dict[str, str]:
+        """Return the changes from learned positions to rotary ones; none where ``set`` says which there are."""
         config = override(recipe, dict(self.options.set), kinds())
         return rotated(config) if member(self.options.member).causal else {}
 

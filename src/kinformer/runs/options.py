@@ -1,4 +1,4 @@
-"""What training, measuring, generating and indexing are asked for: by keyword in Python, by flag on the command line.
+"""The options of training, measuring, generating and indexing: by keyword in Python, by flag on the command line.
 
 Free of PyTorch until :meth:`Machine.prepare` is called. A task's own options stand in ``task_options``, by name.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 
-MOST_THREADS, MOST_SAMPLES = 1024, 10_000
+MAX_THREADS, MAX_SAMPLES = 1024, 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +33,11 @@ class Machine(Checked):
     """CPU threads (PyTorch's own choice if not given)."""
 
     def __post_init__(self) -> None:
-        require("threads", self.threads, 1, MOST_THREADS)
+        require("threads", self.threads, 1, MAX_THREADS)
         super().__post_init__()
 
     def prepare(self, seed: int) -> torch.device:
-        """The device, after setting the threads and PyTorch's global seed."""
+        """Set the threads and PyTorch's global seed, and return the device."""
         import torch
 
         device = self.usable_device()
@@ -48,7 +48,10 @@ class Machine(Checked):
         return device
 
     def usable_device(self) -> torch.device:
-        """The device that is meant; one sentence where this machine has none such."""
+        """Return the device that ``device`` names.
+
+        Errors: ``KinformerError`` for one that this machine does not have.
+        """
         import torch
 
         if self.device == "auto":
@@ -121,7 +124,7 @@ class TrainOptions(Processes, Settings, Machine):
     """What to train for; if not given, next-token for causal members and mlm for encoders."""
     recipe: str | None = None
     """Which of the member's recipes, see: kinformer show MEMBER (small, or what suits `minutes`)."""
-    set: Mapping[str, Any] = field(default_factory=dict)
+    set: Mapping[str, object] = field(default_factory=dict)
     """A change to the recipe, as in `set` layers.*.dropout=0.1; may be given again."""
     tokenizer: str | None = None
     """bytes, or the path of a tokenizer.json. The default is bytes; with `minutes`, and for translation, a tokenizer
@@ -153,7 +156,7 @@ class TrainOptions(Processes, Settings, Machine):
     """Instead of `devices` and `strategy`: processes by what they share, as in tp=2,fsdp=4. tp: the heads, hidden
     features and vocabulary of every row; cp: its time (ring: with keys and values that go round); beside them dp
     (copies for other rows) or fsdp (which also share weights)."""
-    task_options: Mapping[str, Any] = field(default_factory=dict)
+    task_options: Mapping[str, object] = field(default_factory=dict)
     """Options of the task's own, by name."""
 
     def __post_init__(self) -> None:
@@ -168,7 +171,7 @@ class TrainOptions(Processes, Settings, Machine):
         Machine.__post_init__(self)
 
     def settings(self) -> Settings:
-        """What of it decides the weights, and the defaults where nothing is given."""
+        """Return the settings that decide the weights, with the defaults of those that are not given."""
         values = {item.name: getattr(self, item.name) for item in fields(Settings)}
         return Settings(**{name: value for name, value in values.items() if value is not None})
 
@@ -177,14 +180,14 @@ class TrainOptions(Processes, Settings, Machine):
 class EvaluateOptions(StoreOptions, EvaluationSettings, Machine):
     """Measure runs of any task on held-out data."""
 
-    set: Mapping[str, Any] = field(default_factory=dict)
+    set: Mapping[str, object] = field(default_factory=dict)
     """A change that leaves the weights as they are, as in `set` layers.*.mixer.position.scaling=yarn."""
     tune: bool = False
     """With `datastore`: find weight, temperature and neighbours (up to `neighbours`) on the validation split, or on the
     first half of the text where that is the same; the figures are of what was not used."""
     sizes: str | None = None
     """With `datastore`: also measure with its first so many entries, as in 10000,100000."""
-    task_options: Mapping[str, Any] = field(default_factory=dict)
+    task_options: Mapping[str, object] = field(default_factory=dict)
     """Options of the task's own, by name."""
 
     def check_store(self) -> None:
@@ -199,7 +202,7 @@ class EvaluateOptions(StoreOptions, EvaluationSettings, Machine):
 class GenerateOptions(StoreOptions, Machine):
     """Continue a text, every token written as soon as it is drawn, or draw images."""
 
-    set: Mapping[str, Any] = field(default_factory=dict)
+    set: Mapping[str, object] = field(default_factory=dict)
     """A change that leaves the weights as they are, as in `set` layers.*.mixer.position.scaling=yarn."""
     max_new_tokens: int | None = None
     """Tokens to draw: 256 if not given, or as many as the model's positions allow."""
@@ -234,7 +237,7 @@ class GenerateOptions(StoreOptions, Machine):
     task_options: Any = field(default_factory=dict)  # the task's own options: by name, then as its dataclass
 
     def __post_init__(self) -> None:
-        require("samples", self.samples, 1, MOST_SAMPLES)
+        require("samples", self.samples, 1, MAX_SAMPLES)
         for name in ("max_new_tokens", "top_k", "chunk", "draft_length"):
             require(name, getattr(self, name), 1)
         for name in ("temperature", "seed"):

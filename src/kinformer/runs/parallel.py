@@ -84,10 +84,10 @@ class Processes:
 
     @property
     def shared(self) -> Parallel:
-        """What processes share, as far as ``parallel`` says."""
+        """What processes share according to ``parallel``."""
         return Parallel(1, 1, "ddp") if self.parallel is None else parallel_of(self.parallel)
 
     @property
     def replicas(self) -> int:
-        """How many shares of a batch's rows there are."""
+        """The number of shares of a batch's rows."""
         return self.devices // (self.shared.tensor * self.shared.context)

@@ -1,6 +1,6 @@
-"""What a run is going to be: the task's data, the model that fits them, the tokenizer and the settings.
+"""Planning of a run: the task's data, a model that fits them, the tokenizer and the settings.
 
-Training, comparisons and runs that continue make their :class:`TrainingPlan` here.
+Training, comparisons and resumed runs make their :class:`TrainingPlan` here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from kinformer.core.config import override
 from kinformer.core.model_config import ModelConfig
@@ -45,8 +44,8 @@ class Planner:
     base: Run | None = None
 
     def plan(self, options: TrainOptions) -> TrainingPlan:
-        """What a run with these options would train. Where neither they nor the data give a length, rows are as long as
-        usual, or as the model's positions allow.
+        """Return the plan of a run with these options. Where neither they nor the data give a length, rows are as long
+        as usual, or as the model's positions allow.
 
         Errors: ``KinformerError`` for options that do not fit the task or its data.
         """
@@ -58,12 +57,12 @@ class Planner:
         return self.fixed(config, settings, training_options(self.task, options.task_options))
 
     def fixed(self, config: ModelConfig, settings: Settings, options: object) -> TrainingPlan:
-        """The plan of a run whose config, settings and options of the task are known."""
+        """Return the plan of a run whose config, settings and options of the task are known."""
         return TrainingPlan(config, self.data, settings, options, self.tokenizer)
 
 
 def planner_for(options: TrainOptions, task: Task, spec: str, base: Run | None = None) -> Planner:
-    """The planner of ``task`` on the data that ``spec`` names, with the tokenizer that ``options`` ask for."""
+    """Return the planner of ``task`` on the data that ``spec`` names, with the tokenizer that ``options`` ask for."""
     tokenizer = _tokenizer_for(options, task, Source(spec, options.holdout, None), base)
     data = task.open(
         Source(spec, options.holdout, tokenizer, options.text_field), training_options(task, options.task_options)
@@ -79,12 +78,12 @@ def data_of(run: Run) -> Data:
 
 
 def plan_of(run: Run, settings: Settings) -> TrainingPlan:
-    """The run as its task sees it."""
+    """Return the plan by which a run with these settings is trained."""
     return Planner(run.task, data_of(run), run.tokenizer).fixed(run.config, settings, run.options)
 
 
 def base_of(options: TrainOptions) -> Run | None:
-    """The run to begin with, if one was named: its model and tokenizer are taken over."""
+    """Return the run of ``init``, whose model and tokenizer are taken over; None if none is named."""
     if options.init is None:
         return None
     base = open_run(options.init)
@@ -103,7 +102,7 @@ def base_of(options: TrainOptions) -> Run | None:
 
 
 def recipe_config(options: TrainOptions, base: Run | None, vocab_size: int | None) -> ModelConfig:
-    """The recipe's config for so many ids (None: as many as it likes), or that of the run to begin with."""
+    """Return the recipe's config for so many ids (None: the recipe's number), or that of the run to begin with."""
     if base is None:
         return configure(options.member, options.recipe or "small", vocab_size)
     if base.member == options.member:
@@ -112,8 +111,8 @@ def recipe_config(options: TrainOptions, base: Run | None, vocab_size: int | Non
     return inherited_config(base.config, recipe, f"`init` {options.init}")
 
 
-def plan_config(options: TrainOptions, base: Run | None, task: Task, data: Any | None) -> ModelConfig:
-    """The model's config, fitted to the task and its ``data`` (None: not known yet), with the changes asked for."""
+def plan_config(options: TrainOptions, base: Run | None, task: Task, data: Data | None) -> ModelConfig:
+    """Return the model's config, fitted to the task and its ``data`` (None: not known yet), with all changes."""
     config = recipe_config(options, base, None if data is None else task.vocab_size(data))
     config = override(config, task.fit(config, data), kinds())
     requested = task.requested(config, data, training_options(task, options.task_options))
@@ -141,8 +140,8 @@ def check_source(options: TrainOptions, task: Task) -> None:
 
 
 def named_data(options: TrainOptions, task: Task, folder: Path) -> str:
-    """The data as it can be found again: an absolute path, standard input and a field of JSON lines as
-    a file in the run folder."""
+    """Return a lasting name of the data: an absolute path; standard input and a field of JSON lines are written to a
+    file in the run folder."""
     if options.data is None:
         assert task.data.default is not None
         return task.data.default
@@ -162,9 +161,9 @@ def named_data(options: TrainOptions, task: Task, folder: Path) -> str:
 
 
 def _tokenizer_for(options: TrainOptions, task: Task, source: Source, base: Run | None) -> Tokenizer | None:
-    """The tokenizer that ``options`` name, that of the run to begin with, or a new one for the text to train on.
+    """Return the tokenizer that ``options`` name, that of the run to begin with, or a new one for the text to train on.
 
-    None where the task reads no text.
+    It is None where the task reads no text.
     """
     if not task.data.tokenized:
         return None
@@ -195,7 +194,7 @@ def _file_tokenizer(path: str) -> FileTokenizer:
 
 
 def _longest(config: ModelConfig) -> int | None:
-    """Where the positions of a model of ``config`` end; None: nowhere."""
+    """Return where the positions of a model of ``config`` end; None if nowhere."""
     from kinformer.runtime.unallocated import unallocated
 
     with unallocated():
@@ -203,8 +202,8 @@ def _longest(config: ModelConfig) -> int | None:
 
 
 def _settings(options: TrainOptions, task: Task, length: int | None) -> Settings:
-    """``length``: of every row, where the data decide it. What is not given is as the recipe's paper, then as the task
-    has it."""
+    """Return the settings; those that are not given are as in the recipe's paper, then as usual for the task.
+    ``length``: of every row, where the data decide it."""
     usual = {**task.settings, **member(options.member).training.get(options.recipe or "", {})}
     if options.minutes is not None:
         usual.pop("steps", None)

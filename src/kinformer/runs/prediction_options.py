@@ -1,10 +1,9 @@
-"""What predicting and embedding are asked for. Free of PyTorch."""
+"""The options of predicting and embedding. Free of PyTorch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from kinformer.runs.options import Machine
 from kinformer.runtime.errors import require_seed
@@ -15,11 +14,11 @@ from kinformer.tasks.predictions import EmbeddingSettings, PredictionSettings
 class PredictOptions(PredictionSettings, Machine):
     """The options of predicting with a trained run."""
 
-    set: Mapping[str, Any] = field(default_factory=dict)
+    set: Mapping[str, object] = field(default_factory=dict)
     """A change that leaves the weights as they are, as in `set` layers.*.mixer.position.scaling=yarn."""
     seed: int = 0
     """Decides everything random, such as the hashes of a member that has some."""
-    task_options: Mapping[str, Any] = field(default_factory=dict)
+    task_options: Mapping[str, object] = field(default_factory=dict)
     """Options of the task's own, by name."""
 
     def __post_init__(self) -> None:
@@ -32,7 +31,7 @@ class PredictOptions(PredictionSettings, Machine):
 class EmbedOptions(EmbeddingSettings, Machine):
     """The options of making vectors of texts, images or sounds with a trained run."""
 
-    set: Mapping[str, Any] = field(default_factory=dict)
+    set: Mapping[str, object] = field(default_factory=dict)
     """A change that leaves the weights as they are, as in `set` layers.*.mixer.position.scaling=yarn."""
     seed: int = 0
     """Decides everything random, such as the hashes of a member that has some."""

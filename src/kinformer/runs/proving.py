@@ -1,4 +1,4 @@
-"""Causal models held to laws: a run and its export, a folder of transformers and its import, or a user's module."""
+"""Verification of causal models: a run and its export, a folder of transformers and its import, a user's module."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.core.model import CausalModel
 from kinformer.family.build import model_config
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Proof:
         return all(one.holds is not False for one in (*self.laws, *self.beside))
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """The verdicts as data that JSON can hold."""
         tables = {name: [asdict(one) | {"badge": one.badge} for one in getattr(self, name)] for name in TABLES}
         facts = {"subject": self.subject, "kind": self.kind, "holds": self.holds, "notes": list(self.notes)}
@@ -67,11 +68,11 @@ def verify(subject: str | Path, *, trust_remote_code: bool = False, length: int 
         return Proof(text, "module", tuple(judge(Plain(_object(text)), length, limit)))
     config = read_json(Path(text) / CONFIG) if (Path(text) / CONFIG).exists() else None
     if isinstance(config, dict) and "model_type" in config:
-        return _of_folder(Path(text), config, trust_remote_code, length, limit)
-    return _of_run(Path(text), length, limit)
+        return _folder_proof(Path(text), config, trust_remote_code, length, limit)
+    return _run_proof(Path(text), length, limit)
 
 
-def _of_run(folder: Path, length: int, limit: float) -> Proof:
+def _run_proof(folder: Path, length: int, limit: float) -> Proof:
     """Return the proof of a run: its laws, and its export beside it."""
     run = open_run(folder)
     if run.config.protocol is not CausalModel or not hasattr(run.config.input, "vocab_size"):
@@ -87,7 +88,7 @@ def _of_run(folder: Path, length: int, limit: float) -> Proof:
     return Proof(str(folder), f"run, exported as {form.model_type}", laws, verdicts)
 
 
-def _of_folder(folder: Path, config: Mapping[str, object], trust: bool, length: int, limit: float) -> Proof:
+def _folder_proof(folder: Path, config: Mapping[str, object], trust: bool, length: int, limit: float) -> Proof:
     """Return the proof of a folder of transformers: its laws there, and what is imported beside it."""
     kind = str(config["model_type"])
     with _quiet():
@@ -112,7 +113,7 @@ def _prefixed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"model.{name}": one for name, one in weights.items()}
 
 
-def _loaded(folder: Path, trust: bool) -> Any:
+def _loaded(folder: Path, trust: bool) -> PreTrainedModel:
     """Return the causal model of transformers in ``folder``, in float32."""
     try:
         import torch
@@ -148,7 +149,7 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _object(name: str) -> Any:
+def _object(name: str) -> object:
     """Return the object ``module:object``, called without arguments where it is a class or a function."""
     module, _, attribute = name.partition(":")
     sys.path.insert(0, "")

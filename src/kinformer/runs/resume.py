@@ -1,12 +1,11 @@
-"""A run that goes on: as it was begun, but for what may change."""
+"""Resuming a run with its own options, but for those that may change."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
 
+from kinformer.core.model_config import ModelConfig
 from kinformer.data import FileTokenizer
 from kinformer.runs.config_file import settings_in
 from kinformer.runs.options import TrainOptions
@@ -17,6 +16,7 @@ from kinformer.runtime.errors import KinformerError, marked
 from kinformer.runtime.progress import note
 from kinformer.tasks.table import task as task_called
 from kinformer.tasks.table import training_options
+from kinformer.tasks.task import Data
 from kinformer.training.settings import Settings
 from kinformer.training.stage_tables import checked_stages
 from kinformer.training.stages import stages_of
@@ -28,7 +28,7 @@ MAY_CHANGE = {
 
 
 def resume(options: TrainOptions) -> tuple[Run, Settings]:
-    """The run in the folder ``options.out`` and its settings, with what was given and may change.
+    """Return the run in the folder ``options.out`` and its settings, with the new options that may change.
 
     Errors: ``KinformerError`` for options or data other than it was begun with.
     """
@@ -43,15 +43,15 @@ def resume(options: TrainOptions) -> tuple[Run, Settings]:
         stage.settings.rows(options.replicas)
     _check_unchanged(run, options)
     spec = run.data.get("spec") if options.data is None else named_data(options, run.task, run.folder)
-    data = dict(run.data) | {"spec": spec} | STORES.resume(run, options)
-    run = replace(run, data=data, training=vars(settings))
-    result = data_of(run)
-    if result.fingerprint != (begun_with := (run.data.get("identity") or {}).get("fingerprint")):
+    facts = dict(run.data) | {"spec": spec} | STORES.resume(run, options)
+    run = replace(run, data=facts, training=vars(settings))
+    data = data_of(run)
+    if data.fingerprint != (begun_with := (run.data.get("identity") or {}).get("fingerprint")):
         raise KinformerError(
-            f"{spec}: is not the data that the run in {run.folder} was begun with ({result.fingerprint} instead of "
+            f"{spec}: is not the data that the run in {run.folder} was begun with ({data.fingerprint} instead of "
             f"{begun_with}); give that data, or another `out`."
         )
-    if options.set and _plan_again(run, options, result) != run.config:
+    if options.set and _config_again(run, options, data) != run.config:
         path, value = next(iter(options.set.items()))
         raise _otherwise(run, f"`set` {path}={value}")
     run.save()
@@ -59,7 +59,7 @@ def resume(options: TrainOptions) -> tuple[Run, Settings]:
 
 
 def _merged(run: Run, options: TrainOptions) -> Settings:
-    """The run's own settings, with those that were given and may change."""
+    """Return the run's settings with the new ones, which must be of those that may change."""
     stored = dict(vars(settings_in(run.training)))
     setting_names = {field.name for field in fields(Settings)}
     values = {field.name: getattr(options, field.name) for field in fields(TrainOptions) if field.name in setting_names}
@@ -86,9 +86,9 @@ def _check_unchanged(run: Run, options: TrainOptions) -> None:
         task_called(str(options.task))
         raise _otherwise(run, f"`task` {options.task}")
     training_options(run.task, options.task_options)
-    plain: Mapping[str, Any] = asdict(run.options)
+    before = asdict(run.options)
     for name, value in options.task_options.items():
-        if value != plain[name]:
+        if value != before[name]:
             raise _otherwise(run, f"{marked(name)}={value}")
     check_source(options, run.task)
     if options.recipe not in (None, "small", run.recipe):
@@ -101,8 +101,8 @@ def _check_unchanged(run: Run, options: TrainOptions) -> None:
         raise _otherwise(run, f"`holdout` {options.holdout}")
 
 
-def _plan_again(run: Run, options: TrainOptions, data: object) -> Any:
-    """What the run's model would be by these options."""
+def _config_again(run: Run, options: TrainOptions, data: Data) -> ModelConfig:
+    """Return the config that the run's model would have by these options."""
     init = run.data.get("init")
     return plan_config(replace(options, recipe=run.recipe), open_run(init) if init else None, run.task, data)
 

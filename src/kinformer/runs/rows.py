@@ -1,9 +1,8 @@
-"""What a run learns from: its opened data, the rows that its task makes of it, and its teacher, another model."""
+"""The rows that a run learns from, as its task makes them of the data, and its teacher, another model."""
 
 from __future__ import annotations
 
-from typing import Any
-
+from kinformer.core.model import WholeModel
 from kinformer.runs.run import Run, open_run
 from kinformer.runs.staging import StagedRows, stage_plan
 from kinformer.runs.stores import STORES
@@ -14,7 +13,7 @@ from kinformer.training.stages import Stage
 
 
 def rows_of(run: Run, plan: TrainingPlan, device: str, quiet: bool = True) -> DataModule:
-    """The rows of the run's task; neighbours are looked up on ``device`` where the model looks things up."""
+    """Return the rows of the run's task; neighbours are looked up on ``device`` where the model looks things up."""
     rows = STORES.rows(run.task.data_module(plan), run, plan, device, quiet)
     rows.teacher = teacher_of(run)
     return rows
@@ -35,8 +34,8 @@ def staged_rows(run: Run, plan: TrainingPlan, stage: Stage, device: str, quiet: 
     return StagedRows(rows_of(run, stage_plan(plan, stage), device, quiet), final, stage.begin)
 
 
-def teacher_of(run: Run) -> Any:
-    """The model, in eval mode and frozen, of the run that the option ``teacher`` names; None where there is none.
+def teacher_of(run: Run) -> WholeModel | None:
+    """Return the model, in eval mode and frozen, of the run that the option ``teacher`` names; None without one.
 
     Errors: ``KinformerError`` for a run of another task, of other classes, or of inputs of another shape.
     """

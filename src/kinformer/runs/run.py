@@ -36,6 +36,7 @@ from kinformer.runtime.files import (
     signed,
     write_json,
 )
+from kinformer.runtime.parsing import JsonObject
 from kinformer.tasks.table import ALL, training_options
 from kinformer.tasks.table import task as task_called
 from kinformer.training.best import WEIGHTS, best_of, best_weights, place_of_best
@@ -70,12 +71,12 @@ class Run:
     config: ModelConfig
     task: Task
     options: Any
-    data: Mapping[str, Any]
-    training: Mapping[str, Any]
+    data: JsonObject
+    training: JsonObject
     vocabulary: str | None = BYTES
     tokenizer_fingerprint: str | None = field(default=None, compare=False)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @cached_property
@@ -123,7 +124,7 @@ class Run:
         write_json(self.folder / CONFIG, signed(data))
 
     def _fingerprint(self) -> str | None:
-        """That of the tokenizer's file as it is now."""
+        """Return the fingerprint of the tokenizer's file as it is now, None if there is none."""
         from kinformer.data.tokenizer import file_fingerprint
 
         if self.vocabulary in (None, BYTES) or not (self.folder / self.vocabulary).is_file():
@@ -131,12 +132,12 @@ class Run:
         return file_fingerprint((self.folder / self.vocabulary).read_bytes())
 
     def build(self) -> Any:
-        """The model, newly initialised."""
+        """Return the model, newly initialised."""
         with reading(self.folder / CONFIG, "says a model that cannot be built here", "use a larger machine"):
             return self.config.build()
 
     def model(self, changes: Mapping[str, object] | None = None) -> Any:
-        """The model with its best weights, in eval mode, without what belongs to it (see ``datastore.attach``).
+        """Return the model with its best weights, in eval mode, without its datastore (see ``datastore.attach``).
 
         ``changes`` are overrides of its config, such as another scaling of its positions; they must leave the name and
         the shape of every weight as they are.
@@ -150,7 +151,7 @@ class Run:
         return model.eval()
 
     def weights_digest(self) -> str:
-        """What identifies the weights that :meth:`model` reads: sha256 of their names, shapes, types and bytes."""
+        """Return the sha256 of the names, shapes, types and bytes of the weights that :meth:`model` reads."""
         tensors, metadata = best_weights(self.folder)
         return metadata.get(DIGEST) or digest(tensors)
 
@@ -168,7 +169,10 @@ class Run:
 
 
 def open_run(folder: str | Path) -> Run:
-    """Read a run folder's config; anything that is not one is one clear sentence."""
+    """Return the run in a folder.
+
+    Errors: ``KinformerError`` for a folder that holds no run, or a damaged one.
+    """
     require_path("run", folder)
     folder = Path(folder)
     place = folder / CONFIG

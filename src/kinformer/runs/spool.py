@@ -1,4 +1,4 @@
-"""The data that was named, standard input as a file."""
+"""Data by name, with standard input as a temporary file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @contextmanager
 def spooled(data: str | None) -> Iterator[str | None]:
-    """``data``, or where that is "-" a file that holds standard input, for the time being."""
+    """Give ``data``, or if that is "-" the path of a temporary file with all of standard input."""
     if data != "-":
         yield data
         return

@@ -1,4 +1,4 @@
-"""A stage of a run: the config of its model, the plan of its rows, and rows of which those to train on are its."""
+"""A stage of a run: the config of its model, the plan of its rows, and its rows to train on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The datastores of runs, by the hook of ``datastore``."""
+"""The datastores of runs, reached through the hook of ``datastore``."""
 
 from __future__ import annotations
 

@@ -9,9 +9,10 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+from torch import nn
 
 from kinformer.family.table import member
 from kinformer.runs.announce import announcement, warning
@@ -45,8 +46,8 @@ JOB = "job"
 
 @dataclass(frozen=True)
 class Job:
-    """A run folder that is ready, and how to train in it. Plain enough to be sent to other processes. ``begun``: since
-    when its minutes count."""
+    """A prepared run folder and how to train in it; it can be pickled for other processes. Minutes count from
+    ``started_at``, a time of ``time.monotonic()``."""
 
     run: Run
     settings: Settings
@@ -55,10 +56,10 @@ class Job:
     shared: Parallel
     threads: int | None
     quiet: bool
-    begun: float
+    started_at: float
 
-    def model(self) -> Any:
-        """The model as the run begins: new, or with the weights of the run that it was given to begin with."""
+    def model(self) -> nn.Module:
+        """Return the model before its first step: new, or with the weights of the run named by ``init``."""
         model = self.run.build()
         init = self.run.data.get("init")
         if init and not Checkpoints(self.run.folder / CHECKPOINTS, 1).steps():
@@ -68,8 +69,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Summary:
-    """What came of a training: the run's ``folder``, its member and number of ``parameters``, what the trainer says,
-    and what its ``metrics`` are."""
+    """The result of training: the run's ``folder``, its member and number of ``parameters``, the trainer's ``result``,
+    and the ``metrics`` of its validations."""
 
     folder: Path
     member: str
@@ -78,7 +79,7 @@ class Summary:
     metrics: tuple[Metric, ...]
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """The training's summary as data that JSON can hold."""
         result = asdict(self.result)
         validation = {f"validation_{name}": metric for name, metric in result.pop("validation").items()}
@@ -89,31 +90,32 @@ class Summary:
         """The best validation in words."""
         if self.result.best_step is None:
             return "not validated"
-        valid_names_value: Any = self.result.validation
-        words = ", ".join(metric.text(valid_names_value[metric.name]) for metric in self.metrics)
+
+        validation = {name: value for name, value in self.result.validation.items() if value is not None}
+        words = ", ".join(metric.text(validation[metric.name]) for metric in self.metrics)
         return f"best validation {words} (step {self.result.best_step})"
 
 
-def train(options: TrainOptions, quiet: bool = False, begun: float | None = None) -> Summary:
-    """Train as ``options`` say. With ``quiet`` nothing is reported meanwhile; minutes count since ``begun``, a time of
-    ``time.monotonic()``, or from now on.
+def train(options: TrainOptions, quiet: bool = False, started_at: float | None = None) -> Summary:
+    """Train as ``options`` say. With ``quiet`` nothing is reported meanwhile; minutes count from ``started_at``, a time
+    of ``time.monotonic()``, or from now on.
 
     Errors: ``KinformerError``; ``InterruptedError(128 + signal)`` where a signal ended several processes.
     """
-    begun = time.monotonic() if begun is None else begun
+    started_at = time.monotonic() if started_at is None else started_at
     require("devices", options.devices, 1)
     options = replace(options, resume=True) if _started_again(options) else options
     if distributed.started_by_torchrun():
-        return _under_torchrun(options, quiet, begun)
+        return _under_torchrun(options, quiet, started_at)
     with writing(Path(options.out)):
-        job = prepare(options, quiet, begun)
+        job = prepare(options, quiet, started_at)
         if options.devices > 1:
             return distributed.launch(_join_and_work, (job,), options.devices)
         return work(job, Group(options.prepare(job.settings.seed)))
 
 
-def prepare(options: TrainOptions, quiet: bool, begun: float) -> Job:
-    """Check everything that can be checked, write the run folder's config, and say what is to be done."""
+def prepare(options: TrainOptions, quiet: bool, started_at: float) -> Job:
+    """Check everything that can be checked, write the run folder's config, and return the job."""
     if not options.resume:
         options = replace(options, member=member(options.member).name)
     if options.compile:
@@ -124,10 +126,10 @@ def prepare(options: TrainOptions, quiet: bool, begun: float) -> Job:
             f"`devices` {options.devices}: there are {torch.cuda.device_count()} GPUs; ask for fewer, or `device` cpu."
         )
     _set_threads(options.threads, options.devices, device)
-    run, settings = resume(options) if options.resume else create(options, device, begun, quiet)
+    run, settings = resume(options) if options.resume else create(options, device, started_at, quiet)
     if (job := job_id()) is not None:
         write_atomic(run.folder / JOB, lambda place: place.write_text(job, encoding="utf-8"))
-    return Job(run, settings, device, options.strategy, options.shared, options.threads, quiet, begun)
+    return Job(run, settings, device, options.strategy, options.shared, options.threads, quiet, started_at)
 
 
 def work(job: Job, group: Group) -> Summary:
@@ -138,21 +140,20 @@ def work(job: Job, group: Group) -> Summary:
     step = group.on_first(lambda: max(Checkpoints(run.folder / CHECKPOINTS, 1).steps(), default=0))
     summary = _stage(job, plan, stage_at(settings, step), group, announces=True)
     while not summary.result.signal and summary.result.steps < summary.result.total:
-        job = replace(job, begun=time.monotonic())
+        job = replace(job, started_at=time.monotonic())
         summary = _stage(job, plan, stage_at(settings, summary.result.steps), group)
     result = summary.result
     if result.signal and group.first and not job.quiet:
         command = f"kinformer train {run.member} --out {run.folder} --resume"
-        remark = f"kinformer: stopped after step {result.steps}, which is kept; continue with: {command}"
-        print(remark, file=tolerant(sys.stderr), flush=True)
+        message = f"kinformer: stopped after step {result.steps}, which is kept; continue with: {command}"
+        print(message, file=tolerant(sys.stderr), flush=True)
     if group.first and not job.quiet and (sentence := warning(result, settings)):
         print(spelled(sentence), file=tolerant(sys.stderr), flush=True)
     return summary
 
 
 def _stage(job: Job, plan: TrainingPlan, stage: Stage, group: Group, announces: bool = False) -> Summary:
-    """Train to the end of ``stage``, of which many runs have one only; ``announces``: say first what is going to be
-    done."""
+    """Train to the end of ``stage``, the only one of most runs; ``announces``: first print what is going to be done."""
     run, settings = replace(job.run, config=config_of(plan.config, stage)), job.settings
     data = staged_rows(run, plan, stage, job.device, job.quiet)
     torch.manual_seed(settings.seed)
@@ -163,12 +164,12 @@ def _stage(job: Job, plan: TrainingPlan, stage: Stage, group: Group, announces: 
     if announces and group.first and not job.quiet:
         frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
         print(announcement(run, settings, parameters, group, frozen), file=tolerant(sys.stderr), flush=True)
-    result = Trainer(model, data, objective, settings, run.folder, group, job.quiet, job.begun).run()
+    result = Trainer(model, data, objective, settings, run.folder, group, job.quiet, job.started_at).run()
     return Summary(run.folder, run.member, parameters, result, data.metrics)
 
 
 def _set_threads(threads: int | None, processes: int, device: str) -> None:
-    """The threads of one of so many processes, for training and for measuring how fast it will be."""
+    """Set the threads of one of so many ``processes``, for training and for measuring how fast it will be."""
     if threads is not None:
         require("threads", threads, 1)
     elif processes > 1 and device == "cpu":
@@ -186,7 +187,7 @@ def _join_and_work(job: Job) -> Summary:
     return summary
 
 
-def _under_torchrun(options: TrainOptions, quiet: bool, begun: float) -> Summary:
+def _under_torchrun(options: TrainOptions, quiet: bool, started_at: float) -> Summary:
     world = int(os.environ["WORLD_SIZE"])
     if options.devices not in (1, world):
         flag = f"`devices` {options.devices}" if options.parallel is None else f"`parallel` {options.parallel}"
@@ -194,19 +195,19 @@ def _under_torchrun(options: TrainOptions, quiet: bool, begun: float) -> Summary
         raise KinformerError(f"{flag}: torchrun started {plural(world, 'process')}; {remedy}.")
     shared = options.shared
     engine = _device_type(options.device), options.strategy, shared.tensor, shared.context, shared.ring
-    with ExitStack() as held, distributed.join(*engine) as group:
+    with ExitStack() as locks, distributed.join(*engine) as group:
         _set_threads(options.threads, world, group.device.type)
 
         def prepared() -> Job:
-            held.enter_context(writing(Path(options.out)))
-            return prepare(options, quiet, begun)
+            locks.enter_context(writing(Path(options.out)))
+            return prepare(options, quiet, started_at)
 
         return work(group.on_first(prepared), group)
 
 
 def _started_again(options: TrainOptions) -> bool:
-    """Whether torchrun starts this command for another time: with --max-restarts, as a process of the last time died;
-    or, in a job that has a name, as machines came or went."""
+    """Return whether torchrun starts this command again: with --max-restarts, because a process died; or, in a job that
+    has a name, because machines came or went."""
     folder, restarts = Path(options.out), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if not (folder / CONFIG).exists():
         return False
@@ -216,12 +217,12 @@ def _started_again(options: TrainOptions) -> bool:
 
 
 def _device_type(device: str) -> str:
-    """The type that the option ``device`` means, such as "cpu"."""
+    """Return the type of the device that the option ``device`` names, such as "cpu"."""
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device.split(":")[0]
 
 
 def _require_compiler() -> None:
-    """torch.compile writes C++ for a CPU; without a compiler it would fail in the midst of the first step."""
+    """Refuse ``compile`` without a C++ compiler: torch.compile would fail in the middle of the first step."""
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if shutil.which(compiler) is None:
         raise KinformerError(

@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.tables import require_folder_of
 from kinformer.tasks.predictions import Embedded
 
+F = TypeVar("F")
 WriteVector = Callable[[Embedded], None]
 
 
@@ -65,7 +66,7 @@ def writing_vectors(path: str | Path) -> Iterator[WriteVector]:
             shutil.copyfileobj(bare, array, 1 << 20)
 
 
-def _opened(path: Path, open_file: Callable[[], Any]) -> Any:
+def _opened(path: Path, open_file: Callable[[], F]) -> F:
     """Return the file that ``open_file`` opens for ``path``; where it cannot, one sentence says so."""
     try:
         return open_file()

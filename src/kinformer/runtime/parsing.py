@@ -140,7 +140,7 @@ def fits(kind: object, value: object) -> bool:
         return any(fits(item, value) for item in items)
     if origin is tuple:
         return not isinstance(value, tuple) or all(fits(items[0], item) for item in value)
-    if kind is Any or not isinstance(kind, type):
+    if kind is Any or not isinstance(kind, type) or typing.is_typeddict(kind):
         return True
     if slot := getattr(kind, "slot", ""):
         return getattr(value, "slot", "") == slot
@@ -158,7 +158,7 @@ def parse_plain(kind: object, value: object, place: str) -> Any:
     read = plain(value)
     if kind is float and isinstance(read, int) and not isinstance(read, bool):
         return float(read)
-    if kind is Any or not isinstance(kind, type):  # a type that only the owner of the config can check
+    if kind is Any or not isinstance(kind, type) or typing.is_typeddict(kind):  # which only the config's owner checks
         return read
     if isinstance(read, kind) and isinstance(read, bool) == (kind is bool):
         return read

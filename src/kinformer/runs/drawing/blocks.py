@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import TypeAlias
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
+from kinformer.core.model import StackedModel
 from kinformer.figures.panels import MOST_CELLS, PatternPanel, numbered
 from kinformer.mixers.chosen_blocks import ChosenBlocks
 from kinformer.runs.drawing.options import DrawOptions
-from kinformer.runs.drawing.text import MOST, TRACED, text_run, tokens_of
+from kinformer.runs.drawing.text import MAX_TOKENS, TRACED, text_run, tokens_of
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 
+Choose: TypeAlias = Callable[..., tuple[Tensor | None, Tensor]]
 BLOCKS = 32
 """Blocks of a text, where no length was asked."""
 
@@ -25,9 +27,10 @@ def chosen_panels(options: DrawOptions) -> tuple[list[PatternPanel], str]:
     """Return a panel for every layer and for all heads in it that choose together, of what they see of the first
     ``options.length`` tokens, without the branches that choose nothing; and a title."""
     run = text_run(options, "blocks")
-    model: Any = run.model(options.set).eval()
+    model = run.model(options.set).eval()
     mixers = _mixers(model, options, str(run.folder))
-    length = options.length or min(MOST, max(TRACED, BLOCKS * max(mixer.config.block for mixer in mixers.values())))
+    block = max(mixer.config.block for mixer in mixers.values())
+    length = options.length or min(MAX_TOKENS, max(TRACED, BLOCKS * block))
     tokens = torch.from_numpy(tokens_of(run, options, length)[:length])
     chosen, panels = _choices(model, mixers, tokens[None]), []
     for number, mixer in mixers.items():
@@ -37,7 +40,7 @@ def chosen_panels(options: DrawOptions) -> tuple[list[PatternPanel], str]:
     return panels, f"{run.folder.name} ({run.member}): blocks that {plural(len(tokens), 'token')} chose"
 
 
-def _mixers(model: Any, options: DrawOptions, folder: str) -> dict[int, ChosenBlocks]:
+def _mixers(model: StackedModel, options: DrawOptions, folder: str) -> dict[int, ChosenBlocks]:
     """Return the mixers that choose blocks by the number of their layer: the one that was asked for, or all."""
     mixers = {
         number: module
@@ -61,13 +64,15 @@ def _choices(model: nn.Module, mixers: dict[int, ChosenBlocks], tokens: Tensor) 
     chosen: dict[int, Tensor] = {}
     with ExitStack() as stack, torch.inference_mode():
         for number, mixer in mixers.items():
-            choose = mixer._choose
+            choose: Choose = mixer._choose
 
-            def noting(*call: Any, number: int = number, choose: Any = choose) -> Any:
+            def choose_and_record(
+                *call: object, number: int = number, choose: Choose = choose
+            ) -> tuple[Tensor | None, Tensor]:
                 compressed, chosen[number] = choose(*call)
                 return compressed, chosen[number]
 
-            stack.enter_context(patch.object(mixer, "_choose", noting))
+            stack.enter_context(patch.object(mixer, "_choose", choose_and_record))
         model(tokens)
     return chosen
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from kinformer.figures.coloured_text import ColouredText
 from kinformer.runs.drawing.options import DrawOptions
 from kinformer.runs.drawing.text import TRACED, pieces_of, text_run, tokens_of
@@ -14,9 +12,9 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 
 
-def text_by_buckets(options: DrawOptions) -> tuple[ColouredText, dict[str, Any]]:
-    """The first ``options.length`` tokens of the text, coloured by the bucket of the first round, and the same as
-    facts: ``layer``, ``head`` and the number of ``tokens`` in every bucket."""
+def text_by_buckets(options: DrawOptions) -> tuple[ColouredText, dict[str, object]]:
+    """Return the first ``options.length`` tokens of the text, coloured by the bucket of the first round, and facts:
+    ``layer``, ``head`` and the number of ``tokens`` in every bucket."""
     run = text_run(options, "buckets")
     assert run.tokenizer is not None
     tokens = tokens_of(run, options)[: options.length or TRACED].tolist()
@@ -48,7 +46,7 @@ def text_by_buckets(options: DrawOptions) -> tuple[ColouredText, dict[str, Any]]
 
 
 def _head(site: AttentionTrace, options: DrawOptions) -> tuple[int, list[int]]:
-    """The head that was asked for, or the first that has buckets, and those of its first round."""
+    """Return the head of ``options``, or the first that has buckets, and the buckets of its first round."""
     assert site.buckets is not None
     sorting = {
         number: item[0].tolist() for number, item in zip(site.heads, site.buckets, strict=True) if item.min() >= 0

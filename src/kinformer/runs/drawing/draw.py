@@ -1,4 +1,4 @@
-"""Draws what is asked for into a file, and says what stands in it."""
+"""Drawing into a file, with lines and facts about what it shows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from kinformer.runs.drawing.subject import find
 from kinformer.runtime.errors import KinformerError, marked, spelled
 from kinformer.runtime.words import plural
 
-MOST_PANELS = 24
+MAX_PANELS = 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,7 @@ class Drawing:
     out: Path
     title: str
     lines: tuple[str, ...]
-    facts: dict[str, Any]
+    facts: dict[str, object]
 
 
 def draw(options: DrawOptions) -> Drawing:
@@ -44,11 +43,11 @@ def draw(options: DrawOptions) -> Drawing:
     torch.manual_seed(options.seed)
     if options.image is not None:
         return _image(options, out)
-    wanted = [name for name in TEXTS if getattr(options, name)]
-    if len(wanted) > 1:
-        raise KinformerError(f"{' and '.join(map(marked, wanted))} contradict; give one.")
-    if wanted and not options.spans:
-        return TEXTS[wanted[0]](options, out)
+    texts = [name for name in TEXTS if getattr(options, name)]
+    if len(texts) > 1:
+        raise KinformerError(f"{' and '.join(map(marked, texts))} contradict; give one.")
+    if texts and not options.spans:
+        return TEXTS[texts[0]](options, out)
     if options.data is not None and not options.spans:
         raise KinformerError(
             f"`data` {options.data}: is for {', '.join(map(marked, TEXTS))}; add one, or leave it out."
@@ -66,9 +65,9 @@ def draw(options: DrawOptions) -> Drawing:
 
 
 def _panels(options: DrawOptions, out: Path, subject: tuple[str, str], panels: Sequence[Panel]) -> Drawing:
-    """Draw the first ``MOST_PANELS`` panels of a ``subject``, its kind and its title."""
+    """Draw the first ``MAX_PANELS`` panels of a ``subject``, its kind and its title."""
     kind, title = subject
-    shown, more = panels[:MOST_PANELS], ""
+    shown, more = panels[:MAX_PANELS], ""
     draw_panels(shown, title, out)
     if len(panels) > len(shown):
         more = spelled(f" ({len(shown)} of {len(panels)}; choose with `layer` and `head`)")
@@ -136,8 +135,8 @@ def _lines(panels: Sequence[Panel]) -> Iterator[str]:
         yield line
 
 
-def _facts(panel: Panel) -> dict[str, Any]:
-    """For JSON: a panel without its numbers."""
+def _facts(panel: Panel) -> dict[str, object]:
+    """Return a panel as data for JSON, without its arrays."""
     shown = {name: value for name, value in asdict(panel).items() if not isinstance(value, np.ndarray)}
     return {"panel": type(panel).__name__.removesuffix("Panel").lower()} | shown
 

@@ -1,10 +1,10 @@
-"""Encodings of positions to draw: of a trained model its own, untrained those that are no random numbers."""
+"""Encodings of positions to draw: those of a trained model, or untrained ones that are no random numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ from kinformer.runtime.errors import KinformerError
 if TYPE_CHECKING:
     from torch import nn
 
+M = TypeVar("M", bound="nn.Module")
 DIM, NUM_HEADS, HEAD_DIM, DEPTH = 512, 8, 64, 1
 
 
@@ -26,11 +27,11 @@ class Side(NamedTuple):
 
     config: Any
     dim: int
-    model: Any
+    model: nn.Module | None
 
 
-def undrawn(build: Callable[[], nn.Module]) -> Any:
-    """What ``build`` makes, or None where its numbers depend on the seed: before training they say nothing."""
+def undrawn(build: Callable[[], M]) -> M | None:
+    """Return what ``build`` makes, or None if its numbers depend on the seed: before training they say nothing."""
     built = []
     for seed in (0, 1):
         with torch.random.fork_rng(devices=[]):
@@ -41,8 +42,8 @@ def undrawn(build: Callable[[], nn.Module]) -> Any:
 
 
 def alone(config: PositionConfig | EmbeddingConfig) -> Encoding | None:
-    """An encoding outside of any model: at the tokens where it can stand there, else in eight heads of 64 features;
-    None where it is learnt."""
+    """Return an encoding outside of any model: at the tokens where it can stand there, else in eight heads of 64
+    features; None where it is learnt."""
     if isinstance(config, EmbeddingConfig):
         return one_token(undrawn(lambda: config.build(1, DIM)), config)
     position: Position | None
@@ -54,11 +55,14 @@ def alone(config: PositionConfig | EmbeddingConfig) -> Encoding | None:
 
 
 def encoding_of(placed: Placed, side: Side) -> Encoding | None:
-    """The encoding of a part of a model's config; None where it is learnt and the model untrained."""
+    """Return the encoding of a part of a model's config; None where it is learnt and the model untrained."""
     config, dim, model = side
     depth, name, place = len(config.uses), describe(placed.part), place_of(placed)
     if placed.layers is None:
-        position = undrawn(lambda: config.position.build_model(dim, depth)) if model is None else model.position
+        if model is None:
+            position = undrawn(lambda: config.position.build_model(dim, depth))
+        else:
+            position = module_at(model, "position")
         return None if position is None else Encoding(position=position, name=name, place="at the tokens", depth=depth)
     heads = placed.owner.num_heads
     head_dim = placed.owner.head_dim or dim // heads
@@ -70,20 +74,17 @@ def encoding_of(placed: Placed, side: Side) -> Encoding | None:
 
 
 def one_token(embedding: nn.Module | None, config: Config) -> Encoding | None:
-    """An embedding of tokens and positions, shown for one token; None where there is none."""
+    """Return the encoding of an embedding of tokens and positions, shown for one token; None without an embedding."""
     if embedding is None:
         return None
     return Encoding(position=OneToken(embedding), name=f"{describe(config)}\none token at every position", place="")
 
 
-def module_at(model: Any, path: str) -> Any:
-    """The module that a part of the config at ``path`` became."""
-    place: Any = model.stack if path.startswith("layers.") else model
-    for name in path.split("."):
-        place = place[int(name)] if name.isdigit() else getattr(place, name)
-    return place
+def module_at(model: nn.Module, path: str) -> Any:
+    """Return the module that was built of the part of the config at ``path``."""
+    return model.get_submodule(f"stack.{path}" if path.startswith("layers.") else path)
 
 
 def place_of(placed: Placed) -> str:
-    """Where a part stands, in words."""
+    """Return in words where a part stands."""
     return "in the input" if placed.path.startswith("input.") else numbered("layer", placed.layers or ())

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
+from kinformer.core.model import CausalModel
 from kinformer.evaluation.early_exit import EarlyExitRecorder, Exited, early_exit_stack
 from kinformer.evaluation.windows import Windows, cut
 from kinformer.figures.coloured_text import ColouredText
@@ -21,15 +21,15 @@ from kinformer.tasks.shared.text import main_windows
 
 @dataclass(frozen=True)
 class _Windows:
-    """In windows as the run was trained, which overlap by half, or with the state carried."""
+    """The options of reading in windows as the run was trained, which overlap by half, or with the state carried."""
 
     context: None = None
     overlap: float = 0.5
 
 
 def text_by_exits(options: DrawOptions) -> tuple[ColouredText, Exited]:
-    """The first ``options.length`` tokens of the text, coloured by the exits by which they were predicted, and how many
-    left where."""
+    """Return the first ``options.length`` tokens of the text, coloured by the exits by which they were predicted, and
+    the number of tokens by exit."""
     run = text_run(options, "exits", "layer", "head")
     model = run.model(options.set)
     if early_exit_stack(model) is None:
@@ -52,10 +52,11 @@ def text_by_exits(options: DrawOptions) -> tuple[ColouredText, Exited]:
     return text, exited
 
 
-def _exits(run: Run, model: Any, tokens: np.ndarray) -> tuple[list[int], Exited]:
-    """The exits of all but the last of ``tokens``, read with half a window or more of text before each."""
+def _exits(run: Run, model: CausalModel, tokens: np.ndarray) -> tuple[list[int], Exited]:
+    """Return the exits of all but the last of ``tokens``, read with half a window or more of text before each."""
     windows, seen = main_windows(run, model, _Windows(), beside_lengths=True), []
-    hook = model.stack.left.register_forward_hook(lambda _, unread, __: seen.append(unread[0][0]))
+    stack = early_exit_stack(model)
+    hook = stack.left.register_forward_hook(lambda _, unread, __: seen.append(unread[0][0]))
     try:
         with torch.inference_mode():
             for window in cut(len(tokens) - 1, windows or Windows(context=len(tokens) - 1)):
@@ -63,7 +64,7 @@ def _exits(run: Run, model: Any, tokens: np.ndarray) -> tuple[list[int], Exited]
                 seen[-1] = seen[-1][window.unscored :]
     finally:
         hook.remove()
-    recorder = EarlyExitRecorder(model.stack)
+    recorder = EarlyExitRecorder(stack)
     recorder.note(torch.cat(seen), None)
     assert recorder.result is not None
     return torch.cat(seen).tolist(), recorder.result

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from kinformer.blocks.experts import Experts
+from kinformer.core.model import StackedModel
 from kinformer.figures.coloured_text import ColouredText
 from kinformer.runs.drawing.options import DrawOptions
 from kinformer.runs.drawing.text import TRACED, pieces_of, text_run, tokens_of
@@ -15,11 +14,11 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 
 
-def text_by_experts(options: DrawOptions) -> tuple[ColouredText, dict[str, Any]]:
-    """The first ``options.length`` tokens of the text, coloured by the expert with the largest weight, and the same as
-    facts: ``layer``, the number of ``tokens`` of every expert, and its ``share`` of all weights."""
+def text_by_experts(options: DrawOptions) -> tuple[ColouredText, dict[str, object]]:
+    """Return the first ``options.length`` tokens of the text, coloured by the expert of largest weight, and facts:
+    ``layer``, the number of ``tokens`` of every expert, and its ``share`` of all weights."""
     run = text_run(options, "experts", "head")
-    model: Any = run.model(options.set).eval()
+    model = run.model(options.set).eval()
     layer, mixture = _mixture(model, options, str(run.folder))
     tokens = tokens_of(run, options)[: options.length or TRACED]
     experts, weights = _chosen(model, mixture, torch.from_numpy(tokens[None]))
@@ -42,8 +41,8 @@ def text_by_experts(options: DrawOptions) -> tuple[ColouredText, dict[str, Any]]
     return coloured, {"layer": layer, "tokens": members, "share": share.tolist()}
 
 
-def _mixture(model: Any, options: DrawOptions, folder: str) -> tuple[int, Experts]:
-    """The layer that was asked for, or the first that has experts, and its mixture."""
+def _mixture(model: StackedModel, options: DrawOptions, folder: str) -> tuple[int, Experts]:
+    """Return the layer of ``options``, or the first that has experts, and its mixture."""
     mixtures: dict[int, Experts] = {}
     for number, layer in enumerate(model.stack.layers, start=1):
         for module in layer.modules():
@@ -62,7 +61,7 @@ def _mixture(model: Any, options: DrawOptions, folder: str) -> tuple[int, Expert
 
 
 def _chosen(model: nn.Module, mixture: Experts, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """The experts [1, time, topk] of ``tokens`` [1, time] and their weights."""
+    """Return the experts [1, time, topk] of ``tokens`` [1, time] and their weights."""
     seen: list[tuple[Tensor, Tensor]] = []
     hook = mixture.selection.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))
     try:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kinformer.core.encoder import EncoderMixer, SequenceContext
 from kinformer.figures.image import HeatOver, ImageDrawing, WindowsOver
+from kinformer.inputs.patches import Patches
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.windows import WindowAttention
 from kinformer.runs.drawing.options import DrawOptions
@@ -55,7 +55,7 @@ OF_OTHERS = (
 
 
 def looked_at(options: DrawOptions) -> ImageDrawing:
-    """The image ``options.image``, or the first of those that it names, and what the run makes of it."""
+    """Return a drawing of the image ``options.image``, or of the first that it names, with what the run looks at."""
     if unread := [marked(name) for name in OF_OTHERS if getattr(options, name)]:
         raise KinformerError(f"{', '.join(unread)}: is not for `image`, which draws what a run sees; leave it out.")
     assert options.image is not None
@@ -96,7 +96,7 @@ def looked_at(options: DrawOptions) -> ImageDrawing:
 
 
 def rollout(layers: Sequence[Tensor]) -> Tensor:
-    """[time, time] of the probabilities [heads, time, time] of each layer, the first layer first."""
+    """Return the roll-out [time, time] of the probabilities [heads, time, time] of all layers, the first one first."""
     output = torch.eye(layers[0].shape[-1], dtype=torch.float64)
     for layer in layers:
         mean = layer.double().cpu().mean(0) + torch.eye(layer.shape[-1], dtype=torch.float64)
@@ -105,7 +105,7 @@ def rollout(layers: Sequence[Tensor]) -> Tensor:
 
 
 def _rolls(call: _Call) -> bool:
-    """Whether the roll-out of the mixer's probabilities says what reaches its outputs."""
+    """Return whether the roll-out of the mixer's probabilities says what reaches its outputs."""
     mixer, text = call.mixer, call.text
     if not isinstance(mixer, BidirectionalAttention) or text.num_global or text.global_positions is not None:
         return False
@@ -113,7 +113,7 @@ def _rolls(call: _Call) -> bool:
     return relative is None or relative.values is None
 
 
-def _rolled(rolled_so_far: Tensor, shares: Sequence[Tensor], call: _Call, input: Any) -> list[HeatOver]:
+def _rolled(rolled_so_far: Tensor, shares: Sequence[Tensor], call: _Call, input: Patches.Config) -> list[HeatOver]:
     """Return the heat of attention roll-out over the patches, relative to the mean patch: one map per token before the
     patches or, where there is none, one of the patches' mean, weighted by the head's ``shares`` if it has some."""
     grid = call.text.grid

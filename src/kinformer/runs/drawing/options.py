@@ -1,15 +1,14 @@
-"""What drawing is asked for. Free of PyTorch."""
+"""The options of drawing. Free of PyTorch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from kinformer.runtime.errors import require, require_seed
 from kinformer.runtime.fields import Checked
 
-MOST_TOKENS, MOST_WIDTH = 65_536, 1024
+MAX_TOKENS, MAX_WIDTH = 65_536, 1024
 """Tokens of a picture, all pairs of which are looked at, and pixels of a line of an image."""
 
 
@@ -41,7 +40,7 @@ class DrawOptions(Checked):
     """For `exits`, `buckets`, `experts`, `blocks`: the text, a path or stdlib (the run's test split if not given)."""
     recipe: str = "small"
     """Which of the member's recipes."""
-    set: Mapping[str, Any] = field(default_factory=dict)
+    set: Mapping[str, object] = field(default_factory=dict)
     """Change the recipe, or an option of the pattern or position, as in `set` window=8; may be given again."""
     length: int | None = None
     """Tokens in the picture; if not given, as many as it takes to see the structure."""
@@ -57,7 +56,7 @@ class DrawOptions(Checked):
     """The seed of all random numbers."""
 
     def __post_init__(self) -> None:
-        for name, most in (("length", MOST_TOKENS), ("layer", None), ("head", None), ("image_width", MOST_WIDTH)):
-            require(name, getattr(self, name), 1, most)
+        for name, limit in (("length", MAX_TOKENS), ("layer", None), ("head", None), ("image_width", MAX_WIDTH)):
+            require(name, getattr(self, name), 1, limit)
         require_seed(self.seed)
         super().__post_init__()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def span_panel(model: nn.Module, title: str) -> HeatPanel:
-    """Tokens, [layers, heads], of the layers of ``model`` that learn their spans, in order."""
+    """Return the spans in tokens, [layers, heads], of the layers of ``model`` that learn them, in order."""
     spans = [module.spans() for module in model.modules() if isinstance(module, Span)]
     if any(isinstance(module, TokenSpan) for module in model.modules()):
         raise KinformerError(

@@ -1,14 +1,15 @@
-"""What is asked to be drawn: a member, a run, or a kind of pattern or position."""
+"""The subject of a drawing: a member, a run, or a kind of pattern or position."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kinformer.core.config import Config, field_types, from_dict, override
-from kinformer.core.contract import ReadsSource
+from kinformer.core.contract import CausalMixer, ReadsSource
+from kinformer.core.encoder import EncoderMixer
 from kinformer.core.model_config import EmbeddingConfig
 from kinformer.core.parts import PatternConfig, PositionConfig
 from kinformer.core.pattern import Pattern
@@ -34,10 +35,12 @@ from kinformer.runs.drawing.options import DrawOptions
 from kinformer.runs.drawing.spans import span_panel
 from kinformer.runs.run import CONFIG, open_run
 from kinformer.runtime.errors import KinformerError, marked, nearest
-from kinformer.runtime.parsing import parse_json
+from kinformer.runtime.parsing import JsonObject, parse_json
 from kinformer.runtime.words import plural
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from kinformer.core.model_config import ModelConfig
 
 TITLE = 36
@@ -47,15 +50,15 @@ POSITIONLESS = ("lookup", "adaptive")
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is drawn: (pattern, name, place) of each head or layer that differs, encodings, mixers without a pattern.
-    ``untrained``: kinds of encodings left out, whose numbers are random before training."""
+    """What is drawn: (pattern, name, place) of each head or layer that differs, encodings, and as ``others`` (mixer,
+    name, place, width) without a pattern. ``untrained``: kinds of encodings that are random before training."""
 
     kind: str
     title: str
     options: DrawOptions
     patterns: list[tuple[Pattern, str, str]] = field(default_factory=list)
     encodings: list[Encoding] = field(default_factory=list)
-    others: list[tuple[Any, str, str, int]] = field(default_factory=list)
+    others: list[tuple[CausalMixer | EncoderMixer, str, str, int]] = field(default_factory=list)
     ready: list[Panel] = field(default_factory=list)
     untrained: list[str] = field(default_factory=list)
 
@@ -79,7 +82,8 @@ class Subject:
 
 
 def find(options: DrawOptions) -> Subject:
-    """A member first, then a run folder, then a pattern, then a position; or what an option says it is."""
+    """Return what ``options.subject`` names: a member, else a run folder, a pattern or a position, or what an option
+    says it is."""
     from kinformer.family.table import FAMILY
 
     name = options.subject
@@ -99,11 +103,11 @@ def find(options: DrawOptions) -> Subject:
         return _part(options, {"kind": name})
     if named and "/" in name:
         open_run(name)  # which says why it is none
-    wanted = (
+    kinds = (
         "a member, a run folder, a pattern or a position" if named else "a pattern" if options.pattern else "a position"
     )
     other, names = nearest_member(name) if named else None, [*table, *(FAMILY if named else ())]
-    raise KinformerError(f"{name!r} is not {wanted} to draw; {other.sentence if other else nearest(name, names)}")
+    raise KinformerError(f"{name!r} is not {kinds} to draw; {other.sentence if other else nearest(name, names)}")
 
 
 def _spans(options: DrawOptions) -> Subject:
@@ -117,7 +121,8 @@ def _spans(options: DrawOptions) -> Subject:
 
 
 def _parts(options: DrawOptions) -> dict[str, str]:
-    """Kind to slot of all that can be drawn by itself, or of what an option says; patterns go first."""
+    """Return the slots, by kind, of all parts that can be drawn alone, or of those that an option names; of a kind in
+    two slots, the pattern."""
     from kinformer.family.kinds import kinds
 
     slots = ["pattern"] if options.pattern else ["position", "embedding"]
@@ -127,7 +132,7 @@ def _parts(options: DrawOptions) -> dict[str, str]:
 
 
 def _means_part(options: DrawOptions) -> bool:
-    """Whether the name is that of a pattern or a position too, and --set changes nothing that a model has."""
+    """Return whether the name is that of a pattern or a position too, and --set changes nothing that a model has."""
     from kinformer.models.decoder import Decoder
     from kinformer.models.encoder import Encoder
 
@@ -148,8 +153,8 @@ def _expression(options: DrawOptions) -> Subject:
     return _part(options, data)
 
 
-def _part(options: DrawOptions, data: dict[str, Any]) -> Subject:
-    """A pattern or a position by itself, with the options that --set gives it."""
+def _part(options: DrawOptions, data: JsonObject) -> Subject:
+    """Return a pattern or a position by itself, with the options that --set gives it."""
     from kinformer.family.kinds import kinds
 
     slot, changes = _parts(options)[data["kind"]], options.set
@@ -180,20 +185,20 @@ def _run(options: DrawOptions) -> Subject:
     return _model("run", f"{run.folder.name} ({run.member}, trained)", model.config, model, options)
 
 
-def _model(kind: str, title: str, config: ModelConfig, model: Any, options: DrawOptions) -> Subject:
-    """Patterns and positions of a model's config; of a trained ``model`` its own positions."""
+def _model(kind: str, title: str, config: ModelConfig, model: nn.Module | None, options: DrawOptions) -> Subject:
+    """Return the patterns and positions of a model's config; the positions are those of a trained ``model``."""
     depth = len(config.layers)
     if options.layer is not None and options.layer > depth:
         raise KinformerError(f"`layer` {options.layer}: {title} has {plural(depth, 'layer')}; give 1 to {depth}.")
     subject = Subject(kind=kind, title=title, options=options)
     _add(subject, Side(config, config.dim, model), "")
     if (encoder := getattr(config, "encoder", None)) is not None:
-        _add(subject, Side(encoder, config.dim, None if model is None else model.encoder), "encoder")
+        _add(subject, Side(encoder, config.dim, None if model is None else module_at(model, "encoder")), "encoder")
     return subject
 
 
 def _add(subject: Subject, side: Side, name: str) -> None:
-    """What there is to draw of a side, whose places begin with its ``name``."""
+    """Add all that can be drawn of a side, whose places begin with its ``name``."""
     (config, dim, model), options, before = side, subject.options, len(subject.encodings)
     at = lambda place: ", ".join(filter(None, (name, place)))  # noqa: E731
     for placed in _of_layer(parts_of(config, "pattern"), options):
@@ -204,7 +209,7 @@ def _add(subject: Subject, side: Side, name: str) -> None:
             _keep(subject, encoding_of(placed, side), placed.part)
     for placed in parts_of(config, "embedding") if options.layer is None else ():
         vocab, part = placed.owner.vocab_size, placed.part
-        embedding = undrawn(partial(part.build, vocab, dim)) if model is None else model.input.embedding
+        embedding = undrawn(partial(part.build, vocab, dim)) if model is None else module_at(model, "input.embedding")
         _keep(subject, one_token(embedding, part), part)
     subject.encodings[before:] = [replace(item, place=at(item.place)) for item in subject.encodings[before:]]
     mixers = [*parts_of(config, "mixer"), *parts_of(config, "encoder_mixer")]
@@ -234,8 +239,8 @@ def _of_layer(placed_parts: list[Placed], options: DrawOptions) -> list[Placed]:
     return [Placed(item.part, item.owner, item.path, (layer,)) for item in placed_parts if layer in (item.layers or ())]
 
 
-def _apart(placed_parts: list[Placed], model: object) -> list[Placed]:
-    """Parts of a trained ``model`` that learned something of their own in every layer, one by one."""
+def _apart(placed_parts: list[Placed], model: nn.Module | None) -> list[Placed]:
+    """Return the parts, those with weights of their own in every layer of a trained ``model`` one by one."""
     separate = []
     for placed in placed_parts:
         layers = placed.layers or ()
@@ -251,7 +256,7 @@ def _apart(placed_parts: list[Placed], model: object) -> list[Placed]:
 
 
 def _heads(placed: Placed, options: DrawOptions) -> list[tuple[Pattern, str, str]]:
-    """Each pattern that differs among the heads, or that of the head that was asked for."""
+    """Return each pattern that differs among the heads, or that of the head of ``options``."""
     groups = heads_of(placed.part)
     alike = not groups[0][2]
     count = getattr(placed.owner, "num_heads", None) if alike else sum(len(heads) for _, _, heads in groups)

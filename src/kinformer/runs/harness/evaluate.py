@@ -1,4 +1,4 @@
-"""Runs evaluated by tasks of lm-evaluation-harness."""
+"""Evaluation of runs by tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from kinformer.runs.harness.lm import INSTEAD, KinformerLM
 from kinformer.runs.options import EvaluateOptions
 from kinformer.runs.run import Run
 from kinformer.runtime.errors import KinformerError, marked, nearest
+from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import Evaluation, EvaluationReport, EvaluationSettings, TextTable, evaluated
 from kinformer.tasks.runs import LoadedRun
@@ -33,6 +34,11 @@ from kinformer.training.metric import Metric
 from lm_eval import evaluate  # isort: skip
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED  # isort: skip
 from lm_eval.tasks import TaskManager  # isort: skip
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import Task
+
+    LoadedTasks = Mapping[str, Mapping[str, Task]]
 
 READ = ("set", "chunk", "seed", "device", "threads", "task_options")
 """The general options that tasks of the harness read."""
@@ -75,7 +81,7 @@ class Tasks(TaskManager):  # type: ignore[misc]
                     f"{nearest(name, self.all_tasks)}"
                 )
 
-    def load(self, task_list: Any) -> Any:
+    def load(self, task_list: list[str]) -> LoadedTasks:
         """Load tasks with their data, as the harness does."""
         with _in_a_sentence("cannot be loaded", task_list, "check its file and data, or the connection if it has none"):
             return super().load(task_list)
@@ -98,7 +104,7 @@ def _in_a_sentence(what: str, names: Sequence[object], remedy: str) -> Iterator[
 def evaluate_by_harness(
     runs: Sequence[Run], options: EvaluateOptions, task_options: NextTokenEvaluationOptions, quiet: bool
 ) -> EvaluationReport:
-    """Do the harness's tasks with each of ``runs``; the report has a value for every metric of every task."""
+    """Evaluate each of ``runs`` by the harness's tasks; the report has a value for every metric of every task."""
     _check_options(runs, options)
     options.usable_device()
     names = [name.strip() for name in str(task_options.harness).split(",")]
@@ -112,7 +118,7 @@ def evaluate_by_harness(
 def _evaluate(
     run: Run, tasks: Tasks, options: EvaluateOptions, task_options: NextTokenEvaluationOptions, quiet: bool
 ) -> tuple[Evaluation, list[Value]]:
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     options.prepare(options.seed)
     lm = KinformerLM(
         run.folder,
@@ -125,7 +131,7 @@ def _evaluate(
     remedy = "check it by the command lm_eval validate, and that it has as many examples as `fewshot` says"
     with _seeded(options.seed), _quietly(quiet), _in_a_sentence("cannot be done", tasks.names, remedy):
         loaded = _loaded(tasks, task_options.fewshot, options.seed)
-        results: dict[str, Any] = evaluate(
+        results: JsonObject = evaluate(
             lm, loaded, limit=task_options.limit, bootstrap_iters=RESAMPLES, log_samples=False
         )
     values = values_of(results)
@@ -148,12 +154,12 @@ def _evaluate(
             "limit": task_options.limit,
             "tasks": {name: _facts(name, values, results) for name in dict.fromkeys(value.task for value in values)},
         },
-        since=begun,
+        since=started_at,
     )
     return evaluation, values
 
 
-def _loaded(tasks: Tasks, fewshot: int | None, seed: int) -> Any:
+def _loaded(tasks: Tasks, fewshot: int | None, seed: int) -> LoadedTasks:
     """Return the tasks with as many examples as `fewshot` says, unless a task itself says none, as in the harness."""
     loaded = tasks.load(tasks.names)
     for task in loaded["tasks"].values():
@@ -164,7 +170,7 @@ def _loaded(tasks: Tasks, fewshot: int | None, seed: int) -> Any:
     return loaded
 
 
-def values_of(results: dict[str, Any]) -> list[Value]:
+def values_of(results: JsonObject) -> list[Value]:
     """Return all values of the harness's ``results``, in its order, those of groups included."""
     values = []
     for task, metrics in results["results"].items():
@@ -180,7 +186,7 @@ def values_of(results: dict[str, Any]) -> list[Value]:
     return values
 
 
-def _facts(task: str, values: Sequence[Value], results: dict[str, Any]) -> dict[str, Any]:
+def _facts(task: str, values: Sequence[Value], results: JsonObject) -> dict[str, object]:
     """Return what is reported of a task as data for JSON."""
     metrics = {
         value.metric: {"value": value.value, "standard_error": value.error, "lower_is_better": value.lower_is_better}
@@ -193,7 +199,7 @@ def _facts(task: str, values: Sequence[Value], results: dict[str, Any]) -> dict[
     }
 
 
-def _table(values: Sequence[Value], results: dict[str, object]) -> TextTable:
+def _table(values: Sequence[Value], results: JsonObject) -> TextTable:
     rows = []
     for number, value in enumerate(values):
         facts = _facts(value.task, (), results)
@@ -227,7 +233,7 @@ def _is_file(name: str) -> bool:
 
 
 def _watched() -> bool:
-    """Return whether somebody sees bars."""
+    """Return whether bars would be seen: whether standard error is a terminal."""
     return getattr(sys.stderr, "isatty", bool)()
 
 

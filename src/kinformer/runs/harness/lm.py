@@ -10,21 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from kinformer.core.model import CausalModel
 from kinformer.evaluation.bits import CHUNK
 from kinformer.evaluation.continuations import Continuation, ContinuationScorer, Score
 from kinformer.generation.stops import ends_of_text
 from kinformer.runs.continuing import require_continuing
 from kinformer.runs.harness.texts import Prompt, continued, drawing_of
 from kinformer.runs.options import Machine
-from kinformer.runs.run import open_run
+from kinformer.runs.run import Run, open_run
 from kinformer.runtime.errors import KinformerError, require
 from kinformer.tasks.shared.lengths import tell_untrained
 from kinformer.tasks.shared.options import NextTokenEvaluationOptions
 from kinformer.tasks.shared.text import CARRIED, check_positions, main_windows
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -71,7 +75,9 @@ class KinformerLM(TemplateLM):  # type: ignore[misc]
         opened = open_run(run)
         require_continuing(opened, INSTEAD)
         self.run, self.quiet = opened, quiet
-        self.rows = max_batch_size if batch_size in (None, AUTO) else whole_number("batch_size", batch_size)
+        self.rows = max_batch_size
+        if batch_size is not None and batch_size != AUTO:
+            self.rows = whole_number("batch_size", batch_size)
         self.chunk = whole_number("chunk", chunk)
         self._device = _device(device)
         self.model = opened.model(set).to(self._device)
@@ -98,18 +104,18 @@ class KinformerLM(TemplateLM):  # type: ignore[misc]
         """Return what identifies the run's tokenizer in caches of requests."""
         return self.tokenizer_of_run.fingerprint
 
-    def get_model_info(self) -> dict[str, Any]:
+    def get_model_info(self) -> dict[str, object]:
         """Return what the harness writes beside its results."""
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         context = CARRIED if self.length is None else self.length
-        about = {"run": str(self.run.folder), "member": self.run.member, "context": context}
+        about: dict[str, object] = {"run": str(self.run.folder), "member": self.run.member, "context": context}
         return about | {"prefix_token_id": self.prefix_token_id, "model_num_parameters": parameters}
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: object) -> list[int]:
         """Return the ids of ``string``; there are no special tokens to add."""
         return list(self._encoded(string))
 
-    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation in nats, and whether it is what greedy decoding gives."""
         encoded = [self._encode(*request.args) for request in requests]
         arguments = [request.args for request in requests]
@@ -117,7 +123,7 @@ class KinformerLM(TemplateLM):  # type: ignore[misc]
             [(pair, *ids) for pair, ids in zip(arguments, encoded, strict=True)], disable_tqdm=disable_tqdm
         )
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each text in nats: in the harness's windows, or with the state carried."""
         windows = [(number, part) for number, request in enumerate(requests) for part in self._windows(*request.args)]
         totals = [0.0] * len(requests)
@@ -130,13 +136,13 @@ class KinformerLM(TemplateLM):  # type: ignore[misc]
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
-    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return what continues each context, until a stop string appears, which is left out."""
         prompts = [
             Prompt(self._encoded(context) or [self.prefix_token_id], options)
             for context, options in (request.args for request in requests)
         ]
-        self._note_cuts(len(prompt.tokens) + drawing_of(prompt.options).most for prompt in prompts)
+        self._note_cuts(len(prompt.tokens) + drawing_of(prompt.options).max_new_tokens for prompt in prompts)
         texts = [""] * len(prompts)
         with self._bar("generate_until", len(prompts), disable_tqdm) as bar:
             for number, text in continued(self.model, self.tokenizer_of_run, prompts, self.length, self.rows):
@@ -146,7 +152,10 @@ class KinformerLM(TemplateLM):  # type: ignore[misc]
         return texts
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, Sequence[int], Sequence[int]]], disable_tqdm: bool = False, **options: Any
+        self,
+        requests: Sequence[tuple[tuple[str, str] | None, Sequence[int], Sequence[int]]],
+        disable_tqdm: bool = False,
+        **options: object,
     ) -> list[tuple[float, bool]]:
         self._note_cuts(len(a) + len(b) - 1 for _, a, b in requests)
         results = [(0.0, True)] * len(requests)
@@ -188,11 +197,11 @@ class KinformerLM(TemplateLM):  # type: ignore[misc]
             self.requests += 1
             self.cut += self.length is not None and tokens > self.length
 
-    def _bar(self, what: str, total: int, disabled: bool) -> Any:
+    def _bar(self, what: str, total: int, disabled: bool) -> tqdm:
         return tqdm(total=total, desc=f"Running {what} requests", disable=True if disabled or self.quiet else None)
 
 
-def whole_number(name: str, value: Any) -> int:
+def whole_number(name: str, value: str | int) -> int:
     """Return ``value`` of the model's argument ``name``, which may be text, as a whole number of 1 or more."""
     try:
         number = int(value)
@@ -208,7 +217,7 @@ def _device(name: str | None) -> torch.device:
     return Machine(device=name).usable_device()
 
 
-def _length(run: Any, model: Any, context: str | int | None) -> int | None:
+def _length(run: Run, model: CausalModel, context: str | int | None) -> int | None:
     """Return how many tokens the model reads at most, None if the state is carried however many there are."""
     options = NextTokenEvaluationOptions(context=None if context is None else str(context))
     windows = main_windows(run, model, options)

@@ -1,10 +1,9 @@
-"""What tracing is asked for. Free of PyTorch."""
+"""The options of tracing. Free of PyTorch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from kinformer.runs.options import Machine
 from kinformer.runtime.errors import KinformerError, marked, require, require_seed
@@ -22,7 +21,7 @@ class TraceOptions(Machine):
     """Of a run of the task translate: the translation to trace; the run's own if not given."""
     max_tokens: int = 256
     """Trace the first N tokens of the text only: weights take N x N numbers for every head."""
-    set: Mapping[str, Any] = field(default_factory=dict)
+    set: Mapping[str, object] = field(default_factory=dict)
     """A change that leaves the weights as they are, as in `set` layers.*.mixer.position.scaling=yarn."""
     seed: int = 0
     """Decides everything random, such as the hashes of a member that has some."""
@@ -33,18 +32,18 @@ class TraceOptions(Machine):
         super().__post_init__()
 
 
-def numbers_in(name: str, text: str | None, most: int, what: str) -> tuple[int, ...]:
-    """Return the numbers from 1 to ``most`` that an option's text lists, in order; all where it is None.
+def numbers_in(name: str, text: str | None, highest: int, what: str) -> tuple[int, ...]:
+    """Return the numbers from 1 to ``highest`` that an option's text lists, in order; all where it is None.
 
     Errors: ``KinformerError`` for what is no such number.
     """
     if text is None:
-        return tuple(range(1, most + 1))
+        return tuple(range(1, highest + 1))
     parts = [part.strip() for part in text.split(",")]
-    valid = [str(number) for number in range(1, most + 1)]
+    valid = [str(number) for number in range(1, highest + 1)]
     for part in parts:
         if part not in valid:
             raise KinformerError(
-                f"{marked(name)} {text}: {part!r} is none of the {what} 1 to {most}; list some of these."
+                f"{marked(name)} {text}: {part!r} is none of the {what} 1 to {highest}; list some of these."
             )
     return tuple(sorted({int(part) for part in parts}))

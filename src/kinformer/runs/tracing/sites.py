@@ -1,16 +1,17 @@
-"""Where values enter the mixers, and what they are called there: the places of a probe, by which weights are read."""
+"""The places where values enter the mixers: there a probe stands in for them, by which weights are read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
+from kinformer.core.contract import Chunk
 from kinformer.kernels.attention import Projected
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.bidirectional_linear import BidirectionalLinear
@@ -23,7 +24,7 @@ from kinformer.mixers.chosen_blocks import ChosenBlocks
 from kinformer.mixers.compressive import Compressive
 from kinformer.mixers.cross import CrossAttention
 from kinformer.mixers.cross_linear import LinearCrossAttention
-from kinformer.mixers.cross_linformer import LinformerCrossAttention
+from kinformer.mixers.cross_linformer import LinformerCrossAttention, SourceSummaries
 from kinformer.mixers.cross_local import LocalCrossAttention
 from kinformer.mixers.cross_predictive import PredictiveCrossAttention
 from kinformer.mixers.etc import EtcAttention
@@ -47,27 +48,29 @@ from kinformer.mixers.tensorized import BidirectionalTensorized, TensorizedAtten
 from kinformer.mixers.tensorized_memory import TensorizedMemory
 from kinformer.mixers.windows import WindowAttention
 from kinformer.projections.by_piece import Pieces
+from kinformer.projections.source import AlignedState, CrossState
 from kinformer.runs.tracing.probe import Probe
 from kinformer.runtime.errors import KinformerError
 
 Keys = Literal["text", "source", "summaries"]
-Install = Callable[[Any, Probe], Iterator[None]]
+Patch: TypeAlias = AbstractContextManager[object]
+Install: TypeAlias = Callable[[Any, Probe], Patch]
+SourceState: TypeAlias = CrossState | AlignedState | SourceSummaries
 
 
 @dataclass(frozen=True)
 class Site:
-    """The place where values enter a mixer: ``install(mixer, probe)`` puts a probe there. ``implied`` says in words
-    what its weights are where they are no probabilities; ``lacking``, what probabilities leave out of the text;
-    ``keys``, what the keys are."""
+    """Where values enter a mixer: ``install(mixer, probe)`` puts a probe there. ``implied`` says what weights are that
+    are no probabilities; ``lacking``, what probabilities leave out of the text; ``keys``, what the keys are."""
 
-    install: Callable[[Any, Probe], Any]
+    install: Install
     implied: str = ""
     lacking: str = ""
     keys: Keys = "text"
 
 
 @contextmanager
-def _hooked(module: nn.Module, hook: Callable[..., Any], before: bool = False) -> Iterator[None]:
+def _hooked(module: nn.Module, hook: Callable[..., object], before: bool = False) -> Iterator[None]:
     handle = (module.register_forward_pre_hook if before else module.register_forward_hook)(hook)
     try:
         yield
@@ -75,7 +78,7 @@ def _hooked(module: nn.Module, hook: Callable[..., Any], before: bool = False) -
         handle.remove()
 
 
-def _by_position(mixer: Any, probe: Probe) -> Any:
+def _by_position(mixer: SoftmaxAttention | SegmentMemory | BidirectionalAttention, probe: Probe) -> Patch:
     """Replace the values where the position passes them on, the last thing that happens to them."""
     values = mixer.position.values
     return patch.object(mixer.position, "values", lambda v: probe(values(v)))
@@ -84,10 +87,10 @@ def _by_position(mixer: Any, probe: Probe) -> Any:
 @contextmanager
 def _bidirectional(mixer: BidirectionalAttention, probe: Probe) -> Iterator[None]:
     """Replace the values, and those of global queries, which are projected within attention."""
-    attend = mixer._attend
+    attend: Callable[..., object] = mixer._attend
 
-    def replaced(q: Tensor, k: Any, v: Any, *rest: Any, **options: Any) -> Any:
-        if isinstance(v, Projected):
+    def replaced(q: Tensor, k: Tensor | Projected, v: Tensor | Projected, *rest: object, **options: object) -> object:
+        if isinstance(k, Projected) and isinstance(v, Projected):
             k, v = k.made(q.shape[1]), probe(v.made(q.shape[1]))
         return attend(q, k, v, *rest, **options)
 
@@ -95,7 +98,7 @@ def _bidirectional(mixer: BidirectionalAttention, probe: Probe) -> Iterator[None
         yield
 
 
-def _by_projection(mixer: Any, probe: Probe) -> Any:
+def _by_projection(mixer: Compressive | SinkhornAttention | CausalSinkhornAttention, probe: Probe) -> Patch:
     """Replace the values that a mixer projects piece by piece, in order."""
     seen = [0]
 
@@ -108,7 +111,7 @@ def _by_projection(mixer: Any, probe: Probe) -> Any:
     return _hooked(mixer.projection, hook)
 
 
-def _by_piece(mixer: EtcAttention, probe: Probe) -> Any:
+def _by_piece(mixer: EtcAttention, probe: Probe) -> Patch:
     """Replace the values of the global and of the long input, for either's queries."""
     pieces = mixer.projection.pieces
 
@@ -125,10 +128,10 @@ def _by_piece(mixer: EtcAttention, probe: Probe) -> Any:
     return patch.object(mixer.projection, "pieces", replaced)
 
 
-def _rows(module: str, shape: Callable[[Any], tuple[int, int, int]]) -> Callable[[Any, Probe], Any]:
-    """Replace the last of the parts of a linear map's rows, which are ``shape(mixer)``: parts, heads, width."""
+def _rows(module: str, shape: Callable[[Any], tuple[int, int, int]]) -> Install:
+    """Replace the last part of the rows of the linear map ``module``; ``shape(mixer)`` is parts, heads, width."""
 
-    def install(mixer: object, probe: Probe) -> Any:
+    def install(mixer: nn.Module, probe: Probe) -> Patch:
         def hook(_: nn.Module, __: object, rows: Tensor) -> Tensor:
             parts = rows.unflatten(-1, shape(mixer)).clone()
             parts[..., -1, :, :] = probe(parts[..., -1, :, :].transpose(1, 2)).transpose(1, 2)
@@ -139,7 +142,7 @@ def _rows(module: str, shape: Callable[[Any], tuple[int, int, int]]) -> Callable
     return install
 
 
-def _routing(mixer: RoutingAttention, probe: Probe) -> Any:
+def _routing(mixer: RoutingAttention, probe: Probe) -> Patch:
     """Replace the values of local and of routed heads."""
     first, second = [mixer.local] * 3 + [mixer.routed] * 2, [mixer.local, mixer.routed]
 
@@ -151,33 +154,33 @@ def _routing(mixer: RoutingAttention, probe: Probe) -> Any:
     return _hooked(mixer.qkv, hook)
 
 
-def _kernel(mixer: LinearAttention | RWKV7, probe: Probe) -> Any:
+def _kernel(mixer: LinearAttention | RWKV7, probe: Probe) -> Patch:
     """Replace the values as they enter the state."""
     if isinstance(mixer, LinearAttention) and mixer.config.steps > 1:
         raise KinformerError(
             f"a token writes {mixer.config.steps} values in this layer, so no weight belongs to a token; trace a model "
             "with steps = 1."
         )
-    update = mixer._update
+    update: Callable[..., object] = mixer._update
 
-    def updated(tokens: Any, *rest: Any) -> Any:
+    def updated(tokens: tuple[Tensor, ...], *rest: object) -> object:
         q, k, v, *strengths = tokens
         return update((q, k, probe(v), *strengths), *rest)
 
     return patch.object(mixer, "_update", updated)
 
 
-def _single_head(mixer: SingleHead, probe: Probe) -> Any:
+def _single_head(mixer: SingleHead, probe: Probe) -> Patch:
     """Replace the values, which are the keys themselves."""
     mix = mixer._mix
     return patch.object(mixer, "_mix", lambda q, k, v, visibility: mix(q, k, probe(v), visibility))
 
 
-def _chosen(mixer: ChosenBlocks, probe: Probe) -> Any:
+def _chosen(mixer: ChosenBlocks, probe: Probe) -> Patch:
     """Replace the values, of which those of blocks are the means."""
     project = mixer._project
 
-    def replaced(chunk: Any, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def replaced(chunk: Chunk, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = project(chunk, positions)
         return q, k, probe(v)
 
@@ -197,19 +200,19 @@ def _latent(mixer: LatentAttention, probe: Probe) -> Iterator[None]:
         yield
 
 
-def _cross(mixer: Any, probe: Probe) -> Any:
-    """Replace the values of the source, which the state holds, of local attention beside a counter."""
+def _cross(mixer: nn.Module, probe: Probe) -> Patch:
+    """Replace the values of the source in the state, where those of local attention stand beside a counter."""
 
-    def hook(_: nn.Module, inputs: Any) -> Any:
+    def hook(_: nn.Module, inputs: tuple[Chunk, SourceState]) -> tuple[Chunk, SourceState]:
         chunk, state = inputs
-        if hasattr(state, "source"):
+        if isinstance(state, AlignedState):
             return chunk, state._replace(source=state.source._replace(v=probe(state.source.v)))
         return chunk, state._replace(v=probe(state.v))
 
     return _hooked(mixer, hook, before=True)
 
 
-def _summaries(mixer: Linformer, probe: Probe) -> Any:
+def _summaries(mixer: Linformer, probe: Probe) -> Patch:
     """Replace the values of the summaries of the text."""
     summaries = mixer._summaries
 

@@ -9,9 +9,9 @@ every mechanism in which values enter so: of softmax attention they are its prob
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -38,7 +38,7 @@ class Weights(NamedTuple):
 
 
 @torch.no_grad()
-def weights_of(mixer: Any, inputs: Sequence[object], site: Site | None = None) -> Weights:
+def weights_of(mixer: nn.Module, inputs: Sequence[object], site: Site | None = None) -> Weights:
     """Return the weights of the call ``mixer(*inputs)`` of one sequence, by as many further calls as the tokens have
     values' widths in them.
 
@@ -61,7 +61,7 @@ def weights_of(mixer: Any, inputs: Sequence[object], site: Site | None = None) -
     return Weights(weights, values, outputs[0], constant[0])
 
 
-def _heads(mixer: Any, inputs: Sequence[object], probe: Probe, site: Site) -> Tensor:
+def _heads(mixer: nn.Module, inputs: Sequence[object], probe: Probe, site: Site) -> Tensor:
     """Return the heads' outputs [1, heads, time, width] before they are joined and projected."""
     calls: list[Tensor] = []
     with _captured(mixer, probe, calls), site.install(mixer, probe):
@@ -73,18 +73,27 @@ def _heads(mixer: Any, inputs: Sequence[object], probe: Probe, site: Site) -> Te
 
 
 @contextmanager
-def _captured(mixer: Any, probe: Probe, calls: list[Tensor]) -> Iterator[None]:
+def _captured(mixer: nn.Module, probe: Probe, calls: list[Tensor]) -> Iterator[None]:
     """Collect the heads' outputs of a call."""
-    if isinstance(mixer, LinearAttention | RWKV7 | SingleHead):
-        name = "_mix" if isinstance(mixer, SingleHead) else "_output"
-        method = getattr(mixer, name)
+    if isinstance(mixer, SingleHead):
+        mix: Callable[..., Tensor] = mixer._mix
 
-        def noting(*call: Any) -> Tensor:
-            y = method(*call)
-            calls.append(call[0] if name == "_output" else y)
+        def mixed(*call: object) -> Tensor:
+            y = mix(*call)
+            calls.append(y)
             return y
 
-        with patch.object(mixer, name, noting):
+        with patch.object(mixer, "_mix", mixed):
+            yield
+        return
+    if isinstance(mixer, LinearAttention | RWKV7):
+        output: Callable[..., Tensor] = mixer._output
+
+        def passed_on(y: Tensor, *rest: object) -> Tensor:
+            calls.append(y)
+            return output(y, *rest)
+
+        with patch.object(mixer, "_output", passed_on):
             yield
         return
 
@@ -92,8 +101,8 @@ def _captured(mixer: Any, probe: Probe, calls: list[Tensor]) -> Iterator[None]:
         calls.append(inputs[0].unflatten(-1, (-1, probe.values.shape[3])).transpose(1, 2))
 
     # Weights are those before a norm and a gate, which is a parameter of Memorizing's.
-    behind = (getattr(mixer, name, None) for name in ("head_norm", "gate"))
-    first = next((module for module in behind if isinstance(module, nn.Module)), mixer.out)
+    behind = (getattr(mixer, name, None) for name in ("head_norm", "gate", "out"))
+    first = next(module for module in behind if isinstance(module, nn.Module))
     outs = {first, getattr(mixer, "global_out", None) or first}
     handles = [out.register_forward_pre_hook(joined) for out in outs]
     try:

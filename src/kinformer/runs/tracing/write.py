@@ -22,7 +22,7 @@ STEPS = 32767
 
 
 def check(path: Path) -> None:
-    """Refuse a name of which the ending says no form."""
+    """Refuse a file's name with an ending other than .html and .npz."""
     if path.suffix.lower() not in ENDINGS:
         raise KinformerError(f"`out` {path}: ends in neither .html (a page) nor .npz (arrays); name it so.")
     if path.is_dir():
@@ -65,7 +65,7 @@ def _arrays(reading: Reading, of_source: bool) -> Iterator[tuple[str, np.ndarray
                 yield f"{item.place}/{name}", value.numpy()
 
 
-def page_data(traced: Trace) -> dict[str, Any]:
+def page_data(traced: Trace) -> dict[str, object]:
     """Return what the page draws, see :func:`kinformer.figures.trace_page.trace_page`."""
     several = readings(traced)
     names = ["Text"] if len(several) == 1 else ["Source", "Target"]
@@ -78,28 +78,28 @@ def page_data(traced: Trace) -> dict[str, Any]:
     }
 
 
-def _place(item: AttentionTrace, reading: int) -> dict[str, Any]:
-    facts: dict[str, Any] = {
+def _place(item: AttentionTrace, reading: int) -> dict[str, object]:
+    facts: dict[str, object] = {
         name: getattr(item, name) for name in ("place", "mixer", "heads", "note", "keys", "implied")
     }
     facts |= {"reading": reading, "buckets": _list(item.buckets), "spans": _list(item.spans)}
     if item.weights is None:
         return facts | {"weights": None, "queries": 0, "count": 0, "unit": 0.0}
-    most = max(float(item.weights.abs().max()), 1e-12)
-    steps = (item.weights.double() / most * STEPS).round().to(torch.int16).numpy().astype("<i2")
+    largest = max(float(item.weights.abs().max()), 1e-12)
+    steps = (item.weights.double() / largest * STEPS).round().to(torch.int16).numpy().astype("<i2")
     packed = base64.b64encode(zlib.compress(steps.tobytes(), 9)).decode("ascii")
     _, queries, count = item.weights.shape
-    return facts | {"weights": packed, "queries": queries, "count": count, "unit": most / STEPS}
+    return facts | {"weights": packed, "queries": queries, "count": count, "unit": largest / STEPS}
 
 
-def _list(tensor: Tensor | None) -> list[Any] | None:
+def _list(tensor: Tensor | None) -> list[object] | None:
     return None if tensor is None else tensor.tolist()
 
 
-def facts_of(traced: Trace) -> dict[str, Any]:
+def facts_of(traced: Trace) -> dict[str, object]:
     """Return a trace without its tensors as JSON-ready data: tokens, exits, steps, and of each head how far and how
     widely it looks."""
-    facts: dict[str, Any] = {"title": traced.title}
+    facts: dict[str, object] = {"title": traced.title}
     for name, reading in zip(("source", "text") if traced.source else ("text",), readings(traced), strict=True):
         facts[name] = {
             "tokens": list(reading.tokens),
@@ -110,8 +110,8 @@ def facts_of(traced: Trace) -> dict[str, Any]:
     return facts
 
 
-def _facts(item: AttentionTrace) -> dict[str, Any]:
-    facts: dict[str, Any] = {name: getattr(item, name) for name in ("place", "mixer", "keys", "implied", "note")}
+def _facts(item: AttentionTrace) -> dict[str, object]:
+    facts: dict[str, object] = {name: getattr(item, name) for name in ("place", "mixer", "keys", "implied", "note")}
     facts |= {"buckets": _list(item.buckets), "spans": _list(item.spans), "heads": []}
     if item.weights is not None:
         distance, spread = mean_distance(item.weights), perplexity(item.weights)
