@@ -175,7 +175,7 @@ def _share(model: Timed, work: str, sizes: tuple[int, int], seconds: float, floo
     """Return the share of the floor that is reached: of products per second, or in decoding of bytes per second, since
     every token reads all weights and states once."""
     batch, length = sizes
-    if isinstance(model, PeerModel):
+    if not isinstance(model.config, ModelConfig):  # a peer's
         return None
     if work == "decode":
         weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())

@@ -59,7 +59,7 @@ def converse(folder: str | Path, options: GenerateOptions) -> Conversation:
     return Conversation(*_prepared(run, options))
 
 
-def _prepared(run: Run, options: GenerateOptions) -> tuple[LoadedRun, GenerateOptions]:
+def _prepared(run: Run, options: GenerateOptions) -> tuple[LoadedRun, Any]:
     """Return the run's model, ready to generate, and the options with seed and temperature, as tasks read them."""
     task_options = generation_options(run.task, options.task_options, str(run.folder))
     check_drawing(run.task, options)

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from kinformer.core.config import override
 from kinformer.core.model_config import ModelConfig
@@ -204,7 +205,7 @@ def _longest(config: ModelConfig) -> int | None:
 def _settings(options: TrainOptions, task: Task, length: int | None) -> Settings:
     """Return the settings; those that are not given are as in the recipe's paper, then as usual for the task.
     ``length``: of every row, where the data decide it."""
-    usual = {**task.settings, **member(options.member).training.get(options.recipe or "", {})}
+    usual: dict[str, Any] = {**task.settings, **member(options.member).training.get(options.recipe or "", {})}
     if options.minutes is not None:
         usual.pop("steps", None)
     settings = options.settings()

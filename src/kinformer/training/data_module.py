@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 
-from kinformer.core.model import Model
+from kinformer.core.model import WholeModel
 from kinformer.training.batch import Batch
 from kinformer.training.metric import Metric
 
@@ -26,7 +26,7 @@ class DataModule:
     metrics: tuple[Metric, ...]
     carries: bool = False
     by_time: bool = False
-    teacher: Model | None = None
+    teacher: WholeModel | None = None
 
     @property
     def validations(self) -> int:

@@ -56,6 +56,7 @@ def _exits(run: Run, model: CausalModel, tokens: np.ndarray) -> tuple[list[int],
     """Return the exits of all but the last of ``tokens``, read with half a window or more of text before each."""
     windows, seen = main_windows(run, model, _Windows(), beside_lengths=True), []
     stack = early_exit_stack(model)
+    assert stack is not None
     hook = stack.left.register_forward_hook(lambda _, unread, __: seen.append(unread[0][0]))
     try:
         with torch.inference_mode():

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from math import cos, pi
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +50,8 @@ def view_nats(student: Tensor, teacher: Tensor, centre: Tensor, temperature: flo
 def level_of(model: nn.Module | StackedWholeModel, level: int) -> StackedWholeModel:
     """Return the encoder number ``level`` of a pyramid, counted from 1 below; the model itself where it is none."""
     input: Input = part_of(model, "input")
-    return (input.lower or (model,))[level - 1]
+    levels: tuple[Any, ...] = input.lower or (model,)
+    return levels[level - 1]
 
 
 class Prototypes(nn.Module):

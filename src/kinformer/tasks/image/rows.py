@@ -17,6 +17,7 @@ from kinformer.core.state import State
 from kinformer.data.images import ImageData, Images
 from kinformer.data.permutation import in_epochs
 from kinformer.tasks.shared.views import PixelInput
+from kinformer.training.batch import Batch
 from kinformer.training.data_module import DataModule
 from kinformer.training.metric import BITS_PER_DIM
 from kinformer.training.objective import ObjectiveOutput
@@ -38,7 +39,7 @@ class ImageBatch(NamedTuple):
         return self.values.shape[0] * self.values.shape[1]
 
 
-class ValuesBatch(Protocol):
+class ValuesBatch(Batch, Protocol):
     """A batch of images to draw, whose ``values`` are predicted."""
 
     @property

@@ -20,7 +20,7 @@ from kinformer.tasks.shared.augmentation import Augmented, augment
 from kinformer.tasks.shared.image_options import PatchOptions
 from kinformer.tasks.shared.views import PatchInput
 from kinformer.tasks.vision.rows import pixels_of
-from kinformer.training.batch import take_rows
+from kinformer.training.batch import Batch, take_rows
 from kinformer.training.data_module import DataModule
 from kinformer.training.metric import Metric
 from kinformer.training.settings import Settings
@@ -31,7 +31,7 @@ _ORDER, _CHANGES, MASKS = 16, 17, 18
 
 
 O = TypeVar("O", bound=PatchOptions)
-B = TypeVar("B")
+B = TypeVar("B", bound=Batch)
 
 
 class MaeBatch(NamedTuple):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kinformer.core.model import WholeModel
 from kinformer.data import IGNORED, ImageData, Images
 from kinformer.data.permutation import in_epochs, mix
 from kinformer.tasks.shared.augmentation import Augmented, augment
@@ -156,7 +157,7 @@ class Distillation(ImageClassification):
     second. Where nothing is learnt, as in validation, it is the plain cross-entropy.
     """
 
-    def __init__(self, teacher: nn.Module, options: VisionOptions) -> None:
+    def __init__(self, teacher: WholeModel, options: VisionOptions) -> None:
         super().__init__(options.smoothing)
         self.teacher, self.options = teacher, options
 
