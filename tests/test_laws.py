@@ -18,6 +18,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 300, 50, 8
 IMPORT_CHAIN = 15
+ANY = 450
+"""Uses of the word ``Any``, imports of it included: trees of tensors, data from outside, foreign code without types."""
 PYTORCH_SIGNATURES = {"nn/attention.py", "nn/multihead_attention.py"}
 """Files whose functions take what PyTorch's of that name take."""
 
@@ -417,6 +419,12 @@ def test_no_name_holds_a_retired_word(path):
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_any_is_rare():
+    """``Any`` says that a reader has to look elsewhere: its uses may become fewer, not more."""
+    uses = sum(len(re.findall(r"\bAny\b", path.read_text(encoding="utf-8"))) for path in MODULES)
+    assert uses <= ANY, f"{uses} uses of Any; name the type, or a protocol of what is used of it"
 
 
 def requires(module: str) -> None:

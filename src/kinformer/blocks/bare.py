@@ -60,7 +60,7 @@ class BareDecoderLayer(ChecksChunk, nn.Module):
 
     @property
     def mixers(self) -> tuple[CausalMixer, ...]:
-        return (self.mixer, *self.further_mixers)  # type: ignore[arg-type]
+        return (self.mixer, *self.further_mixers)
 
     def initial_state(self, batch: int, **options: Unpack[StateOptions]) -> tuple[State, ...]:
         """Return the states of the mixers; ``options`` as of ``core.contract.initial_states``."""

@@ -67,7 +67,7 @@ class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
 
     @property
     def mixers(self) -> tuple[CausalMixer, ...]:
-        return (self.mixer, *self.further_mixers, *self._transition)  # type: ignore[arg-type]
+        return (self.mixer, *self.further_mixers, *self._transition)
 
     @property
     def _transition(self) -> tuple[CausalMixer, ...]:
@@ -120,7 +120,7 @@ class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
     def _residuals(self) -> tuple[Residual, ...]:
         """Return the residuals of the mixers."""
         residuals = (self.mixer_residual, *self.further_residuals)
-        return (*residuals, self.feed_forward_residual) if self._transition else residuals  # type: ignore[return-value]
+        return (*residuals, self.feed_forward_residual) if self._transition else residuals
 
     def _mixed(self, chunk: Chunk, state: tuple[State, ...]) -> tuple[Tensor, tuple[State, ...]]:
         """Return the stream after all mixers, and their states."""

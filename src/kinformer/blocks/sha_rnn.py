@@ -58,7 +58,7 @@ class ShaRnnParts(nn.Module):
     def left(self, h: Tensor, valid: Tensor | None) -> Tensor:
         """Return the stream h [batch, time, dim] after the feed-forward."""
         stream, x = self.stream_norm(h), self.feed_forward_norm(h)
-        return stream + self.dropout(feed(self.feed_forward, x, valid))  # type: ignore[no-any-return]
+        return stream + self.dropout(feed(self.feed_forward, x, valid))
 
 
 class ShaRnnLayer(ChecksChunk, ShaRnnParts):
@@ -86,7 +86,7 @@ class ShaRnnLayer(ChecksChunk, ShaRnnParts):
     @property
     def mixers(self) -> tuple[CausalMixer, ...]:
         attention = () if self.attention is None else (self.attention,)
-        return (self.mixer, *attention, *self.further_mixers)  # type: ignore[return-value]
+        return (self.mixer, *attention, *self.further_mixers)
 
     def initial_state(self, batch: int, **options: Unpack[StateOptions]) -> tuple[State, ...]:
         """Return the states of the mixers; ``options`` as of ``core.contract.initial_states``."""

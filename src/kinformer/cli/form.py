@@ -102,7 +102,7 @@ def filled(options: type[O], form: DataclassInstance) -> O:
 def flags(form: type) -> dict[str, object]:
     """Return the types of all options, by their names as written after ``--``, and of positional arguments."""
     flags_by_name: dict[str, object] = {}
-    for item in fields(form):  # type: ignore[arg-type]
+    for item in fields(form):
         inner, *marks = get_args(item.type) if get_origin(item.type) is Annotated else (item.type,)
         if is_dataclass(inner):
             prefix = "" if tyro.conf.OmitArgPrefixes in marks else f"{_flag(item.name.removesuffix('_task'))}."
@@ -197,7 +197,7 @@ def _task_groups(kind: Kind, taken: set[str], only: Collection[str] | None) -> I
 
 def _type_and_default(options: type, name: str) -> tuple[object, object]:
     """Return the type and the default of an option, by which tasks share it; (None, MISSING) if there is none."""
-    flags_by_name = {item.name: (item.type, item.default) for item in fields(options)}  # type: ignore[arg-type]
+    flags_by_name = {item.name: (item.type, item.default) for item in fields(options)}
     return flags_by_name.get(name, (None, MISSING))
 
 

@@ -17,6 +17,7 @@ from kinformer.cli import form, synonyms
 from kinformer.cli.config_file import read
 from kinformer.family.table import FAMILY
 from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.table import OptionKind
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -25,7 +26,7 @@ O = TypeVar("O")
 
 
 def parse(
-    options: type[O], kind: form.Kind | None, arguments: Sequence[str], *, prog: str, description: str
+    options: type[O], kind: OptionKind | None, arguments: Sequence[str], *, prog: str, description: str
 ) -> O | None:
     """Return ``options`` filled from ``arguments`` and from the file of ``--config``; None after the help was printed.
 

@@ -15,9 +15,9 @@ from kinformer.comparison.options import MEASURED_BYTES, CompareOptions
 from kinformer.comparison.plan import Contestant
 from kinformer.comparison.record import Point
 from kinformer.comparison.results import ContextValue, Measurement, RunResult, TrialResult
+from kinformer.runs.config_file import CONFIG
 from kinformer.runs.evaluate import evaluate
 from kinformer.runs.options import EvaluateOptions, TrainOptions
-from kinformer.runs.run import CONFIG
 from kinformer.runs.train import train
 from kinformer.runtime.errors import RARE, KinformerError, flag_of
 from kinformer.runtime.parsing import JsonObject, parse_json_line

@@ -149,8 +149,8 @@ class Band(Pattern):
     query's own position out (``ahead = -1``: strictly the past).
     """
 
-    behind: int | None = None  # type: ignore[misc]
-    ahead: int | None = 0  # type: ignore[misc]
+    behind: int | None = None
+    ahead: int | None = 0
 
     def __post_init__(self) -> None:
         for name, value in (("behind", self.behind), ("ahead", self.ahead)):

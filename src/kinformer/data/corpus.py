@@ -51,7 +51,7 @@ class Corpus:
             )
 
     @property
-    def identity(self) -> dict:
+    def identity(self) -> dict[str, object]:
         """Return the identity that a run folder stores as JSON; metrics compare only where identities are equal."""
         return {
             "name": self.name,

@@ -51,7 +51,7 @@ class Extents:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_open": {}}
 
     def load(self) -> Extents:

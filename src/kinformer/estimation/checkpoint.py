@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kinformer.core.stack import sparse_tables
 from kinformer.estimation.parts import Costs, ModelSpec, forward_and_loss, imitated, without_data
 from kinformer.runtime.workspace import scratch_bytes
-from kinformer.training.optimiser import sparse_tables
 
 FLOAT = 4
 

@@ -52,8 +52,7 @@ def _hybrid(shape: ModelShape) -> Recipe:
         config = _recipe(shape)(vocab)
         softmax = SoftmaxAttention.Config(num_heads=shape.num_heads, position=Rope.Config())
         layers = (
-            layer.replace(mixer=softmax) if number % 4 == 3 else layer  # type: ignore[call-arg]
-            for number, layer in enumerate(config.layers)
+            layer.replace(mixer=softmax) if number % 4 == 3 else layer for number, layer in enumerate(config.layers)
         )
         return config.replace(layers=tuple(layers))
 

@@ -110,7 +110,7 @@ class Inheritance:
         sizes = {name: prod(shape) for name, shape in self.shapes.items()}
         fresh = sum(sizes[name] for name in self.new)
         for name, origin in self.origins.items():
-            rows = sum(item for item in origin if isinstance(item, int))  # type: ignore[misc]
+            rows = sum(item for item in origin if isinstance(item, int))
             fresh += rows * sizes[name] // self.shapes[name][0] if rows else 0
         return {
             "weights": len(self.shapes),

@@ -62,10 +62,7 @@ def _hybrid(shape: ModelShape) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         config, width = _recipe(shape)(vocab), shape.dim // shape.num_heads
         full = _latent(shape.num_heads, width, width // 2, shape.dim // 2)
-        layers = (
-            layer.replace(mixer=full) if number % 4 == 3 else layer  # type: ignore[call-arg]
-            for number, layer in enumerate(config.layers)
-        )
+        layers = (layer.replace(mixer=full) if number % 4 == 3 else layer for number, layer in enumerate(config.layers))
         return config.replace(layers=tuple(layers))
 
     return recipe

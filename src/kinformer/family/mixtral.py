@@ -20,7 +20,7 @@ def _recipe(shape: ModelShape, num_experts: int) -> Recipe:
         mixer = SoftmaxAttention.Config(num_heads=shape.num_heads, position=Rope.Config())
         config = decoder(shape, vocab or 256, mixer=mixer)
         experts = Experts.Config(num_experts=num_experts, topk=2)
-        return config.replace(layers=tuple(layer.replace(feed_forward=experts) for layer in config.layers))  # type: ignore[call-arg]
+        return config.replace(layers=tuple(layer.replace(feed_forward=experts) for layer in config.layers))
 
     return recipe
 

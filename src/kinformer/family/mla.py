@@ -29,7 +29,7 @@ def _recipe(shape: ModelShape, experts: bool = False) -> Recipe:
             bias_rate=0.001,
         )  # fmt: skip
         first, *rest = config.layers
-        return config.replace(layers=(first, *(layer.replace(feed_forward=mixture) for layer in rest)))  # type: ignore[call-arg]
+        return config.replace(layers=(first, *(layer.replace(feed_forward=mixture) for layer in rest)))
 
     return recipe
 

@@ -47,7 +47,7 @@ def _paper(vocab: int | None) -> Decoder.Config:
         head=LanguageModelHead.Config(tied=False),
     )
     first = config.layers[0]
-    hashed = first.replace(feed_forward=first.feed_forward.replace(chunks=16))  # type: ignore[attr-defined, call-arg]
+    hashed = first.replace(feed_forward=first.feed_forward.replace(chunks=16))  # type: ignore[attr-defined]
     layers = (hashed if number % 4 == 2 else hashed.replace(mixer=local) for number in range(12))
     return config.replace(layers=tuple(layers), stack=Reversible.Config())
 

@@ -27,7 +27,7 @@ def _recipe(shape: ModelShape, ranks: tuple[int, int, int, int] = (64, 64, 128, 
         layers = (
             layer.replace(feed_forward=ChannelMix(hidden_dim=shape.hidden_dim or 4 * shape.dim))
             for layer in config.layers
-        )  # type: ignore[call-arg]
+        )
         return config.replace(layers=tuple(layers))
 
     return recipe

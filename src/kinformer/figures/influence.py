@@ -75,5 +75,5 @@ def _outputs(mixer: CausalMixer | EncoderMixer, x: Tensor) -> Tensor:
     if isinstance(mixer, EncoderMixer):
         rows = next(index for index in range(isqrt(x.shape[1]), 0, -1) if x.shape[1] % index == 0)
         grid = (rows, x.shape[1] // rows) if isinstance(mixer, GridOnly) else None
-        return mixer(x, SequenceContext(grid=grid))  # type: ignore[no-any-return]
-    return mixer(Chunk(x), mixer.initial_state(len(x)))[0]  # type: ignore[no-any-return]
+        return mixer(x, SequenceContext(grid=grid))
+    return mixer(Chunk(x), mixer.initial_state(len(x)))[0]

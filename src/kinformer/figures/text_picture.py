@@ -8,7 +8,7 @@ from typing import TypedDict
 import torch
 from torch import nn
 
-from kinformer.core.parts import Pattern
+from kinformer.core.pattern import Pattern
 from kinformer.figures.encoder_pattern import FullSequence, global_token_words, in_text
 
 CELLS = 16

@@ -131,7 +131,7 @@ class CausalSinkhornAttention(CausalMixer):
         y, after = self._absorb(Chunk(x, rows.valid), _continued(state, rows))
         joined = y.new_zeros(chunk.x.shape[0] * chunk.x.shape[1], y.shape[-1])
         joined = joined.index_put((rows.places[rows.valid],), y[rows.valid])
-        return joined.unflatten(0, chunk.x.shape[:2]), SortedState(*(leaf[rows.last] for leaf in after))  # type: ignore[call-arg]
+        return joined.unflatten(0, chunk.x.shape[:2]), SortedState(*(leaf[rows.last] for leaf in after))
 
     def _absorb(self, chunk: Chunk, state: SortedState) -> tuple[Tensor, SortedState]:
         """Absorb a chunk that goes on with the sequences of ``state``."""
@@ -237,7 +237,7 @@ def _sequences(reset: Tensor, valid: Tensor | None) -> Rows:
 
 def _continued(state: SortedState, rows: Rows) -> SortedState:
     """Return the states in which the sequences ``rows`` begin: those of their rows, or new ones."""
-    state = SortedState(*(leaf[rows.row] for leaf in state))  # type: ignore[call-arg]
+    state = SortedState(*(leaf[rows.row] for leaf in state))
     k, v, sums = (
         torch.where(rows.continues.view(-1, *[1] * (leaf.dim() - 1)), leaf, leaf.new_zeros(())) for leaf in state[:3]
     )

@@ -156,7 +156,7 @@ class CausalLayer(PlainLayer):
         """Return y and the state after x [batch, time, dim], whose ``valid`` tokens may stand anywhere in their row."""
         norm = (AS_THEY_ARE,) if isinstance(self.inner, RecomputesKV) else ()
         if valid is None:
-            return self.inner(Chunk(x, None, reset), state, *norm)  # type: ignore[no-any-return]
+            return self.inner(Chunk(x, None, reset), state, *norm)
         order = left_align(valid)
         chunk = Chunk(
             select_valid(order.align(x), order.valid), order.valid, None if reset is None else order.align(reset)

@@ -197,7 +197,7 @@ def _layer_config(name: str | Config, recipe: str) -> Any:
         table = kinds()
         for slot in ("mixer", "encoder_mixer"):
             if name in table[slot]:
-                return table[slot][name]()  # type: ignore[call-arg]
+                return table[slot][name]()
     record = member(name)
     layers = configure(record.name, recipe).layers
     return layers[min(record.layer, len(layers) - 1)]

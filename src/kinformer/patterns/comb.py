@@ -15,9 +15,9 @@ from kinformer.core.pattern import ALL, NONE, SOME, Boxes, Cover, Pattern
 class Comb(Pattern):
     """The pairs with -ahead <= q - k <= behind and q - k a multiple of ``stride``; a bound of None bounds nothing."""
 
-    behind: int | None = None  # type: ignore[misc]
-    ahead: int | None = 0  # type: ignore[misc]
-    stride: int = 1  # type: ignore[misc]
+    behind: int | None = None
+    ahead: int | None = 0
+    stride: int = 1
 
     def allowed(self, q: Tensor, k: Tensor) -> Tensor:
         distance = q - k

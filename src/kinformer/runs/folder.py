@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kinformer.data.files import SPOOLED
-from kinformer.runs.run import CONFIG, TOKENIZER
+from kinformer.runs.config_file import CONFIG
+from kinformer.runs.run import TOKENIZER
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import partial_of, remove_partials, require_utf8
 from kinformer.runtime.lock import locked

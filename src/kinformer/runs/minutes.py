@@ -29,7 +29,7 @@ from kinformer.runs.options import TrainOptions
 from kinformer.runtime.errors import KinformerError, spelled
 from kinformer.runtime.words import plural
 from kinformer.tasks.task import Task
-from kinformer.training.loop import PROBE_SHARE
+from kinformer.training.pace import PROBE_SHARE
 
 
 class Size(NamedTuple):

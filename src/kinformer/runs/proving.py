@@ -19,9 +19,10 @@ from kinformer.interop.proof import LIMIT, Verdict, beside, judge
 from kinformer.interop.routes import DECODERS
 from kinformer.interop.subjects import Plain, Theirs
 from kinformer.interop.writing import form_of
+from kinformer.runs.config_file import CONFIG
 from kinformer.runs.exporting import export
 from kinformer.runs.options import require_proof
-from kinformer.runs.run import CONFIG, open_run
+from kinformer.runs.run import open_run
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.fields import require_path
 from kinformer.runtime.files import read_json

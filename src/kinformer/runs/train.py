@@ -16,6 +16,7 @@ from torch import nn
 
 from kinformer.family.table import member
 from kinformer.runs.announce import announcement, warning
+from kinformer.runs.config_file import CONFIG
 from kinformer.runs.create import create
 from kinformer.runs.folder import writing
 from kinformer.runs.inheriting import begin_with
@@ -24,7 +25,7 @@ from kinformer.runs.parallel import Parallel
 from kinformer.runs.planning import plan_of
 from kinformer.runs.resume import resume
 from kinformer.runs.rows import staged_rows
-from kinformer.runs.run import CONFIG, Run
+from kinformer.runs.run import Run
 from kinformer.runs.staging import StagedRows, config_of
 from kinformer.runtime.errors import KinformerError, require, spelled
 from kinformer.runtime.files import write_atomic
@@ -34,9 +35,10 @@ from kinformer.tasks.task import TrainingPlan
 from kinformer.training import distributed
 from kinformer.training.checkpoint import CHECKPOINTS, Checkpoints
 from kinformer.training.distributed import Group
-from kinformer.training.loop import Result, Trainer
+from kinformer.training.loop import Trainer
 from kinformer.training.metric import Metric
 from kinformer.training.rendezvous import job_id
+from kinformer.training.result import Result
 from kinformer.training.settings import Settings
 from kinformer.training.stages import Stage, stage_at
 

@@ -4,12 +4,18 @@
 too.
 """
 
+from __future__ import annotations
+
 import sys
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kinformer.tasks.task import Task
 
 
 class _Callable(ModuleType):
-    def __call__(self) -> list:
+    def __call__(self) -> list[Task]:
         """Return the records of all tasks, in the order of the table."""
         from kinformer.tasks.table import tasks
 

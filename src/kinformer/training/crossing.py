@@ -31,10 +31,10 @@ class Stretches(Crossing):
         self.peers = distributed.get_process_group_ranks(processes)
 
     def gathered(self, mine: Tensor, tied: Tensor) -> tuple[Tensor, Tensor]:
-        return _Gathered.apply(mine, tied, self)  # type: ignore[no-any-return]
+        return _Gathered.apply(mine, tied, self)
 
     def from_neighbours(self, slots: Tensor, most: int) -> tuple[Tensor, Tensor]:
-        return _FromNeighbours.apply(slots, self, most)  # type: ignore[no-any-return]
+        return _FromNeighbours.apply(slots, self, most)
 
     def last(self, slots: Tensor, count: int | None = None) -> Tensor:
         return _Last.apply(slots, self, slots.shape[2] if count is None else count) if self.keeps else slots

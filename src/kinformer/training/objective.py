@@ -51,7 +51,7 @@ class Objective(Protocol):
     def __call__(self, model: Any, batch: Any, state: State, progress: float) -> ObjectiveOutput: ...
 
 
-def autocast(device: torch.device, precision: str) -> AbstractContextManager:
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[object]:
     """Return the context of a forward pass in ``precision``: "fp32" or "bf16-mixed"."""
     if precision == "fp32":
         return nullcontext()

@@ -99,7 +99,7 @@ class TablePart(ParallelStyle):
             return summed(torch.where(here[..., None], y, y.new_zeros(())), device_mesh)
 
         forward: Callable[..., Tensor] = module.forward
-        module.forward = look_up  # type: ignore[method-assign]
+        module.forward = look_up
         return module
 
 

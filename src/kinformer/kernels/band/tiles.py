@@ -31,7 +31,7 @@ class BandTile(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        return tuple(part.stop - part.start for part in (self.heads, self.slots, self.queries))  # type: ignore[return-value]
+        return tuple(part.stop - part.start for part in (self.heads, self.slots, self.queries))
 
 
 def limits(visibility: Visibility, time: int, slots: int) -> tuple[int, int]:

@@ -112,7 +112,7 @@ class _Work(torch.autograd.Function):
 def _native_whole(x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Run rows that are one sequence of full length each, going on from h and c."""
     with _as_products(x.device):
-        y, after, memory = torch._VF.lstm(  # type: ignore[attr-defined]
+        y, after, memory = torch._VF.lstm(
             x,
             (h[None].contiguous(), c[None].contiguous()),
             list(weights),
@@ -168,9 +168,7 @@ def _native_ragged(
     steps = torch.bincount(offset).cpu()
     packed = x.flatten(0, 1)[tokens[order]]
     with _as_products(x.device):
-        y, *after = torch._VF.lstm(  # type: ignore[attr-defined]
-            packed, steps, start, list(weights), True, 1, 0.0, torch.is_grad_enabled(), False
-        )
+        y, *after = torch._VF.lstm(packed, steps, start, list(weights), True, 1, 0.0, torch.is_grad_enabled(), False)
     outputs = y.new_zeros(batch * time, y.shape[1]).index_copy(0, tokens[order], y).view(batch, time, -1)
     last = (tokens // time)[1:] != (tokens // time)[:-1]
     last = torch.cat([last, last.new_ones(1)]).nonzero()[:, 0]

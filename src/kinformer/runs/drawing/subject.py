@@ -30,10 +30,11 @@ from kinformer.figures.panels import (
 )
 from kinformer.figures.positions import LENGTH, Encoding, encoding_panels
 from kinformer.kernels.block_sparse import explain
+from kinformer.runs.config_file import CONFIG
 from kinformer.runs.drawing.encodings import Side, alone, encoding_of, module_at, one_token, place_of, undrawn
 from kinformer.runs.drawing.options import DrawOptions
 from kinformer.runs.drawing.spans import span_panel
-from kinformer.runs.run import CONFIG, open_run
+from kinformer.runs.run import open_run
 from kinformer.runtime.errors import KinformerError, marked, nearest
 from kinformer.runtime.parsing import JsonObject, parse_json
 from kinformer.runtime.words import plural

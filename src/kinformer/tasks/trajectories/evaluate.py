@@ -15,9 +15,10 @@ from kinformer.control.acting import MEASURED_SEEDS, ActionSampler, Summary, cel
 from kinformer.control.decision.agent import TrajectoryAgent
 from kinformer.control.decision.behaviour_cloning import Clone
 from kinformer.control.decision.data import TrajectoryData, check_environment
-from kinformer.control.decision.options import PER_STEP, Acting, TrajectoryEvaluationOptions, targets_of
+from kinformer.control.decision.options import PER_STEP, TrajectoryEvaluationOptions, targets_of
 from kinformer.control.decision.rows import ActionLoss, rows_of
 from kinformer.control.environments.table import make
+from kinformer.control.options import Acting
 from kinformer.core.model import CausalModel, device_of
 from kinformer.evaluation.bits import streamable
 from kinformer.runtime.errors import KinformerError, choose, marked, require_finite, spelled
@@ -55,7 +56,7 @@ def evaluate(
     run, model = subject.run, subject.model
     data, started_at = data_of(run, evaluation_settings.data), time.perf_counter()
     split = choose(evaluation_settings.split, SPLITS, "`split`")
-    note_other_data(run, data, evaluation_settings.data is not None)  # type: ignore[arg-type]
+    note_other_data(run, data, evaluation_settings.data is not None)
     metrics = _held_out(model, data, split, evaluation_settings.chunk)
     shown = ", ".join(metric.text(value) for metric, value in metrics.items())
     text: list[str | TextTable] = [f"{subject.title} on {data.name}, {split} split: {shown}"]
