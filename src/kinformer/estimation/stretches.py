@@ -45,13 +45,13 @@ class PaperStretches(Crossing):
         self._itemsize = self._slot
         return result
 
-    def gathered(self, mine: Tensor, tied: Tensor) -> tuple[Tensor, Tensor]:
-        self.sent += 2 * (self.count - 1) * mine.numel() * self._itemsize  # an all-gather and a reduce-scatter
-        return mine.repeat(self.count, *(1 for _ in mine.shape)), tied
+    def gathered(self, local: Tensor, tied: Tensor) -> tuple[Tensor, Tensor]:
+        self.sent += 2 * (self.count - 1) * local.numel() * self._itemsize  # an all-gather and a reduce-scatter
+        return local.repeat(self.count, *(1 for _ in local.shape)), tied
 
-    def from_neighbours(self, slots: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    def from_neighbours(self, slots: Tensor, limit: int) -> tuple[Tensor, Tensor]:
         time = slots.shape[2]
-        widths = sent_by_neighbours(time, most, self.count)
+        widths = sent_by_neighbours(time, limit, self.count)
         received = torch.cat([slots[:, :, time - width :] for width in reversed(widths)], dim=2)
         self.sent += 2 * received.numel() * self._itemsize
         return received, slots

@@ -30,11 +30,11 @@ class Stretches(Crossing):
         self.number, self.count = distributed.get_rank(processes), distributed.get_world_size(processes)
         self.peers = distributed.get_process_group_ranks(processes)
 
-    def gathered(self, mine: Tensor, tied: Tensor) -> tuple[Tensor, Tensor]:
-        return _Gathered.apply(mine, tied, self)
+    def gathered(self, local: Tensor, tied: Tensor) -> tuple[Tensor, Tensor]:
+        return _Gathered.apply(local, tied, self)
 
-    def from_neighbours(self, slots: Tensor, most: int) -> tuple[Tensor, Tensor]:
-        return _FromNeighbours.apply(slots, self, most)
+    def from_neighbours(self, slots: Tensor, limit: int) -> tuple[Tensor, Tensor]:
+        return _FromNeighbours.apply(slots, self, limit)
 
     def last(self, slots: Tensor, count: int | None = None) -> Tensor:
         return _Last.apply(slots, self, slots.shape[2] if count is None else count) if self.keeps else slots
@@ -53,33 +53,33 @@ class Stretches(Crossing):
 
 
 class _Gathered(torch.autograd.Function):
-    """The ``mine`` of all processes [processes, ...]. ``tied`` passes through, so that every process differentiates
+    """The ``local`` of all processes [processes, ...]. ``tied`` passes through, so that every process differentiates
     this, whether or not its outputs depend on what the others sent."""
 
     @staticmethod
-    def forward(ctx: Context, mine: Tensor, tied: Tensor, stretches: Stretches) -> tuple[Tensor, Tensor]:
-        ctx.stretches, ctx.form = stretches, mine
-        everyone = mine.new_empty(stretches.count, *mine.shape)
-        all_gather(everyone.flatten(), mine.contiguous().flatten(), group=stretches.processes)
+    def forward(ctx: Context, local: Tensor, tied: Tensor, stretches: Stretches) -> tuple[Tensor, Tensor]:
+        ctx.stretches, ctx.form = stretches, local
+        everyone = local.new_empty(stretches.count, *local.shape)
+        all_gather(everyone.flatten(), local.contiguous().flatten(), group=stretches.processes)
         return everyone, tied.view_as(tied)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, gradient: Tensor, tied: Tensor) -> tuple[Tensor, Tensor, None]:
-        mine = torch.empty_like(ctx.form, memory_format=torch.contiguous_format)
-        reduce_scatter(mine.view(-1), gradient.contiguous().flatten(), group=ctx.stretches.processes)
-        return mine, tied, None
+        local = torch.empty_like(ctx.form, memory_format=torch.contiguous_format)
+        reduce_scatter(local.view(-1), gradient.contiguous().flatten(), group=ctx.stretches.processes)
+        return local, tied, None
 
 
 class _FromNeighbours(torch.autograd.Function):
-    """The last ``most`` slots [batch, heads, time, width] of earlier stretches, as many as there are; ``slots`` pass
+    """The last ``limit`` slots [batch, heads, time, width] of earlier stretches, as many as there are; ``slots`` pass
     through."""
 
     @staticmethod
-    def forward(ctx: Context, slots: Tensor, stretches: Stretches, most: int) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Context, slots: Tensor, stretches: Stretches, limit: int) -> tuple[Tensor, Tensor]:
         ctx.stretches, ctx.form = stretches, slots
         time, received = slots.shape[2], list[Tensor]()
-        ctx.widths = sent_by_neighbours(time, most, stretches.count)
+        ctx.widths = sent_by_neighbours(time, limit, stretches.count)
         for distance, width in enumerate(ctx.widths, start=1):
             tail = slots[:, :, time - width :].contiguous()
             room = torch.empty_like(tail)
