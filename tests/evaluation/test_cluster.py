@@ -81,7 +81,7 @@ def test_rows_come_in_parts_where_memory_is_small() -> None:
 
 def test_what_cannot_be_divided_is_told_beside_what_can(capsys: pytest.CaptureFixture[str]) -> None:
     cluster = Cluster(configure("performer", "tiny", 64), DEVICES["a100"], 0.5, batch=2, **SIZES)
-    assert {cost.mesh for cost in cluster.costs(2)} == {"dp=2", "fsdp=2"} and "drawn anew" in cluster.refused
+    assert {cost.mesh for cost in cluster.costs(2)} == {"dp=2", "fsdp=2"} and "redrawn" in cluster.refused
     assert [cost.devices for cost in serving_costs(cluster, 8)] == [1]
     assert run(Options(member="rope", recipe="tiny", length=32, batch_size=4, devices="4")) == 0
     text = capsys.readouterr().out

@@ -65,7 +65,7 @@ def test_same_logits(changes, tmp_path):
 
 @pytest.mark.parametrize("length", [36, 37, 46, 60])
 def test_same_hidden_states_at_every_layer(length, tmp_path):
-    """36 tokens are 5 + 2 * 2 blocks, which see all; 37 and 46 end in the midst of a block."""
+    """36 tokens are 5 + 2 * 2 blocks, which see all; 37 and 46 end in the middle of a block."""
     peer = peer_of(tmp_path / "peer")
     model = imported(peer.folder, tmp_path / "run").double()
     tokens = peer.texts((length,))[0]

@@ -47,7 +47,7 @@ def test_a_killed_build_goes_on_to_the_same_bytes(tmp_path, kill):
 
 
 def test_killed_by_the_system(tmp_path):
-    """SIGKILL in the midst of a build: nothing that was flushed is lost."""
+    """SIGKILL in the middle of a build: nothing that was flushed is lost."""
     code = (
         "import os, signal, sys; from pathlib import Path\n"
         "from kinformer.datastore import writer; from tests.memory.stores import write\n"

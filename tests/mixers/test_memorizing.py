@@ -61,7 +61,7 @@ def begun(mixer, z):
 
 
 def test_is_that_of_its_authors():
-    """Four segments of two rows; a document begins where they say so, in one row in the midst of the other's."""
+    """Four segments of two rows; a document begins where they say so, in one row in the middle of the other's."""
     with np.load(GOLDEN, allow_pickle=False) as arrays:
         golden = {key: torch.from_numpy(arrays[key]) for key in arrays if arrays[key].dtype.kind in "fib"}
     golden = {key: each.double() if each.is_floating_point() else each for key, each in golden.items()}

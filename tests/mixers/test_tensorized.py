@@ -149,7 +149,7 @@ def authors(golden):
 
 
 def test_it_computes_what_its_authors_code_does(golden, single):
-    """Their class, in float64 (but for sinusoids), hides nothing: M of the whole text gives what it makes of each
+    """Their class, in float64 (except for sinusoids), hides nothing: M of the whole text gives what it makes of each
     token, and gradients."""
     layer, x = authors(golden), golden["w_in"].transpose(0, 1).clone().requires_grad_()
     mixer, (_, batch, dim) = layer.mixer, golden["w_in"].shape

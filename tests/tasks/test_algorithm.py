@@ -53,7 +53,7 @@ def test_rows_hold_problems_and_their_answers(name):
 
 
 class Copying(torch.nn.Module):
-    """Knows answers of a copy of 3 digits, but for those of the last digit of row 0."""
+    """Knows answers of a copy of 3 digits, except for those of the last digit of row 0."""
 
     def head_inputs(self, tokens, state=None, *, valid=None):
         known = torch.cat([torch.full((len(tokens), 3), END), tokens[:, :3], torch.full((len(tokens), 1), END)], 1)

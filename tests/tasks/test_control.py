@@ -199,7 +199,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, member, env):
     options = SMALL | {"env": env, "kl_stop": 0.0}
     kinformer.train(member, out=tmp_path / "whole", **options, steps=7)
     kinformer.train(member, out=tmp_path / "cut", **options, steps=7, checkpoint_every=1, keep=9)
-    for newer in sorted((tmp_path / "cut" / "checkpoints").iterdir())[3:]:  # in the midst of a rollout
+    for newer in sorted((tmp_path / "cut" / "checkpoints").iterdir())[3:]:  # in the middle of a rollout
         for file in newer.iterdir():
             file.unlink()
         newer.rmdir()

@@ -164,7 +164,7 @@ SENT |= {"bert": False, "vanilla": False}
 
 
 def sent(place: Path, text: str, group: Group) -> None:
-    """What each process exchanges in the forward and backward pass of one step, but for the gradients of weights."""
+    """What each process exchanges in the forward and backward pass of one step, except for the gradients of weights."""
     processes, told = groups_of(1, group.world, 1), {}
     for name, ring in SENT.items():
         model = tiny(name.split()[0]).float()

@@ -47,7 +47,7 @@ class Collectives(TorchDispatchMode):
 
 
 class Saved:
-    """The bytes of the distinct storages that autograd saves, but for parameters."""
+    """The bytes of the distinct storages that autograd saves, except for parameters."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.bytes = 0

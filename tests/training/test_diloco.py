@@ -1,4 +1,5 @@
-"""DiLoCo: two processes that train apart but for an outer step a round, against DDP, a simulation and their resume."""
+"""DiLoCo: two processes that train apart except for an outer step a round, against DDP, a simulation and their
+resume."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ WHY_NOT = {
     "reformer": "computes layers again",
     "routing": "centroids learn by sums over all processes",
     "adaptive-span": "has costs of all heads",
-    "performer": "drawn anew for all heads",
+    "performer": "redrawn for all heads",
     "nsa": "num_kv_heads = 1 is no multiple of 2",
     "mamba2": "key_heads = 1 is no multiple of 2",
     "compressive": "costs of all heads",

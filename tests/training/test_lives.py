@@ -52,7 +52,7 @@ def test_the_end_survives_a_kill_at_each_of_its_disk_calls(text: Path, tmp_path:
 
 
 def records(folder: Path) -> list[dict[str, float]]:
-    """What was logged, but for times."""
+    """What was logged, except for times."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{name: each for name, each in line.items() if "second" not in name} for line in lines]
 

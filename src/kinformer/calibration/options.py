@@ -44,19 +44,20 @@ class CalibrateOptions(Machine):
     new_tokens: int | None = None
     """Tokens of a continuation of running text (32 if not given)."""
     beam: int | None = None
-    """How many translations of a source are followed (4 if not given, as in `generate`; 1 is greedy, as in CALM)."""
+    """How many translations of a source are followed (4 if not given, as in kinformer generate; 1 is greedy, as in
+    CALM)."""
     thresholds: int = 24
     """How many thresholds may be tested, from 0.999 down to 0, closer to each other near 1."""
     decay_tokens: float | None = None
-    """Thresholds fall to nine tenths by exp(-position / so many tokens), stricter at the beginning (CALM, equation 5; a
-    quarter of the longest text there). The run's own if not given, which is none by default."""
+    """Thresholds fall to nine tenths by exp(-position / this many tokens), stricter at the beginning (CALM, equation 5;
+    a quarter of the longest text there). The run's own if not given, which is none by default."""
     after: str | None = None
     """Layers behind which tokens may leave, from 1, as in 2,4: an exit pays where its prediction costs less than the
     layers behind it. Those of the run if not given."""
     batch_size: int = 64
     """How many continuations grow side by side."""
     search: int | None = None
-    """Instead of a bound on a risk: draw so many thresholds for every exit, and take those with the fewest layers per
+    """Instead of a bound on a risk: draw N thresholds for every exit, and take those with the fewest layers per
     token whose bits per byte stay within `tolerance` of all layers'."""
     tolerance: float | None = None
     """With `search`: how many bits per byte early exits may cost (0.01 if not given)."""

@@ -138,12 +138,14 @@ def _entries(options: type, defaults: Mapping[str, object]) -> dict[str, Entry]:
 def _parsed(hint: object, docs: str, default: Field[object]) -> object:
     """Return ``hint`` with its help, a word for its value, and the parser of a number."""
     inner = bare(hint)
-    metavar, empty = None, default.default is None or default.default == ()
+    metavar, shown = None, "" if default.default is None or default.default == () else None
+    if get_origin(inner) is tuple and not _has_default(default):
+        shown = "(required)"  # which tyro takes for an empty tuple
     if inner in _PLACEHOLDERS and not _named(hint):
         metavar = _PLACEHOLDERS[inner]
     elif choices := [name for part in get_args(inner) for name in get_args(part)]:
         metavar = "{" + ",".join(map(str, choices)) + "}"
-    about = tyro.conf.arg(help=docs, help_behavior_hint="" if empty else None, metavar=metavar)
+    about = tyro.conf.arg(help=docs, help_behavior_hint=shown, metavar=metavar)
     if inner in (int, int | None):
         return Annotated[hint, _COUNT, about]
     if inner in (float, float | None):

@@ -24,7 +24,8 @@ CORES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Options(CommonOptions):
-    """Print what starts a training on many machines: torchrun's line, or a scheduler's script. Nothing is started."""
+    """Print the command or script that starts a training on many machines, by torchrun or a scheduler. Nothing
+    starts."""
 
     command: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- train ...")] = ()
     """The training, as it would be typed on one machine, behind two dashes."""

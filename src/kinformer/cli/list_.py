@@ -129,10 +129,10 @@ def _print_tree(groups: Mapping[str, Sequence[Member]]) -> None:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """Return ``text`` in lines of so many columns, broken between words where these fit."""
+    """Return ``text`` in lines of this many columns, broken between words where these fit."""
     return textwrap.wrap(text, width, break_on_hyphens=False) or [""]
 
 
 def _short(text: str, width: int) -> str:
-    """Return ``text`` in so many columns: without what stands in parentheses, or its last words, if it is longer."""
+    """Return ``text`` in this many columns: without what stands in parentheses, or its last words, if it is longer."""
     return text if len(text) <= width else textwrap.shorten(text.split(" (")[0], width, placeholder="…")

@@ -49,7 +49,7 @@ COMMANDS = {
     ),
     "launch": Command(
         "kinformer.cli.launch",
-        "Print what starts a training on many machines: torchrun's line, or a scheduler's script.",
+        "Print the command or script that starts a training on many machines, by torchrun or a scheduler.",
         "kinformer launch --to slurm --nodes 2 --processes 8 -- train gpt --config many.toml",
     ),
     "evaluate": Command(
@@ -64,17 +64,17 @@ COMMANDS = {
     ),
     "chat": Command(
         "kinformer.cli.chat",
-        "Continue a text in turns: you write a line, the run goes on, the state is carried.",
+        "Continue a text in turns: you write a line, the run writes the next.",
         'kinformer chat runs/book --before "ROMEO: " --after "\\nJULIET:" --stop ROMEO',
     ),
     "predict": Command(
         "kinformer.cli.predict",
-        "Classes, filled masks, transcripts or translations of your items, by a trained run.",
+        "Predict classes, masked words, transcripts or translations with a trained run.",
         "kinformer predict runs/reviews reviews.csv --out predictions.csv",
     ),
     "embed": Command(
         "kinformer.cli.embed",
-        "Vectors of texts, by a trained run.",
+        "Compute vectors of texts, images or sound with a trained run.",
         "kinformer embed runs/book sentences.txt --out vectors.npz",
     ),
     "serve": Command(
@@ -84,7 +84,7 @@ COMMANDS = {
     ),
     "trace": Command(
         "kinformer.cli.trace",
-        "What a trained run attends to in a text, as an interactive page.",
+        "Show what a trained run attends to in a text, as an interactive page.",
         'kinformer trace runs/book "It was the best of times" --out trace.html',
     ),
     "calibrate": Command(

@@ -41,7 +41,8 @@ WORKS = ("forward", "step", "prefill", "decode")
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(Machine):
-    """Members side by side: one parameter budget, one data set in one order, one recipe but for the learning rate."""
+    """Members side by side: one parameter budget, one data set in one order, one recipe except for the learning
+    rate."""
 
     data: str | None = None
     """What to learn from, as for kinformer train; stdlib if nothing is given."""
@@ -81,7 +82,7 @@ class CompareOptions(Machine):
     tokenizer: str | None = None
     """bytes, or a tokenizer.json (bytes if not given)."""
     train_tokenizer: int | None = None
-    """Train a tokenizer of so many tokens on the data first, which all members share."""
+    """Train a tokenizer of N tokens on the data first, which all members share."""
     ema: float | None = None
     """Measure a moving average of the weights over this share of the steps so far (0, none, if not given)."""
     holdout: float | None = None

@@ -186,7 +186,7 @@ def _fingerprint(comparison: Comparison) -> list[object]:
 
 
 def _alike(one: EntrantRecord, other: EntrantRecord) -> bool:
-    """Return whether the models and their training, but for the seed, are the same."""
+    """Return whether the models and their training, except for the seed, are the same."""
     return all(getattr(one, name) == getattr(other, name) for name in ("spec", "set", "settings", "lr", "parameters"))
 
 

@@ -29,7 +29,7 @@ SLOWEST = 30.0
 def in_turns(works: Mapping[K, Callable[[], object]], rounds: int, device: str = "cpu") -> dict[K, float]:
     """Return the median seconds of each work over ``rounds``, after one that does not count.
 
-    The order is drawn anew in every round, so that whatever else the machine does meets all alike. A work that fails,
+    The order is redrawn in every round, so that whatever else the machine does meets all alike. A work that fails,
     such as one that runs out of memory, is left out with a note.
     """
     seconds: dict[K, list[float]] = {key: [] for key in works}

@@ -68,7 +68,7 @@ class Rollouts(NamedTuple):
 
 
 class Summary(TypedDict):
-    """The summary of so many ``episodes``, for JSON: the ``mean`` of their returns, half the width of its 95 %
+    """The summary of this many ``episodes``, for JSON: the ``mean`` of their returns, half the width of its 95 %
     ``confidence`` interval, their deviation ``std``, the mean of their ``steps``; and where the best return is known,
     its mean and the share of episodes that got it."""
 

@@ -83,7 +83,7 @@ def unflattened(like: State, leaves: Sequence[Tensor]) -> State:
 def leaves_of(model: CausalModel) -> list[Leaf]:
     """Return the leaves of the states of ``model``, a causal model of tokens, with windows that are full.
 
-    Errors: ``KinformerError`` for a leaf that does not begin with zeros, or grows otherwise than by slots.
+    Errors: ``KinformerError`` for a leaf that does not begin with zeros, or grows other than by slots.
     """
     retained = [size for module in model.modules() if isinstance(size := getattr(module, "retained", None), int)]
     length = max(retained, default=0) + 3
@@ -107,5 +107,5 @@ def _leaf(name: str, first: Tensor, now: Tensor, then: Tensor) -> Leaf:
     sizes: Mapping[int, int] = dict(enumerate(first.shape))
     irregular = [axis for axis, size in enumerate(now.shape) if size != sizes.get(axis) and axis != _SLOTS]
     if irregular or PAST in shape[:_SLOTS] + shape[_SLOTS + 1 :]:
-        raise KinformerError(f"the state's {name} grows otherwise than by a slot for every token.")
+        raise KinformerError(f"the state's {name} grows other than by a slot for every token.")
     return Leaf(name, str(first.dtype).removeprefix("torch."), tuple(shape))

@@ -118,7 +118,7 @@ def reserved_parts(state: State) -> Iterator[ReservedState]:
 
 
 def form(state: State) -> object:
-    """Return what all states of one mixer share: the types, and the sizes of leaves but for rows and past slots."""
+    """Return what all states of one mixer share: the types, and the sizes of leaves except for rows and past slots."""
     if isinstance(state, Tensor):
         return state.shape[1:]
     if isinstance(state, ReservedState):

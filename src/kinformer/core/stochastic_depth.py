@@ -1,4 +1,4 @@
-"""Stochastic depth (Huang et al. 2016): in training a sublayer adds nothing to some sequences, drawn anew each time.
+"""Stochastic depth (Huang et al. 2016): in training a sublayer adds nothing to some sequences, redrawn each time.
 
     x + b F(x) / (1 - p),   b ~ Bernoulli(1 - p) for each sequence;     p_l = p l / (L - 1),   l = 0 .. L - 1
 

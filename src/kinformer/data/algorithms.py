@@ -60,7 +60,7 @@ def _sum(digits: np.ndarray) -> np.ndarray:
 
 def carried(tokens: np.ndarray, digits: int) -> np.ndarray:
     """Return how many places the carry has come that arrives at each place of an answer, 0 where none does: int64
-    [rows, digits + 2], of the additions ``tokens`` [rows, width] of numbers of so many ``digits``."""
+    [rows, digits + 2], of the additions ``tokens`` [rows, width] of numbers of this many ``digits``."""
     totals = tokens[:, :digits] + tokens[:, digits + 1 : 2 * digits + 1]
     come = np.zeros((len(tokens), digits + 2), np.int64)
     for place in range(digits):
@@ -92,7 +92,7 @@ class AlgorithmData:
 
     @property
     def fingerprint(self) -> str:
-        """Return a text that identifies the rows, but for their number."""
+        """Return a text that identifies the rows, except for their number."""
         return f"algorithm{self.version}:{self.algorithm}:{self.least}-{self.most}"
 
     @property
@@ -101,7 +101,7 @@ class AlgorithmData:
         return {"name": self.name, "version": self.version, "fingerprint": self.fingerprint}
 
     def width(self, digits: int | None = None) -> int:
-        """Return how many tokens a row has at most, of problems of so many digits."""
+        """Return how many tokens a row has at most, of problems of this many digits."""
         digits, numbers = digits or self.most, ALGORITHMS[self.algorithm].numbers
         answer = {"addition": digits + 1, "parity": 1}.get(self.algorithm, digits)
         return numbers * (digits + 1) + answer
@@ -115,8 +115,8 @@ class AlgorithmData:
             )
 
     def rows(self, split: str, part: int, count: int, seed: int = 0, digits: int | None = None) -> AlgorithmRows:
-        """Return ``count`` rows as ``split``, ``seed`` and ``part`` decide, of so many ``digits`` unless None; all have
-        the width of the longest possible problem."""
+        """Return ``count`` rows as ``split``, ``seed`` and ``part`` decide, of this many ``digits`` unless None; all
+        have the width of the longest possible problem."""
         draw = np.random.default_rng([SPLITS.index(split), seed, part])
         lengths = draw.integers(self.least, self.most + 1, count) if digits is None else np.full(count, digits)
         width = self.width(digits)

@@ -134,6 +134,6 @@ class Buckets(Order):
         return Rows(*lay(texts, self.ends, width), np.asarray(self.examples.labels[indices]))
 
     def _width(self, indices: np.ndarray) -> int:
-        """Return the width of a batch, one of few: a sparse pattern is planned anew for each."""
+        """Return the width of a batch, one of few: a sparse pattern is planned again for each."""
         longest = int(self.lengths[indices].max())
         return min(self.length, -(-longest // STEP_OF_WIDTH) * STEP_OF_WIDTH)

@@ -34,7 +34,7 @@ class Filterbank:
         self.filters = mel_filters(rate, self.points, mels)
 
     def frames(self, samples: int) -> int:
-        """Return the number of frames of so many samples: a last part of one is
+        """Return the number of frames of this many samples: a last part of one is
         dropped, but less than one is filled up."""
         return 1 + max(0, samples - self.size) // self.hop
 
@@ -48,7 +48,7 @@ class Filterbank:
 
 
 def mel_filters(rate: int, points: int, mels: int) -> Tensor:
-    """Return triangles w [points // 2 + 1, mels] over the frequencies of a transform of so many points.
+    """Return triangles w [points // 2 + 1, mels] over the frequencies of a transform of this many points.
 
     Errors: ``KinformerError`` where there are more filters than frequencies tell apart.
     """

@@ -60,7 +60,7 @@ def require_pillow(place: Path | str) -> ModuleType:
 
 def read_folder(folder: Path, files: Sequence[SourceFile], size: int | None) -> ImageSet:
     """Return the pictures among ``files``, which are all of ``folder``; with ``size`` each is scaled until its shorter
-    side has so many pixels, and the middle square is taken.
+    side has this many pixels, and the middle square is taken.
 
     Raises :class:`KinformerError` for a picture that cannot be read, and for unlike sizes where ``size`` is None.
     """

@@ -47,7 +47,7 @@ class Recall:
 
     @property
     def fingerprint(self) -> str:
-        """Return a text that identifies the rows, but for their length and number."""
+        """Return a text that identifies the rows, except for their length and number."""
         fillers = "random" if self.random_fillers else "zero"
         pairs = "-".join(map(str, self.pairs))
         return f"mqar{self.version}:{pairs}:{self.symbols}:{self.gap_power:g}:{fillers}"

@@ -69,8 +69,8 @@ class NgramModel:
         self._orders = [_Order.of(grams, counts)]
         for size in range(context, 0, -1):
             first = _grams(split.text.tokens(0, size), size)
-            # Counts of shorter grams are sums of longer ones, but for the first gram of the text, which ends no longer
-            # one.
+            # Counts of shorter grams are sums of longer ones, except for the first gram of the text, which ends no
+            # longer one.
             suffixes = np.append(grams & _mask(size), first)
             grams, counts = merge_counts(suffixes, np.append(counts, counts.dtype.type(1)))
             self._orders.insert(0, _Order.of(grams, counts))

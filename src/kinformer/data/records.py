@@ -41,7 +41,7 @@ def table_files(files: Sequence[SourceFile], text_field: str | None) -> list[tup
 
 def record_units(kind: str, file: SourceFile, size: int) -> list[tuple[str, Extent]]:
     """Return pieces of about ``size`` bytes: byte ranges of JSON lines, row groups of Parquet tables or batches of
-    Arrow streams (an extent from the first group on, of so many groups)."""
+    Arrow streams (an extent from the first group on, of this many groups)."""
     if kind == _JSON:
         starts = range(0, file.size, size)
         return [(kind, Extent(file.path, start, min(size, file.size - start))) for start in starts]

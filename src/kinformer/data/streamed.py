@@ -33,7 +33,7 @@ def documents_of(data: str | Path | Iterable[object]) -> Documents | None:
     if not isinstance(data, Iterable) or iter(data) is data:
         raise KinformerError(
             f"`data`: {name} cannot be read a second time, which a call that goes on does; give a dataset, a list, or "
-            "an object whose __iter__ begins anew."
+            "an object whose __iter__ restarts."
         )
     return Documents(name, data)
 

@@ -128,7 +128,7 @@ class FileTokenizer:
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
         if self.vocab_size > MOST_TOKENS:
             raise KinformerError(
-                f"{path}: its highest token is {self.vocab_size - 1}, but must be below {MOST_TOKENS}; number anew."
+                f"{path}: its highest token is {self.vocab_size - 1}, but must be below {MOST_TOKENS}; renumber them."
             )
 
     def save(self, path: str | Path) -> None:

@@ -124,7 +124,7 @@ class WavStream:
         self._step = self._wave.getsampwidth() * self._wave.getnchannels()
 
     def read(self, seconds: float) -> np.ndarray:
-        """Return the next samples float32 [time], so many seconds of them or the rest; none at the end."""
+        """Return the next samples float32 [time], this many seconds of them or the rest; none at the end."""
         wanted = max(1, round(seconds * self.rate)) * self._step
         data = b""
         while len(data) < wanted and (piece := self._file.read(wanted - len(data))):

@@ -81,7 +81,7 @@ def attach_store(
 ) -> Any:
     """Return ``model`` with the store that its run or ``options`` name, or as it is where there is none.
 
-    ``rows``: a retriever is made ready to read so many sequences token by token.
+    ``rows``: a retriever is made ready to read this many sequences token by token.
     """
     options = options or StoreOptions()
     if looks_up(run.config):

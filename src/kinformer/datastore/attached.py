@@ -101,7 +101,8 @@ class KeyedDecoder(nn.Module):
 
 
 class AttachedDecoder(nn.Module):
-    """A language model like its decoder, but for its logits, which ``head`` (logits [n, vocab], keys [n, width]) makes.
+    """A language model like its decoder, except for its logits, which ``head`` (logits [n, vocab], keys [n, width])
+    makes.
 
     The state is the decoder's; the head's store is no part of it.
     """

@@ -62,7 +62,7 @@ class Stores:
     ) -> Any:
         """Return ``model`` with the datastore that the run or ``options`` name, or as it is where there is none.
 
-        ``rows``: a retriever is made ready to read so many sequences token by token.
+        ``rows``: a retriever is made ready to read this many sequences token by token.
         """
         from kinformer.datastore.attach import attach_store
 

@@ -103,7 +103,7 @@ class ListSearch:
         if lists.similarity != similarity:
             raise KinformerError(
                 f"{store.folder}: its lists are of the similarity {lists.similarity!r}, not {similarity!r}; search "
-                "exactly (`probes` 0), or make them anew with kinformer index --approximate --similarity."
+                "exactly (`probes` 0), or make them again with kinformer index --approximate --similarity."
             )
         self.store, self.probes, self.entries, self.bytes_read = store, probes, entries or store.entries, 0
         self.similarity, self._spare = similarity, _SPARE[lists.codec[:2]]

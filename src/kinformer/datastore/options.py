@@ -18,7 +18,7 @@ class StoreOptions(Checked):
     """A datastore of this run (see: kinformer index) whose next tokens are mixed into its predictions; for a run of
     spalm, another one than it was trained with."""
     retriever: str | None = None
-    """With `datastore`, for a run of spalm: the run that made it (that which it was trained with if not given)."""
+    """With `datastore`, for a run of spalm: the run that made it (if not given, the one that it was trained with)."""
     weight: float | None = None
     """With `datastore`: the store's share of the prediction, 0 to 1 (0.25 if not given)."""
     neighbours: int | None = None
@@ -26,7 +26,7 @@ class StoreOptions(Checked):
     knn_temperature: float | None = None
     """With `datastore`: what squared distances, or products, are divided by before their softmax (1 if not given)."""
     probes: int | None = None
-    """With `datastore`: search approximately, in so many of its lists (see: kinformer index --approximate); 0 searches
+    """With `datastore`: search approximately, in N of its lists (see: kinformer index --approximate); 0 searches
     exactly. If not given, 8 where it has lists, else exactly."""
 
     def __post_init__(self) -> None:

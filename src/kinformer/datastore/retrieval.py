@@ -97,7 +97,7 @@ def choose_retrieval(options: TrainingOptions, config: ModelConfig) -> dict[str,
 
 
 def resume_retrieval(run: StoredRun, options: TrainingOptions) -> dict[str, object]:
-    """Return the retrieval entry of a resumed run's ``data``: as it was, but for folders that were moved."""
+    """Return the retrieval entry of a resumed run's ``data``: as it was, except for folders that were moved."""
     retrieval = run.data.get(RETRIEVAL)
     for name in ("datastore", "retriever", "neighbours", "probes"):
         value = getattr(options, name)

@@ -52,7 +52,7 @@ def build(
     progress: Progress | None = None,
 ) -> InvertedLists:
     """Sort the entries of ``store`` into ``count`` lists, by default the root of their number; ``key_bytes``: a key has
-    so many bytes there, by product quantisation, or None: one for each number.
+    this many bytes there, by product quantisation, or None: one for each number.
 
     Existing lists take in what was appended, with their own ``count``, ``key_bytes`` and ``similarity`` where these are
     None. Where one of them differs, or the store has grown by more than half since the centroids were learnt, these are

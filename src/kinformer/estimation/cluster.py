@@ -78,7 +78,7 @@ class Cluster:
         self._parts: dict[Shared, Part] = {}
 
     def costs(self, devices: int) -> list[MeshCost]:
-        """Return the costs of every mesh of so many devices, fastest first, those that do not fit last. The time of
+        """Return the costs of every mesh of this many devices, fastest first, those that do not fit last. The time of
         rows is shared where no other mesh fits, by as few devices as it takes."""
         costs: list[MeshCost] = []
         whole = self.part(Shared(1))

@@ -83,7 +83,7 @@ class Part:
         return self._estimate(batch=2)
 
     def of_rows(self, name: str, rows: int) -> int:
-        """Return the activations' bytes (``activations``) or the ``flops_step`` of so many rows."""
+        """Return the activations' bytes (``activations``) or the ``flops_step`` of this many rows."""
         # Activations and FLOPs are a constant and a number for every row.
         one, two = (_amount(item, name) for item in (self._one, self._two))
         return one + (rows - 1) * (two - one)

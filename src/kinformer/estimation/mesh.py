@@ -58,8 +58,8 @@ class Payload(NamedTuple):
 
 
 def meshes(devices: int, batch: int, largest: int, context: int = 1, ring: bool = False) -> Iterator[Mesh]:
-    """Yield the meshes of so many ``devices`` for ``batch`` rows a step, with parts of the model on ``largest`` devices
-    at most, and ``context`` stretches of every row, with ``ring`` by keys and values that go round."""
+    """Yield the meshes of this many ``devices`` for ``batch`` rows a step, with parts of the model on ``largest``
+    devices at most, and ``context`` stretches of every row, with ``ring`` by keys and values that go round."""
     for tensor in powers(min(devices // context, largest)):
         replicas = devices // (tensor * context)
         if devices % (tensor * context) == 0 and batch % replicas == 0:

@@ -32,15 +32,15 @@ class EstimateOptions(Checked):
     """Precision of the activations in training, and of the weights in inference."""
 
     devices: str | None = None
-    """Also estimate training and serving on so many devices: 64, or 8..4096 (powers of two). `batch_size` is then that
-    of all together."""
+    """Also estimate training and serving on this many devices: 64, or 8..4096 (powers of two). `batch_size` is then
+    that of all together."""
     hardware: str = "h100"
     """With `devices`: what they are (a100, h100, h200, mi300x), with changes as in h100,network=25e9,node=4."""
     efficiency: float = 0.5
     """With `devices`: the share of the peak FLOP/s that a device reaches in a step."""
 
     rounds: int | None = None
-    """With `devices`: also estimate DiLoCo, whose devices train apart and exchange weights once in so many steps."""
+    """With `devices`: also estimate DiLoCo, whose devices train apart and exchange weights once every N steps."""
 
     def __post_init__(self) -> None:
         require_share("efficiency", self.efficiency, zero=False)

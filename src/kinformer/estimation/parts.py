@@ -241,8 +241,8 @@ def loss_of(model: StackedModel, logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def in_pieces(model: Model, rows: int) -> bool:
-    """Return whether training on the next of so many tokens makes the logits in pieces, on a CPU; processes that share
-    the vocabulary make their part of them all at once."""
+    """Return whether training on the next of this many tokens makes the logits in pieces, on a CPU; processes that
+    share the vocabulary make their part of them all at once."""
     causal = hasattr(model, "head_inputs") and not hasattr(model, "begin")
     return causal and not cross_entropy.divided(model) and cross_entropy.large(model, rows)
 

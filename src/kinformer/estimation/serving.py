@@ -28,8 +28,8 @@ class ServingCost:
 
 
 def serving_costs(cluster: Cluster, devices: int) -> list[ServingCost]:
-    """Return the costs of serving rows of the cluster's length by 1, 2, 4, ... of so many ``devices`` of a node, where
-    the model fits, the most tokens a second first; none of an encoder, which generates nothing."""
+    """Return the costs of serving rows of the cluster's length by 1, 2, 4, ... of this many ``devices`` of a node,
+    where the model fits, the most tokens a second first; none of an encoder, which generates nothing."""
     whole = cluster.part(Shared(1))
     if whole is None or not whole.inference()["state"]:
         return []
@@ -47,7 +47,7 @@ def serving_costs(cluster: Cluster, devices: int) -> list[ServingCost]:
 
 
 def _seconds(cluster: Cluster, part: Part, devices: int, rows: int) -> float:
-    """Return the seconds of a step of one token for each of so many rows."""
+    """Return the seconds of a step of one token for each of this many rows."""
     memory, device = part.inference(), cluster.device
     read = (memory["weights"] + rows * memory["state"]) / device.bandwidth
     computed = rows * part.token_flops() / cluster.flops(part.precision)

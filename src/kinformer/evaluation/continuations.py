@@ -224,7 +224,7 @@ def _at(inputs: HeadInputs, rows: Tensor, places: Tensor) -> HeadInputs:
 
 
 def _repeated(state: State, rows: int) -> State:
-    """Return the ``state`` of one row for so many; None stands for new sequences."""
+    """Return the ``state`` of one row for this many; None stands for new sequences."""
     return None if state is None else states.repeat_rows(state, rows)
 
 

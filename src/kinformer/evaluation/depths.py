@@ -30,7 +30,7 @@ class Depths:
         self.last = running if progress.number == 0 else self.last + running
 
     def left(self, layers: Tensor, exits: Tensor, valid: Tensor | None) -> None:
-        """Record by which of the exits, behind so many ``layers``, the tokens of a chunk left."""
+        """Record by which of the exits, behind this many ``layers``, the tokens of a chunk left."""
         depth = layers.to(exits.device)[exits]
         self.last = depth if valid is None else depth.masked_fill(~valid, 0)
 

@@ -28,7 +28,7 @@ ROUNDS = 9
 
 @dataclass(frozen=True, kw_only=True)
 class Exited:
-    """The ``tokens`` by the exit that they left by, behind so many ``layers``, the last being all.
+    """The ``tokens`` by the exit that they left by, behind this many ``layers``, the last being all.
 
     ``flops_saved``: the share of the FLOPs of all layers and the head that was not spent. ``speedup``: how many times
     as long all layers would have taken. None where they were not measured.
@@ -140,7 +140,7 @@ class Forced(ExitRule):
 
 def saved(model: Any, result: Exited, past: int, rows: int = 1, source: int = 0) -> Exited:
     """Return ``result`` with what early exits save where tokens come one at a time after ``past`` others, and after a
-    ``source`` of so many, which is read before and not counted.
+    ``source`` of this many, which is read before and not counted.
 
     FLOPs are counted and times measured for a token that leaves by each exit and for one that passes all layers.
     """

@@ -35,7 +35,7 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True)
 class Outlook:
-    """The predictions of n tokens at every exit, behind so many ``layers``: ``confidence``
+    """The predictions of n tokens at every exit, behind this many ``layers``: ``confidence``
     [exits - 1, n] and ``nats`` [exits, n]."""
 
     confidence: np.ndarray

@@ -73,7 +73,7 @@ MEMBER = Member(
         "paper-atari: tables of positions and timesteps begin as all tables do (the authors': at 0)",
         "an agent carries its state and absorbs one step at a time; the authors read the last K steps again at each "
         "(evaluate `context_steps` K)",
-        "no dropout unless asked for, but for the recipes of the paper",
+        "no dropout unless asked for, except for the recipes of the paper",
     ),
     exact_limit="is exact attention",
     parity=("transformers 4.35.2 and the authors' code, in float64 (tests/family/test_decision.py)",),

@@ -77,7 +77,7 @@ MEMBER = Member(
     causal=True,
     growth="linear",
     departures=(
-        "the decoder alone, as a language model, but for the recipes translate, whose encoder is as wide as the "
+        "the decoder alone, as a language model, except for the recipes translate, whose encoder is as wide as the "
         "decoder (512 and 256 in the paper) and where one exit for the whole translation is predicted from its "
         "source; other rules fit there, too (stack.rule=geometric)",
         "one run of training, which the loss of the exit rule joins half-way (stack.rule.since); two in the paper",

@@ -64,7 +64,7 @@ def _super_resolution(shape: ModelShape, encoder_depth: int, source: int, size: 
 
 def _pixels(pattern: dict[str, int]) -> InputConfig:
     """Return the input: a table of values for each channel, times the root of the width, and timing signals of rows and
-    columns; in 2D every block begins anew."""
+    columns; in 2D every block restarts."""
     from kinformer.inputs.pixels import Pixels
 
     sizes = {"height": pattern.get("height", 32), "width": pattern.get("width", 96) // 3}

@@ -104,7 +104,7 @@ def _longformer(depth: int, dilations: tuple[int, ...], dropout: float) -> Recip
 
 def _phases(depth: int, steps: tuple[int, ...]) -> dict[str, object]:
     """Return the training of :func:`_longformer` in five phases (table 12): windows and rows twice as long in each,
-    half the learning rate, which rises anew over a tenth of the phase, for 10,000 steps at most."""
+    half the learning rate, which rises again over a tenth of the phase, for 10,000 steps at most."""
     lengths, rows = (2048, 4096, 8192, 16384, 23040), (32, 32, 16, 16, 16)
     stages: list[dict[str, object]] = []
     for phase, (count, length, batch) in enumerate(zip(steps, lengths, rows, strict=True)):

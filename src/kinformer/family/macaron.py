@@ -89,8 +89,8 @@ MEMBER = Member(
     causal=True,
     growth="linear",
     departures=(
-        "the decoder alone, as a language model, but for the recipes of encoders and of translation",
-        "no dropout unless asked for (the paper: 0.1), but for the recipe paper-translate",
+        "the decoder alone, as a language model, except for the recipes of encoders and of translation",
+        "no dropout unless asked for (the paper: 0.1), except for the recipe paper-translate",
     ),
     exact_limit="the standard layer where the first feed-forward is zero and the second twice as large",
     parity=("macaron-net, the authors' code: its encoder and decoder layers (tests/blocks/test_macaron.py)",),

@@ -32,7 +32,7 @@ MEMBER = Member(
     growth="linear",
     cost="between",
     departures=(
-        "of blocks that are equally important but for rounding the last is chosen, so that the choice does not depend "
+        "of blocks that are equally important up to rounding the last is chosen, so that the choice does not depend "
         "on how a text is cut",
         "layer norm and GELU, and every head has keys of its own (the authors' models: LLaMA's blocks); the recipe "
         "paper has the sizes of the first model of their scaling laws",

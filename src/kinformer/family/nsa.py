@@ -80,7 +80,7 @@ MEMBER = Member(
         "blocks that are summed up are those that are chosen, and by their means, in all recipes but paper, as in "
         "fla-org/native-sparse-attention (the paper and that recipe: a perceptron over 32 tokens, one every 16)",
         "the perceptron of a block is ours where the paper leaves it open: twice as wide as a head within, one for all "
-        "heads but for the positions in the block, the mean at first, and blind to where the block lies",
+        "heads except for the positions in the block, the mean at first, and blind to where the block lies",
         "the three branches share one projection of keys and values, as there (the paper: each its own)",
         "values are as wide as keys in the recipe paper (the paper: 128 and 192); the widths of its feed-forwards and "
         "its vocabulary are our choice, as the paper does not state them",

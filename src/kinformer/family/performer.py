@@ -40,7 +40,7 @@ MEMBER = Member(
     departures=(
         "the authors' code subtracts from exponents a maximum over all keys, later ones included; here every key has "
         "its own, and the state carries a running one",
-        "random features are drawn anew every 1000 training steps from the run's seed (the authors' code: as often as "
+        "random features are redrawn every 1000 training steps from the run's seed (the authors' code: as often as "
         "its caller wants)",
         "pre-norm, and GELU in the recipes tiny and small",
     ),

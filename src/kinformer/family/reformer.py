@@ -67,7 +67,7 @@ MEMBER = Member(
         "40 % of the outputs before them change, by 48 % of their norm (tests/mixers/test_bidirectional_lsh.py)",
         "tokens see no other buckets than their own, and a key that several rounds find counts once, as in the paper's "
         "equations; the authors' code has neither",
-        "rotations are drawn once, with the weights (the authors' code: anew in every pass), so that a text can go on",
+        "rotations are drawn once, with the weights (the authors' code: in every pass), so that a text can go on",
         "num_buckets is a setting (the authors' code: from the length)",
         "sinusoidal positions (the authors': axial ones, learned)",
         "GELU in the recipes tiny and small",

@@ -64,7 +64,7 @@ MEMBER = Member(
         "width, the queries' by sqrt(head_dim) more, and its tied head by 1 / sqrt(dim)",
         "no dropout unless asked for",
     ),
-    exact_limit="equal biases in all buckets: exact attention without positions, but for the scale",
+    exact_limit="equal biases in all buckets: exact attention without positions, except for the scale",
     parity=("T5 of transformers 4.57 (tests/positions/test_golden.py)",),
     results=("sparse",),
     use_when="you want relative positions without a limit, or continue weights in T5's manner",

@@ -106,7 +106,7 @@ MEMBER = Member(
     causal=True,
     growth="linear",
     departures=(
-        "the decoder alone, as a language model, but for the recipes encoder and translate",
+        "the decoder alone, as a language model, except for the recipes encoder and translate",
         "norms stand before sublayers and behind the last step, as in tensor2tensor; in the paper behind "
         "sublayers, which are the recipes post-norm",
         "a halted token's vector is copied, as in the paper, so that its work is saved; in tensor2tensor it goes on "

@@ -32,9 +32,9 @@ class Favor(FeatureMap, Resampled):
     """The feature map [batch, heads, time, head_dim] -> [.., m]; 2 m of the form trigonometric.
 
     ``features``: m, head_dim * ln(head_dim) rounded down if None, as the authors advise. ``orthogonal``: rows of W are
-    orthogonal in groups of head_dim. ``redraw``: after how many training steps W is drawn anew (0: never), which begins
-    carried states anew. ``eps`` is added to every feature, relative to a token's largest (the authors': 1e-6 to 1e-4,
-    relu 1e-3).
+    orthogonal in groups of head_dim. ``redraw``: after how many training steps W is redrawn (0: never), which restarts
+    carried states. ``eps`` is added to every feature, relative to a token's largest (the authors': 1e-6 to 1e-4, relu
+    1e-3).
     """
 
     weight: Tensor

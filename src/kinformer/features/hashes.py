@@ -58,7 +58,7 @@ class Hashes(nn.Module):
 
 
 def normalised(q: Tensor) -> Tensor:
-    """Return the keys of shared queries [..., head_dim]: of length 1, but for 1e-6 in
+    """Return the keys of shared queries [..., head_dim]: of length 1, except for 1e-6 in
     the mean of squares (the authors' code)."""
     wide = q.to(state_dtype(q.dtype))
     return (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * width_of(q) ** -0.5).to(q.dtype)

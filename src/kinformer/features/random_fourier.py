@@ -26,7 +26,7 @@ class RandomFourier(FeatureMap, Resampled):
     """The feature map [batch, heads, time, head_dim] -> [.., 2 D]; D of the form arccos.
 
     ``features``: D, head_dim if None. ``learned``: sigma, one number a head and dimension, which begins at 1, is
-    trained. ``redraw``: after how many training steps W is drawn anew (0: never), which begins carried states anew;
+    trained. ``redraw``: after how many training steps W is redrawn (0: never), which restarts carried states;
     the authors draw from a pool of 500 in every step. ``eps``: 1e-3 in their code.
     """
 

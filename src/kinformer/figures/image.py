@@ -42,7 +42,7 @@ class WindowsOver:
     shift: int
 
     def lines(self, pixels: int) -> list[int]:
-        """Return where windows meet along a side of so many ``pixels``."""
+        """Return where windows meet along a side of this many ``pixels``."""
         step, first = self.side * self.patch, self.shift * self.patch
         return list(range(first or step, pixels, step))
 

@@ -66,9 +66,9 @@ class _Running:
 def beam_search(model: CausalModel, state: State, search: Search, limits: Sequence[int]) -> BeamResult:
     """Return the best continuation of every row of ``state``, which has begun over the sources (``model.begin``).
 
-    ``limits``: how many tokens the continuation of each row may have; one that has so many must end, at the probability
-    of EOS, so the model reads BOS and that many tokens. A row's continuation does not depend on the others. The cache
-    is reordered at most once a token, and not at all where every hypothesis goes on from its own place.
+    ``limits``: how many tokens the continuation of each row may have; one that has reached its limit must end, at the
+    probability of EOS, so the model reads BOS and that many tokens. A row's continuation does not depend on the others.
+    The cache is reordered at most once a token, and not at all where every hypothesis goes on from its own place.
 
     Errors: ``KinformerError`` for predictions that are not finite.
     """

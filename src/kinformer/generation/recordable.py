@@ -224,8 +224,8 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def compiled(calls: Sequence[Call], inputs: int, captured: int, outputs: Sequence[Ref]) -> Function:
-    """Return ``calls`` as a function that PyTorch runs without Python: of so many ``inputs`` and ``captured`` tensors,
-    with a tuple of ``outputs``."""
+    """Return ``calls`` as a function that PyTorch runs without Python: of this many ``inputs`` and ``captured``
+    tensors, with a tuple of ``outputs``."""
     graph = torch._C.Graph()
     values = {Ref(number): graph.addInput(f"x{number}") for number in range(inputs)}
     values |= {Ref(-1 - number): graph.addInput(f"w{number}") for number in range(captured)}

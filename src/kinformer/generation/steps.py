@@ -20,7 +20,7 @@ from kinformer.runtime.matmul import FEW, few_rows
 LONG = 48
 """Expected tokens for which a recording is worth its time, that of some seven steps, which some twenty make up for."""
 EARLY, LATE = 1, 24
-"""Steps before one is tried, where so many tokens are expected and where they are not."""
+"""Steps before one is tried, where that many tokens are expected and where they are not."""
 _LOOKS_EVERY = 16
 
 

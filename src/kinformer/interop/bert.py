@@ -1,7 +1,7 @@
 """BERT (Devlin et al. 2018) and RoBERTa (Liu et al. 2019) as the library transformers saves them, as our ``bert``.
 
 RoBERTa counts positions from behind the padding token's number and has an exact gelu in its head. There a padding token
-in the midst of a text has no position of its own; here ``valid`` alone says what is padding.
+in the middle of a text has no position of its own; here ``valid`` alone says what is padding.
 """
 
 from __future__ import annotations

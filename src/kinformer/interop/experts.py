@@ -1,5 +1,5 @@
 """Decoders with a mixture of experts, as the library transformers saves them: Mixtral and Qwen3-MoE, which are
-LLaMA-like but for the feed-forward.
+LLaMA-like except for the feed-forward.
 
 Files hold a matrix of each expert, transformers in memory one tensor of all; both are read.
 """

@@ -152,7 +152,7 @@ def judge(model: Subject, longest: int = 24, limit: float = LIMIT) -> list[Verdi
         else:
             verdict = _judged(name, law, model, longest, limit)
             if name == "packing" and verdict.holds is False and not model.promises_packing:
-                verdict = Verdict(name, None, None, "positions that begin anew part no texts")
+                verdict = Verdict(name, None, None, "positions that restart part no texts")
             verdicts.append(verdict)
     return [*verdicts, drift(model, longest)]
 

@@ -97,7 +97,7 @@ class Theirs:
         return output.logits, Cached(name, output[name] if name else Uncached(), mask)
 
     def packed(self, tokens: Tensor, start: int) -> Tensor:
-        """Return logits of rows in which another text begins at ``start``, where positions begin anew."""
+        """Return logits of rows in which another text begins at ``start``, where positions restart."""
         positions = torch.cat([torch.arange(start), torch.arange(tokens.shape[1] - start)])
         output = self.model(tokens, position_ids=positions.expand_as(tokens), use_cache=False)
         return output.logits  # type: ignore[no-any-return]

@@ -206,7 +206,7 @@ class BidirectionalAttention(EncoderMixer):
 
     def _columns(self, qkv: Sequence[Tensor], positions: Tensor, groups: dict[Pattern, list[int]]) -> Attended:
         """Return attention of the long input's tokens to its global ones at ``positions`` [batch, n],
-        but for pairs that the pattern allows."""
+        except for pairs that the pattern allows."""
         q, k, v = qkv
         unseen = (positions >= 0)[:, None, None].expand(-1, self.pattern.num_heads or 1, q.shape[2], -1)
         unseen = unseen.clone() if len(groups) > 1 else unseen

@@ -90,7 +90,7 @@ class MultiheadAttention(nn.Module):
         if not isinstance(qkv, nn.Linear) or not isinstance(target, nn.Linear) or qkv.weight.shape != weight.shape:
             raise KinformerError(
                 f"mixer: {mixer!r} has other projections than torch.nn.MultiheadAttention, so that its weights fit "
-                "nowhere; build it anew with kinformer.nn.MultiheadAttention(...)."
+                "nowhere; build it again with kinformer.nn.MultiheadAttention(...)."
             )
         with torch.no_grad():
             for linear, values in ((qkv, (weight, module.in_proj_bias)), (target, (out.weight, out.bias))):

@@ -194,7 +194,7 @@ def random_table(blocks: int, block: int, random: int, seed: int, heads: int) ->
 
 @lru_cache(maxsize=64)
 def paper_plan(blocks: int, last: int, random: int, seed: int, heads: int) -> Table:
-    """Return the plan whose row i draws from the blocks 1 .. ``last`` but for i - 1, i and i + 1, one head after the
+    """Return the plan whose row i draws from the blocks 1 .. ``last`` except for i - 1, i and i + 1, one head after the
     other.
 
     As in the authors' code the last two rows but one leave nothing out.
@@ -216,8 +216,8 @@ def paper_plan(blocks: int, last: int, random: int, seed: int, heads: int) -> Ta
 
 @lru_cache(maxsize=64)
 def general_plan(blocks: int, random: int, seed: int, heads: int) -> Table:
-    """Return the plan whose row i draws from the blocks 1 .. 2 * random + 3 but for i - 1, i and i + 1, head by head in
-    every row.
+    """Return the plan whose row i draws from the blocks 1 .. 2 * random + 3 except for i - 1, i and i + 1, head by head
+    in every row.
 
     Nor does row 1 draw block 2 * random + 3, nor row 2 * random + 3 block 1.
     """

@@ -26,7 +26,7 @@ class Blockwise(ChosenBlocks):
         """The config: ``permutations`` are one per head (a single one holds for all heads); the paper's are shifts, as
         (1, 2, 0).
 
-        ``block``: None cuts each sequence into as many blocks as a permutation has, of equal length but for the last
+        ``block``: None cuts each sequence into as many blocks as a permutation has, of equal length except for the last
         ones. Two-sided: a decoder takes it in an ``intersection`` with ``causal``.
         """
 

@@ -25,7 +25,7 @@ class Summaries(Pattern):
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
-        """The config: ``summary`` keys of every ``segment``, the last ones, or with ``skip`` those that end so many
+        """The config: ``summary`` keys of every ``segment``, the last ones, or with ``skip`` those that end this many
         slices before.
 
         All queries see them: a decoder takes it in an ``intersection`` with ``causal``.

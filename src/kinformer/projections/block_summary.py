@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 class BlockSummary(nn.Module):
     """The map of x [batch, kv_heads, blocks, block, head_dim] to [batch, kv_heads, blocks, head_dim], the same for all
-    heads but for ``places`` [kv_heads, block, head_dim]."""
+    heads except for ``places`` [kv_heads, block, head_dim]."""
 
     initialised = True  # as the mean, rather than by the model's initialisation
 

@@ -30,7 +30,7 @@ step of ``small`` takes at least some four times as long as one of ``tiny``, so 
 
 @dataclass(frozen=True)
 class Rung:
-    """``options`` with a recipe and a number of rows, and what one makes with them in the time: so many ``steps``."""
+    """``options`` with a recipe and a number of rows, and what one makes with them in the time: this many ``steps``."""
 
     options: TrainOptions
     flags: tuple[str, ...]

@@ -56,8 +56,8 @@ RECIPE: Mapping[str, str | float] = {"optimizer": "muon", "lr": 5e-3, "ema": 0.0
 as good as down to three tenths."""
 HEAD_DIM = 64
 VOCABULARIES = ((100_000, 0, 512), (300_000, 0, 2048), (1_000_000, 400_000, 4096))
-"""From so many bytes of text on, and so many for each minute, so many tokens: what is read again and again is learnt by
-heart the sooner the more tokens there are."""
+"""The bytes of text, the bytes for each minute and the tokens of the vocabulary from there on: what is read again and
+again is learnt by heart the sooner the more tokens there are."""
 ENCODED_A_MINUTE = 7_000_000
 """Bytes that are encoded in a tenth of a minute, at some 1.2 MB a second; of more text than that, bytes are learnt."""
 

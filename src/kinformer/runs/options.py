@@ -134,8 +134,8 @@ class TrainOptions(Processes, Settings, Machine):
     holdout: float | None = None
     """Hold out the last share of the data for validation, instead of the usual 5 %."""
     init: str | None = None
-    """Begin with the model, weights and tokenizer of another run folder, trained or imported. One of another member
-    gives all that the member has a place for. A head of another task is replaced by a new one."""
+    """Begin with the model, weights and tokenizer of another run folder, trained or imported. A run of another
+    member passes on the weights that fit. A head of another task is replaced by a new one."""
     datastore: str | None = None
     """For a member that looks things up (spalm): a datastore of the training data (see: kinformer index)."""
     retriever: str | None = None
@@ -143,15 +143,15 @@ class TrainOptions(Processes, Settings, Machine):
     neighbours: int | None = None
     """With `datastore`: entries looked up per token (4 if not given)."""
     probes: int | None = None
-    """With `datastore`: search approximately, in so many of its lists (see: kinformer index --approximate); 0 searches
+    """With `datastore`: search approximately, in N of its lists (see: kinformer index --approximate); 0 searches
     exactly. If not given, 8 where it has lists, else exactly."""
     resume: bool = False
     """Continue the run in `out` from its newest checkpoint."""
     devices: int = 1
     """Processes on this machine, one per GPU or, on a CPU, sharing its cores."""
     strategy: Literal["ddp", "fsdp", "diloco"] = "ddp"
-    """With several processes: each has the whole model (ddp), or a share of it (fsdp), or trains apart from the others
-    but for a mean of the weights every so many steps (diloco)."""
+    """With several processes: each has the whole model (ddp), a share of it (fsdp), or trains by itself and averages
+    its weights with the others' now and then (diloco; `set` training.diloco_steps)."""
     parallel: str | None = None
     """Instead of `devices` and `strategy`: processes by what they share, as in tp=2,fsdp=4. tp: the heads, hidden
     features and vocabulary of every row; cp: its time (ring: with keys and values that go round); beside them dp
@@ -184,9 +184,9 @@ class EvaluateOptions(StoreOptions, EvaluationSettings, Machine):
     """A change that leaves the weights as they are, as in `set` layers.*.mixer.position.scaling=yarn."""
     tune: bool = False
     """With `datastore`: find weight, temperature and neighbours (up to `neighbours`) on the validation split, or on the
-    first half of the text where that is the same; the figures are of what was not used."""
+    first half of the text where that is the same; the metrics are those of the rest."""
     sizes: str | None = None
-    """With `datastore`: also measure with its first so many entries, as in 10000,100000."""
+    """With `datastore`: also measure with its first N entries, as in 10000,100000."""
     task_options: Mapping[str, object] = field(default_factory=dict)
     """Options of the task's own, by name."""
 
@@ -219,7 +219,7 @@ class GenerateOptions(StoreOptions, Machine):
     stop: tuple[str, ...] = ()
     """End before this text appears; may be given again. A text also ends with the model's `input.eos_token`."""
     samples: int = 1
-    """Continue the prompt so many times, written one after the other when all are done; or draw so many images."""
+    """Continue the prompt N times, written one after the other when all are done; or draw N images."""
     chunk: int = 1024
     """Tokens of the prompt that the model sees at a time."""
     weights: Literal["fp32", "bf16"] = "fp32"

@@ -103,7 +103,7 @@ def base_of(options: TrainOptions) -> Run | None:
 
 
 def recipe_config(options: TrainOptions, base: Run | None, vocab_size: int | None) -> ModelConfig:
-    """Return the recipe's config for so many ids (None: the recipe's number), or that of the run to begin with."""
+    """Return the recipe's config for this many ids (None: the recipe's number), or that of the run to begin with."""
     if base is None:
         return configure(options.member, options.recipe or "small", vocab_size)
     if base.member == options.member:

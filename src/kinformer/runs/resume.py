@@ -1,4 +1,4 @@
-"""Resuming a run with its own options, but for those that may change."""
+"""Resuming a run with its own options, except for those that may change."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def _stage(job: Job, plan: TrainingPlan, stage: Stage, group: Group, announces: 
 
 
 def _set_threads(threads: int | None, processes: int, device: str) -> None:
-    """Set the threads of one of so many ``processes``, for training and for measuring how fast it will be."""
+    """Set the threads of one of this many ``processes``, for training and for measuring how fast it will be."""
     if threads is not None:
         require("threads", threads, 1)
     elif processes > 1 and device == "cpu":

@@ -17,7 +17,7 @@ from kinformer.generation.steps import Steps
 from kinformer.serving.request import Row
 
 ROOM = 256
-"""Tokens for which a growing state has room; after so many steps it is laid out anew."""
+"""Tokens for which a growing state has room; after that many steps it is laid out again."""
 _FAR = 1 << 30
 _UNKNOWN = 0
 """Steps that are expected before rows leave or join: a recording waits until as many were made as it costs."""
@@ -56,7 +56,7 @@ class Batch:
         return 0 if self._state is None else states.nbytes(self._state)
 
     def change(self, leaving: Sequence[Row], joining: Sequence[Joining]) -> None:
-        """Let rows leave, and others join behind the rest; lay the state out anew where its room is used up."""
+        """Let rows leave, and others join behind the rest; lay the state out again where its room is used up."""
         grown = self._steps >= ROOM and any(states.reserved_parts(self._state))
         if not (leaving or joining or grown):
             return

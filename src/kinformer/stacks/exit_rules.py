@@ -70,7 +70,7 @@ class ExitRule(nn.Module):
         return False
 
     def asks(self, number: int) -> bool:
-        """Return whether the rule decides anew at this exit."""
+        """Return whether the rule decides again at this exit."""
         return True
 
     def cost(self, seen: AllExits, progress: float) -> Tensor | None:

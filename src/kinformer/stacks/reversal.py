@@ -132,7 +132,7 @@ class LayerUse:
 
 class UseLayer(torch.autograd.Function):
     """The autograd function of a layer's use: ``a, b, *tensors of the states after``; its
-    inputs are saved, but for the streams."""
+    inputs are saved, except for the streams."""
 
     @staticmethod
     def forward(

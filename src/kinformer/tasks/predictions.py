@@ -30,7 +30,7 @@ class ItemSettings(Checked):
     max_items: int | None = None
     """Take the first N items only."""
     quiet: bool = False
-    """Tell nothing but the result: no progress, no notes."""
+    """Print only the result, without progress or notes."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "max_items"):

@@ -56,7 +56,7 @@ def _check_leaves(state: State, batch: int, place: str) -> None:
 
 
 def alike(state: State, start: object, place: str) -> None:
-    """Check for the same names, dtypes and shapes (but for the number of past slots)."""
+    """Check for the same names, dtypes and shapes (except for the number of past slots)."""
     require(_skeleton(state) == _skeleton(start), f"the structure of the state changed {place}.")
     for (name, leaf, is_slots), (_, first, _) in zip(named_leaves(state), named_leaves(start), strict=True):
         require(leaf.dtype == first.dtype, f"{name} became {leaf.dtype} {place}; it was {first.dtype} at the start.")

@@ -123,7 +123,7 @@ class TaskSubject:
         return kinformer.train(self.member, out=folder, resume=True, quiet=True, device=self.device)
 
     def rows(self) -> DataModule:
-        """Return the run's rows, built anew."""
+        """Return the run's rows, rebuilt."""
         from kinformer.runs.planning import plan_of
         from kinformer.runs.rows import rows_of
         from kinformer.training.settings import Settings

@@ -159,7 +159,7 @@ def _generates(subject: TaskSubject) -> bool:
 
 
 def _alike(place: str, got: Any, want: Any) -> None:
-    """Check that two values are equal, numbers but for rounding."""
+    """Check that two values are equal, numbers up to rounding."""
     if isinstance(want, float):
         require(math.isclose(got, want, rel_tol=1e-3, abs_tol=1e-5), f"{place}: {got} is predicted, not {want}")
     elif isinstance(want, dict | list):

@@ -30,7 +30,7 @@ _NAME, _REMEDY = "the cross-entropy in pieces", "differentiate torch's cross_ent
 
 
 def in_pieces(model: Model, rows: int) -> bool:
-    """Return whether the cross-entropies of so many ``rows`` of a causal model are to be summed by :func:`summed`."""
+    """Return whether the cross-entropies of this many ``rows`` of a causal model are to be summed by :func:`summed`."""
     if divided(model):
         return True
     product = _product(model)
@@ -54,7 +54,7 @@ def of_head(model: Model, x: Tensor, targets: Tensor) -> Tensor:
 
 
 def large(model: Model, rows: int) -> bool:
-    """Return whether the logits of so many ``rows`` are one product, and many."""
+    """Return whether the logits of this many ``rows`` are one product, and many."""
     product = _product(model)
     return product is not None and _large(product, rows)
 

@@ -19,7 +19,7 @@ class DataModule:
     minimised. ``metrics``: computed from their means; the first one decides which weights are the best.
     ``carries``: whether the state after a step is that before the next. ``teacher``: a model in eval mode from
     whose predictions the model also learns, or None. ``by_time``: whether a row is a text, whose batches give
-    ``stretch(number, count)``, one of so many stretches of time.
+    ``stretch(number, count)``, one of this many stretches of time.
     """
 
     sums: tuple[str, ...] = ("nats",)

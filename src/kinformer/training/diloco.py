@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kinformer.training.optimiser import Optimiser
 
 WORKERS, MOMENTUM = "workers", "outer"
-"""Groups of a checkpoint: the weights of every process and, but for the first one's, which stands in the group
+"""Groups of a checkpoint: the weights of every process and, except for the first one's, which stands in the group
 ``optimizer``, the state of its optimiser; the outer momentum."""
 
 

@@ -197,10 +197,10 @@ def _parts_of_layer(
 
 
 def _require_local(path: str, module: nn.Module) -> None:
-    """Refuse a divided ``module`` that learns otherwise than by the gradients of its outputs."""
+    """Refuse a divided ``module`` that learns other than by the gradients of its outputs."""
     for inner in module.modules():
         if isinstance(inner, Regularized) or (isinstance(inner, Resampled) and inner.redraw):
-            what = "a penalty of its weights" if isinstance(inner, Regularized) else "features that are drawn anew"
+            what = "a penalty of its weights" if isinstance(inner, Regularized) else "features that are redrawn"
             raise KinformerError(
                 f"{path} cannot be divided among processes: it has {what} for all heads; leave `parallel` tp out."
             )

@@ -48,7 +48,7 @@ class Interrupt:
             os._exit(128 + number)
 
     def _say(self, text: str) -> None:
-        """Write straight to standard error: Python's own stream may be in the midst of a write."""
+        """Write straight to standard error: Python's own stream may be in the middle of a write."""
         if not self.quiet:
             with suppress(OSError):
                 os.write(2, text.encode())

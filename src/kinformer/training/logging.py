@@ -140,7 +140,7 @@ class TrainingProgress:
             self._bar.stop()
 
     def update(self, done: int, metrics: str, tokens: int, seconds: float) -> None:
-        """Show that ``done`` steps are done, the last with ``metrics``, and so many ``tokens`` in ``seconds`` so far;
+        """Show that ``done`` steps are done, the last with ``metrics``, and this many ``tokens`` in ``seconds`` so far;
         the speed is that since it was last shown."""
         self.done = done
         now = time.monotonic()
@@ -152,7 +152,7 @@ class TrainingProgress:
             self.say(f"step {done}/{self.total}  {metrics}  {self._speed(tokens, seconds)}  {_clock(left)} left")
 
     def expect(self, total: int) -> None:
-        """Expect so many steps in all from now on."""
+        """Expect this many steps in all from now on."""
         self.total = total
         if self._bar and self._task is not None:
             self._bar.update(self._task, total=total)

@@ -53,7 +53,7 @@ def seconds_of(work: Callable[..., object], *arguments: object) -> float:
 class Course:
     """The course of a run: how many steps it has in all, and how far it is.
 
-    Where ``total`` is estimated anew, the learning rate goes on from where it is, and the rest of its course is spread
+    Where ``total`` is re-estimated, the learning rate goes on from where it is, and the rest of its course is spread
     over the steps that are left: ``since`` is the step of the last estimate, ``share`` how far the run was then.
     """
 

@@ -94,7 +94,7 @@ class Settings(Checked):
     """Steps between validations. The default is a tenth of the run, or more where validations would take over a
     fifth of the training's time; 0 means never."""
     patience: int = 0
-    """End the run after so many validations in a row none of which was better than the best before (0: never). The
+    """End the run after N validations in a row without a new best (0: never). The
     best weights are kept either way."""
     validation_tokens: int = MOST_VALIDATED
     """Tokens of the validation split on which a validation is computed. The default follows what is trained: a
@@ -174,8 +174,8 @@ class Settings(Checked):
 
     def cadences(self, total: int, validation: float = 0.0) -> tuple[int, int]:
         """Return the steps from one validation to the next and from one checkpoint to the next, in a run of ``total``:
-        those of the options, or a tenth of the run. A ``validation`` takes the time of so many steps; all of them take
-        at most ``VALIDATED_SHARE`` of the training's, unless one alone takes more."""
+        those of the options, or a tenth of the run. A ``validation`` takes the time of this many steps; all of them
+        take at most ``VALIDATED_SHARE`` of the training's, unless one alone takes more."""
         number = PARTS_OF_A_RUN
         if validation > 0:
             number = min(number, max(1, int(VALIDATED_SHARE * total / validation)))

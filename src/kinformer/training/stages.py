@@ -1,7 +1,7 @@
 """Training in stages: rows, batch, learning rate and settings of the model without weights, changed in the course of a
 run (Beltagy et al. 2020, Longformer, section 4.2; Press et al. 2021, Shortformer). Free of PyTorch.
 
-Every stage begins its rows anew, in an order of its own, and carries no state over from the one before.
+Every stage reads its rows from the start, in its own order, and carries no state over from the one before.
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ AGENT, KEY, DOOR, WRONG = (0, 114, 178), (230, 159, 0), (0, 158, 115), (213, 94,
 
 
 def grid(rows: int, columns: int) -> np.ndarray:
-    """Return an empty picture of so many cells, [height, width, 3] uint8."""
+    """Return an empty picture of this many cells, [height, width, 3] uint8."""
     return np.full((rows * PIXELS, columns * PIXELS, 3), PAPER, np.uint8)
 
 
 def fill(picture: np.ndarray, cell: np.ndarray | tuple[int, int], colour: Colour, margin: int = 2) -> None:
-    """Colour a cell, given by row and column, but for its ``margin``."""
+    """Colour a cell, given by row and column, except for its ``margin``."""
     top, left = np.asarray(cell) * PIXELS
     picture[top + margin : top + PIXELS - margin + 1, left + margin : left + PIXELS - margin + 1] = colour
 

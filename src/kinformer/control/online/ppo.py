@@ -1,5 +1,5 @@
-"""Rows of control: parts of the last rollout, again and again, until the model acts anew; and the objective of proximal
-policy optimisation (Schulman et al. 2017) over them."""
+"""Rows of control: parts of the last rollout, again and again, until the model acts again; and the objective of
+proximal policy optimisation (Schulman et al. 2017) over them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class PolicyShift:
 
 
 class ControlRows(DataModule):
-    """Every rollout is learnt from ``ppo_epochs`` times, in parts of ``batch_size`` rows that are drawn anew each time,
+    """Every rollout is learnt from ``ppo_epochs`` times, in parts of ``batch_size`` rows that are redrawn each time,
     or until the policy has moved by ``kl_stop`` from the one that acted."""
 
     sums, metrics = SUMS, (RETURN,)

@@ -48,7 +48,7 @@ def patch(
     hf_model: a loaded GPT-2, GPT-NeoX, LLaMA, Mistral, Qwen2 or Qwen3; it is changed in place.
     mixer: a causal name of ``kinformer.layers()``, or a config of a mixer, which is taken as it is. By name, heads,
         widths, biases, window and dropout are the model's unless ``settings`` say otherwise. So are rotary positions,
-        but for mixers with a position or a decay of their own.
+        except for mixers with a position or a decay of their own.
     layers: their indices; "all" or None for all.
     recipe, set, settings: as of ``kinformer.layer``.
 

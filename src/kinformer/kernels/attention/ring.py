@@ -2,7 +2,7 @@
 Attention, 2310.01889), piece by piece joined by ``merge``.
 
 At step d process r has the keys and values of stretch r - d; causal queries need none of later stretches, so none is
-sent to them. The backward sends them round again and computes each piece's attention anew, so that one piece is held
+sent to them. The backward sends them round again and recomputes each piece's attention, so that one piece is held
 at a time:
 
     w_d = exp(lse_d - lse),   d out_d = w_d d out,   d lse_d = w_d (d lse + d out . (out_d - out))

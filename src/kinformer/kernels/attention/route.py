@@ -210,7 +210,7 @@ def choose_impl(
     table = TABLE["cuda" if q.device.type == "cuda" else _CPU]
     pairs = time * slots
     if pattern is None:
-        # Sets: PyTorch's kernel makes many small products, each of which oneDNN sets up anew; tiles of ours make few.
+        # Sets: PyTorch's kernel makes many small products, each of which oneDNN sets up again; tiles of ours make few.
         limit = table.set_pairs if q.element_size() >= 4 else table.narrow_set_pairs
         return "chunked" if _slow_to_begin(q, k) and pairs < limit else "sdpa"
     if pattern.band is None or visibility.key_padding_mask is not None:

@@ -214,7 +214,7 @@ def _by_table(x: Tensor, table: Tensor) -> Tensor:
 
 
 def _by_tile(x: Tensor, shape: Sequence[int], table: Tensor) -> Tensor:
-    """Invert :func:`_by_table` for a tensor of the ``shape``, but for its width; the result is a view."""
+    """Invert :func:`_by_table` for a tensor of the ``shape``, except for its width; the result is a view."""
     r, h, c, g, rows, _ = shape
     if table.shape[:2] == (1, 1):
         return x.view(r, h, c, g, rows, -1)

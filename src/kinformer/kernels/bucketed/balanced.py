@@ -61,7 +61,7 @@ def balanced_attention(
 def _most_similar(similar: Tensor, window: int) -> Tensor:
     """Return the most similar tokens of each cluster, [batch, heads, clusters, window] int64; of equal ones the first.
 
-    Equal means equal but for rounding: the same word without a position, in another batch, or computed again by a
+    Equal means equal up to rounding: the same word without a position, in another batch, or computed again by a
     reversible stack, differs in the last digits.
     """
     steps = (similar / torch.finfo(similar.dtype).eps ** 0.75).round()

@@ -28,7 +28,7 @@ import kinformer.runtime.flops  # noqa: F401 (int8 products are counted)
 from kinformer.runtime.processor import multiplies_int8
 
 _POSITIVE = 1.0625
-"""Added to scores, which are -1 at least but for rounding."""
+"""Added to scores, which are at least -1, up to rounding."""
 _MANY = 1024
 """Among this many memories the nearest are near to each other: it matters little which of them are returned."""
 _QUERIES = 32

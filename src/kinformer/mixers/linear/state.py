@@ -24,6 +24,6 @@ class KernelState(NamedTuple):
     seen: Tensor
 
     def after_row(self, crossing: Crossing) -> KernelState:
-        """Return the state after the row, where this one is that of a stretch but for kv, z and maximum."""
+        """Return the state after the row, where this one is that of a stretch except for kv, z and maximum."""
         recent = crossing.last(self.recent) if self.recent.numel() else self.recent
         return self._replace(recent=recent, seen=crossing.seen if self.seen.dim() == 1 else self.seen)

@@ -20,8 +20,8 @@ class AttentionTrace:
     weights: [heads, queries, keys], or None where the mechanism has none. Rows of softmax attention sum to 1, or to 0
         where a query sees nothing; ``note`` says where something beside the text takes a share.
     values, outputs, constant: [heads, keys, width], [heads, queries, width] and [heads, queries, width], before the
-        output projection: outputs = weights @ values + constant, which is 0 but for values by distance (Shaw) and for
-        what is seen beside the text, such as compressed memories.
+        output projection: outputs = weights @ values + constant, which is 0 except for values by distance (Shaw) and
+        for what is seen beside the text, such as compressed memories.
     implied: whether the weights are no probabilities but implied by another mechanism; ``note`` says so in words.
     buckets: int64 [heads, rounds, tokens] of attention within buckets or clusters, of the heads that have some, else
         None.

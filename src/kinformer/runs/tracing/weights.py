@@ -29,7 +29,7 @@ from kinformer.runs.tracing.sites import Site, site_of
 class Weights(NamedTuple):
     """The weights [heads, queries, keys] of one call, in float32 or better, with the ``values`` [heads, keys, width],
     the heads' ``outputs`` [heads, queries, width] and the ``constant`` of that shape that depends on none of the
-    values: outputs = weights @ values + constant. It is 0 but for values by distance and compressed memories."""
+    values: outputs = weights @ values + constant. It is 0 except for values by distance and compressed memories."""
 
     weights: Tensor
     values: Tensor

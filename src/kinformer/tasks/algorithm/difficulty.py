@@ -13,7 +13,7 @@ PLACE, CARRY = "place", "carry"
 
 
 class ByDifficulty:
-    """Counts of answers' tokens by their difficulty, of problems of one ``algorithm`` and so many ``digits``;
+    """Counts of answers' tokens by their difficulty, of problems of one ``algorithm`` and this many ``digits``;
     ``depths`` are those of the call that read the batch that is noted.
 
     A model that lets tokens halt or leave early thinks longer about some tokens than about others. Difficulty is their

@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 
 def sequence_accuracy_at(digits: int) -> Metric:
-    """Return the metric of the share of problems of so many digits that are solved."""
+    """Return the metric of the share of problems of this many digits that are solved."""
     return Metric(f"sequence_accuracy_at_{digits}", SHARE, lower_is_better=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DigitsMeasured:
-    """The results on problems of so many ``digits``: how many ``problems`` were ``solved``, how many ``tokens`` of
+    """The results on problems of this many ``digits``: how many ``problems`` were ``solved``, how many ``tokens`` of
     their answers are ``correct``, the share of the most frequent one, and the sum of ``nats``.
 
     ``trained``: whether training's range holds them. Where tokens halt or leave early, ``depth`` is the metric of that,
@@ -179,7 +179,7 @@ def _measured(
     evaluation_settings: EvaluationSettings,
     write: WriteRow | None,
 ) -> DigitsMeasured:
-    """Measure problems of so many digits."""
+    """Measure problems of this many digits."""
     model, device = subject.model, device_of(subject.model)
     tokens, right, nats, done = 0, 0, 0.0, 0
     counts = torch.zeros(len(SYMBOLS), dtype=torch.int64)

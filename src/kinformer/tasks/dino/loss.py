@@ -33,7 +33,7 @@ from kinformer.training.objective import ObjectiveOutput
 
 STUDENT_TEMPERATURE, CENTRE_MOMENTUM = 0.1, 0.9
 WIDER, BOTTLENECK = 16 / 3, 256
-"""Hidden layers of the head are so many times as wide as the encoder, 2048 for 384."""
+"""Hidden layers of the head are this many times as wide as the encoder, 2048 for 384."""
 
 
 def view_nats(student: Tensor, teacher: Tensor, centre: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -62,7 +62,7 @@ def patterns_of(layers: Sequence[object]) -> dict[int, BlockPattern]:
 
 
 def resized(patterns: Mapping[int, BlockPattern], cells: Mapping[str, int], path: str = "") -> dict[str, object]:
-    """Return the changes of the ``patterns`` of layers under ``path`` to images of so many ``cells`` (height and
+    """Return the changes of the ``patterns`` of layers under ``path`` to images of this many ``cells`` (height and
     width)."""
     changes: dict[str, object] = {}
     for index, pattern in patterns.items():

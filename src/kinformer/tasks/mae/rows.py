@@ -48,7 +48,7 @@ class MaeBatch(NamedTuple):
 
 
 def seen_count(patches: int, masked: float) -> int:
-    """Return how many of so many ``patches`` are seen, one at least, where the share ``masked`` is not."""
+    """Return how many of ``patches`` are seen, one at least, where the share ``masked`` is not."""
     count = max(1, round(patches * (1 - masked)))
     if count >= patches:
         raise KinformerError(

@@ -38,7 +38,7 @@ class MppBatch(NamedTuple):
 
 
 def corrupted_patches(patches: int, share: float, rows: np.ndarray, *key: int) -> tuple[Tensor, Tensor]:
-    """Return ``sources`` and ``corrupted`` of so many ``patches`` of each image, which the number of its row and
+    """Return ``sources`` and ``corrupted`` of this many ``patches`` of each image, which the number of its row and
     ``key`` decide."""
     if patches < 2:
         raise KinformerError("an image of one patch has no others to be known by; give a smaller `set` input.patch.")

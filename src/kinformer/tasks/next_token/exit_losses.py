@@ -66,7 +66,7 @@ class ExitLosses:
 
 
 def exits_of(hidden: tuple[Tensor, ...], logits: list[Tensor], batch: TokenBatch) -> AllExits:
-    """Return the outputs of every exit, without a graph but for ``hidden``."""
+    """Return the outputs of every exit, without a graph except for ``hidden``."""
     targets = batch.tokens[:, 1:]
     valid = torch.ones_like(targets, dtype=torch.bool) if batch.valid is None else batch.valid
     sequence = torch.zeros_like(targets) if batch.reset is None else batch.reset.long().cumsum(1)

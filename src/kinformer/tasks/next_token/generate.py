@@ -132,7 +132,7 @@ class Conversation:
 
 
 def _new_tokens(model: CausalModel, options: GenerationSettings, before: int) -> int:
-    """Return how many tokens to draw after so many."""
+    """Return how many tokens to draw after that many."""
     if options.max_new_tokens is not None:
         return options.max_new_tokens
     limit = MOST_NEW if model.max_length is None else model.max_length - before + 1

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class PairsMeasured(TypedDict):
-    """The results of rows of so many ``pairs``, for JSON: the ``queries``, how many are ``correct``, and the sum of
+    """The results of rows of this many ``pairs``, for JSON: the ``queries``, how many are ``correct``, and the sum of
     their ``nats``."""
 
     pairs: int
@@ -87,7 +87,7 @@ def _measured(
     evaluation_settings: EvaluationSettings,
     write: WriteRow | None,
 ) -> PairsMeasured:
-    """Measure rows of so many pairs."""
+    """Measure rows of this many pairs."""
     data.check(length, (pairs,))
     if model.max_length is not None and length > model.max_length:
         raise KinformerError(

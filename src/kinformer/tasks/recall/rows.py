@@ -15,7 +15,7 @@ from kinformer.training.settings import Settings
 
 
 def accuracy_of(pairs: int) -> Metric:
-    """Return the metric of the share of queries that are right, of rows with so many pairs."""
+    """Return the metric of the share of queries that are right, of rows with this many pairs."""
     return Metric(f"accuracy_of_{pairs}_pairs", SHARE, lower_is_better=False)
 
 

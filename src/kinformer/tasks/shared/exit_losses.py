@@ -51,9 +51,9 @@ def all_exits(
     sequence: Tensor,
     source: Tensor | None = None,
 ) -> AllExits:
-    """Return the outputs of every exit as rules learn from them, without a graph but for ``hidden`` and ``source``: of
-    logits [batch, time, vocabulary] and ``targets`` [batch, time]; ``valid`` bool, ``sequence`` the number of a token's
-    sequence in its row, ``source`` [batch, dim] the mean of a row's source where there is one."""
+    """Return the outputs of every exit as rules learn from them, without a graph except for ``hidden`` and ``source``:
+    of logits [batch, time, vocabulary] and ``targets`` [batch, time]; ``valid`` bool, ``sequence`` the number of a
+    token's sequence in its row, ``source`` [batch, dim] the mean of a row's source where there is one."""
     with torch.no_grad():
         nats = [functional.cross_entropy(logit.float().mT, targets, reduction="none") for logit in logits]
         best = [logit.argmax(-1) for logit in logits]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Length:
-    """A length as an option names it: ``number`` tokens, or so many ``times`` the training length."""
+    """A length as an option names it: ``number`` tokens, or this many ``times`` the training length."""
 
     number: int
     times: bool
@@ -54,7 +54,7 @@ def trained_at(run: TrainedRun) -> int | None:
 
 
 def tell_untrained(run: TrainedRun, tokens: int) -> None:
-    """Note where a text of so many ``tokens`` reaches positions at which the model was never trained."""
+    """Note where a text of this many ``tokens`` reaches positions at which the model was never trained."""
     trained = trained_at(run)
     if trained is None or tokens <= trained or getattr(run.options, "segments", False) or not _bounded(run.config):
         return

@@ -55,7 +55,7 @@ class NextTokenEvaluationOptions(Checked):
     harness: str | None = None
     """Instead do these tasks of lm-evaluation-harness, by name or as YAML files, as in blimp,own/task.yaml."""
     fewshot: int | None = None
-    """With `harness`: so many examples before every question (what the task says if not given)."""
+    """With `harness`: N examples before every question (the task's own number if not given)."""
     limit: int | None = None
     """With `harness`: the first N items of every task."""
 

@@ -53,7 +53,7 @@ class SpeechOptions:
     """What transcripts are made of: characters, or labels with spaces between them (words, digits, phonemes). If not
     given, characters of a table's transcripts, labels of those in files' names."""
     join: str | None = None
-    """Join so many clips of one speaker into an utterance, with pauses of 50 to 300 ms, as in 3-7."""
+    """Join this many clips of one speaker into an utterance, with pauses of 50 to 300 ms, as in 3-7."""
     test_clips: str | None = None
     """Test on the clips whose names match, as in '*_[0-4].wav'; if nothing says which, on 5 % of them."""
     held_out_speaker: str | None = None
@@ -97,7 +97,7 @@ class SpeechPredictionOptions(DecodingOptions):
     """Options of predicting transcripts."""
 
     prefixes: int = 1
-    """Search the most probable transcript among so many prefixes; 1 follows the most probable path (greedy)."""
+    """Search the most probable transcript among N prefixes; 1 follows the most probable path (greedy)."""
 
     def __post_init__(self) -> None:
         self.check(self.prefixes)
@@ -124,7 +124,7 @@ class SpeechGenerationOptions(DecodingOptions):
     """The sound to write down: a WAV or FLAC file, or - for WAV on standard input, which causal models write down while
     it comes, as in: arecord -f S16_LE -r 16000 | kinformer generate DIR --audio -."""
     prefixes: int = 1
-    """Search the most probable transcript among so many prefixes, when all is heard; 1 writes at once (greedy)."""
+    """Search the most probable transcript among N prefixes, when all is heard; 1 writes at once (greedy)."""
 
     def __post_init__(self) -> None:
         self.check(self.prefixes)

@@ -42,7 +42,7 @@ def masked(features: Tensor, generator: Generator) -> Tensor:
 
 
 def _stretch(size: int, longest: int, generator: Generator) -> tuple[int, int]:
-    """Return where a stretch of 0 to ``longest`` of so many places begins and ends; each length is as probable."""
+    """Return where a stretch of 0 to ``longest`` of this many places begins and ends; each length is as probable."""
     length = int(torch.randint(longest + 1, (), generator=generator))
     begin = int(torch.randint(size - length + 1, (), generator=generator))
     return begin, begin + length

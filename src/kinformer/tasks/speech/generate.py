@@ -36,7 +36,7 @@ PIECE = 0.08
 
 @dataclass
 class Transcribed:
-    """The ``transcript`` of ``heard`` seconds of sound in so many ``seconds``; ``interrupted`` by Ctrl-C."""
+    """The ``transcript`` of ``heard`` seconds of sound in this many ``seconds``; ``interrupted`` by Ctrl-C."""
 
     run: str
     audio: str

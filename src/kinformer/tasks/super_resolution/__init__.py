@@ -100,7 +100,7 @@ class SuperResolution(WritesPng, ImageTask):
         if height % options.factor or width % options.factor:
             raise KinformerError(
                 f"`factor` {options.factor}: the images of {images.name} have {height} x {width} pixels, which are not "
-                "whole blocks of so many on a side; choose a divisor of both."
+                "whole blocks with this many cells on a side; choose a divisor of both."
             )
         return images
 

@@ -77,8 +77,8 @@ class Translator:
         return hypotheses.best
 
     def saved(self, exited: Exited, source_tokens: int, new_tokens: int, lines: int) -> Exited:
-        """Return ``exited`` with what early exits save of a token in the middle of a translation, where so many
-        ``lines`` have so many tokens."""
+        """Return ``exited`` with what early exits save of a token in the middle of a translation, where this many
+        ``lines`` have that many tokens."""
         # One more for EOS, of the source as of the translation
         return saved(self.model, exited, (new_tokens // lines + 1) // 2, source=source_tokens // lines + 1)
 

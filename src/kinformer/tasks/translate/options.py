@@ -66,7 +66,7 @@ class TranslateEvaluationOptions(Decoding, PredictionTable):
     """Options of evaluating translation."""
 
     first: int | None = None
-    """Measure the first so many pairs only."""
+    """Measure the first N pairs only."""
 
     def __post_init__(self) -> None:
         Decoding.__post_init__(self)

@@ -1,4 +1,4 @@
-"""Rows of pairs for an encoder-decoder, in batches of so many tokens, and the objective of translating them."""
+"""Rows of pairs for an encoder-decoder, in batches of this many tokens, and the objective of translating them."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class VisionOptions:
     """How training images are changed at each step: some of crop,resized-crop,flip,jitter,randaugment,erasing,mixup,
     cutmix, or none. Digits and letters must not be flipped."""
     repeats: int = 1
-    """How often an image stands in a row of a batch, changed anew each time (repeated augmentation; DeiT: 3)."""
+    """How often an image stands in a row of a batch, changed differently each time (repeated augmentation; DeiT: 3)."""
     smoothing: float = 0.0
     """Label smoothing: the share of a target that is spread over all classes."""
     label_share: float = 1.0
