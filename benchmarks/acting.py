@@ -24,7 +24,7 @@ from kinformer.control.environments.table import make
 from kinformer.control.online.agent import ControlAgent
 from kinformer.control.online.data import open_environment
 from kinformer.control.online.options import ControlOptions
-from kinformer.core.config import override
+from kinformer.core.overrides import override
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.tasks.control.fit import fitted

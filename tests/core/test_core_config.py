@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kinformer.core.config import Config, field_types, from_dict, override, parts_in, to_dict
+from kinformer.core.config import Config, field_types, from_dict, parts_in, to_dict
+from kinformer.core.overrides import override
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.patterns import local
 from kinformer.positions.rope import Rope

@@ -318,7 +318,7 @@ def test_products_in_place_are_counted():
 
 
 def configure_like(config, changes):
-    from kinformer.core.config import override
+    from kinformer.core.overrides import override
     from kinformer.family.kinds import kinds
 
     return override(config, {"layers": 1, **changes}, kinds())

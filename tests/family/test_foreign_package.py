@@ -11,8 +11,9 @@ import torch
 
 import kinformer
 from kinformer.cli.main import main
-from kinformer.core.config import from_dict, override, to_dict
+from kinformer.core.config import from_dict, to_dict
 from kinformer.core.model_config import ModelConfig
+from kinformer.core.overrides import override
 from kinformer.family.build import configure, model_config, storable
 from kinformer.family.kinds import kinds
 from kinformer.family.table import FAMILY, MEMBERS, member

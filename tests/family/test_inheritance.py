@@ -7,7 +7,7 @@ import torch
 
 import kinformer
 from kinformer.cli.main import main
-from kinformer.core.config import override
+from kinformer.core.overrides import override
 from kinformer.family.build import configure
 from kinformer.family.inheritance import inherited_config, places_of
 from kinformer.family.inherited_weights import inheritance

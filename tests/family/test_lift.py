@@ -7,8 +7,9 @@ import torch
 
 import kinformer
 from kinformer.cli.main import main
-from kinformer.core.config import override, to_dict
+from kinformer.core.config import to_dict
 from kinformer.core.encoder import LOCAL
+from kinformer.core.overrides import override
 from kinformer.data.corpus import STDLIB
 from kinformer.family.build import configure
 from kinformer.family.inheritance import inherited_config

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.core.config import override
+from kinformer.core.overrides import override
 from kinformer.core.pattern import Boxes
 from kinformer.family.kinds import kinds
 from kinformer.mixers.softmax import SoftmaxAttention

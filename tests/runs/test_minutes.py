@@ -12,7 +12,7 @@ import torch
 
 import kinformer
 from kinformer.cli.main import main
-from kinformer.core.config import override
+from kinformer.core.overrides import override
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.family.table import FAMILY, member

@@ -14,7 +14,7 @@ from kinformer.control.online.ppo import ControlRows, PolicyLoss, PolicyShift
 from kinformer.control.online.rollout import Actor, Transition, advantages_of
 from kinformer.control.policies import entropy, log_density
 from kinformer.core import state as states
-from kinformer.core.config import override
+from kinformer.core.overrides import override
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.runtime.errors import KinformerError

@@ -10,7 +10,8 @@ import torch
 
 import kinformer
 from kinformer.cli.main import main
-from kinformer.core.config import override, to_dict
+from kinformer.core.config import to_dict
+from kinformer.core.overrides import override
 from kinformer.data.image_floors import floors
 from kinformer.data.images import ImageData, Images, read_images
 from kinformer.family.build import configure

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import kinformer
 from kinformer.cli.main import main
-from kinformer.core.config import override
+from kinformer.core.overrides import override
 from kinformer.data import IGNORED, ImageData, Images
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kinformer.calibration.options import CalibrateOptions
-from kinformer.core.config import override
+from kinformer.core.overrides import override
 from kinformer.evaluation.calibration import Tested, chosen, fixed_sequence, grid
 from kinformer.evaluation.early_exit import Exited
 from kinformer.evaluation.exit_samples import Samples

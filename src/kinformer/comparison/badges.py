@@ -11,9 +11,9 @@ from contextlib import suppress
 from kinformer.comparison.entrants import Entrant
 from kinformer.comparison.results import Badge
 from kinformer.comparison.works import reads_tokens
-from kinformer.core.config import override
 from kinformer.core.model import CausalModel
 from kinformer.core.model_config import ModelConfig
+from kinformer.core.overrides import override
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.runtime.errors import KinformerError

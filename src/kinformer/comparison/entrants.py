@@ -9,8 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 
 from kinformer.comparison.results import Facts, MemberFacts
-from kinformer.core.config import override, to_dict
+from kinformer.core.config import to_dict
 from kinformer.core.model_config import ModelConfig
+from kinformer.core.overrides import override
 from kinformer.estimation.state_size import state_bytes
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds

@@ -17,8 +17,8 @@ from kinformer.comparison.cache import key_of
 from kinformer.comparison.entrants import Entrant, parameters_of, sized
 from kinformer.comparison.options import CompareOptions
 from kinformer.comparison.results import Results
-from kinformer.core.config import override
 from kinformer.core.model_config import ModelConfig
+from kinformer.core.overrides import override
 from kinformer.data import FileTokenizer
 from kinformer.family.build import configure, storable
 from kinformer.family.kinds import kinds

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.comparison import options
-from kinformer.core.config import override
 from kinformer.core.model import CausalModel, WholeModel
 from kinformer.core.model_config import ModelConfig
+from kinformer.core.overrides import override
 from kinformer.family.kinds import kinds
 from kinformer.generation.packed import pack
 from kinformer.generation.session import Session

@@ -14,17 +14,17 @@ import dataclasses
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from kinformer.core import kind_table
 from kinformer.runtime.errors import KinformerError, nearest
 from kinformer.runtime.fields import require_ranges
-from kinformer.runtime.parsing import fits, parse_plain, plain
+from kinformer.runtime.parsing import parse_count, parse_json
 from kinformer.runtime.plugins import KINFORMER, PARTS, package_of, require_package
 
 Kinds = Mapping[str, Mapping[str, type["Config"]]]
-LONGEST = 10_000  # items that a list may be repeated to; more layers than any model has
 _hints: Callable[[type], dict[str, object]] = cache(typing.get_type_hints)  # Python evaluates every type at each call
 
 
@@ -36,9 +36,9 @@ class _Typed(type):
         types = _plain_field_types(cls)
         for name, value in values.items():
             kind = types.get(name, Any)
-            if (names_part := _names_part(value) and _takes_part(kind)) or not fits(kind, value):
+            if (names_part := _names_part(value) and _takes_part(kind)) or not _fits(kind, value):
                 place = f"{name} of {describe(typing.cast(type[Config], cls))}"
-                values[name] = _parse(kind, value, kind_table.find() if names_part else {}, place)
+                values[name] = parse(kind, value, kind_table.find() if names_part else {}, place)
         return super().__call__(*arguments, **values)
 
 
@@ -113,56 +113,7 @@ def tags(config: Config) -> dict[str, str]:
 
 def from_dict(config: type[C], data: object, kinds: Kinds, place: str = "config") -> C:
     """Build ``config`` from the form of :func:`to_dict`; the inverse of it, strict about names and types."""
-    return typing.cast(C, _parse(config, data, kinds, place))
-
-
-def override(config: C, changes: Mapping[str, object], kinds: Kinds) -> C:
-    """Return a copy with dotted ``path -> value`` changes, as in ``{"layers.*.mixer.num_heads": 8}``.
-
-    ``*`` means every item of a list. Values may be text (as typed on a command line) or Python values. A part is
-    replaced by its kind (``"pattern": "local"``) or by an object (``{"kind": "local", "window": 64}``), and a list is
-    repeated or cut to a length by an integer (``"layers": 6``). The path of a kind (``"layers.*.kind": "parallel"``)
-    changes it and keeps the fields that both kinds have.
-    """
-    for path, value in changes.items():
-        config = _replace(config, path.split("."), value, kinds, f"`set` {path}")
-    return config
-
-
-def _replace(node: object, keys: list[str], value: object, kinds: Kinds, path: str) -> Any:
-    key, rest = keys[0], keys[1:]
-    if isinstance(node, tuple):
-        chosen = range(len(node)) if key == "*" else [_index(key, node, path)]
-        return tuple(
-            (_replace(item, rest, value, kinds, path) if rest else _parse(type(item), value, kinds, path))
-            if i in chosen
-            else item
-            for i, item in enumerate(node)
-        )
-    if not isinstance(node, Config):
-        raise KinformerError(
-            f"{path}: {key!r} is looked for inside {node!r}, which is a plain value; drop it from the path."
-        )
-    fields = field_types(type(node))
-    if key == "kind" and not rest:
-        return _parse_slot(type(node).slot, _retyped(node, value, kinds), kinds, path)
-    if key not in fields:
-        raise KinformerError(f"{path}: {key!r} is not a field of {describe(node)}; {nearest(key, fields)}")
-    current = getattr(node, key)
-    if rest:
-        new = _replace(current, rest, value, kinds, path)
-    elif isinstance(current, tuple) and isinstance(count := plain(value), int) and not isinstance(count, bool):
-        new = _cycle(current, count, path)
-    else:
-        new = _parse(fields[key], value, kinds, path)
-    return _checked(lambda: node.replace(**{key: new}), path)
-
-
-def _retyped(node: Config, kind: object, kinds: Kinds) -> dict[str, object]:
-    """Return the data of a part of ``kind`` with the fields of ``node`` that it has too, of the same type."""
-    new = kinds.get(type(node).slot, {}).get(str(kind))
-    shared = field_types(type(node)).items() & (field_types(new).items() if new else ())
-    return {"kind": kind} | {name: getattr(node, name) for name, _ in shared}
+    return typing.cast(C, parse(config, data, kinds, place))
 
 
 def check_unused(config: Config, why: str, *names: str) -> None:
@@ -188,21 +139,7 @@ def describe(config: Config | type[Config]) -> str:
     return f"the {cls.slot} {cls.kind!r}" if cls.kind else cls.__qualname__
 
 
-def _index(key: str, node: tuple[object, ...], path: str) -> int:
-    if key.isdigit() and int(key) < len(node):
-        return int(key)
-    raise KinformerError(
-        f"{path}: {key!r} is no item of a list of {len(node)}; use 0 to {len(node) - 1}, or * for all."
-    )
-
-
-def _cycle(items: tuple[object, ...], count: int, path: str) -> tuple[object, ...]:
-    if not 1 <= count <= LONGEST or not items:
-        raise KinformerError(f"{path}: {count} is no length for this list; give a whole number of 1 to {LONGEST:,}.")
-    return tuple(items[i % len(items)] for i in range(count))
-
-
-def _parse(kind: object, value: object, kinds: Kinds, place: str) -> object:
+def parse(kind: object, value: object, kinds: Kinds, place: str) -> object:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return _parse_union(args, value, kinds, place)
@@ -214,12 +151,12 @@ def _parse(kind: object, value: object, kinds: Kinds, place: str) -> object:
         items = plain(value)
         if not isinstance(items, (list, tuple)):
             raise KinformerError(f"{place}: {value!r} is not a list.")
-        return tuple(_parse(args[0], item, kinds, f"{place}.{i}") for i, item in enumerate(items))
+        return tuple(parse(args[0], item, kinds, f"{place}.{i}") for i, item in enumerate(items))
     if isinstance(kind, type) and issubclass(kind, Config):
         if isinstance(value, Config):
             return _parse_object(kind, value, kinds, place)
-        return _parse_slot(kind.slot, value, kinds, place) if kind.slot else _parse_fields(kind, value, kinds, place)
-    return parse_plain(kind, value, place)
+        return parse_slot(kind.slot, value, kinds, place) if kind.slot else _parse_fields(kind, value, kinds, place)
+    return _parse_plain(kind, value, place)
 
 
 def _parse_union(args: tuple[object, ...], value: object, kinds: Kinds, place: str) -> object:
@@ -229,10 +166,10 @@ def _parse_union(args: tuple[object, ...], value: object, kinds: Kinds, place: s
     *others, last = [arg for arg in args if arg is not type(None)]
     for arg in others:
         try:
-            return _parse(arg, value, kinds, place)
+            return parse(arg, value, kinds, place)
         except KinformerError:
             continue
-    return _parse(last, value, kinds, place)
+    return parse(last, value, kinds, place)
 
 
 def _parse_object(expected: type[Config], config: Config, kinds: Kinds, place: str) -> Config:
@@ -246,21 +183,20 @@ def _parse_object(expected: type[Config], config: Config, kinds: Kinds, place: s
     if not expected.slot and not isinstance(config, expected):
         raise KinformerError(f"{place}: {describe(config)} is no {describe(expected)}, which belongs here; give one.")
     old = {name: getattr(config, name) for name in field_types(type(config))}
-    new = {
-        name: _parse(field, old[name], kinds, f"{place}.{name}") for name, field in field_types(type(config)).items()
-    }
+    new = {name: parse(field, old[name], kinds, f"{place}.{name}") for name, field in field_types(type(config)).items()}
     changes = {name: value for name, value in new.items() if value != old[name] or type(value) is not type(old[name])}
-    return _checked(lambda: config.replace(**changes), place) if changes else config
+    return checked(lambda: config.replace(**changes), place) if changes else config
 
 
-def _parse_slot(slot: str, value: object, kinds: Kinds, place: str) -> Config:
+def parse_slot(slot: str, value: object, kinds: Kinds, place: str) -> Config:
+    """Return the config of a part of ``slot``: ``value`` is its kind, or its fields with a ``kind`` beside them."""
     table = kinds.get(slot, {})
     data = plain(value)
     if isinstance(data, str):
         data = {"kind": data}
     if not isinstance(data, dict) or not isinstance(data.get("kind"), str):
         raise KinformerError(f"{place}: {value!r} does not say which {slot} it is; {nearest('', table)}")
-    config = _checked(lambda: _class_of(slot, data["kind"], data.get("package"), table), place)
+    config = checked(lambda: _class_of(slot, data["kind"], data.get("package"), table), place)
     return _parse_fields(config, {k: v for k, v in data.items() if k not in ("kind", "package")}, kinds, place)
 
 
@@ -283,17 +219,62 @@ def _parse_fields(config: type[Config], data: object, kinds: Kinds, place: str) 
     for key in data:
         if key not in fields:
             raise KinformerError(f"{place}: {key!r} is not a field of {describe(config)}; {nearest(key, fields)}")
-    values = {key: _parse(fields[key], value, kinds, f"{place}.{key}") for key, value in data.items()}
+    values = {key: parse(fields[key], value, kinds, f"{place}.{key}") for key, value in data.items()}
     entries = dataclasses.fields(typing.cast(Any, config))
     required = (item.name for item in entries if item.default is item.default_factory is dataclasses.MISSING)
     if missing := [name for name in required if name not in values]:
         raise KinformerError(f"{place}: {describe(config)} needs {', '.join(missing)}, which must be given.")
-    return _checked(lambda: config(**values), place)
+    return checked(lambda: config(**values), place)
 
 
-def _checked(make: Callable[[], T], place: str) -> T:
+def checked(make: Callable[[], T], place: str) -> T:
+    """Return what ``make`` makes; an error of it names the ``place``."""
     try:
         return make()
     except KinformerError as error:
         text = error.message
         raise KinformerError(text if text.startswith(place) else f"{place}: {text}") from None
+
+
+def plain(value: object) -> Any:
+    """Return the JSON value that a string spells, or the string if it spells none."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_json(value)
+    except ValueError:
+        return value
+
+
+def _fits(kind: object, value: object) -> bool:
+    """Return whether ``value`` needs no reading as a ``kind``: a number, text, a tuple of those, or a config whose slot
+    is that of ``kind``. Only the owner of another type, or of a list of names, can check it, so that any value fits."""
+    origin, items = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(item, value) for item in items)
+    if origin is tuple:
+        return not isinstance(value, tuple) or all(_fits(items[0], item) for item in value)
+    if kind is Any or not isinstance(kind, type) or typing.is_typeddict(kind):
+        return True
+    if slot := getattr(kind, "slot", ""):
+        return getattr(value, "slot", "") == slot
+    numbers = (int, float) if kind is float else (kind,)
+    return isinstance(value, numbers) and isinstance(value, bool) == (kind is bool)
+
+
+def _parse_plain(kind: object, value: object, place: str) -> Any:
+    """Return ``value`` as the plain type ``kind``; another is an error that names the ``place``."""
+    if kind is str and isinstance(value, str):
+        return value
+    if kind is int and isinstance(value, str):
+        with suppress(ValueError):
+            return parse_count(value)
+    read = plain(value)
+    if kind is float and isinstance(read, int) and not isinstance(read, bool):
+        return float(read)
+    if kind is Any or not isinstance(kind, type) or typing.is_typeddict(kind):  # which only the config's owner checks
+        return read
+    if isinstance(read, kind) and isinstance(read, bool) == (kind is bool):
+        return read
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    raise KinformerError(f"{place}: {value!r} is not {names.get(kind, kind)}.")

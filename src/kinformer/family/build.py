@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from kinformer.core.config import describe, from_dict, override, parts_in, to_dict
+from kinformer.core.config import describe, from_dict, parts_in, to_dict
 from kinformer.core.model_config import ModelConfig
+from kinformer.core.overrides import override
 from kinformer.family.kinds import kinds
 from kinformer.family.table import member
 from kinformer.runtime.errors import KinformerError, choose, require

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from kinformer.core.config import override
 from kinformer.core.model_config import ModelConfig
+from kinformer.core.overrides import override
 from kinformer.data import FileTokenizer, open_corpus
 from kinformer.family.build import storable
 from kinformer.family.kinds import kinds

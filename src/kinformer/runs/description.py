@@ -7,10 +7,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
-from kinformer.core.config import override, to_dict
+from kinformer.core.config import to_dict
 from kinformer.core.feed_forward import active_parameters
 from kinformer.core.model import Model
 from kinformer.core.model_config import ModelConfig
+from kinformer.core.overrides import override
 from kinformer.core.stack import Stack
 from kinformer.estimation.state_size import state_bytes
 from kinformer.family.build import configure

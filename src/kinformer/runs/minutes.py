@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from kinformer.core.config import override
 from kinformer.core.model_config import ModelConfig
+from kinformer.core.overrides import override
 from kinformer.data import Split
 from kinformer.family.kinds import kinds
 from kinformer.family.table import member

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kinformer.core.config import override
 from kinformer.core.model_config import ModelConfig
+from kinformer.core.overrides import override
 from kinformer.data import ByteTokenizer, FileTokenizer, Tokenizer, spool, train_tokenizer_on
 from kinformer.data.corpus import STDLIB
 from kinformer.data.files import atomic_write

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kinformer.core.config import override
+from kinformer.core.overrides import override
 from kinformer.family.build import model_config, storable, weight_shapes
 from kinformer.family.kinds import kinds
 from kinformer.family.table import FAMILY

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from kinformer.core.config import override
 from kinformer.core.model_config import ModelConfig
+from kinformer.core.overrides import override
 from kinformer.data.permutation import mix
 from kinformer.family.build import weight_shapes
 from kinformer.family.kinds import kinds

@@ -9,9 +9,6 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-import types
-import typing
-from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -120,47 +117,3 @@ def parse_counts(text: str) -> list[int]:
     if not 0 < numbers[0] <= numbers[-1] < LARGEST:
         raise ValueError(f"{text!r} lists a number that is not above 0 and below 2^63")
     return numbers
-
-
-def plain(value: object) -> Any:
-    """Return the JSON value that a string spells, or the string if it spells none."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return parse_json(value)
-    except ValueError:
-        return value
-
-
-def fits(kind: object, value: object) -> bool:
-    """Return whether ``value`` needs no reading as a ``kind``: a number, text, a tuple of those, or a config whose slot
-    is that of ``kind``. Only the owner of another type, or of a list of names, can check it, so that any value fits."""
-    origin, items = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        return any(fits(item, value) for item in items)
-    if origin is tuple:
-        return not isinstance(value, tuple) or all(fits(items[0], item) for item in value)
-    if kind is Any or not isinstance(kind, type) or typing.is_typeddict(kind):
-        return True
-    if slot := getattr(kind, "slot", ""):
-        return getattr(value, "slot", "") == slot
-    numbers = (int, float) if kind is float else (kind,)
-    return isinstance(value, numbers) and isinstance(value, bool) == (kind is bool)
-
-
-def parse_plain(kind: object, value: object, place: str) -> Any:
-    """Return ``value`` as the plain type ``kind``; another is an error that names the ``place``."""
-    if kind is str and isinstance(value, str):
-        return value
-    if kind is int and isinstance(value, str):
-        with suppress(ValueError):
-            return parse_count(value)
-    read = plain(value)
-    if kind is float and isinstance(read, int) and not isinstance(read, bool):
-        return float(read)
-    if kind is Any or not isinstance(kind, type) or typing.is_typeddict(kind):  # which only the config's owner checks
-        return read
-    if isinstance(read, kind) and isinstance(read, bool) == (kind is bool):
-        return read
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    raise KinformerError(f"{place}: {value!r} is not {names.get(kind, kind)}.")

@@ -7,10 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kinformer.core.config import Config, field_types, from_dict, override
+from kinformer.core.config import Config, field_types, from_dict
 from kinformer.core.contract import CausalMixer, ReadsSource
 from kinformer.core.encoder import EncoderMixer
 from kinformer.core.model_config import EmbeddingConfig
+from kinformer.core.overrides import override
 from kinformer.core.parts import PatternConfig, PositionConfig
 from kinformer.core.pattern import Pattern
 from kinformer.family.elsewhere import nearest_member
