@@ -19,7 +19,7 @@ MOST = {"train": 46, "compare": 35, "evaluate": 22, "generate": 31}
 
 
 def shown(text):
-    return re.findall(r"^[│| ]+(--[a-z][a-z0-9.-]*)", text, re.MULTILINE)
+    return re.findall(r"^[│| ]{1,2}(--[a-z][a-z0-9.-]*)", text, re.MULTILINE)  # deeper ones are words of a text
 
 
 @pytest.mark.parametrize("command", MOST)

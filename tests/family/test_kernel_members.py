@@ -245,7 +245,10 @@ def mamba(groups):
 def test_mamba2_is_that_of_transformers(groups):
     """With its weights; their convolution has no bias here, and our rows are those of C, B and x."""
     theirs = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
-    from transformers import Mamba2Config
+    from transformers import Mamba2Config, __version__
+
+    if groups > 1 and tuple(map(int, __version__.split(".")[:2])) < (5, 23):
+        pytest.skip("earlier versions compute two groups differently")
 
     sizes = {"num_heads": 4, "head_dim": 8, "state_size": 3, "n_groups": groups, "expand": 2, "chunk_size": 16}
     config = Mamba2Config(hidden_size=DIM, use_conv_bias=False, layer_norm_epsilon=1e-6, num_hidden_layers=1, **sizes)

@@ -22,6 +22,7 @@ from kinformer.runtime.files import checksum, signed
 from kinformer.runtime.substitutes import substitute, substituting
 from tests.interop.test_export import saved_run
 
+TORCH = tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
 HYBRID = {"layers.1": configure("gpt", "tiny", 256).layers[0]}
 EXPERTS = {"kind": "experts", "num_experts": 4, "topk": 2}
 MIXED = {"layers.0.feed_forward": EXPERTS, "layers.1.mixer": {"kind": "lstm"}}
@@ -31,6 +32,7 @@ OPERATORS = {
 }
 
 
+@pytest.mark.skipif(TORCH < (2, 13), reason="an older torch.export sees a constraint of time in the model")
 @pytest.mark.parametrize("member, changes", [("linear-transformer", MIXED), ("gated-deltanet", HYBRID)])
 @torch.no_grad()
 def test_onnxruntime_computes_logits_and_state_of_a_prompt_and_of_steps(tmp_path, member, changes):
