@@ -264,12 +264,15 @@ def draw(rows: list[dict[str, Any]], recipe: Recipe, path: Path) -> None:
         for number, row in enumerate(rows):
             colour, x = SERIES[number % len(SERIES)], row["state_bytes"]
             axes.plot([x, x], [row["least"], row["most"]], color=colour, linewidth=1.6)
-            style = {"color": colour, "marker": "os"[number // len(SERIES)], "markersize": 6, "linestyle": ""}
+            style = {"color": colour, "marker": "os^vD"[number // len(SERIES)], "markersize": 6, "linestyle": ""}
             axes.plot([x], [row["accuracy"]], label=row["member"], **style)
         style = {"textcoords": "offset points", "ha": "right", "color": QUIET, "fontsize": 7.5}
         where = (1, 1 / recipe.pairs)
         axes.annotate("guessing a value of the row", where, (-2, 3), xycoords=("axes fraction", "data"), **style)
         axes.set(xscale="log", ylim=(-0.02, 1.04), xlabel=f"bytes of the state after {recipe.length} tokens")
+        ticks = [size * recipe.length // 64 for size in (20_000, 40_000, 80_000)]
+        axes.set_xticks(ticks, [f"{size:,}" for size in ticks])
+        axes.set_xticks([], minor=True)
         axes.set_ylabel(f"accuracy ({recipe.pairs} pairs, {SYMBOLS} symbols)")
         axes.legend(fontsize=8, frameon=False, bbox_to_anchor=(1.0, 0.5), loc="center left")
         drawn.tight_layout()

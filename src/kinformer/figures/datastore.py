@@ -16,7 +16,7 @@ Points = Sequence[tuple[float, float]]
 
 def plot(alone: float, weights: Points, sizes: Points, path: Path) -> None:
     """Draw both curves as PNG or SVG; ``alone`` is the model's metric without a store. ``sizes`` may be empty."""
-    from matplotlib.ticker import EngFormatter
+    from matplotlib.ticker import EngFormatter, NullFormatter
 
     with figure(10.0 if sizes else 5.2, 3.8) as drawn:
         panels = drawn.subplots(1, 2 if sizes else 1, squeeze=False)[0]
@@ -27,6 +27,7 @@ def plot(alone: float, weights: Points, sizes: Points, path: Path) -> None:
             _panel(panels[1], alone, sizes, RED)
             panels[1].set_xscale("log")
             panels[1].xaxis.set_major_formatter(EngFormatter(sep=""))
+            panels[1].xaxis.set_minor_formatter(NullFormatter())
             panels[1].set_xlabel("entries in the store")
         drawn.tight_layout(w_pad=2.0)
         save(drawn, path)
