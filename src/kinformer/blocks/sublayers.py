@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from kinformer.blocks.residual import Residual
+from kinformer.blocks.norms import NormConfig
+from kinformer.blocks.residual import Residual, ResidualConfig
 from kinformer.core.contract import CausalMixer, Chunk, PartialOutput, RecomputesKV
 from kinformer.core.encoder import EncoderMixer, SequenceContext
 from kinformer.core.feed_forward import FeedForwardConfig, ReadsPadding
@@ -14,19 +15,29 @@ from kinformer.core.stack import Branch
 from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
 
-if TYPE_CHECKING:
-    from kinformer.blocks.encoder_layer import EncoderLayer
-    from kinformer.blocks.layer import DecoderLayer
-
 R = TypeVar("R")
+
+
+class SublayersConfig(Protocol):
+    """The fields of a layer's config that its sublayers read."""
+
+    @property
+    def norm(self) -> NormConfig: ...
+
+    @property
+    def residual(self) -> ResidualConfig: ...
+
+    @property
+    def feed_forward_residual(self) -> ResidualConfig | None: ...
+
+    @property
+    def dropout(self) -> float: ...
 
 
 class Sublayers(nn.Module):
     """A mixer and a feed-forward, both built; ``config`` has norm, residuals and dropout."""
 
-    def __init__(
-        self, config: DecoderLayer.Config | EncoderLayer.Config, mixer: nn.Module, feed_forward: nn.Module, dim: int
-    ) -> None:
+    def __init__(self, config: SublayersConfig, mixer: nn.Module, feed_forward: nn.Module, dim: int) -> None:
         super().__init__()
         self.dim = dim
         self.mixer = mixer

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from kinformer.core.config import Config
-
-if TYPE_CHECKING:
-    from kinformer.core.model import WholeModel
 
 
 class Input(nn.Module):
@@ -40,7 +37,7 @@ class Input(nn.Module):
         return None
 
     @property
-    def lower(self) -> tuple[WholeModel, ...]:
+    def lower(self) -> tuple[Any, ...]:
         """Return the models that encode parts of a value before this input does,
         the lowest first; none of most inputs."""
         return ()

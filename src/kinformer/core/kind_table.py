@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import Any
 
-if TYPE_CHECKING:
-    from kinformer.core.config import Kinds
-
-find: Callable[[], Kinds] = dict
+find: Callable[[], Mapping[str, Mapping[str, Any]]] = dict
 """Return the table, slot -> kind -> config class; the package puts its own function here."""

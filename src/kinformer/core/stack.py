@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
     from kinformer.core.encoder import SequenceContext
-    from kinformer.core.model import Model
     from kinformer.core.source import StateOptions
     from kinformer.core.state import State
 
@@ -249,7 +248,13 @@ def units_of(model: nn.Module) -> tuple[nn.Module, ...]:
     return stack.units if isinstance(stack, Stack) else ()
 
 
-def sparse_tables(model: nn.Module | Model) -> frozenset[Tensor]:
+class HasModules(Protocol):
+    """A module, or a model by its protocol."""
+
+    def modules(self) -> Iterator[nn.Module]: ...
+
+
+def sparse_tables(model: HasModules) -> frozenset[Tensor]:
     """Return the tables of ``model`` whose gradients are sparse."""
     lookups = (module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
     return frozenset(lookup.weight for lookup in lookups if lookup.sparse)

@@ -4,31 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kinformer.core.model_config import ModelConfig
     from kinformer.datastore.attach import OpenRun, StoredRun
-    from kinformer.datastore.options import StoreOptions
+    from kinformer.datastore.options import StoreOptions, TrainingOptions
     from kinformer.models.decoder import Decoder
     from kinformer.tasks.evaluation import EvaluationReport
     from kinformer.tasks.task import TrainingPlan
     from kinformer.training.data_module import DataModule
-
-
-class TrainingOptions(Protocol):
-    """The options of a training run that choose its datastore (``runs.options.TrainOptions``)."""
-
-    @property
-    def member(self) -> str: ...
-    @property
-    def datastore(self) -> str | None: ...
-    @property
-    def retriever(self) -> str | None: ...
-    @property
-    def neighbours(self) -> int | None: ...
-    @property
-    def probes(self) -> int | None: ...
 
 
 class Stores:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import Field, dataclass, fields
-from typing import Literal
+from typing import Literal, Protocol
 
 from kinformer.runtime.errors import KinformerError, marked, require, require_above
 from kinformer.runtime.fields import Checked
@@ -70,3 +70,18 @@ class ListOptions(Checked):
         for name in ("lists", "key_bytes", "similarity"):
             if (value := getattr(self, name)) is not None and not self.approximate:
                 raise KinformerError(f"{marked(name)} {value}: is for approximate search; add `approximate`.")
+
+
+class TrainingOptions(Protocol):
+    """The options of a training run that choose its datastore (``runs.options.TrainOptions``)."""
+
+    @property
+    def member(self) -> str: ...
+    @property
+    def datastore(self) -> str | None: ...
+    @property
+    def retriever(self) -> str | None: ...
+    @property
+    def neighbours(self) -> int | None: ...
+    @property
+    def probes(self) -> int | None: ...

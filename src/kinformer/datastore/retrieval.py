@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from kinformer.core.head import Searcher
     from kinformer.core.model_config import ModelConfig
     from kinformer.datastore.attached import KeyedDecoder
-    from kinformer.datastore.hook import TrainingOptions
+    from kinformer.datastore.options import TrainingOptions
 
 
 @dataclass(frozen=True)

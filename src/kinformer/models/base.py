@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from kinformer.blocks.initialise import Initialisation
 from kinformer.blocks.norms import NormConfig
+from kinformer.core.config import Config
 from kinformer.core.contract import CausalMixer, select_valid
 from kinformer.core.encoder import EncoderMixer
 from kinformer.core.input import Input
 from kinformer.core.model_config import ModelConfig
+from kinformer.core.parts import PositionConfig
 from kinformer.core.stack import StackConfig
 from kinformer.runtime.dropout import Dropout
 from kinformer.runtime.errors import KinformerError
 from kinformer.stacks.sequential import Sequential
-
-if TYPE_CHECKING:
-    from kinformer.models.encoder_decoder import SourceEncoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +40,28 @@ class CommonConfig(ModelConfig):
             raise KinformerError("layers must hold at least one layer, but is empty.")
 
 
+class TrunkConfig(Protocol):
+    """The fields of a model's config that its trunk reads."""
+
+    @property
+    def position(self) -> PositionConfig: ...
+
+    @property
+    def layers(self) -> tuple[Any, ...]: ...
+
+    @property
+    def uses(self) -> tuple[Config, ...]: ...
+
+    @property
+    def stack(self) -> StackConfig: ...
+
+    @property
+    def norm(self) -> NormConfig | None: ...
+
+    @property
+    def dropout(self) -> float: ...
+
+
 class Trunk(nn.Module):
     """A model without its head: input, positions, a stack of layers and a norm; models define ``hidden`` themselves.
 
@@ -48,7 +69,7 @@ class Trunk(nn.Module):
     module's own, to be saved and trained with it.
     """
 
-    def __init__(self, config: CommonConfig | SourceEncoder.Config, dim: int, input: Input, owns: bool = True) -> None:
+    def __init__(self, config: TrunkConfig, dim: int, input: Input, owns: bool = True) -> None:
         super().__init__()
         self.config = config
         if owns:

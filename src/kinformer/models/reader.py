@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +24,8 @@ from kinformer.core.encoder import (
     global_positions,
 )
 from kinformer.core.model import Encoded
-from kinformer.models.base import Trunk
+from kinformer.models.base import Trunk, TrunkConfig
 from kinformer.runtime.errors import KinformerError
-
-if TYPE_CHECKING:
-    from kinformer.models.encoder import Encoder
-    from kinformer.models.encoder_decoder import SourceEncoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +42,19 @@ class ReaderConfig(Config):
             raise KinformerError(f"global_tokens must be 0 or more, but is {self.global_tokens}.")
 
 
+class ReaderFields(TrunkConfig, Protocol):
+    """The fields of a config with :class:`ReaderConfig` that a reader reads."""
+
+    @property
+    def global_tokens(self) -> int: ...
+
+    @property
+    def global_input(self) -> GlobalInputConfig | None: ...
+
+    @property
+    def embedding_norm(self) -> NormConfig | None: ...
+
+
 class Reader(Trunk):
     """A trunk of encoder layers, whose ``config`` has the fields of :class:`ReaderConfig` too.
 
@@ -53,7 +62,7 @@ class Reader(Trunk):
     is then its first tokens.
     """
 
-    config: Encoder.Config | SourceEncoder.Config
+    config: ReaderFields
     crossing: Crossing | None = None
 
     def _build_entrance(self, dim: int) -> None:
