@@ -21,7 +21,7 @@ from kinformer.training.metric import size
 if TYPE_CHECKING:
     from kinformer.core.config import Config
     from kinformer.core.model_config import ModelConfig
-    from kinformer.runs.description import Description, Facts
+    from kinformer.runs.description import Description, DescriptionFacts
 
 MAX_PICTURES = 8
 MAX_COLUMN, NARROW = 38, 64
@@ -77,7 +77,7 @@ def _config_lines(described: Description, options: Options) -> Iterator[str]:
     return explained(described.config, shutil.get_terminal_size((100, 24)).columns, options.brief)
 
 
-def _print(page: Facts, config: Iterable[str]) -> None:
+def _print(page: DescriptionFacts, config: Iterable[str]) -> None:
     changes = f" (changes: {', '.join(page['axes'])})" if page["axes"] else ""
     print(f"{page['title']}{changes}\n{page['paper']}\n")
     for title, clause in (("take it when", page["use_when"]), ("not when", page["avoid_when"])):
@@ -116,7 +116,7 @@ def _print_training(training: JsonObject) -> None:
         print(textwrap.fill(f"  stage {number}: {text}", 100, subsequent_indent="    ", break_long_words=False))
 
 
-def _print_formulas(page: Facts) -> None:
+def _print_formulas(page: DescriptionFacts) -> None:
     """Print what the model computes, and its sizes in papers' symbols and ours."""
     for formula in page["computes"]:
         kind = "mixer" if formula["slot"] == "encoder_mixer" else formula["slot"].replace("_", " ")
@@ -130,7 +130,7 @@ def _print_formulas(page: Facts) -> None:
     print(textwrap.fill(f"shapes: x and y [batch, time, {wide}]; {sizes}", 100, subsequent_indent="  "), end="\n\n")
 
 
-def _print_state(page: Facts) -> None:
+def _print_state(page: DescriptionFacts) -> None:
     limit = f"; positions end at {page['max_length']}" if page["max_length"] else ""
     if not page["causal"]:
         print(f"\nno state: it reads whole texts{limit}")

@@ -8,19 +8,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 
-from kinformer.comparison.results import Facts, MemberFacts
+from kinformer.comparison.results import FactSheet
 from kinformer.core.config import to_dict
 from kinformer.core.model_config import ModelConfig
 from kinformer.core.overrides import override
 from kinformer.estimation.state_size import state_bytes
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
-from kinformer.family.record import Member
+from kinformer.family.record import Member, MemberSheet
 from kinformer.family.table import member
 from kinformer.figures.formulas import Formula, formulas
 from kinformer.figures.text_picture import pictures
 from kinformer.runs.minutes import resized
-from kinformer.runtime.errors import KinformerError, nearest, spelled
+from kinformer.runtime.errors import KinformerError, nearest
 from kinformer.runtime.fields import require_kind
 from kinformer.runtime.unallocated import unallocated
 from kinformer.runtime.words import plural
@@ -198,7 +198,7 @@ def _feed_forwards(
     return widths | {path: max(8, value + step) for path, value in paths.items()}
 
 
-def facts(entrant: Entrant, config: ModelConfig) -> Facts:
+def facts(entrant: Entrant, config: ModelConfig) -> FactSheet:
     """Return an entrant's fact sheet as data that JSON can hold; the model is built on the meta device."""
     with unallocated():
         model = config.build()
@@ -206,15 +206,12 @@ def facts(entrant: Entrant, config: ModelConfig) -> Facts:
     lengths = [length for length in STATE_LENGTHS if limit is None or length <= limit] + ([limit] if limit else [])
     records = [member(name) for name, _ in entrant.parts]
     return {
-        "members": [_member_facts(record) for record in records],
+        "members": [_sheet(record) for record in records],
         "config": to_dict(config),
         "formulas": [line for formula in formulas(config) for line in _lines(formula)],
         "max_length": limit,
         "state_bytes": {str(length): state_bytes(model, length) for length in sorted(set(lengths))},
-        "patterns": [
-            {"pattern": item["pattern"], "tokens_per_cell": item["tokens_per_cell"], "rows": item["rows"]}
-            for item in pictures(model)[:MAX_PATTERNS]
-        ],
+        "patterns": pictures(model)[:MAX_PATTERNS],
         "needs": sorted({f"{name}={value}" for record in records for name, value in record.needs.items()}),
     }
 
@@ -224,19 +221,10 @@ def _lines(formula: Formula) -> list[str]:
     return [f"{formula.slot.replace('_', ' ')} {formula.kind}", *(f"    {line}" for line in formula.lines)]
 
 
-def _member_facts(record: Member) -> MemberFacts:
-    """Return what a fact sheet says of a member."""
-    return {
-        "name": record.name,
-        "title": record.title,
-        "paper": record.paper,
-        "year": record.year,
-        "axes": list(record.axes),
-        "causal": record.causal,
-        "growth": record.growth,
-        "departures": list(map(spelled, record.departures)),
-        "exact_limit": record.exact_limit,
-    }
+def _sheet(record: Member) -> MemberSheet:
+    """Return what a fact sheet says of a member, as JSON gives it back."""
+    sheet = record.sheet
+    return {**sheet, "axes": list(sheet["axes"]), "departures": list(sheet["departures"])}
 
 
 def settings_of(settings: Settings) -> dict[str, object]:

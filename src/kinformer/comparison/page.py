@@ -16,8 +16,7 @@ from kinformer.comparison.record import Comparison, EntrantRecord
 from kinformer.comparison.report import columns, conditions, ordered, title
 from kinformer.comparison.results import Badge
 from kinformer.comparison.statistics import welch
-from kinformer.figures.text_picture import SEEN
-from kinformer.runs.description import Picture
+from kinformer.figures.text_picture import SEEN, TextPicture
 from kinformer.runtime.words import plural
 
 if TYPE_CHECKING:
@@ -114,7 +113,7 @@ def _chart_facts(chart: Chart, picture: object) -> dict[str, object]:
     return {name: getattr(chart, name) for name in names} | {"svg": picture}
 
 
-def _patterns(entrant: EntrantRecord) -> Sequence[Picture]:
+def _patterns(entrant: EntrantRecord) -> Sequence[TextPicture]:
     return (entrant.facts or {}).get("patterns", ())
 
 

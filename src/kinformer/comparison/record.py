@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from kinformer.comparison.results import Badge, Budget, ContextValue, Facts, MachineFacts, Memory, Speeds, StepTime
+from kinformer.comparison.results import Badge, Budget, ContextValue, FactSheet, MachineFacts, Memory, Speeds, StepTime
 from kinformer.core.config import Config, from_dict, to_dict
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import read_json, write_json
@@ -59,7 +59,7 @@ class EntrantRecord(Config):
     name: str
     spec: str
     set: dict[str, object]
-    facts: Facts
+    facts: FactSheet
     parameters: int
     flops_step: float | None
     error: str | None

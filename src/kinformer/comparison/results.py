@@ -4,34 +4,21 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from kinformer.runs.description import Picture
+from kinformer.family.record import MemberSheet
+from kinformer.figures.text_picture import TextPicture
 from kinformer.runtime.parsing import JsonObject
 
 
-class MemberFacts(TypedDict):
-    """A member's record in the family, as far as a report shows it."""
-
-    name: str
-    title: str
-    paper: str
-    year: int
-    axes: list[str]
-    causal: bool
-    growth: str
-    departures: list[str]
-    exact_limit: str
-
-
-class Facts(TypedDict, total=False):
+class FactSheet(TypedDict, total=False):
     """An entrant's fact sheet: ``config`` is its model's, ``state_bytes`` those of one row by tokens absorbed, and
     ``needs`` the options of training that are part of its method; empty where it could not be made."""
 
-    members: list[MemberFacts]
+    members: list[MemberSheet]
     config: JsonObject
     formulas: list[str]
     max_length: int | None
     state_bytes: dict[str, int]
-    patterns: list[Picture]
+    patterns: list[TextPicture]
     needs: list[str]
 
 
@@ -170,7 +157,7 @@ class TrialResult(TypedDict):
 class Results(TypedDict, total=False):
     """All results of one contestant, by stage; what was not measured, or failed, is missing or None."""
 
-    facts: Facts
+    facts: FactSheet
     max_length: int | None
     flops_step: float | None
     training: StepTime | None

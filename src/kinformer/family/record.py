@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 from kinformer.runtime.errors import spelled
 
@@ -16,6 +16,29 @@ Growth = Literal["none", "constant", "window", "linear", "store"]
 Cost = Literal["linear", "between", "quadratic"]
 Recipe = Callable[[int | None], "ModelConfig"]
 DecoderRecipe = Callable[[int | None], "Decoder.Config"]
+
+
+class MemberSheet(TypedDict):
+    """What a report shows of a member, as data for JSON."""
+
+    name: str
+    title: str
+    paper: str
+    year: int
+    axes: Sequence[str]
+    causal: bool
+    growth: str
+    departures: Sequence[str]
+    exact_limit: str
+
+
+class MemberFacts(MemberSheet):
+    """A member's record as data for JSON."""
+
+    use_when: str
+    avoid_when: str
+    cost: str
+    recipes: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +94,27 @@ class Member:
         return self.cost or ("linear" if self.growth in ("constant", "window") else "quadratic")
 
     @property
-    def facts(self) -> dict[str, object]:
-        """Return the record as data for JSON."""
-        names = (
-            "name", "title", "paper", "year", "axes", "causal", "growth", "departures", "exact_limit", "use_when",
-            "avoid_when",
-        )  # fmt: skip
-        return {name: getattr(self, name) for name in names} | {
+    def sheet(self) -> MemberSheet:
+        """Return what a report shows of the member."""
+        return {
+            "name": self.name,
+            "title": self.title,
+            "paper": self.paper,
+            "year": self.year,
+            "axes": self.axes,
+            "causal": self.causal,
+            "growth": self.growth,
             "departures": tuple(map(spelled, self.departures)),
+            "exact_limit": self.exact_limit,
+        }
+
+    @property
+    def facts(self) -> MemberFacts:
+        """Return the record as data for JSON."""
+        return {
+            **self.sheet,
+            "use_when": self.use_when,
+            "avoid_when": self.avoid_when,
             "cost": self.growth_of_cost,
             "recipes": list(self.recipes),
         }

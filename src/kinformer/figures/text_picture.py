@@ -16,7 +16,7 @@ MOST_TOKENS = 256
 SEEN, UNSEEN = "■", "·"
 
 
-class Picture(TypedDict):
+class TextPicture(TypedDict):
     """The picture of a ``pattern``, by its name: ``rows`` of cells, of which each stands for ``tokens_per_cell``."""
 
     pattern: str
@@ -42,9 +42,9 @@ def scale(pattern: Pattern, cells: int = CELLS) -> int:
     return next((tokens for tokens in powers if any(UNSEEN in row for row in draw(pattern, tokens, cells))), 1)
 
 
-def pictures(model: nn.Module) -> list[Picture]:
+def pictures(model: nn.Module) -> list[TextPicture]:
     """Return each different pattern of the model's mixers and their heads, in order: its name, scale and lines."""
-    pictures_by_name: dict[tuple[str, ...], Picture] = {}
+    pictures_by_name: dict[tuple[str, ...], TextPicture] = {}
     for pattern in _patterns(model):
         cell = scale(pattern)
         rows = draw(pattern, cell)

@@ -38,7 +38,7 @@ class ExitsStack(Protocol):
     def leads(self, number: int) -> range: ...
 
 
-class ExitsModel(CausalModel, Protocol):
+class SegmentedModel(CausalModel, Protocol):
     """A causal model that can be stepped from exit to exit."""
 
     @property
@@ -54,7 +54,7 @@ class ExitsModel(CausalModel, Protocol):
     def named_children(self) -> Iterator[tuple[str, nn.Module]]: ...
 
 
-def leaves_early(model: CausalModel) -> TypeGuard[ExitsModel]:
+def leaves_early(model: CausalModel) -> TypeGuard[SegmentedModel]:
     """Return whether tokens of ``model`` may leave by an exit before the last,
     and it can be stepped from exit to exit."""
     stack = getattr(model, "stack", None)
@@ -108,7 +108,7 @@ class RecordedExits:
         return states[-1]._replace(layers=tuple(layer for state in states for layer in state.layers))
 
 
-def record_exits(model: ExitsModel, tokens: Tensor, state: State) -> ExitsRecording:
+def record_exits(model: SegmentedModel, tokens: Tensor, state: State) -> ExitsRecording:
     """Return the recorded step of ``model``, whose tokens may leave early; otherwise like ``recorded.record``."""
     stack = model.stack
     if len(tokens) > 1:

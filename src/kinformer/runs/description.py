@@ -16,12 +16,12 @@ from kinformer.core.stack import Stack
 from kinformer.estimation.state_size import state_bytes
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
-from kinformer.family.record import Member
+from kinformer.family.record import Member, MemberFacts
 from kinformer.family.table import FAMILY, member
 from kinformer.figures.formulas import formulas, symbols
-from kinformer.figures.text_picture import pictures
+from kinformer.figures.text_picture import TextPicture, pictures
 from kinformer.runs.run import open_run
-from kinformer.runtime.errors import KinformerError, marked, spelled
+from kinformer.runtime.errors import KinformerError, marked
 from kinformer.runtime.fields import require_path
 from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.unallocated import unallocated
@@ -51,32 +51,11 @@ class ParameterFacts(TypedDict):
     parts: dict[str, int]
 
 
-class Picture(TypedDict):
-    """An attention pattern in characters, a row of queries each."""
-
-    pattern: str
-    tokens_per_cell: int
-    rows: list[str]
-
-
-class Facts(TypedDict):
+class DescriptionFacts(MemberFacts):
     """A member's record and all that follows from a config. ``training``: the options of training that differ from the
     usual ones; ``computes``: formulas; ``symbols``: by a size's name here, the papers' symbol and the value;
     ``state_bytes``: of one row, by the tokens absorbed."""
 
-    name: str
-    title: str
-    paper: str
-    year: int
-    axes: tuple[str, ...]
-    causal: bool
-    growth: str
-    departures: tuple[str, ...]
-    exact_limit: str
-    use_when: str
-    avoid_when: str
-    cost: str
-    recipes: list[str]
     recipe: str
     training: JsonObject
     computes: list[FormulaFacts]
@@ -85,7 +64,7 @@ class Facts(TypedDict):
     parameters: ParameterFacts
     max_length: int | None
     state_bytes: dict[str, int]
-    patterns: list[Picture]
+    patterns: list[TextPicture]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +75,7 @@ class Description:
     member: Member
     recipe: str
     config: ModelConfig
-    facts: Facts
+    facts: DescriptionFacts
 
 
 def describe(
@@ -106,20 +85,8 @@ def describe(
     record, recipe, config, training = subject_of(name, recipe, vocab_size, changes or {})
     with unallocated():
         model = config.build()
-    facts: Facts = {
-        "name": record.name,
-        "title": record.title,
-        "paper": record.paper,
-        "year": record.year,
-        "axes": record.axes,
-        "causal": record.causal,
-        "growth": record.growth,
-        "departures": tuple(map(spelled, record.departures)),
-        "exact_limit": record.exact_limit,
-        "use_when": record.use_when,
-        "avoid_when": record.avoid_when,
-        "cost": record.growth_of_cost,
-        "recipes": list(record.recipes),
+    facts: DescriptionFacts = {
+        **record.facts,
         "recipe": recipe,
         "training": dict(record.training.get(recipe, {})) if training is None else training_of(training),
         "computes": [
@@ -134,10 +101,7 @@ def describe(
         },
         "max_length": model.max_length,
         "state_bytes": {str(length): state_bytes(model, length) for length in _lengths(model)},
-        "patterns": [
-            {"pattern": item["pattern"], "tokens_per_cell": item["tokens_per_cell"], "rows": item["rows"]}
-            for item in pictures(model)
-        ],
+        "patterns": pictures(model),
     }
     return Description(member=record, recipe=recipe, config=config, facts=facts)
 
