@@ -32,7 +32,12 @@ def test_wrong_calls_are_one_sentence(name):
         wrong = {
             f"[2, 3, {dim + 1}] but must be [batch, time, dim = {dim}]": torch.zeros(2, 3, dim + 1),
             f"[3, {dim}] but must be [batch, time, dim = {dim}]": torch.zeros(3, dim),
-            f"[2, 0, {dim}] but must be [batch, time, dim = {dim}] with time >= 1": torch.zeros(2, 0, dim),
+            f"[2, 0, {dim}] but must be [batch, time, dim = {dim}] with batch >= 1 and time >= 1": torch.zeros(
+                2, 0, dim
+            ),
+            f"[0, 3, {dim}] but must be [batch, time, dim = {dim}] with batch >= 1 and time >= 1": torch.zeros(
+                0, 3, dim
+            ),
         }
         causal = hasattr(module, "initial_state")
         for message, x in wrong.items():

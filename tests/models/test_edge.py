@@ -57,7 +57,7 @@ def test_adaptive_tables_have_no_vector_of_unknown_ids(token):
 def test_a_state_of_other_rows_or_of_another_model_is_refused():
     model = build()
     _, state = model(TOKENS)
-    with pytest.raises(KinformerError, match="the state has 2 rows, but 1 are given"):
+    with pytest.raises(KinformerError, match="the state has 2 rows, but the input has 1"):
         model(TOKENS[:1], state)
     assert model(TOKENS[:1], states.select_rows(state, torch.tensor([0])))[0].shape[0] == 1
     with pytest.raises(KinformerError, match="one of 2 layers, but this model's have 1"):

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import kinformer
@@ -200,6 +201,31 @@ def test_a_state_moves_selects_repeats_and_saves(tmp_path):
     assert buffer.tell() > 0
 
 
+@pytest.mark.parametrize("block", [False, True], ids=["mixer", "block"])
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_state_has_the_rows_and_the_device_of_x(name, block):
+    if block and name not in MEMBERS:
+        return
+    layer, x = made(name, block), randn(6, 9, DIM)
+    options = extras(name, layer, 3)
+    y, state = layer(x[:3], return_state=True, **options)
+    for rows in (1, 2, 4):
+        with pytest.raises(KinformerError, match=f"the state has 3 rows, but the input has {rows}; "):
+            layer(x[:rows], state)
+    with pytest.raises(KinformerError, match="the state is on meta, but the input is on cpu"):
+        layer(x[:3], states.to(state, "meta"))
+    with pytest.raises(KinformerError, match="x has the shape \\[0, 9, 32\\] but must be"):
+        layer(x[:0], **{key: value[:0] for key, value in options.items()})
+    whole = layer(torch.cat([x[:3], x[3:]], 1), **options)[:, 9:]
+    rounded = layer(x[3:], states.to(state, dtype=torch.float32))
+    if name not in ("moba", "nsa", "chosen_blocks", "routing", "reformer", "lsh"):  # they choose by rounded products
+        assert torch.allclose(rounded, whole, atol=1e-4)
+    if layer.reads_context:  # neighbours may share the context of a row
+        shared = states.repeat_rows(state, 2, sources=False)
+        apart = layer(x, states.repeat_rows(state, 2))
+        assert torch.allclose(layer(x, shared), apart, atol=1e-12)
+
+
 def test_settings_are_names_mappings_and_configs_alike():
     from kinformer.nn import LocalPattern, RotaryPositions, SoftmaxAttention
 
@@ -229,6 +255,10 @@ def test_settings_are_names_mappings_and_configs_alike():
         (lambda: made("gpt")(torch.zeros(2, 3, DIM).long()), "x is torch.int64 but must be a floating-point tensor"),
         (lambda: made("gpt")(randn(2, 3, DIM), ()), "state: it is not one of this layer's"),
         (lambda: made("gpt")(randn(2, 3, DIM), made("rfa").initial_state(2)), "state: it is not one of this layer's"),
+        (
+            lambda: made("gpt")(randn(2, 3, DIM), states.map_tensors(Tensor.double, made("gpt").initial_state(2))),
+            "state: it is not one of this layer's",
+        ),
         (
             lambda: made("gpt")(randn(2, 3, DIM), key_padding_mask=torch.zeros(2, 3)),
             "key_padding_mask is torch.float32",

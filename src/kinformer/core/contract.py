@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from kinformer.core.config import Config
 from kinformer.core.division import Divisible
 from kinformer.core.first_values import FirstValues
-from kinformer.core.state import State
+from kinformer.core.state import State, require_rows
 from kinformer.runtime.autocast import autocast_dtype
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import checks_calls
@@ -118,15 +118,19 @@ def require_chunk(chunk: object, state: object, dim: int) -> None:
             )
     if state is None:
         raise KinformerError("the state is None; begin with initial_state(batch) of the mixer or layer.")
+    require_rows(state, chunk.x.shape[0], chunk.x.device)
 
 
 def require_input(x: object, dim: int) -> None:
-    """Raise unless ``x`` is a floating-point tensor [batch, time, dim] with a time of 1 or more."""
+    """Raise unless ``x`` is a floating-point tensor [batch, time, dim] with one row and one token at least."""
     if not isinstance(x, Tensor):
         raise KinformerError(f"x is of the type {type(x).__name__} but must be a tensor [batch, time, dim].")
-    if x.dim() != 3 or x.shape[1] < 1 or (dim and x.shape[2] != dim):
+    if x.dim() != 3 or 0 in x.shape[:2] or (dim and x.shape[2] != dim):
         expected = "[batch, time, dim]" if not dim else f"[batch, time, dim = {dim}]"
-        raise KinformerError(f"x has the shape {list(x.shape)} but must be {expected} with time >= 1.")
+        raise KinformerError(
+            f"x has the shape {list(x.shape)} but must be {expected} with batch >= 1 and time >= 1; leave the call out "
+            "where a batch is empty."
+        )
     if not x.is_floating_point():
         raise KinformerError(f"x is {x.dtype} but must be a floating-point tensor; convert it by x.float().")
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 State = Any
 """A tensor, a tuple or ``NamedTuple`` of states, or a :class:`ReservedState`; each part has a type of its own."""
@@ -118,19 +119,49 @@ def reserved_parts(state: State) -> Iterator[ReservedState]:
 
 
 def form(state: State) -> object:
-    """Return what all states of one mixer share: the types, and the sizes of leaves except for rows and past slots."""
+    """Return what all states of one mixer share: the types, and the sizes of leaves except for rows and past slots.
+    All floating-point types count as one, since mixers convert them."""
     if isinstance(state, Tensor):
-        return state.shape[1:]
+        return state.shape[1:], _kind(state)
     if isinstance(state, ReservedState):
         state = state.like
     if not isinstance(state, tuple):
         return type(state)
     slots, names = getattr(state, "slots", ()), getattr(state, "_fields", None) or ("",) * len(state)
     sizes = (
-        item.shape[1:2] + item.shape[3:] if name in slots and isinstance(item, Tensor) else form(item)
+        (item.shape[1:2] + item.shape[3:], _kind(item)) if name in slots and isinstance(item, Tensor) else form(item)
         for name, item in zip(names, state, strict=True)
     )
     return type(state), *sizes
+
+
+def _kind(leaf: Tensor) -> object:
+    """Return the dtype of ``leaf``, or ``float`` for any floating-point dtype."""
+    return float if leaf.is_floating_point() else leaf.dtype
+
+
+def require_rows(state: State, batch: int, device: torch.device, shared: bool = False) -> None:
+    """Raise unless every tensor of ``state`` has ``batch`` rows and is on ``device``.
+
+    ``shared``: several neighbouring rows of the input may read one row of the state. Parts that outlive a reset are
+    shared, since the hypotheses of a beam share a source.
+    """
+    if not isinstance(state, (Tensor, ReservedState)):
+        for item in state:
+            require_rows(item, batch, device, shared or getattr(state, "outlives_reset", False))
+        return
+    for leaf in (state,) if isinstance(state, Tensor) else state.tensors():
+        rows = leaf.shape[0]
+        if rows != batch and not (shared and rows and batch % rows == 0):
+            raise KinformerError(
+                f"the state has {plural(rows, 'row')}, but the input has {batch}; kinformer.nn.states has select_rows, "
+                "repeat_rows and join_rows."
+            )
+        if leaf.device != device:
+            raise KinformerError(
+                f"the state is on {leaf.device}, but the input is on {device}; kinformer.nn.states has `to`, which "
+                "moves a state."
+            )
 
 
 def detach(state: State) -> State:

@@ -221,11 +221,7 @@ class Decoder(CommonModel):
                 f"the state is one of {what}, but this model's have {plural(len(self.stack.order), 'layer')}; give "
                 "what this model returned, or None to begin new sequences."
             )
-        if state.seen.shape[0] != batch:
-            raise KinformerError(
-                f"the state has {plural(state.seen.shape[0], 'row')}, but {batch} are given; kinformer.core.state has "
-                "select_rows, repeat_rows and join_rows."
-            )
+        states.require_rows(state, batch, values.device)
         if torch.compiler.is_compiling():
             return state
         if self._form is not None and states.form(state.layers) != self._form:

@@ -39,7 +39,7 @@ class BidirectionalLayer(PlainLayer):
     ) -> Tensor:
         """Return y [batch, time, dim].
 
-        x: [batch, time, dim], time >= 1.
+        x: [batch, time, dim], with one row and one token at least.
         key_padding_mask: [batch, time] bool, True where x is padding, as in ``torch.nn.MultiheadAttention``. Padding
             may stand anywhere; y is 0 there.
         cu_seqlens: [n + 1] int, from 0 to time: n sequences packed in one row, x [1, time, dim].

@@ -122,7 +122,7 @@ class CausalLayer(PlainLayer):
     ) -> Tensor | tuple[Tensor, State]:
         """Return y [batch, time, dim], and with ``return_state`` also the state after x.
 
-        x: [batch, time, dim], time >= 1.
+        x: [batch, time, dim], with one row and one token at least.
         state: what an earlier call returned, or None to begin new sequences.
         key_padding_mask: [batch, time] bool, True where x is padding, as in ``torch.nn.MultiheadAttention``. Padding
             may stand anywhere; y is 0 there, and the state is as if it were not there.

@@ -248,14 +248,15 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
         if not falling or not self.config.compressed:
             return state
         start = state.hidden_states.shape[2] - lookback
-        old, usage = state.hidden_states[:, 0, start : start + falling], None
+        tokens = state.hidden_states[:, 0].to(self.out.weight.dtype)
+        old, usage = tokens[:, start : start + falling], None
         if self.compression.counts:
             queries = torch.arange(lookback, lookback - falling, -1, device=old.device)
             # The mean over the queries that could see a slot: older slots were seen by more of them.
             usage = state.usage[:, 0, start : start + falling, 0] / queries
         new = self.compression(old, usage)
         if torch.is_grad_enabled() and self.compression.learns:
-            cost = self._cost(state.hidden_states[:, 0, -self.segment :], old, new, norm)
+            cost = self._cost(tokens[:, -self.segment :], old, new, norm)
             state = state._replace(aux=state.aux + cost)
         new_states = new.detach().to(state.hidden_states.dtype)[:, None]
         if not torch.is_grad_enabled():
@@ -284,7 +285,7 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
         return state._replace(**{name: getattr(state, name).to(like.dtype) for name in CompressiveState.derived})
 
     def _keys_values(self, hidden_states: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-        k, v = self.projection.keys_values(norm(hidden_states[:, 0]))
+        k, v = self.projection.keys_values(norm(hidden_states[:, 0].to(self.out.weight.dtype)))
         return k, self.position.values(v)
 
     def _trimmed(self, state: CompressiveState, seen: int) -> CompressiveState:
