@@ -104,12 +104,24 @@ def test_all_of_a_text_can_be_taken_back(linear):
     session.step()
     session.rewind(4)
     assert session.length == 0
-    with pytest.raises(KinformerError, match="nothing was fed"):
+    with pytest.raises(KinformerError, match="row 0 of this session holds no token"):
         session.step()
     session.feed(tokens(1, 5, 2))
     never = Session(linear, temperature=0)
     never.feed(tokens(1, 5, 2))
     agree(session, never)
+
+
+def test_a_row_that_was_taken_back_whole_draws_nothing(linear):
+    session, never = Session(linear, 2, temperature=0, rewind=8), Session(linear, 2, temperature=0)
+    text = tokens(2, 3, 1)
+    session.feed(text)
+    session.rewind([1, 3])
+    with pytest.raises(KinformerError, match="row 1 of this session holds no token"):
+        session.step()
+    session.feed(text, torch.tensor([[False, False, True], [True, True, True]]))
+    never.feed(text)
+    assert torch.equal(session.step(), never.step())
 
 
 def test_a_fork_goes_back_alone(model):

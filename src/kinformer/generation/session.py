@@ -120,8 +120,11 @@ class Session:
 
     def step(self) -> Tensor:
         """Draw the next token of each row, [batch] int64; a row that has ended repeats its last token."""
-        if self._logits is None and not self._pending:
-            raise KinformerError("nothing was fed to this session yet; feed a prompt of one token or more first.")
+        if 0 in self._lengths:
+            raise KinformerError(
+                f"row {self._lengths.index(0)} of this session holds no token that the next could follow; feed the row one "
+                "token or more first."
+            )
         self.require(1)
         with torch.inference_mode():
             if self._pending:
