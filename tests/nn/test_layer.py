@@ -17,7 +17,7 @@ from kinformer.nn import CausalLayer, SoftmaxAttention, states
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import verify_layer
 from tests.members import MEMBERS
-from tests.nn.layers import BIDIRECTIONAL, CAUSAL, DIM, NAMES, extras, made, randn
+from tests.nn.layers import BIDIRECTIONAL, CAUSAL, DIM, GRID, NAMES, extras, made, randn
 
 
 @pytest.mark.parametrize("block", [False, True], ids=["mixer", "block"])
@@ -242,6 +242,14 @@ def test_settings_are_names_mappings_and_configs_alike():
     assert type(block.inner.feed_forward).__name__ == "SwiGLU"
 
 
+def _padded_grid(name):
+    padding = torch.zeros(2, 16, dtype=torch.bool)
+    layer, x = made(name), randn(2, 16, DIM)
+    assert torch.equal(layer(x, grid=(4, 4), key_padding_mask=padding), layer(x, grid=(4, 4)))
+    padding[1, 6] = True
+    layer(x, grid=(4, 4), key_padding_mask=padding)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -269,6 +277,12 @@ def test_settings_are_names_mappings_and_configs_alike():
         (lambda: made("cross")(randn(1, 3, DIM)), "has none; give context="),
         (lambda: made("bert")(randn(1, 3, DIM), num_global=3), "num_global is 3"),
         (lambda: made("swin")(randn(1, 15, DIM), grid=(4, 4)), "the mixer windows"),
+        *(
+            (functools.partial(_padded_grid, name), "key_padding_mask: an image has no padding")
+            for name in sorted(GRID)
+        ),
+        (lambda: made("swin")(randn(1, 4, DIM), grid=(2, 2), cu_seqlens=torch.tensor([0, 4])), "no grid"),
+        (lambda: kinformer.layer("moba", 512, block=64), 'is given by set={"block": 64}'),
         (lambda: made("star")(randn(1, 3, DIM), global_mask=torch.ones(1, 3, dtype=torch.bool)), "leave global_tokens"),
     ],
 )

@@ -45,14 +45,15 @@ class BidirectionalLayer(PlainLayer):
         cu_seqlens: [n + 1] int, from 0 to time: n sequences packed in one row, x [1, time, dim].
         global_mask: [batch, time] bool, True at tokens that see all others and are seen by all (Longformer, Big Bird).
         num_global: how many first tokens of x are a global input without positions (ETC).
-        grid: rows and columns of an image whose patches x is, row by row (Swin).
+        grid: rows and columns of an image whose patches x is, row by row (Swin); an image has no padding.
 
-        Errors: ``KinformerError`` for shapes and dtypes that do not fit, and for global tokens of a mixer without them.
+        Errors: ``KinformerError`` for shapes and dtypes that do not fit, for global tokens of a mixer without them, and
+        for padding of an image.
         """
         if checks_calls():
-            self._check(x, key_padding_mask, global_mask, num_global)
+            self._check(x, key_padding_mask, global_mask, num_global, grid)
         if cu_seqlens is not None:
-            masked("cu_seqlens", key_padding_mask)
+            masked("cu_seqlens", key_padding_mask, grid)
             packing = Packing.of(x, cu_seqlens)
             marks = None if global_mask is None else packing.rows(global_mask)
             y = self(packing.rows(x), key_padding_mask=packing.padding(), global_mask=marks, num_global=num_global)
@@ -78,12 +79,25 @@ class BidirectionalLayer(PlainLayer):
         chosen = global_positions(global_mask[:, num_global:].long(), context.long_valid)
         return context._replace(global_positions=chosen)
 
-    def _check(self, x: Tensor, key_padding_mask: Tensor | None, global_mask: Tensor | None, num_global: int) -> None:
+    def _check(
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None,
+        global_mask: Tensor | None,
+        num_global: int,
+        grid: tuple[int, int] | None,
+    ) -> None:
         """Refuse arguments of other shapes and types, and global tokens where a mixer has none."""
         require_input(x, self.dim)
         for name, mask in (("key_padding_mask", key_padding_mask), ("global_mask", global_mask)):
             if mask is not None:
                 require_mask(name, mask, x)
+        # Aligning the valid tokens would move patches to other rows and columns.
+        if grid is not None and key_padding_mask is not None and bool(key_padding_mask.any()):
+            raise KinformerError(
+                "key_padding_mask: an image has no padding, as all of its patches are real; leave it out, or leave "
+                "`grid` out."
+            )
         if not 0 <= num_global < x.shape[1]:
             raise KinformerError(f"num_global is {num_global}, but must be from 0 to {x.shape[1] - 1}, less than time.")
         for mixer in self.mixers:

@@ -101,6 +101,11 @@ def layer_config(
     **settings: object,
 ) -> LayerConfig | EncoderLayerConfig | MixerConfig | EncoderMixerConfig:
     """Return the config that :func:`layer` builds; without ``dim``, and in a config, the number of heads stays."""
+    if not isinstance(block, bool):  # some mixers have a setting of this name
+        raise KinformerError(
+            f"block is {block!r}, but must be True (a whole layer) or False (its mixer alone); a mixer's own setting "
+            f'`block` is given by set={{"block": {block!r}}}.'
+        )
     config = _layer_config(name, recipe)
     if not block:
         config = _mixer_config(config)

@@ -22,12 +22,12 @@ def require_mask(name: str, mask: Tensor, x: Tensor) -> None:
         raise KinformerError(f"{name} is {what}, but must be torch.bool [batch, time] = {list(x.shape[:2])}.")
 
 
-def masked(name: str, *others: Tensor | None) -> None:
-    """Raise where packed sequences come with a mask or a context of ``others``."""
+def masked(name: str, *others: object) -> None:
+    """Raise where packed sequences come with a mask, a context or a grid of ``others``."""
     if any(other is not None for other in others):
         raise KinformerError(
-            f"{name}: packed sequences have no padding, no further resets and no context; leave those out, or give "
-            "rows [batch, time, dim] with key_padding_mask."
+            f"{name}: packed sequences have no padding, no further resets, no context and no grid; leave those out, "
+            "or give rows [batch, time, dim] with key_padding_mask."
         )
 
 
