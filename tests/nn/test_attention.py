@@ -86,3 +86,20 @@ def test_wrong_tensors_are_one_sentence():
         with pytest.raises(KinformerError) as error:
             attention(*arguments)
         assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"key_padding_mask": torch.zeros(2, 24)}, "key_padding_mask is torch.float32 [2, 24], but must be torch.bool"),
+        ({"key_padding_mask": torch.zeros(2, 24).long()}, "key_padding_mask is torch.int64 [2, 24], but must be"),
+        ({"key_padding_mask": torch.zeros(2, 9).bool()}, "key_padding_mask is torch.bool [2, 9], but must be"),
+        ({"dropout_p": -0.1}, "dropout_p is -0.1, but must be"),
+        ({"dropout_p": 1.0}, "dropout_p is 1.0, but must be"),
+    ],
+)
+@pytest.mark.parametrize("pattern", ["causal", None])
+def test_wrong_masks_and_probabilities_are_one_sentence(options, message, pattern):
+    with pytest.raises(KinformerError) as error:
+        attention(*qkv(), pattern=pattern, **options)
+    assert message in str(error.value)

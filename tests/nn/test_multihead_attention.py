@@ -1,5 +1,7 @@
 """The interface of PyTorch's multi-head attention around a member's mixer."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -44,6 +46,47 @@ def test_exact_mixers_give_the_outputs_of_pytorchs_module(batch_first):
     assert torch.allclose(both(one, one, one)[0], module(one, one, one, need_weights=False)[0], atol=1e-6)
 
 
+@pytest.mark.parametrize("hides", [-torch.inf, -1e9, -1e4, torch.finfo(torch.float16).min])
+@pytest.mark.parametrize("mixer", ["bidirectional", "gpt"])
+def test_numbers_that_hide_are_masks(mixer, hides):
+    module = torch_module(batch_first=True)
+    built = MultiheadAttention.from_torch(module, mixer)
+    x, padding = randn(2, 7, DIM), torch.arange(7) >= torch.tensor([[7], [5]])
+    floats = torch.zeros(2, 7).masked_fill(padding, hides)
+    causal = torch.full((7, 7), hides).triu(1) if mixer == "gpt" else None
+    want, _ = module(x, x, x, key_padding_mask=floats, attn_mask=causal)
+    got, _ = built(x, x, x, key_padding_mask=floats, attn_mask=causal)
+    assert torch.allclose(got[~padding], want[~padding], atol=1e-6)
+    assert not got[padding].any()
+    cross = MultiheadAttention(DIM, HEADS, batch_first=True, mixer="cross").eval()
+    assert torch.equal(cross(x, x, x, key_padding_mask=floats)[0], cross(x, x, x, key_padding_mask=padding)[0])
+
+
+def test_from_torch_takes_over_mode_and_frozen_weights():
+    module = torch_module(dropout=0.5)
+    module.in_proj_weight.requires_grad_(False)
+    built = MultiheadAttention.from_torch(module)
+    x = randn(7, 3, DIM)
+    assert torch.equal(built(x, x, x)[0], built(x, x, x)[0])
+    assert not built.training
+    assert MultiheadAttention.from_torch(module.train()).training
+    assert [name for name, weight in built.named_parameters() if not weight.requires_grad] == [
+        "layer.inner.projection.qkv.weight"
+    ]
+
+
+def test_it_stands_in_the_layers_of_a_built_encoder():
+    layer = nn.TransformerEncoderLayer(DIM, HEADS, 32, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2)
+    for layer in model.layers:
+        layer.self_attn = MultiheadAttention.from_torch(layer.self_attn)
+    x, padding = randn(2, 9, DIM), torch.arange(9) >= torch.tensor([[9], [5]])
+    want = model(x, src_key_padding_mask=padding)
+    assert torch.allclose(model.eval()(x, src_key_padding_mask=padding), want, atol=1e-6)
+    with torch.no_grad():
+        assert torch.allclose(model(x, src_key_padding_mask=padding), want, atol=1e-6)
+
+
 @pytest.mark.parametrize("mixer", ["longformer", "local", "gated-deltanet", "bert"])
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_it_stands_in_pytorchs_layers(mixer, norm_first):
@@ -74,9 +117,31 @@ def test_cross_attention_is_that_of_a_decoder_layer():
     assert torch.allclose(layer(x, memory[:, :7], tgt_mask=mask), y, atol=1e-6)
 
 
+def _called(mixer, **options):
+    return MultiheadAttention(DIM, HEADS, batch_first=True, mixer=mixer)(*[randn(2, 5, DIM)] * 3, **options)
+
+
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(5)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        *(
+            (
+                partial(_called, mixer, key_padding_mask=torch.full((2, 5), -2.0)),
+                "key_padding_mask holds -2, but no mixer",
+            )
+            for mixer in ("bidirectional", "gpt", "cross", "gated-deltanet")
+        ),
+        (lambda: _called("gpt", key_padding_mask=torch.zeros(2, 5).long()), "key_padding_mask is torch.int64"),
+        (lambda: _called("gpt", attn_mask=CAUSAL + 0.5), "attn_mask holds 0.5, but no mixer"),
+        (lambda: _called("gpt", attn_mask=CAUSAL + 0.5, is_causal=True), "attn_mask holds 0.5, but no mixer"),
+        (lambda: _called("gpt", attn_mask=(CAUSAL - 1).repeat(8, 1, 1)), "attn_mask holds -1, but no mixer"),
+        (lambda: _called("gpt", attn_mask=CAUSAL.T, is_causal=True), "give a causal mask or none"),
+        (lambda: _called("gpt", attn_mask=torch.ones(5, 5).long().triu(1)), "attn_mask is torch.int64"),
+        (lambda: MultiheadAttention.from_torch(torch_module(add_zero_attn=True)), "it adds a key"),
+        (lambda: MultiheadAttention.from_torch(torch_module(), "transformer-xl"), "projections without a bias"),
         (lambda: MultiheadAttention(DIM, HEADS, add_bias_kv=True), "add_bias_kv and add_zero_attn"),
         (lambda: MultiheadAttention(DIM, HEADS, kdim=8), "keys and values are made of one sequence"),
         (lambda: MultiheadAttention(DIM, HEADS, mixer="longfomer"), "did you mean 'longformer'"),

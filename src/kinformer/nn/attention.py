@@ -24,6 +24,7 @@ from kinformer.core.pattern import Pattern
 from kinformer.kernels import attention as softmax
 from kinformer.kernels.attention import AttentionDropout, Scoring, Visibility
 from kinformer.kernels.impls import AttentionImpl
+from kinformer.nn.packed import require_mask
 from kinformer.runtime.errors import KinformerError
 
 C = TypeVar("C", bound=Config)
@@ -67,6 +68,10 @@ def attention(
         if not isinstance(tensor, Tensor) or tensor.dim() != 4:
             shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise KinformerError(f"{name} is {shape}, but must be a tensor [batch, heads, time, head_dim].")
+    if key_padding_mask is not None:
+        require_mask("key_padding_mask", key_padding_mask, k.transpose(1, 2))
+    if not 0 <= dropout_p < 1:
+        raise KinformerError(f"dropout_p is {dropout_p}, but must be 0 or more and less than 1.")
     heads, head_dim = q.shape[1], q.shape[3]
     built = _pattern(pattern)
     place = _part(PositionConfig, Position, position, lambda part: part.build_heads(heads * head_dim, heads, head_dim))

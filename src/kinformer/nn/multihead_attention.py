@@ -10,6 +10,24 @@ from torch import Tensor, nn
 from kinformer.nn.causal import CausalLayer
 from kinformer.nn.factory import layer
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.host import checks_calls, has_data
+
+HIDES = -1000.0
+"""A number of a mask that hides a key as -inf does: its exponential is 0 beside the exponential of any usual score."""
+
+
+class _NoWeights:
+    """The weights that PyTorch's modules look for before they fuse their own attention.
+
+    ``torch.nn.TransformerEncoder`` does not fuse a layer whose weights override torch functions. Without this class it
+    would replace a padded batch by a nested tensor, which no mixer takes.
+    """
+
+    weight = bias = None
+
+    @classmethod
+    def __torch_function__(cls, function: object, *arguments: object) -> object:
+        return NotImplemented
 
 
 class MultiheadAttention(nn.Module):
@@ -20,6 +38,7 @@ class MultiheadAttention(nn.Module):
     module is made with ``mixer="cross"``. ``from_torch`` takes over the weights of a ``torch.nn.MultiheadAttention``.
     """
 
+    in_proj_weight = out_proj = _NoWeights()
     in_proj_bias = None
     """None, so that ``torch.nn.TransformerEncoderLayer`` calls this module rather than its own fused kernel."""
     _qkv_same_embed_dim = False
@@ -69,11 +88,17 @@ class MultiheadAttention(nn.Module):
     def from_torch(
         cls, module: nn.MultiheadAttention, mixer: str = "bidirectional", **settings: Any
     ) -> MultiheadAttention:
-        """Return a module with the sizes, weights, device and dtype of ``module``, for mixers with its projections
-        (softmax attention: ``"gpt"``, ``"local"``, ``"longformer"``, ``"bert"`` and so on)."""
+        """Return a module with the sizes, weights, device, dtype and mode (training or not) of ``module``, for mixers
+        with its projections (softmax attention: ``"gpt"``, ``"local"``, ``"longformer"``, ``"bert"`` and so on).
+
+        Errors: ``KinformerError`` for a module with added keys, and for a mixer that the weights do not fit.
+        """
         weight, out = module.in_proj_weight, module.out_proj
-        if weight is None or module.bias_k is not None:
-            raise KinformerError("module: its keys have another width or an added bias, which no mixer here has.")
+        if weight is None or module.bias_k is not None or module.add_zero_attn:
+            raise KinformerError(
+                "module: its keys have another width, or it adds a key (add_bias_kv, add_zero_attn), which no mixer "
+                "here does; build a module without these."
+            )
         built = cls(
             module.embed_dim,
             module.num_heads,
@@ -93,11 +118,19 @@ class MultiheadAttention(nn.Module):
                 "nowhere; build it again with kinformer.nn.MultiheadAttention(...)."
             )
         with torch.no_grad():
-            for linear, values in ((qkv, (weight, module.in_proj_bias)), (target, (out.weight, out.bias))):
-                linear.weight.copy_(values[0])
-                if linear.bias is not None:
-                    linear.bias.zero_() if values[1] is None else linear.bias.copy_(values[1])
-        return built
+            for linear, values, bias in ((qkv, weight, module.in_proj_bias), (target, out.weight, out.bias)):
+                linear.weight.copy_(values).requires_grad_(values.requires_grad)
+                if linear.bias is None:
+                    if bias is not None and bool(bias.any()):
+                        raise KinformerError(
+                            f"mixer: {mixer!r} has projections without a bias, but the module has one; give another "
+                            "mixer, such as 'gpt'."
+                        )
+                elif bias is None:
+                    linear.bias.zero_()
+                else:
+                    linear.bias.copy_(bias).requires_grad_(bias.requires_grad)
+        return built.train(module.training)
 
     def forward(
         self,
@@ -114,9 +147,12 @@ class MultiheadAttention(nn.Module):
         ``batch_first``, or [time, embed_dim].
 
         key, value: ``query`` itself for self-attention; with ``mixer="cross"`` the other sequence, one for both.
-        key_padding_mask: [batch, time] bool, True where a key is padding.
+        key_padding_mask: [batch, time] bool, True where a key is padding. With self-attention the same tokens are
+            padding as queries: y is 0 there, where ``torch.nn.MultiheadAttention`` gives numbers.
         attn_mask, is_causal: whether a mixer is causal is its own affair. A causal one takes a causal mask or none; any
             other takes none.
+        Either mask may be floating-point: 0 at what is visible, and -inf or another number of -1,000 or less at what is
+            hidden. No mixer adds other numbers to its scores.
         need_weights: False, as no weights are computed.
 
         Errors: ``KinformerError`` for masks and keys that the mixer cannot take.
@@ -128,7 +164,7 @@ class MultiheadAttention(nn.Module):
         self._check_mask(attn_mask, is_causal, query.shape[0 if query.dim() == 2 or not self.batch_first else 1])
         x, context = (self._batch_first(tensor) for tensor in (query, key))
         if key_padding_mask is not None:
-            key_padding_mask = _bool_mask(key_padding_mask)
+            key_padding_mask = _hidden("key_padding_mask", key_padding_mask)
             key_padding_mask = key_padding_mask[None] if query.dim() == 2 else key_padding_mask
         if isinstance(self.layer, CausalLayer) and self.layer.reads_context:
             if key is not value and not torch.equal(key, value):
@@ -152,10 +188,13 @@ class MultiheadAttention(nn.Module):
     def _check_mask(self, attn_mask: Tensor | None, is_causal: bool, time: int) -> None:
         """Refuse a mask that is not the mixer's own."""
         causal = isinstance(self.layer, CausalLayer) and not self.layer.reads_context
-        if (attn_mask is None or is_causal) and (causal or not is_causal):
-            return
-        if causal and attn_mask is not None and attn_mask.shape[-2:] == (time, time):
-            hidden = _bool_mask(attn_mask)
+        if attn_mask is None:
+            if causal or not is_causal:
+                return
+        elif causal and attn_mask.shape[-2:] == (time, time):
+            hidden = _hidden("attn_mask", attn_mask)
+            if is_causal and not _is_readable(attn_mask):
+                return
             if bool((hidden == torch.ones(time, time, dtype=torch.bool, device=hidden.device).triu(1)).all()):
                 return
         raise KinformerError(
@@ -165,6 +204,24 @@ class MultiheadAttention(nn.Module):
         )
 
 
-def _bool_mask(mask: Tensor) -> Tensor:
+def _hidden(name: str, mask: Tensor) -> Tensor:
     """Return a mask that is True at what is hidden, from one of that sort or one that is added to scores."""
-    return mask if mask.dtype == torch.bool else mask < torch.finfo(mask.dtype).min / 2
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.is_floating_point():
+        raise KinformerError(
+            f"{name} is {mask.dtype}, but must be torch.bool, True at what is hidden, or floating-point, -inf there."
+        )
+    hidden = mask <= HIDES
+    others = mask[~hidden & (mask != 0)] if _is_readable(mask) else mask[:0]
+    if others.numel():
+        raise KinformerError(
+            f"{name} holds {others[0].item():g}, but no mixer adds numbers to its scores; give 0 at what is visible "
+            "and -inf at what is hidden, or take a position with a bias, such as alibi."
+        )
+    return hidden
+
+
+def _is_readable(mask: Tensor) -> bool:
+    """Return whether the numbers of ``mask`` can be read: not while a graph is made, and not of shapes alone."""
+    return checks_calls() and has_data(mask)
