@@ -278,10 +278,10 @@ def _padded_grid(name):
         (lambda: made("bert")(randn(1, 3, DIM), num_global=3), "num_global is 3"),
         (lambda: made("swin")(randn(1, 15, DIM), grid=(4, 4)), "the mixer windows"),
         *(
-            (functools.partial(_padded_grid, name), "key_padding_mask: an image has no padding")
+            (functools.partial(_padded_grid, name), "key_padding_mask: the patches of an image are all real")
             for name in sorted(GRID)
         ),
-        (lambda: made("swin")(randn(1, 4, DIM), grid=(2, 2), cu_seqlens=torch.tensor([0, 4])), "no grid"),
+        (lambda: made("swin")(randn(1, 4, DIM), grid=(2, 2), cu_seqlens=torch.tensor([0, 4])), "or a grid"),
         (lambda: kinformer.layer("moba", 512, block=64), 'is given by set={"block": 64}'),
         (lambda: made("star")(randn(1, 3, DIM), global_mask=torch.ones(1, 3, dtype=torch.bool)), "leave global_tokens"),
     ],

@@ -122,8 +122,8 @@ class Session:
         """Draw the next token of each row, [batch] int64; a row that has ended repeats its last token."""
         if 0 in self._lengths:
             raise KinformerError(
-                f"row {self._lengths.index(0)} of this session holds no token that the next could follow; feed the row one "
-                "token or more first."
+                f"row {self._lengths.index(0)} of this session holds no token, so that nothing can be drawn; feed the "
+                "row one token or more first."
             )
         self.require(1)
         with torch.inference_mode():

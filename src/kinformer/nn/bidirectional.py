@@ -45,7 +45,7 @@ class BidirectionalLayer(PlainLayer):
         cu_seqlens: [n + 1] int, from 0 to time: n sequences packed in one row, x [1, time, dim].
         global_mask: [batch, time] bool, True at tokens that see all others and are seen by all (Longformer, Big Bird).
         num_global: how many first tokens of x are a global input without positions (ETC).
-        grid: rows and columns of an image whose patches x is, row by row (Swin); an image has no padding.
+        grid: rows and columns of an image whose patches x is, row by row (Swin); padding is refused with it.
 
         Errors: ``KinformerError`` for shapes and dtypes that do not fit, for global tokens of a mixer without them, and
         for padding of an image.
@@ -95,8 +95,8 @@ class BidirectionalLayer(PlainLayer):
         # Aligning the valid tokens would move patches to other rows and columns.
         if grid is not None and key_padding_mask is not None and bool(key_padding_mask.any()):
             raise KinformerError(
-                "key_padding_mask: an image has no padding, as all of its patches are real; leave it out, or leave "
-                "`grid` out."
+                "key_padding_mask: the patches of an image are all real, so that none is padding; leave it out, or "
+                "leave `grid` out."
             )
         if not 0 <= num_global < x.shape[1]:
             raise KinformerError(f"num_global is {num_global}, but must be from 0 to {x.shape[1] - 1}, less than time.")

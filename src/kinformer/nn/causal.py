@@ -123,7 +123,9 @@ class CausalLayer(PlainLayer):
         """Return y [batch, time, dim], and with ``return_state`` also the state after x.
 
         x: [batch, time, dim], with one row and one token at least.
-        state: what an earlier call returned, or None to begin new sequences.
+        state: what an earlier call returned, or None to begin new sequences. A state has as many rows as x, and
+            is on the device of x. n neighbouring rows of x may share the context of a row
+            (``states.repeat_rows(state, n, sources=False)``).
         key_padding_mask: [batch, time] bool, True where x is padding, as in ``torch.nn.MultiheadAttention``. Padding
             may stand anywhere; y is 0 there, and the state is as if it were not there.
         reset: [batch, time] bool, True where a new sequence begins in its row: nothing before is visible from there on.

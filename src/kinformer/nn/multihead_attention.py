@@ -151,8 +151,8 @@ class MultiheadAttention(nn.Module):
             padding as queries: y is 0 there, where ``torch.nn.MultiheadAttention`` gives numbers.
         attn_mask, is_causal: whether a mixer is causal is its own affair. A causal one takes a causal mask or none; any
             other takes none.
-        Either mask may be floating-point: 0 at what is visible, and -inf or another number of -1,000 or less at what is
-            hidden. No mixer adds other numbers to its scores.
+        Either mask may be floating-point: 0 shows a key, and -inf or another number of -1,000 or less hides it. No
+            mixer adds other numbers to its scores.
         need_weights: False, as no weights are computed.
 
         Errors: ``KinformerError`` for masks and keys that the mixer cannot take.
@@ -205,19 +205,19 @@ class MultiheadAttention(nn.Module):
 
 
 def _hidden(name: str, mask: Tensor) -> Tensor:
-    """Return a mask that is True at what is hidden, from one of that sort or one that is added to scores."""
+    """Return a mask where True hides a key, from such a mask or from one that PyTorch adds to scores."""
     if mask.dtype == torch.bool:
         return mask
     if not mask.is_floating_point():
         raise KinformerError(
-            f"{name} is {mask.dtype}, but must be torch.bool, True at what is hidden, or floating-point, -inf there."
+            f"{name} is {mask.dtype}, but must be torch.bool, where True hides a key, or a float, where -inf does."
         )
     hidden = mask <= HIDES
     others = mask[~hidden & (mask != 0)] if _is_readable(mask) else mask[:0]
     if others.numel():
         raise KinformerError(
-            f"{name} holds {others[0].item():g}, but no mixer adds numbers to its scores; give 0 at what is visible "
-            "and -inf at what is hidden, or take a position with a bias, such as alibi."
+            f"{name} holds {others[0].item():g}, but no mixer adds numbers to its scores; give 0 for a visible key "
+            "and -inf for a hidden one, or take a position with a bias, such as alibi."
         )
     return hidden
 

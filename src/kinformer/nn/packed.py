@@ -26,8 +26,8 @@ def masked(name: str, *others: object) -> None:
     """Raise where packed sequences come with a mask, a context or a grid of ``others``."""
     if any(other is not None for other in others):
         raise KinformerError(
-            f"{name}: packed sequences have no padding, no further resets, no context and no grid; leave those out, "
-            "or give rows [batch, time, dim] with key_padding_mask."
+            f"{name}: packed sequences do not go with padding, resets, a context or a grid; leave these out, or "
+            "give rows [batch, time, dim] with key_padding_mask."
         )
 
 
