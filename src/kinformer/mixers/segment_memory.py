@@ -256,7 +256,7 @@ class SegmentMemory(RecomputesKV, CausalMixer):
 
     def _keys_values(self, hidden_states: Tensor, positions: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
         """Return keys and values of ``hidden_states`` [batch, 1, slots, dim] at ``positions`` [batch, slots]."""
-        k, v = self.projection.keys_values(norm(hidden_states[:, 0].to(self.out.weight.dtype)))
+        k, v = self.projection.keys_values(norm(hidden_states[:, 0].to(self.out.weight.dtype)))  # type: ignore[arg-type]
         return self.position.rotate_keys(k, positions), self.position.values(v)
 
     def _attend(

@@ -248,7 +248,7 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
         if not falling or not self.config.compressed:
             return state
         start = state.hidden_states.shape[2] - lookback
-        tokens = state.hidden_states[:, 0].to(self.out.weight.dtype)
+        tokens = state.hidden_states[:, 0].to(self.out.weight.dtype)  # type: ignore[arg-type]
         old, usage = tokens[:, start : start + falling], None
         if self.compression.counts:
             queries = torch.arange(lookback, lookback - falling, -1, device=old.device)
@@ -285,7 +285,7 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
         return state._replace(**{name: getattr(state, name).to(like.dtype) for name in CompressiveState.derived})
 
     def _keys_values(self, hidden_states: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-        k, v = self.projection.keys_values(norm(hidden_states[:, 0].to(self.out.weight.dtype)))
+        k, v = self.projection.keys_values(norm(hidden_states[:, 0].to(self.out.weight.dtype)))  # type: ignore[arg-type]
         return k, self.position.values(v)
 
     def _trimmed(self, state: CompressiveState, seen: int) -> CompressiveState:
