@@ -10,7 +10,6 @@ from kinformer.data import number_words
 from kinformer.data.pairs import Languages, open_pairs
 from kinformer.data.token_batches import TokenBatches
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.progress import LOGGER
 
 ENGLISH = [f"line {index}" for index in range(40)]
 GERMAN = [f"Zeile {index}" for index in range(40)]
@@ -79,13 +78,6 @@ def test_lines_of_json(tmp_path, row, languages):
     place.write_text("".join(json.dumps(row(*pair)) + "\n" for pair in zip(ENGLISH, GERMAN, strict=True)))
     found = open_pairs(str(place))
     assert found.languages == languages and lines(found.splits["train"])[0][1].startswith("Zeile")
-
-
-@pytest.fixture
-def notes(caplog):
-    LOGGER.setLevel("INFO")
-    yield caplog
-    LOGGER.setLevel("NOTSET")
 
 
 def test_pairs_with_an_empty_side_are_left_out_and_told(tmp_path, notes):

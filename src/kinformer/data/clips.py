@@ -17,11 +17,11 @@ from hashlib import sha256
 from pathlib import Path
 
 from kinformer.data.files import SourceFile, folder_files, reading, single_file
+from kinformer.data.image_source import SPLITS
 from kinformer.data.wav import ENDINGS, sound_info
 from kinformer.runtime.errors import KinformerError, nearest
 from kinformer.runtime.words import plural
 
-SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "dev": "validation", "test": "test"}
 TABLE = "transcripts.tsv"
 HELD_OUT = 0.05
 _COLUMNS = ("file", "transcript", "speaker", "split")

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kinformer.tasks.task import Data, TrainingPlan
 
 CARRIED = "carried"
+USUAL_COLUMNS = Columns()
 
 
 def vocab_size_of(config: ModelConfig) -> int:
@@ -179,10 +180,12 @@ def heading(subject: LoadedRun, data: Data, split: str) -> str:
     return f"{subject.title} on {data.name} {data.version}, {split} split"
 
 
-def texts_in(source: TextSource, settings: PredictionSettings, check: Check | None = None) -> Inputs[TextItem]:
+def texts_in(
+    source: TextSource, settings: PredictionSettings, check: Check | None = None, usual: Columns = USUAL_COLUMNS
+) -> Inputs[TextItem]:
     """Return the texts of ``source`` to predict from, as ``settings`` say; ``check`` raises for one that the task
-    cannot read (by default, an empty one)."""
-    columns = Columns(settings.text_field, settings.label_field)
+    cannot read (by default, an empty one). ``usual``: how the task names and orders the columns of tables."""
+    columns = usual._replace(text=settings.text_field, label=settings.label_field)
     return read_texts(source, columns, settings.format, settings.max_items, check)
 
 
