@@ -65,6 +65,16 @@ def test_a_table(tmp_path, header):
         assert lines(back.splits["train"])[0][0].startswith("Zeile")
 
 
+def test_two_short_words_are_a_pair_and_a_blank_last_line_is_none(tmp_path, notes):
+    place = tmp_path / "words.tsv"
+    place.write_text("no\tja\n" + "".join(f"{a}\t{b}\n" for a, b in zip(ENGLISH, GERMAN, strict=True)) + "\n")
+    found = open_pairs(str(place))
+    assert sum(len(part.source) for part in found.splits.values()) == 41 and found.languages == ("source", "target")
+    assert f"{place}: its first line, no and ja, is taken for a pair of words; if these are languages" in notes.text
+    back = open_pairs(str(place), languages=Languages("ja", "no"))
+    assert sum(len(part.source) for part in back.splits.values()) == 40 and back.languages == ("ja", "no")
+
+
 @pytest.mark.parametrize(
     ("row", "languages"),
     [

@@ -67,7 +67,7 @@ def read_table(stream: Iterable[bytes], place: str, format: TableFormat, columns
     """
     if format == "jsonl":
         return _objects(lines_of(stream, place), place, columns)
-    return _cells(_rows(stream, place, format), place, columns, _seekable(stream))
+    return _cells(read_cells(stream, place, format), place, columns, _seekable(stream))
 
 
 def columns_taken(path: Path, format: TableFormat, columns: Columns) -> str:
@@ -75,7 +75,7 @@ def columns_taken(path: Path, format: TableFormat, columns: Columns) -> str:
     if format == "jsonl":
         return ""
     with reading(path), path.open("rb") as file:
-        head = _ahead(_rows(file, str(path), format))
+        head = _ahead(read_cells(file, str(path), format))
     if not head:
         return ""
     order = _order(head, f"{path}, line {head[0][0]}", columns)
@@ -117,7 +117,8 @@ def _ahead(rows: Iterator[tuple[int, list[bytes]]]) -> list[tuple[int, list[byte
     return head
 
 
-def _rows(stream: Iterable[bytes], place: str, format: TableFormat) -> Iterator[tuple[int, list[bytes]]]:
+def read_cells(stream: Iterable[bytes], place: str, format: TableFormat) -> Iterator[tuple[int, list[bytes]]]:
+    """Yield the number of every line of a TSV or CSV that is not blank, and its cells."""
     return _tabbed(stream, place) if format == "tsv" else _quoted(stream, place)
 
 
