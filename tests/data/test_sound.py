@@ -233,7 +233,7 @@ def test_a_table_of_transcripts(tmp_path, caplog):
     [
         (["a.wav"], "line 1: has 1 column where file, transcript"),
         (["a.wav\t"], "line 1: its transcript is empty"),
-        (["z.wav\thello"], "line 1: there is no file"),
+        (["z.wav\thello"], "line 1: the file .* is missing"),
         (["a.wav\thello\tann\tnowhere"], "line 1: its split 'nowhere' is unknown"),
         (
             ["a.wav\tab\tann\ttrain", "b.wav\tab\tann\tdev", "c.wav\tax\tann\ttest"],
@@ -292,7 +292,7 @@ def test_lines_end_at_line_ends_alone_and_tables_are_not_left_out(digits):
     with pytest.raises(KinformerError, match="holds 2 tables, a.csv and b.csv among them"):
         find_clips(digits)
     (digits / "a.csv").unlink()
-    with pytest.raises(KinformerError, match="line 1: there is no file .*/a; mend .* name the columns file and trans"):
+    with pytest.raises(KinformerError, match="line 1: the file .*/a is missing; .* name the columns file and t"):
         find_clips(digits)
 
 

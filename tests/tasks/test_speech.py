@@ -164,7 +164,7 @@ def test_utterances_that_cannot_be_learnt_are_left_out_and_told(tmp_path, caplog
     alone = kinformer.evaluate(tmp_path / "run", split="validation")
     assert held_out.metrics["bits_per_symbol"] == pytest.approx(alone.metrics["bits_per_symbol"], rel=1e-5)
     (tmp_path / "00.wav").unlink()
-    with pytest.raises(KinformerError, match="there is no file"):
+    with pytest.raises(KinformerError, match="00.wav is missing"):
         kinformer.evaluate(tmp_path / "run")
 
 

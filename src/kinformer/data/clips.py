@@ -74,7 +74,7 @@ def find_clips(path: Path) -> tuple[list[Clip], list[SourceFile], bool]:
     with reading(path):
         exists, table = path.exists(), path.is_file()
     if not exists:
-        raise KinformerError(f"{path} does not exist; give a folder of WAV or FLAC files, or a .tsv of them.")
+        raise KinformerError(f"{path} does not exist; give a folder of WAV or FLAC files, or a .tsv that lists them.")
     tables = [path] if table else _tables(path)
     if tables:
         clips = [clip for item in tables for clip in _listed(item, path)]
@@ -83,14 +83,15 @@ def find_clips(path: Path) -> tuple[list[Clip], list[SourceFile], bool]:
         files = [file for file in folder_files(path, empty=True) if Path(file.name).suffix.lower() in ENDINGS]
         clips = _named(files)
     if not clips:
-        raise KinformerError(f"{path}: holds no sound; give a folder of WAV or FLAC files, or a .tsv of them.")
+        raise KinformerError(f"{path}: holds no sound; give a folder of WAV or FLAC files, or a .tsv that lists them.")
     infos = (sound_info(clip.path) for clip in clips)
     clips = [replace(clip, samples=info.samples, rate=info.rate) for clip, info in zip(clips, infos, strict=True)]
     return clips, files, bool(tables)
 
 
 def _tables(folder: Path) -> list[Path]:
-    """Return the tables of transcripts in ``folder``: the one of the usual name, those of splits, or the only one."""
+    """Return the tables of transcripts in ``folder``: the table of the usual name, the tables of the splits, or the only
+    table."""
     if (folder / TABLE).is_file():
         return [folder / TABLE]
     tables = [Path(file.path) for file in folder_files(folder, empty=True) if Path(file.name).suffix.lower() in _TABLES]
@@ -98,14 +99,14 @@ def _tables(folder: Path) -> list[Path]:
     if any(_split_of(table, folder) == "train" for table in parts):
         if others := [table for table in tables if table not in parts]:
             note_once(
-                f"note: {folder}: {plural(len(others), 'table')} beside those of the splits left out, {others[0].name} "
-                "among them."
+                f"note: {folder}: the splits have tables, so {plural(len(others), 'other table')} are not read, "
+                f"{others[0].name} among them."
             )
         return parts
     if len(tables) > 1:
         raise KinformerError(
-            f"{folder}: holds {len(tables)} tables, {tables[0].name} and {tables[1].name} among them; give the one "
-            f"with the transcripts as `data`, or call it {TABLE}."
+            f"{folder}: holds {plural(len(tables), 'table')}, {tables[0].name} and {tables[1].name} among them; give "
+            f"the one with the transcripts as `data`, or call it {TABLE}."
         )
     return tables
 
@@ -134,15 +135,15 @@ def _rows(table: Path) -> Iterator[tuple[int, dict[str, str]]]:
                 row = parse_json_line(table, number, line, "write one object per line") if line.strip() else None
                 if isinstance(row, dict):
                     row = {str(name).lower(): str(value) for name, value in row.items() if value is not None}
-                    yield number, {name: row[key] for name, key in _found(list(row)).items()}
+                    yield number, {name: row[key] for name, key in _columns_in(list(row)).items()}
             return
         columns: list[str] | None = None
         for number, raw in _cells(file, str(table), kind):
             cells = [_decoded(cell, table, number).strip() for cell in raw]
             if columns is None:
-                found = _found([cell.lower() for cell in cells])
-                if {"file", "transcript"} <= found.keys():
-                    by_name = {key: name for name, key in found.items()}
+                named = _columns_in([cell.lower() for cell in cells])
+                if {"file", "transcript"} <= named.keys():
+                    by_name = {key: name for name, key in named.items()}
                     columns = [by_name.get(cell.lower(), cell) for cell in cells]
                     continue
                 columns = ["file", "transcript", "speaker", "split"]
@@ -154,17 +155,17 @@ def _rows(table: Path) -> Iterator[tuple[int, dict[str, str]]]:
             yield number, dict(zip(columns, cells, strict=False))
 
 
-def _found(names: Sequence[str]) -> dict[str, str]:
+def _columns_in(names: Sequence[str]) -> dict[str, str]:
     """Return which of ``names`` is which column."""
-    found = {ours: next((name for name in usual if name in names), None) for ours, usual in _COLUMNS.items()}
-    return {ours: name for ours, name in found.items() if name is not None}
+    taken = {ours: next((name for name in usual if name in names), None) for ours, usual in _COLUMNS.items()}
+    return {ours: name for ours, name in taken.items() if name is not None}
 
 
 def _cells(file: BinaryIO, place: str, kind: TableFormat) -> Iterator[tuple[int, list[bytes]]]:
     """Yield the lines of a table in cells; of LJSpeech's lines, the name and the normalised text."""
-    first = file.readline()
+    name, bar, _ = file.readline().partition(b"|")
     file.seek(0)
-    if kind == "tsv" or b"|" not in first:
+    if kind == "tsv" or not bar or b"," in name:
         yield from read_cells(file, place, kind)
         return
     for number, line in enumerate(lines_of(file, place), start=1):
@@ -192,8 +193,8 @@ class _Beside:
         path = self.folder / name
         if name and path.is_file():
             return path
-        found = self.names.get(name)
-        return None if found is None else Path(found)
+        beside = self.names.get(name)
+        return None if beside is None else Path(beside)
 
     @cached_property
     def names(self) -> dict[str, str | None]:
@@ -213,7 +214,8 @@ def _clip(table: Path, number: int, row: dict[str, str], split: str, beside: _Be
     if path is None:
         names = ", or name the columns file and transcript in the first line" if number == 1 else ""
         raise KinformerError(
-            f"{table}, line {number}: there is no file {table.parent / file}; mend its name or remove the line{names}."
+            f"{table}, line {number}: the file {table.parent / file} is missing; mend its name or remove the "
+            f"line{names}."
         )
     if split and split not in SPLITS:
         raise KinformerError(f"{table}, line {number}: its split {split!r} is unknown; {nearest(split, SPLITS)}")

@@ -50,7 +50,7 @@ class Labelled:
     """The words that say which columns of a table are the label and the text."""
 
     def cut(self, split: str, room: int) -> str:
-        """Return a sentence about the examples of ``split`` that have more than ``room`` tokens; empty without any."""
+        """Return a sentence about the examples of ``split`` with more than ``room`` tokens; empty without any."""
         lengths = self.splits[split].lengths
         if not (long := int((lengths > room).sum())):
             return ""

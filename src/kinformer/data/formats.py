@@ -65,8 +65,8 @@ def check_plain(path: Path) -> None:
         )
     if (names := _fields_of_array(head)) is not None:
         raise KinformerError(
-            f"{path}: is an array of JSON objects with the fields {', '.join(names) or 'none'}; train on one of them "
-            "with `text_field` NAME, or write the texts into a plain file first."
+            f"{path}: is an array of JSON objects with the fields {', '.join(names) or 'none'}; name the field to "
+            "train on by `text_field` NAME, or write the texts into a plain file first."
         )
     if b"\0" in head:
         what = next((what for magic, what in _BINARY.items() if head.startswith(magic)), "no text")
@@ -88,8 +88,8 @@ def plain_bytes(path: Path) -> bytes:
 
 
 def check_folder(folder: Path, files: Sequence[SourceFile]) -> None:
-    """Refuse a folder that is mostly packed files, tables or documents, or that holds token shards without their
-    manifest; where there are few packed files, a note says so."""
+    """Refuse a folder of token shards without their manifest, and a folder of packed files, tables or documents for the
+    most part; where few files are packed, a note says so."""
     names = [Path(file.name).name for file in files]
     shards = [name for name in names if name.endswith(".ids")]
     if shards and any(name.endswith(".documents.npy") for name in names):
@@ -150,7 +150,7 @@ def write_field(path: Path, name: str, target: BinaryIO) -> None:
 
 
 def _objects(path: Path, file: BinaryIO) -> Iterator[tuple[int, object]]:
-    """Yield the objects of JSON lines with the numbers of their lines, or those of one array with their own."""
+    """Yield the objects of JSON lines, or of one array, with their numbers."""
     array = _fields_of_array(file.read(_HEAD)) is not None
     file.seek(0)
     if array:

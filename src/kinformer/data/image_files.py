@@ -153,7 +153,7 @@ def _orientation(image: Any, path: Path) -> int | None:
 
     if image.format == "PNG" and "exif" not in image.info and (exif := exif_of(path)):
         image.info["exif"] = exif
-    orientation: int | None = Image.getexif(image).get(_ORIENTATION)  # that of PNG decodes the rows first
+    orientation: int | None = Image.getexif(image).get(_ORIENTATION)  # PNG's own method decodes the rows first
     return orientation
 
 

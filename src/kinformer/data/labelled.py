@@ -5,8 +5,8 @@
 
 A table's columns are label and text, unless its first line names them: ``label``, and ``text`` or ``sentence``, or what
 ``text_field`` and ``label_field`` say, beside any others (see ``data.tables``). ``train``, ``val`` and ``test`` may
-come separately, as folders of folders or as files of a folder (``train.tsv``). What is missing of them is held out of
-the rest, 5 % each, by a hash of the text.
+come separately, as folders of folders or as files of a folder (``train.tsv``). A missing one is held out of the
+rest, 5 % each, by a hash of the text.
 """
 
 from __future__ import annotations

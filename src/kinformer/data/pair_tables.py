@@ -61,7 +61,7 @@ def _columns(path: Path, lines: Sequence[str], names: Names) -> tuple[Names, lis
 
 
 def _is_header(cells: Sequence[str], names: Names) -> bool:
-    """Return whether ``cells`` are names of columns: the usual ones, those of ``names``, or the codes of English and of
+    """Return whether ``cells`` are names of columns: the usual ones, the given ``names``, or the codes of English and
     another language (two other codes may be two words)."""
     named = [name.lower() for name in names if name]
     if named:

@@ -1,7 +1,7 @@
 """Tables of texts, with or without labels: TSV, CSV and JSON lines, read row by row.
 
-The columns of TSV and CSV are label and text, or text alone, unless the first line names them; further columns may
-stand beside those that it names. The usual names are ``label``, and ``text`` or ``sentence``; where a table has two
+The columns of TSV and CSV are label and text, or text alone, unless the first line names them; other columns may stand
+beside the named ones. The usual names are ``label``, and ``text`` or ``sentence``; where a table has two
 columns, one of these names is enough. A first line is also a header where one of two columns repeats its values and
 neither of the first line's cells occurs below it.
 """
@@ -102,7 +102,7 @@ def _without_mark(line: bytes, place: str) -> bytes:
 
 
 def _seekable(stream: Iterable[bytes]) -> bool:
-    """Return whether rows can be read ahead: those of a pipe come one by one, and each is answered at once."""
+    """Return whether rows can be read ahead: the rows of a pipe come one by one, and each is answered at once."""
     return bool(getattr(stream, "seekable", lambda: True)())
 
 
@@ -118,7 +118,7 @@ def _ahead(rows: Iterator[tuple[int, list[bytes]]]) -> list[tuple[int, list[byte
 
 
 def read_cells(stream: Iterable[bytes], place: str, format: TableFormat) -> Iterator[tuple[int, list[bytes]]]:
-    """Yield the number of every line of a TSV or CSV that is not blank, and its cells."""
+    """Yield the number and the cells of every line of a TSV or CSV, without blank lines."""
     return _tabbed(stream, place) if format == "tsv" else _quoted(stream, place)
 
 
@@ -182,9 +182,13 @@ def _order(head: Sequence[tuple[int, list[bytes]]], place: str, columns: Columns
     if label is None:
         label = next((lower.index(name) for name in columns.label_names if name in lower), None)
     usual = columns.text is None and columns.label is None
-    if usual and len(cells) == 2 and (found := text if label is None else label if text is None else None) is not None:
-        first = _recurs(head, found)  # a class of this name, not the name of a column
-        text, label = (None, None) if first else (found, 1 - found) if label is None else (1 - found, found)
+    if usual and len(cells) == 2 and (text is None) != (label is None):
+        side = label if text is None else text
+        assert side is not None
+        if _recurs(head, side):  # a class of this name, not the name of a column
+            text = label = None
+        else:
+            text, label = (side, 1 - side) if label is None else (1 - side, side)
     if text is not None and text != label and (label is not None or not columns.labelled):
         return _Order(text, label, len(cells), names)
     if columns.text is not None or columns.label is not None:

@@ -153,7 +153,7 @@ def _stream_head(file: IO[bytes]) -> tuple[int, int, int, int | None]:
             _exactly(file, min(_SKIPPED, length + length % 2 - begin))
         form = chunk if name == b"fmt " else form
     if len(form) < 16:
-        raise wave.Error("its samples have no format")
+        raise wave.Error("the format of its samples is missing")
     kind, channels, rate, _, _, bits = struct.unpack("<HHIIHH", form[:16])
     kind = struct.unpack("<H", form[24:26])[0] if kind == _EXTENSIBLE and len(form) == _FORM else kind
     if kind != _PCM:
