@@ -90,8 +90,8 @@ def find_clips(path: Path) -> tuple[list[Clip], list[SourceFile], bool]:
 
 
 def _tables(folder: Path) -> list[Path]:
-    """Return the tables of transcripts in ``folder``: the table of the usual name, the tables of the splits, or the only
-    table."""
+    """Return the tables of transcripts in ``folder``: the table of the usual name, the tables of the splits, or the
+    only table."""
     if (folder / TABLE).is_file():
         return [folder / TABLE]
     tables = [Path(file.path) for file in folder_files(folder, empty=True) if Path(file.name).suffix.lower() in _TABLES]

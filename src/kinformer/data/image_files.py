@@ -129,7 +129,7 @@ def decode(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
     Image = require_pillow(path)
     height, width, channels = shape
     with _decoding(path), Image.open(path, formats=("PNG", "JPEG")) as file:
-        turn = _TURNS.get(_orientation(file, path))
+        turn = _TURNS.get(_orientation(file, path) or 1)
         image = file if turn is None else file.transpose(Image.Transpose[turn])
         if image.mode in _DEEP:
             image = Image.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
