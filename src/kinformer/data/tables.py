@@ -219,10 +219,12 @@ def _with_header(head: Sequence[tuple[int, list[bytes]]], order: _Order, names: 
     named = all(map(_NAME.fullmatch, names)) and not any(_recurs(head, side) for side in (0, 1))
     assert order.label is not None
     if not repeats[order.label]:
-        remedy = "say which is which with `text_field` and `label_field`"
+        remedy = "name them text and label in the first line"
+        if named:
+            remedy = f"say by `text_field` and `label_field` which of {list(names)} is which"
         raise KinformerError(
             f"{place}: the second of two columns repeats its values, as labels do, but a label and a text are expected "
-            f"in this order; {remedy if named else 'name them text and label in the first line'}."
+            f"in this order; {remedy}."
         )
     if not named:
         return order
