@@ -166,6 +166,21 @@ def test_text_in_the_store_is_no_held_out_text(cli, gpt_run, store):
     assert "the train split of words.txt is in the datastore itself" in err
 
 
+def test_held_out_text_of_another_split_or_holdout_is_noticed_in_the_store(cli, gpt_run, store, tmp_path):
+    """The store holds the first 90 % of the text; at ``--holdout 0.3`` the last 30 % are measured."""
+    _, err = done(cli, "evaluate", gpt_run, "--datastore", store, "--max-bytes", 100)
+    assert "note" not in err
+    _, err = done(cli, "evaluate", gpt_run, "--datastore", store, "--holdout", 0.3, "--weight", 0.5)
+    assert "note: 66.7% of the test split of words.txt is in the datastore itself" in err
+    assert "note: 66.7% of the test split of words.txt is among the text that the run was trained on" in err
+    index(cli, gpt_run, tmp_path / "all", "--split", "all")
+    _, err = done(cli, "evaluate", gpt_run, "--datastore", tmp_path / "all", "--holdout", 0.1, "--tune")
+    assert err.count("note: the test split of words.txt is in the datastore itself") == 1
+    index(cli, gpt_run, tmp_path / "part", "--max-bytes", 1000)
+    _, err = done(cli, "evaluate", gpt_run, "--datastore", tmp_path / "part", "--holdout", 0.1)
+    assert "datastore itself" not in err
+
+
 def test_approximate_search_tells_its_recall(cli, gpt_run, store):
     pytest.importorskip("faiss")
     told = index(cli, gpt_run, store, "--approximate", "--lists", 30)

@@ -125,10 +125,26 @@ def test_other_labelled_data(cli, films, masked_run, tmp_path):
     assert code == 2 and "has the class 'poor'" in said
 
 
+def test_classes_columns_and_cut_texts_are_told(cli, tmp_path):
+    rows = [f"text number {row},{'ab'[row % 2]}\n" for row in range(40)]
+    (tmp_path / "rows.csv").write_text("sentence,author\n" + "".join(rows))
+    options = [*TINY, "--length", "14", "--task", "classify", "--data", tmp_path / "rows.csv"]
+    code, _, said = cli("train", "bert", *options, "--out", tmp_path / "run")
+    assert code == 0 and "note: rows.csv: 2 classes to train on, " in said
+    assert "; the label is its column 'author', the text 'sentence'." in said
+    assert "of the train examples of rows.csv have more than 12 tokens, 14 tokens at most, and are read" in said
+    code, _, said = cli("evaluate", tmp_path / "run", "--threads", "1", "--split", "train")
+    assert code == 0 and "of the train examples of rows.csv have more than 12 tokens" in said
+    (tmp_path / "rows.csv").write_text("label,text\n" + "".join(f"{row},{'ab'[row % 2]}\n" for row in range(40)))
+    code, _, said = cli("train", "bert", *options, "--out", tmp_path / "other")
+    assert code == 2 and "rows.csv has 40 classes but only 36 examples to train on" in said
+
+
 def test_listops(cli, tmp_path):
     options = ["--task", "listops", "--examples", "64", "--example-tokens", "20-200", "--length", "100"]
     options += ["--out", tmp_path / "run"]
-    assert cli("train", "longformer", *TINY, *options)[0] == 0
+    code, _, said = cli("train", "longformer", *TINY, *options)
+    assert code == 0 and "of the train examples of listops have more than 98 tokens" in said
     run = open_run(tmp_path / "run")
     assert run.config.input.vocab_size == 18 and run.options.examples == 64 and run.data["spec"] == "listops"
     code, told, _ = cli("evaluate", tmp_path / "run", "--threads", "1", "--json")

@@ -6,6 +6,7 @@ import pytest
 
 from kinformer.data import Split
 from kinformer.data.extents import Extent, Extents
+from kinformer.runtime.progress import LOGGER
 
 
 @pytest.fixture
@@ -44,3 +45,11 @@ def make_split(tmp_path_factory):
         return Split.of_bytes("train", "documents", Extents(pieces))
 
     return make
+
+
+@pytest.fixture
+def notes(caplog):
+    """What is noted, as pytest's ``caplog``."""
+    LOGGER.setLevel("INFO")
+    yield caplog
+    LOGGER.setLevel("NOTSET")

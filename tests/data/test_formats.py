@@ -38,6 +38,11 @@ ROWS = "".join(
         (b"\xfe\xff" + TEXT.encode("utf-16-be"), "is UTF-16 text"),
         (ROWS.encode(), "is JSON lines with the fields id, text, n; train on one of them with text_field NAME"),
         (b'{"text": "only one"}\n', "is JSON lines with the fields text;"),
+        (
+            json.dumps([{"id": n, "text": TEXT} for n in range(30)]).encode(),
+            "is an array of JSON objects with the fields id, text; name the field to train on by text_field NAME",
+        ),
+        (b' [\n {"a": 1, "b": ' + b"9" * 30 + b"},\n", "is an array of JSON objects with the fields a, b;"),
     ],
 )
 def test_what_is_neither_text_nor_bytes_is_told(tmp_path, data, told):
@@ -98,6 +103,9 @@ def test_a_field_of_json_lines_is_trained_on(tmp_path):
     assert kinformer.evaluate(run.folder, max_bytes=99).data["same_as_run"]
     again = kinformer.train("gpt", data=path, text_field="text", out=run.folder, resume=True, steps=2)
     assert again.training["steps"] == 2
+    (tmp_path / "rows.json").write_text(json.dumps([json.loads(row) for row in ROWS.splitlines()], indent=1))
+    kinformer.train("gpt", data=tmp_path / "rows.json", text_field="text", out=tmp_path / "array", **small)
+    assert (tmp_path / "array" / "texts").read_text() == written
     for wrong, told in (
         ({"text_field": "txt", "data": path}, "line 1: has no text in the field 'txt'; did you mean 'text'"),
         ({"text_field": "n", "data": path}, "has no text in the field 'n'"),

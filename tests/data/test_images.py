@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kinformer.data.image_files import decode
+from kinformer.data.image_files import decode, read_head
 from kinformer.data.images import ImageData, read_images
 from kinformer.runtime.errors import KinformerError
 
@@ -306,6 +306,31 @@ def test_cmyk_becomes_rgb_and_cameras_are_turned(read, tmp_path):
     every = np.concatenate([part.pixels for part in data.splits.values()]).astype(int)
     assert any((row > 240).all() for row in every)
     assert any((row[:, 9:] > 240).all() and (row[:, :7] < 15).all() for row in every)
+
+
+@pytest.mark.parametrize("form", ["MPO", "PNG", "PNG, behind the rows"])
+@pytest.mark.parametrize("orientation", range(2, 9))
+def test_pictures_of_phones_are_turned_whatever_their_form(tmp_path, form, orientation):
+    """A phone's .jpg may hold several pictures (MPO), and PNG has EXIF, too."""
+    from PIL import Image, ImageOps
+
+    stored = np.zeros((16, 24, 3), np.uint8)
+    stored[:, :12], stored[:4, 12:] = (255, 0, 0), (0, 255, 0)
+    picture, exif = Image.fromarray(stored), Image.Exif()
+    exif[0x0112] = orientation
+    options = {"save_all": True, "append_images": [picture], "quality": 95} if form == "MPO" else {}
+    path = tmp_path / ("phone.jpg" if form == "MPO" else "phone.png")
+    picture.save(path, form[:3], exif=exif, **options)
+    if "behind" in form:
+        data = path.read_bytes()
+        begin = data.index(b"eXIf") - 4
+        end = begin + 12 + int.from_bytes(data[begin : begin + 4], "big")
+        path.write_bytes(data[:begin] + data[end:-12] + data[begin:end] + data[-12:])
+    with Image.open(path) as opened:
+        upright = np.asarray(ImageOps.exif_transpose(opened)).astype(int)
+    head = read_head(path)
+    assert (head.height, head.width, head.turned) == (*upright.shape[:2], orientation > 4)
+    assert np.abs(decode(path, upright.shape).astype(int) - upright).max() < 3
 
 
 def png(width: int, height: int, rows: bytes = b"\0", interlaced: bool = False) -> bytes:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 import json
 import tracemalloc
 from pathlib import Path
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 
 from kinformer.data import Labelled, labelled, open_labelled
+from kinformer.data.items import read_texts
+from kinformer.data.tables import Columns
 from kinformer.runtime.errors import KinformerError
 
 TEXTS = [
@@ -168,3 +171,78 @@ def test_memory_is_about_that_of_the_file(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert most < 2 * path.stat().st_size
     assert sum(map(len, data.splits.values())) == 5000
+
+
+FILMS = TEXTS[:40]
+
+
+def csv_of(path: Path, header: str, rows: list[tuple[str, str]]) -> str:
+    with path.open("w", newline="") as file:
+        file.write(header)
+        csv.writer(file).writerows(rows)
+    return str(path)
+
+
+@pytest.mark.parametrize("header", ["sentence,author\n", "\ufefftext,author\n", "review,label\n"])
+def test_one_usual_name_is_enough_in_a_table_of_two_columns(tmp_path: Path, header: str) -> None:
+    data = open_labelled(csv_of(tmp_path / "a.csv", header, FILMS), cache=tmp_path / "cache")
+    assert everything(data) == sorted(FILMS)
+    assert data.columns == "the label is its column {1!r}, the text {0!r}".format(*header.strip("\ufeff\n").split(","))
+
+
+def test_a_header_of_other_names_is_not_a_row(tmp_path: Path, notes: pytest.LogCaptureFixture) -> None:
+    turned = [(label, text) for text, label in FILMS]
+    data = open_labelled(csv_of(tmp_path / "a.csv", "author,document\n", turned), cache=tmp_path / "cache")
+    assert everything(data) == sorted(FILMS)
+    assert "line 1: is taken for the names of the columns, a label 'author' and a text 'document'" in notes.text
+    data = open_labelled(csv_of(tmp_path / "b.csv", "", turned), cache=tmp_path / "cache")
+    assert everything(data) == sorted(FILMS) and data.columns == "label and text are its first two columns"
+
+
+@pytest.mark.parametrize("header", ["document,author\n", ""])
+def test_swapped_columns_are_refused(tmp_path: Path, header: str) -> None:
+    path = csv_of(tmp_path / "a.csv", header, FILMS)
+    with pytest.raises(KinformerError, match="line 1: the second of two columns repeats its values, as labels do"):
+        open_labelled(path, cache=tmp_path / "cache")
+    with pytest.raises(KinformerError, match="line 1: the second of two columns repeats"):
+        read_texts(path, Columns())
+
+
+def test_a_mark_at_the_beginning_is_no_part_of_a_label(tmp_path: Path) -> None:
+    path = as_table(tmp_path / "films.tsv", TEXTS)
+    path.write_text("\ufeff" + path.read_text())
+    assert open_labelled(str(path), cache=tmp_path / "cache").classes == ("bad", "good")
+    path.write_text("".join(f"{label}\t{text}\n" for text, label in TEXTS), encoding="utf-16")
+    with pytest.raises(KinformerError, match="is UTF-16 text; convert it"):
+        open_labelled(str(path), cache=tmp_path / "cache")
+
+
+def test_what_people_have(tmp_path: Path) -> None:
+    """Blank last lines, cells of documents, labels as pandas writes them, and a folder ``val``."""
+    tables = tmp_path / "tables"
+    (tables).mkdir()
+    long = [(f"{text} {'word ' * 30_000}", label) for text, label in TEXTS[:4]]
+    csv_of(tables / "train.csv", "text,label\n", long)
+    as_table(tables / "val.tsv", TEXTS[4:10], header="label\ttext").write_text((tables / "val.tsv").read_text() + "\n")
+    as_objects(tables / "test.jsonl", TEXTS[10:20]).write_text((tables / "test.jsonl").read_text() + "\n")
+    data = open_labelled(str(tables), cache=tmp_path / "cache")
+    assert [pairs(data, name) for name in ("train", "validation", "test")] == [
+        {(text, label) for text, label in long},
+        set(TEXTS[4:10]),
+        set(TEXTS[10:20]),
+    ]
+    (tmp_path / "n.jsonl").write_text(
+        "".join(json.dumps({"text": f"t{n}", "label": n % 2 * 1.0}) + "\n" for n in range(30))
+    )
+    assert open_labelled(str(tmp_path / "n.jsonl"), cache=tmp_path / "cache").classes == ("0", "1")
+
+
+def test_the_share_of_examples_that_are_cut(tmp_path: Path) -> None:
+    data = open_labelled(str(as_table(tmp_path / "films.tsv", TEXTS)), cache=tmp_path / "cache", holdout=0.5)
+    longest = max(len(text) for text, _ in TEXTS)
+    assert data.cut("train", longest) == ""
+    share = (data.splits["train"].lengths > longest - 1).mean()
+    told = (
+        f"{share:.1%} of the train examples of films.tsv have more than {longest - 1} tokens, {longest} tokens at most"
+    )
+    assert data.cut("train", longest - 1).startswith(told)

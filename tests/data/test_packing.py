@@ -262,3 +262,10 @@ def test_mistakes(folder: Path, table: Path, tmp_path: Path, capsys: pytest.Capt
     pack(Packing(data=str(folder)), tmp_path / "shards", 1, silent)
     with pytest.raises(KinformerError, match="was chosen when it was packed"):
         open_corpus(str(tmp_path / "shards"), holdout=0.1)
+
+
+def test_shards_without_their_manifest_are_not_learnt_as_bytes(folder: Path, tmp_path: Path) -> None:
+    pack(Packing(data=str(folder)), tmp_path / "shards", 1, silent)
+    (tmp_path / "shards" / MANIFEST).unlink()
+    with pytest.raises(KinformerError, match="shards: holds token shards such as .*.ids but not their manifest.json"):
+        open_corpus(str(tmp_path / "shards"))

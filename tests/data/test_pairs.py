@@ -10,7 +10,6 @@ from kinformer.data import number_words
 from kinformer.data.pairs import Languages, open_pairs
 from kinformer.data.token_batches import TokenBatches
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.progress import LOGGER
 
 ENGLISH = [f"line {index}" for index in range(40)]
 GERMAN = [f"Zeile {index}" for index in range(40)]
@@ -66,6 +65,16 @@ def test_a_table(tmp_path, header):
         assert lines(back.splits["train"])[0][0].startswith("Zeile")
 
 
+def test_two_short_words_are_a_pair_and_a_blank_last_line_is_none(tmp_path, notes):
+    place = tmp_path / "words.tsv"
+    place.write_text("no\tja\n" + "".join(f"{a}\t{b}\n" for a, b in zip(ENGLISH, GERMAN, strict=True)) + "\n")
+    found = open_pairs(str(place))
+    assert sum(len(part.source) for part in found.splits.values()) == 41 and found.languages == ("source", "target")
+    assert f"{place}: its first line, no and ja, is taken for a pair of words; if these are languages" in notes.text
+    back = open_pairs(str(place), languages=Languages("ja", "no"))
+    assert sum(len(part.source) for part in back.splits.values()) == 40 and back.languages == ("ja", "no")
+
+
 @pytest.mark.parametrize(
     ("row", "languages"),
     [
@@ -79,13 +88,6 @@ def test_lines_of_json(tmp_path, row, languages):
     place.write_text("".join(json.dumps(row(*pair)) + "\n" for pair in zip(ENGLISH, GERMAN, strict=True)))
     found = open_pairs(str(place))
     assert found.languages == languages and lines(found.splits["train"])[0][1].startswith("Zeile")
-
-
-@pytest.fixture
-def notes(caplog):
-    LOGGER.setLevel("INFO")
-    yield caplog
-    LOGGER.setLevel("NOTSET")
 
 
 def test_pairs_with_an_empty_side_are_left_out_and_told(tmp_path, notes):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.data.clips import Holdout
+from kinformer.data.clips import Holdout, find_clips
 from kinformer.data.dtmf import HIGH, LOW, PAD, Calls
 from kinformer.data.resample import Resampler, resample
 from kinformer.data.sound import SoundOptions, open_sound
@@ -95,6 +95,20 @@ def test_a_stream_of_wav_without_a_length(tmp_path):
     (tmp_path / "c.wav").write_bytes(b"no sound at all")
     with (tmp_path / "c.wav").open("rb") as file, pytest.raises(KinformerError, match="standard input: is no WAV"):
         WavStream(file)
+
+
+def test_chunks_around_the_samples_of_a_stream_are_not_heard(tmp_path):
+    data = write(tmp_path / "a.wav", tone()).read_bytes()
+    more = b"LIST" + struct.pack("<I", 5) + b"abcde\0" + b"id3 " + struct.pack("<I", 400) + bytes(range(200)) * 2
+    (tmp_path / "b.wav").write_bytes(data[:12] + more + data[12:] + more)
+    form = struct.pack("<HHIIHHHHIH14s", 0xFFFE, 1, 8000, 16000, 2, 16, 22, 16, 4, 1, bytes(14))
+    (tmp_path / "c.wav").write_bytes(data[:12] + b"fmt " + struct.pack("<I", 40) + form + data[36:] + more)
+    for name in ("b.wav", "c.wav"):
+        with (tmp_path / name).open("rb") as file:
+            stream = WavStream(file)
+            pieces = [stream.read(0.06) for _ in range(4)]
+        assert [len(piece) for piece in pieces] == [480, 320, 0, 0]
+        assert np.abs(np.concatenate(pieces) - tone()).max() < 1e-4
 
 
 def changed(data, **fields):
@@ -219,14 +233,14 @@ def test_a_table_of_transcripts(tmp_path, caplog):
     [
         (["a.wav"], "line 1: has 1 column where file, transcript"),
         (["a.wav\t"], "line 1: its transcript is empty"),
-        (["z.wav\thello"], "line 1: there is no file"),
+        (["z.wav\thello"], "line 1: the file .* is missing"),
         (["a.wav\thello\tann\tnowhere"], "line 1: its split 'nowhere' is unknown"),
         (
             ["a.wav\tab\tann\ttrain", "b.wav\tab\tann\tdev", "c.wav\tax\tann\ttest"],
             "has the symbol 'x', which no train",
         ),
         (["a.wav\tab"], r"too few clips \(1\)"),
-        ([""], "line 1: has 1 column where"),
+        ([""], "transcripts.tsv: lists no clip"),
     ],
 )
 def test_mistakes_in_a_table(tmp_path, lines, told):
@@ -235,6 +249,51 @@ def test_mistakes_in_a_table(tmp_path, lines, told):
     (tmp_path / "transcripts.tsv").write_text("\n".join(lines) + "\n")
     with pytest.raises(KinformerError, match=told):
         open_sound(str(tmp_path), SoundOptions())
+
+
+SAID = ["go", "no, go", "on"]
+LAYOUTS = {
+    "Hugging Face": {"metadata.csv": "file_name,transcription\n{0}.wav,go\n{1}.wav,\"no, go\"\n{2}.wav,on\n"},
+    "JSON lines": {"metadata.jsonl": "".join(
+        f'{{{{"file_name": "{{{n}}}.wav", "transcription": "{said}"}}}}\n' for n, said in enumerate(SAID)
+    )},
+    "Common Voice": {
+        "train.tsv": "client_id\tpath\tsentence\tup_votes\nann\t{0}.wav\tgo\t2\n",
+        "dev.tsv": "client_id\tpath\tsentence\tup_votes\nbob\t{1}.wav\tno, go\t2\n",
+        "test.tsv": "client_id\tpath\tsentence\tup_votes\neve\t{2}.wav\ton\t2\n",
+        "invalidated.tsv": "client_id\tpath\tsentence\tup_votes\neve\tz.wav\ton\t2\n",
+    },
+    "LJSpeech": {"metadata.csv": "{0}|GO|go\n{1}|No, go|no, go\n{2}|on|on\n"},
+    "another name": {"words.tsv": "\ufeff{0}.wav\tgo\n{1}.wav\tno, go\n{2}.wav\ton\n\n"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tables_that_people_have(tmp_path, layout):
+    """The names of the clips say nothing, so that a transcript which is taken from one is seen."""
+    for name in ("3_x", "4_x", "5_x"):
+        write(tmp_path / ("clips" if layout in ("Common Voice", "LJSpeech") else "") / f"{name}.wav", tone())
+    for name, text in LAYOUTS[layout].items():
+        (tmp_path / name).write_text(text.format("3_x", "4_x", "5_x"))
+    clips, files, table = find_clips(tmp_path)
+    clips = sorted(clips, key=lambda clip: clip.path)
+    assert [clip.transcript for clip in clips] == SAID
+    assert table and all(clip.samples == 800 for clip in clips) and len(files) > 3
+    if layout == "Common Voice":
+        parts = [("train", "ann"), ("validation", "bob"), ("test", "eve")]
+        assert [(clip.split, clip.speaker) for clip in clips] == parts
+
+
+def test_lines_end_at_line_ends_alone_and_tables_are_not_left_out(digits):
+    names = sorted(path.name for path in digits.glob("*.wav"))
+    (digits / "a.csv").write_text("".join(f"{name},two\u2028lines\n" for name in names))
+    assert {clip.transcript for clip in find_clips(digits)[0]} == {"two\u2028lines"}
+    (digits / "b.csv").write_text("a,b\n")
+    with pytest.raises(KinformerError, match="holds 2 tables, a.csv and b.csv among them"):
+        find_clips(digits)
+    (digits / "a.csv").unlink()
+    with pytest.raises(KinformerError, match="line 1: the file .*/a is missing; .* name the columns file and t"):
+        find_clips(digits)
 
 
 def test_mistakes(digits):

@@ -173,6 +173,10 @@ def test_the_command_writes_a_page_or_arrays(cli, gpt_run, tmp_path, monkeypatch
     page = (tmp_path / "gpt.html").read_text()
     assert code == 0 and "layer 1 (softmax): a query looks at" in out and "layer 2" not in out, err
     assert page.count("</script>") == 2 and "http" not in page.replace("http-equiv", "")
+    (tmp_path / "gpt.html").write_text("a page of the user's")
+    code, out, err = cli("trace", gpt_run, "another text", "--json")
+    assert code == 0 and json.loads(out)["out"] is None, err
+    assert (tmp_path / "gpt.html").read_text() == "a page of the user's"
     code, out, err = cli("trace", gpt_run, "--out", "t.npz", "--json", "--file", _file(tmp_path, TEXT))
     facts, arrays = json.loads(out), np.load(tmp_path / "t.npz")
     assert code == 0 and "".join(facts["text"]["tokens"]) == TEXT, err

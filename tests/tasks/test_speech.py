@@ -1,6 +1,7 @@
 """Speech from end to end: telephone tones and recordings are learnt, measured, and written down, also as they come."""
 
 import json
+import math
 import sys
 
 import numpy as np
@@ -152,12 +153,18 @@ def test_utterances_that_cannot_be_learnt_are_left_out_and_told(tmp_path, caplog
     rows += ["00.wav\tabba\tann\ttest"]
     (tmp_path / "transcripts.tsv").write_text("\n".join(rows))
     kinformer.train("speech-lstm", recipe="tiny", data=str(tmp_path), out=tmp_path / "run", **SMALL)
-    assert "9 of 27 utterances of the train split are shorter than their transcripts at 40 ms" in caplog.text
-    assert "9 of 27 utterances of the train split are longer than length 64 positions of 40 ms" in caplog.text
+    assert "9 of 27 utterances of the train split (as 00.wav) are shorter than their transcripts at" in caplog.text
+    assert "9 of 27 utterances of the train split (as 20.wav) are longer than length 64 positions of 40" in caplog.text
     found = kinformer.evaluate(tmp_path / "run")
     assert found.facts["symbols"] == 4 and found.facts["word_error_rate"] == 1.0
+    assert found.metrics["bits_per_symbol"] == math.inf  # the only utterance is too short for its transcript
+    held_out = kinformer.evaluate(tmp_path / "run", split="validation")
+    assert "1 of 3 utterances of the validation split (as 09.wav) are shorter than their transcripts" in caplog.text
+    (tmp_path / "transcripts.tsv").write_text("\n".join(row for row in rows if not row.startswith("09")))
+    alone = kinformer.evaluate(tmp_path / "run", split="validation")
+    assert held_out.metrics["bits_per_symbol"] == pytest.approx(alone.metrics["bits_per_symbol"], rel=1e-5)
     (tmp_path / "00.wav").unlink()
-    with pytest.raises(KinformerError, match="there is no file"):
+    with pytest.raises(KinformerError, match="00.wav is missing"):
         kinformer.evaluate(tmp_path / "run")
 
 

@@ -251,3 +251,12 @@ def test_the_schedule_and_the_mean_of_checkpoints(tmp_path):
     with replaced(model, mean):
         assert model.weight.tolist() == [6.5, 6.5]
     assert torch.equal(model.weight, before)
+
+
+def test_tables_to_translate_name_the_side_that_is_read(run, tmp_path):
+    """By the languages of the run in either order; without names the source stands first, as in pairs to learn from."""
+    texts = {"named.csv": "de,en\nrot,red\nblau,blue\n", "plain.tsv": "red\trot\nblue\tblau\n"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+        rows = kinformer.predict(run.folder, tmp_path / name, beam=1, device="cpu")
+        assert [(row["text"], row["label"]) for row in rows] == [("red", "rot"), ("blue", "blau")]

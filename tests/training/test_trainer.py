@@ -160,6 +160,20 @@ def test_bf16_mixed_keeps_weights_in_float32_and_follows_float32(corpus: Corpus,
     assert curve(tmp_path / "half") == pytest.approx(curve(tmp_path / "full"), abs=0.03)
 
 
+def test_a_schedule_that_is_stretched_by_more_steps_is_told(
+    corpus: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "kinformer")
+    trainer(corpus, tmp_path, warmup=0).run()
+    trainer(corpus, tmp_path, warmup=0)
+    assert "schedule" not in caplog.text
+    longer = trainer(corpus, tmp_path, warmup=0, steps=16)
+    rate, floor = longer.rate(8, 16), longer.settings.lr * longer.settings.min_lr_ratio
+    assert rate > 4 * floor
+    told = f"the schedule spans 16 steps from here on, and spanned 8: the learning rate at step 8 is {rate:.3g}"
+    assert f"note: {told} instead of {floor:.3g}." in caplog.text
+
+
 def test_best_weights_are_kept_over_a_resume(corpus: Corpus, tmp_path: Path) -> None:
     options = {"validate_every": 2, "steps": 8, "keep": 2}
     whole = train(corpus, tmp_path / "whole", **options)

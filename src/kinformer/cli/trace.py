@@ -30,7 +30,8 @@ class Options(TraceOptions, Printing):
     set: Changes = ()  # type: ignore[assignment]
     """A change that leaves the weights as they are, as in --set layers.*.mixer.position.scaling=yarn."""
     out: str | None = None
-    """The file to write: .html, an interactive page, or .npz, all tensors; RUN.html in this folder if not given."""
+    """The file to write: .html, an interactive page, or .npz, all tensors; if not given, RUN.html in this folder, or
+    no file with --json."""
 
 
 def run(options: Options) -> int:
@@ -38,12 +39,15 @@ def run(options: Options) -> int:
     from kinformer.runs.tracing.trace import trace
     from kinformer.runs.tracing.write import check, facts_of, lines_of, write
 
-    out = Path(options.out or f"{Path(options.folder).name}.html")
-    check(out)
+    default = None if options.json else f"{Path(options.folder).name}.html"
+    out = options.out or default
+    if out is not None:
+        check(Path(out))
     traced = trace(options.folder, _text(options), options_as(TraceOptions, options))
-    write(traced, out)
+    if out is not None:
+        write(traced, Path(out))
     if options.json:
-        print_json({"out": str(out)} | facts_of(traced))
+        print_json({"out": out} | facts_of(traced))
     else:
         print(f"{out}: {traced.title}", *lines_of(traced), sep="\n  ")
     return 0

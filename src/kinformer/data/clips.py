@@ -3,28 +3,43 @@
     clips/7_theo_3.wav        transcripts.tsv:  file<TAB>transcript[<TAB>speaker[<TAB>split]]
     clips/9_lucas_0.wav                         a.wav<TAB>call me at noon<TAB>ann<TAB>train
 
-A table's paths are relative to it, and its first line may name its columns. Without a table the transcript is the first
-field of a file's name, up to the first underscore, and the speaker is the second where every name has three or more.
+A table is TSV, CSV or JSON lines and stands beside the clips, under any name; its first line may name its columns, also
+as Common Voice (path, sentence, client_id) and Hugging Face (file_name, transcription) do, and LJSpeech's lines of
+``name|text|normalised text`` are read. Tables ``train.tsv``, ``dev.tsv`` and ``test.tsv``, or one in each folder of
+those names, are the splits. Without a table the transcript is the first field of a file's name, up to the first
+underscore, and the speaker is the second where every name has three or more.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
+from typing import BinaryIO
 
 from kinformer.data.files import SourceFile, folder_files, reading, single_file
+from kinformer.data.image_source import SPLITS
+from kinformer.data.tables import TableFormat, lines_of, read_cells
 from kinformer.data.wav import ENDINGS, sound_info
 from kinformer.runtime.errors import KinformerError, nearest
+from kinformer.runtime.parsing import parse_json_line
+from kinformer.runtime.progress import note_once
 from kinformer.runtime.words import plural
 
-SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "dev": "validation", "test": "test"}
 TABLE = "transcripts.tsv"
 HELD_OUT = 0.05
-_COLUMNS = ("file", "transcript", "speaker", "split")
+_TABLES: dict[str, TableFormat] = {".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl"}
+_COLUMNS = {
+    "file": ("file", "path", "file_name", "filename", "audio"),
+    "transcript": ("transcript", "transcription", "sentence", "text"),
+    "speaker": ("speaker", "speaker_id", "client_id"),
+    "split": ("split",),
+}
+"""The names of columns, ours first."""
 
 
 @dataclass(frozen=True)
@@ -57,54 +72,151 @@ def find_clips(path: Path) -> tuple[list[Clip], list[SourceFile], bool]:
     Errors: ``KinformerError`` for a path without clips, a line that is none, and sound that cannot be read or is empty.
     """
     with reading(path):
-        table = path if path.is_file() else path / TABLE if (path / TABLE).is_file() else None
-    if table is not None:
-        clips = _listed(table)
-        files = [single_file(table), *(single_file(Path(clip.path)) for clip in clips)]
+        exists, table = path.exists(), path.is_file()
+    if not exists:
+        raise KinformerError(f"{path} does not exist; give a folder of WAV or FLAC files, or a .tsv that lists them.")
+    tables = [path] if table else _tables(path)
+    if tables:
+        clips = [clip for item in tables for clip in _listed(item, path)]
+        files = [*map(single_file, tables), *(single_file(Path(clip.path)) for clip in clips)]
     else:
-        if not path.exists():
-            raise KinformerError(f"{path} does not exist; give a folder of WAV or FLAC files, or a .tsv of them.")
         files = [file for file in folder_files(path, empty=True) if Path(file.name).suffix.lower() in ENDINGS]
         clips = _named(files)
     if not clips:
-        raise KinformerError(f"{path}: holds no sound; give a folder of WAV or FLAC files, or a .tsv of them.")
+        raise KinformerError(f"{path}: holds no sound; give a folder of WAV or FLAC files, or a .tsv that lists them.")
     infos = (sound_info(clip.path) for clip in clips)
     clips = [replace(clip, samples=info.samples, rate=info.rate) for clip, info in zip(clips, infos, strict=True)]
-    return clips, files, table is not None
+    return clips, files, bool(tables)
 
 
-def _listed(table: Path) -> list[Clip]:
-    """Return the clips that a table lists."""
-    with reading(table):
-        raw = table.read_bytes()
-    try:
-        lines = raw.decode("utf-8-sig").splitlines()
-    except UnicodeDecodeError as error:
-        raise KinformerError(f"{table}: is no UTF-8 text ({error.reason}); save the transcripts as UTF-8.") from None
-    columns, clips = list(_COLUMNS), []
-    for number, line in enumerate(lines, start=1):
-        cells = [cell.strip() for cell in line.split("\t")]
-        named = [cell.lower() for cell in cells]
-        if number == 1 and {"file", "transcript"} <= set(named):
-            columns = named
-            continue
-        if not 2 <= len(cells) <= len(columns):
-            raise KinformerError(
-                f"{table}, line {number}: has {plural(len(cells), 'column')} where file, transcript and, if known, "
-                "speaker and split are expected, with tabs between; mend it."
+def _tables(folder: Path) -> list[Path]:
+    """Return the tables of transcripts in ``folder``: the table of the usual name, the tables of the splits, or the
+    only table."""
+    if (folder / TABLE).is_file():
+        return [folder / TABLE]
+    tables = [Path(file.path) for file in folder_files(folder, empty=True) if Path(file.name).suffix.lower() in _TABLES]
+    parts = [table for table in tables if _split_of(table, folder)]
+    if any(_split_of(table, folder) == "train" for table in parts):
+        if others := [table for table in tables if table not in parts]:
+            note_once(
+                f"note: {folder}: the splits have tables, so {plural(len(others), 'other table')} are not read, "
+                f"{others[0].name} among them."
             )
-        row = dict(zip(columns, cells, strict=False))
-        clips.append(_clip(table, number, row))
+        return parts
+    if len(tables) > 1:
+        raise KinformerError(
+            f"{folder}: holds {plural(len(tables), 'table')}, {tables[0].name} and {tables[1].name} among them; give "
+            f"the one with the transcripts as `data`, or call it {TABLE}."
+        )
+    return tables
+
+
+def _split_of(table: Path, folder: Path) -> str:
+    """Return the split that a table is of, by its name or its folder's; empty if none."""
+    parts = table.relative_to(folder).parts if table != folder else (table.name,)
+    return SPLITS.get(table.stem.lower(), SPLITS.get(parts[0].lower(), "") if len(parts) > 1 else "")
+
+
+def _listed(table: Path, place: Path) -> list[Clip]:
+    """Return the clips that a table lists; ``place`` is the table, or the folder of the data."""
+    clips, split, there = [], _split_of(table, place) if table != place else "", _Beside(table.parent)
+    for number, row in _rows(table):
+        clips.append(_clip(table, number, row, split, there))
+    if not clips:
+        raise KinformerError(f"{table}: lists no clip; write file, transcript and, if known, speaker and split.")
     return clips
 
 
-def _clip(table: Path, number: int, row: dict[str, str]) -> Clip:
-    file, transcript, split = row.get("file", ""), row.get("transcript", ""), row.get("split", "").lower()
+def _rows(table: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield the number of every line that lists a clip, and its cells by the names of their columns."""
+    with reading(table), table.open("rb") as file:
+        if (kind := _TABLES.get(table.suffix.lower(), "tsv")) == "jsonl":
+            for number, line in enumerate(lines_of(file, str(table)), start=1):
+                row = parse_json_line(table, number, line, "write one object per line") if line.strip() else None
+                if isinstance(row, dict):
+                    row = {str(name).lower(): str(value) for name, value in row.items() if value is not None}
+                    yield number, {name: row[key] for name, key in _columns_in(list(row)).items()}
+            return
+        columns: list[str] | None = None
+        for number, raw in _cells(file, str(table), kind):
+            cells = [_decoded(cell, table, number).strip() for cell in raw]
+            if columns is None:
+                named = _columns_in([cell.lower() for cell in cells])
+                if {"file", "transcript"} <= named.keys():
+                    by_name = {key: name for name, key in named.items()}
+                    columns = [by_name.get(cell.lower(), cell) for cell in cells]
+                    continue
+                columns = ["file", "transcript", "speaker", "split"]
+            if not 2 <= len(cells) <= len(columns):
+                raise KinformerError(
+                    f"{table}, line {number}: has {plural(len(cells), 'column')} where file, transcript and, if known, "
+                    "speaker and split are expected; mend it, or name the columns in the first line."
+                )
+            yield number, dict(zip(columns, cells, strict=False))
+
+
+def _columns_in(names: Sequence[str]) -> dict[str, str]:
+    """Return which of ``names`` is which column."""
+    taken = {ours: next((name for name in usual if name in names), None) for ours, usual in _COLUMNS.items()}
+    return {ours: name for ours, name in taken.items() if name is not None}
+
+
+def _cells(file: BinaryIO, place: str, kind: TableFormat) -> Iterator[tuple[int, list[bytes]]]:
+    """Yield the lines of a table in cells; of LJSpeech's lines, the name and the normalised text."""
+    name, bar, _ = file.readline().partition(b"|")
+    file.seek(0)
+    if kind == "tsv" or not bar or b"," in name:
+        yield from read_cells(file, place, kind)
+        return
+    for number, line in enumerate(lines_of(file, place), start=1):
+        if line:
+            cells = line.split(b"|")
+            yield number, [cells[0], cells[-1]]
+
+
+def _decoded(cell: bytes, table: Path, number: int) -> str:
+    try:
+        return cell.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise KinformerError(
+            f"{table}, line {number}: is no UTF-8 text ({error.reason}); save the transcripts as UTF-8."
+        ) from None
+
+
+class _Beside:
+    """The sound files under the folder of a table, which names them by their paths, names or names without endings."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, name: str) -> Path | None:
+        path = self.folder / name
+        if name and path.is_file():
+            return path
+        beside = self.names.get(name)
+        return None if beside is None else Path(beside)
+
+    @cached_property
+    def names(self) -> dict[str, str | None]:
+        """The path of every name, None of one that several files have."""
+        names: dict[str, str | None] = {}
+        for file in folder_files(self.folder, empty=True):
+            if (path := Path(file.name)).suffix.lower() in ENDINGS:
+                names |= {name: None if name in names else file.path for name in (path.name, path.stem)}
+        return names
+
+
+def _clip(table: Path, number: int, row: dict[str, str], split: str, beside: _Beside) -> Clip:
+    file, transcript, split = row.get("file", ""), row.get("transcript", ""), row.get("split", "").lower() or split
     if not transcript:
         raise KinformerError(f"{table}, line {number}: its transcript is empty; complete or remove the line.")
-    path = table.parent / file
-    if not file or not path.is_file():
-        raise KinformerError(f"{table}, line {number}: there is no file {path}; mend its name or remove the line.")
+    path = beside(file)
+    if path is None:
+        names = ", or name the columns file and transcript in the first line" if number == 1 else ""
+        raise KinformerError(
+            f"{table}, line {number}: the file {table.parent / file} is missing; mend its name or remove the "
+            f"line{names}."
+        )
     if split and split not in SPLITS:
         raise KinformerError(f"{table}, line {number}: its split {split!r} is unknown; {nearest(split, SPLITS)}")
     return Clip(file, str(path), transcript, row.get("speaker", ""), SPLITS.get(split, ""))

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from kinformer.data.stored import save_joined, stored
+from kinformer.runtime.words import plural
 
-SCHEMA = 3
+SCHEMA = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +46,18 @@ class Labelled:
     classes: tuple[str, ...]
     vocab_size: int
     splits: Mapping[str, Examples]
+    columns: str = ""
+    """The words that say which columns of a table are the label and the text."""
+
+    def cut(self, split: str, room: int) -> str:
+        """Return a sentence about the examples of ``split`` with more than ``room`` tokens; empty without any."""
+        lengths = self.splits[split].lengths
+        if not (long := int((lengths > room).sum())):
+            return ""
+        return (
+            f"{long / len(lengths):.1%} of the {split} examples of {self.name} have more than {plural(room, 'token')}, "
+            f"{plural(int(lengths.max()), 'token')} at most, and are read by their beginning only"
+        )
 
     @property
     def identity(self) -> dict[str, object]:

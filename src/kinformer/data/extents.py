@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -133,6 +134,21 @@ class _Descriptor:
     def __del__(self) -> None:
         if self.number >= 0:
             os.close(self.number)
+
+
+def shared_bytes(stored: Iterable[Extent], text: Iterable[Extent]) -> int:
+    """Return how many bytes of the pieces ``text``, which do not overlap, lie within pieces of ``stored``."""
+    ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for piece in sorted(stored):
+        merged = ranges[piece.path]
+        begin = max(piece.offset, merged[-1][1]) if merged else piece.offset
+        if begin < piece.offset + piece.size:
+            merged.append((begin, piece.offset + piece.size))
+    return sum(
+        max(0, min(end, piece.offset + piece.size) - max(begin, piece.offset))
+        for piece in text
+        for begin, end in ranges[piece.path]
+    )
 
 
 def fingerprint_of(files: Sequence[SourceFile]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from json import JSONDecoder
 from pathlib import Path
 from typing import BinaryIO
 
@@ -62,6 +63,11 @@ def check_plain(path: Path) -> None:
             f"{path}: is JSON lines with the fields {shown}; train on one of them with `text_field` NAME, or write the "
             "texts into a plain file first."
         )
+    if (names := _fields_of_array(head)) is not None:
+        raise KinformerError(
+            f"{path}: is an array of JSON objects with the fields {', '.join(names) or 'none'}; name the field to "
+            "train on by `text_field` NAME, or write the texts into a plain file first."
+        )
     if b"\0" in head:
         what = next((what for magic, what in _BINARY.items() if head.startswith(magic)), "no text")
         note_once(f"note: {path}: looks like {what} and is learnt byte by byte, as it is.")
@@ -82,7 +88,15 @@ def plain_bytes(path: Path) -> bytes:
 
 
 def check_folder(folder: Path, files: Sequence[SourceFile]) -> None:
-    """Refuse a folder that is mostly packed files, tables or documents; where there are few of them, a note says so."""
+    """Refuse a folder of token shards without their manifest, and a folder of packed files, tables or documents for the
+    most part; where few files are packed, a note says so."""
+    names = [Path(file.name).name for file in files]
+    shards = [name for name in names if name.endswith(".ids")]
+    if shards and any(name.endswith(".documents.npy") for name in names):
+        raise KinformerError(
+            f"{folder}: holds token shards such as {shards[0]} but not their manifest.json; copy the whole folder "
+            "again, or pack the data again."
+        )
     result = {file: packed for file in files if (packed := _packed(_head(Path(file.path)))) is not None}
     if not result:
         return
@@ -124,8 +138,7 @@ def _packed(head: bytes) -> tuple[str, str] | None:
 def write_field(path: Path, name: str, target: BinaryIO) -> None:
     """Write the texts of the field ``name`` of a file of JSON lines, each with a line's end, to ``target``."""
     with reading(path), open(path, "rb") as file:
-        for number, line in _lines(file):
-            row = parse_json_line(path, number, line, "`text_field` reads JSON lines")
+        for number, row in _objects(path, file):
             if not isinstance(row, dict) or not isinstance(row.get(name), str):
                 text_fields = (
                     [key for key, value in row.items() if isinstance(value, str)] if isinstance(row, dict) else []
@@ -136,8 +149,17 @@ def write_field(path: Path, name: str, target: BinaryIO) -> None:
             target.write(row[name].encode() + b"\n")
 
 
-def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    return ((number, line) for number, line in enumerate(file, start=1) if line.strip())
+def _objects(path: Path, file: BinaryIO) -> Iterator[tuple[int, object]]:
+    """Yield the objects of JSON lines, or of one array, with their numbers."""
+    array = _fields_of_array(file.read(_HEAD)) is not None
+    file.seek(0)
+    if array:
+        rows = parse_json_line(path, 1, file.read(), "`text_field` reads JSON lines, or one array of objects")
+        yield from enumerate(rows if isinstance(rows, list) else [rows], start=1)
+        return
+    for number, line in enumerate(file, start=1):
+        if line.strip():
+            yield number, parse_json_line(path, number, line, "`text_field` reads JSON lines")
 
 
 def _is_text(head: bytes) -> bool:
@@ -168,3 +190,15 @@ def _fields(head: bytes) -> list[str] | None:
     except ValueError:
         return None
     return list(rows[0]) if rows and all(isinstance(row, dict) for row in rows) else None
+
+
+def _fields_of_array(head: bytes) -> list[str] | None:
+    """Return the fields of the first object of an array of JSON objects; None where there is none."""
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not text.startswith(b"[") or not (text := text[1:].lstrip()).startswith(b"{"):
+        return None
+    try:
+        row, _ = JSONDecoder().raw_decode(text.decode("utf-8", "ignore"))
+    except (ValueError, RecursionError):
+        return None
+    return list(row)

@@ -21,7 +21,7 @@ import numpy as np
 from kinformer.data.files import SourceFile, atomic_write
 from kinformer.data.formats import content_of
 from kinformer.data.image_source import SPLITS, ImageSet, Part
-from kinformer.data.png import require_rows
+from kinformer.data.png import exif_of, require_rows
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import reading, require_file
 from kinformer.runtime.words import plural
@@ -35,6 +35,12 @@ _GREY, _COLOUR, _DEEP = (
     {"I;16", "I;16B"},
 )
 _ORIENTATION, _TURNED = 274, (5, 6, 7, 8)
+_TURNS = dict(
+    enumerate(
+        ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"), 2
+    )
+)
+"""How a picture of each orientation is made upright."""
 
 
 class Head(NamedTuple):
@@ -112,7 +118,7 @@ def read_head(path: Path) -> Head:
             )
         if image.mode not in _GREY | _COLOUR | _DEEP:
             raise KinformerError(f"{path}: has pixels of the mode {image.mode}; save it as RGB or grey of 8 bits.")
-        turned = image.format == "JPEG" and image.getexif().get(_ORIENTATION) in _TURNED
+        turned = _orientation(image, path) in _TURNED
         transparent = image.has_transparency_data
         return Head(*((height, width) if turned else (width, height)), image.mode, transparent, turned)
 
@@ -121,11 +127,10 @@ def decode(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
     """Return the picture ``path`` as uint8 of ``shape`` (height, width, channels),
     scaled and cropped where it has another."""
     Image = require_pillow(path)
-    from PIL import ImageOps
-
     height, width, channels = shape
     with _decoding(path), Image.open(path, formats=("PNG", "JPEG")) as file:
-        image = ImageOps.exif_transpose(file) if file.format == "JPEG" else file
+        turn = _TURNS.get(_orientation(file, path) or 1)
+        image = file if turn is None else file.transpose(Image.Transpose[turn])
         if image.mode in _DEEP:
             image = Image.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
         elif image.has_transparency_data:
@@ -140,6 +145,16 @@ def decode(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
             middle = image.crop((left, top, left + across, top + down))
             image = middle.resize((width, height), Image.Resampling.BICUBIC)
         return np.array(image, np.uint8).reshape(shape)
+
+
+def _orientation(image: Any, path: Path) -> int | None:
+    """Return how a camera held the picture, by its EXIF; of JPEG, also with several pictures (MPO), and of PNG."""
+    from PIL.Image import Image
+
+    if image.format == "PNG" and "exif" not in image.info and (exif := exif_of(path)):
+        image.info["exif"] = exif
+    orientation: int | None = Image.getexif(image).get(_ORIENTATION)  # PNG's own method decodes the rows first
+    return orientation
 
 
 def write_png(path: Path, pixels: np.ndarray) -> None:

@@ -30,7 +30,7 @@ from kinformer.runtime.errors import KinformerError
 
 DIGITS = "digits"
 HELD_OUT, HELD_OUT_OF_FEW, FEW = 0.05, 0.1, 10_000
-SCHEMA = 2
+SCHEMA = 3
 _SPLITS = ("train", "validation", "test")
 _FORMATS = "a folder of PNG or JPEG pictures, IDX files as MNIST's, an .npz archive, or 'digits'"
 

@@ -10,7 +10,7 @@ from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from kinformer.data.files import folder_files, reading
 from kinformer.data.formats import refuse_packed
-from kinformer.data.tables import Columns, lines_of, read_table
+from kinformer.data.tables import BOM, Columns, lines_of, read_table
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.fields import require_path
 
@@ -129,7 +129,7 @@ def _rows(stream: Iterable[bytes], place: str, columns: Columns, kind: Format) -
                 f"`text_field` or `label_field`: {place} holds lines without fields; give a .tsv, .csv or .jsonl file, "
                 "or say by `format` that it is one."
             )
-        for number, line in enumerate(lines_of(stream), start=1):
+        for number, line in enumerate(lines_of(stream, place), start=1):
             where = f"{place}, line {number}"
             yield TextItem(where, _decoded(line, where))
         return
@@ -141,12 +141,12 @@ def _rows(stream: Iterable[bytes], place: str, columns: Columns, kind: Format) -
 def _file(path: str) -> TextItem:
     refuse_packed(Path(path))
     with reading(path):
-        return TextItem(path, _decoded(Path(path).read_bytes(), path).strip())
+        return TextItem(path, _decoded(Path(path).read_bytes().removeprefix(BOM), path).strip())
 
 
 def _decoded(text: bytes, place: str) -> str:
     try:
-        return text.decode("utf-8-sig" if place.endswith("line 1") else "utf-8")
+        return text.decode("utf-8")
     except UnicodeDecodeError as error:
         raise KinformerError(
             f"{place}: is not UTF-8 (byte {text[error.start]:#04x}); convert it first, as with iconv."

@@ -4,9 +4,9 @@
     reviews/bad/2.txt                         bad<TAB>Never again.
 
 A table's columns are label and text, unless its first line names them: ``label``, and ``text`` or ``sentence``, or what
-``text_field`` and ``label_field`` say, beside any others (see ``data.tables``). ``train``, ``validation`` and ``test``
-may come separately, as folders of folders or as files of a folder (``train.tsv``). What is missing of them is held out
-of the rest, 5 % each, by a hash of the text.
+``text_field`` and ``label_field`` say, beside any others (see ``data.tables``). ``train``, ``val`` and ``test`` may
+come separately, as folders of folders or as files of a folder (``train.tsv``). A missing one is held out of the
+rest, 5 % each, by a hash of the text.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import numpy as np
 from kinformer.data.examples import Labelled, Written, keep
 from kinformer.data.extents import fingerprint_of
 from kinformer.data.files import SourceFile, folder_files, reading, single_file
+from kinformer.data.image_source import SPLITS
 from kinformer.data.stored import default_cache
-from kinformer.data.tables import Columns, TableFormat, read_table
+from kinformer.data.tables import BOM, Columns, TableFormat, columns_taken, read_table
 from kinformer.data.tokenizer import ByteTokenizer, Tokenizer
 from kinformer.runtime.errors import KinformerError
 
 HELD_OUT = 0.05
-_NAMES = {"train": "train", "validation": "validation", "valid": "validation", "dev": "validation", "test": "test"}
 _TABLES: dict[str, TableFormat] = {".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl"}
 _BATCH = 1 << 17
 """Bytes of texts that are looked at together: their ids take eight times as much until they are narrowed."""
@@ -139,7 +139,8 @@ def open_labelled(
     folder = (cache or default_cache()) / "labelled" / key
     classes, splits = keep(folder, lambda: _encoded(_split_examples(path, files, holdout, columns), tokenizer, spec))
     version = fingerprint.split(":")[1][:12]
-    return Labelled(path.resolve().name, version, fingerprint, classes, tokenizer.vocab_size, splits)
+    taken = columns_taken(path, _TABLES[path.suffix], columns) if path.suffix in _TABLES and path.is_file() else ""
+    return Labelled(path.resolve().name, version, fingerprint, classes, tokenizer.vocab_size, splits, taken)
 
 
 def _encoded(examples_of: BySplit, tokenizer: Tokenizer, place: str) -> tuple[list[str], Written]:
@@ -178,10 +179,10 @@ def _split_examples(path: Path, files: Sequence[SourceFile], holdout: float | No
     for file in files:
         first, _, rest = file.name.partition("/")
         stem, suffix = Path(first).stem, Path(first).suffix
-        if rest and first in _NAMES:
-            by_split[_NAMES[first]].extend([_file(file, rest, path)])
-        elif not rest and stem in _NAMES and suffix in _TABLES:
-            by_split[_NAMES[stem]].extend(_table(Path(file.path), columns))
+        if rest and first in SPLITS:
+            by_split[SPLITS[first]].extend([_file(file, rest, path)])
+        elif not rest and stem in SPLITS and suffix in _TABLES:
+            by_split[SPLITS[stem]].extend(_table(Path(file.path), columns))
         else:
             by_split[""].extend([_file(file, file.name, path)])
     if "" in by_split and len(by_split) > 1:
@@ -202,7 +203,7 @@ def _file(file: SourceFile, name: str, path: Path) -> Example:
             f"{file.path}: stands in no class's folder; give a folder with a folder per class, a .tsv, .csv or .jsonl."
         )
     with reading(file.path):
-        return Example(Path(file.path).read_bytes(), label)
+        return Example(Path(file.path).read_bytes().removeprefix(BOM), label)
 
 
 def _held_out(parts: BySplit, holdout: float | None, place: str) -> BySplit:

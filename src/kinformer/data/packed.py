@@ -155,7 +155,9 @@ def _split(folder: Path, name: str, manifest: JsonObject, tokenizer: Tokenizer) 
         documents,
         vocab_size=tokenizer.vocab_size,
         dtype=np.dtype(f"<u{width}"),
-        encoded_from=None if of_bytes else Split.of_bytes(name, corpus, _Absent([Extent(str(folder), 0, text_bytes)])),
+        encoded_from=None
+        if of_bytes
+        else Split.of_bytes(name, corpus, _Absent([Extent(f"{folder} ({name})", 0, text_bytes)])),
         marks=None if of_bytes else np.asarray(marks),
     )
 

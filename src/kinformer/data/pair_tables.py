@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.parsing import parse_json_line
+from kinformer.runtime.progress import note_once
 from kinformer.runtime.words import plural
 
 TABLES = (".tsv", ".jsonl")
@@ -14,6 +15,7 @@ Row = tuple[str, str]
 Names = Sequence[str | None]
 """The names of the columns of the source and of the target."""
 _USUAL = ("source", "target")
+ENGLISH = "en"
 
 
 def read_table(path: Path, text: str, names: Names) -> tuple[Names, list[Row]]:
@@ -27,6 +29,8 @@ def read_table(path: Path, text: str, names: Names) -> tuple[Names, list[Row]]:
 def _columns(path: Path, lines: Sequence[str], names: Names) -> tuple[Names, list[Row]]:
     rows = []
     for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
         cells = line.split("\t")
         if len(cells) != 2:
             raise KinformerError(
@@ -34,8 +38,8 @@ def _columns(path: Path, lines: Sequence[str], names: Names) -> tuple[Names, lis
                 "target; mend it."
             )
         rows.append((cells[0], cells[1]))
-    first = [cell.strip().lower() for cell in rows[0]]
-    if _is_header(first, names):
+    first = [cell.strip().lower() for cell in rows[0]] if rows else []
+    if rows and _is_header(first, names):
         order = [
             first.index(name.lower()) if name and name.lower() in first else side for side, name in enumerate(names)
         ]
@@ -48,15 +52,21 @@ def _columns(path: Path, lines: Sequence[str], names: Names) -> tuple[Names, lis
             f"{path}: its first line names no column {first_name!r}; leave `source` and `target` out, the columns are "
             "source and target then, or name them in the first line."
         )
+    if first and all(map(_is_code, first)):
+        note_once(
+            f"note: {path}: its first line, {' and '.join(first)}, is taken for a pair of words; if these are "
+            "languages, name them by `source` and `target`."
+        )
     return names, rows
 
 
 def _is_header(cells: Sequence[str], names: Names) -> bool:
-    """Return whether ``cells`` are names of columns: the usual ones, those of ``names``, or two codes of languages."""
+    """Return whether ``cells`` are names of columns: the usual ones, the given ``names``, or the codes of English and
+    another language (two other codes may be two words)."""
     named = [name.lower() for name in names if name]
     if named:
         return all(name in cells for name in named)
-    return set(cells) == set(_USUAL) or (cells[0] != cells[1] and all(_is_code(cell) for cell in cells))
+    return set(cells) == set(_USUAL) or (ENGLISH in cells and cells[0] != cells[1] and all(map(_is_code, cells)))
 
 
 def _is_code(cell: str) -> bool:
@@ -91,5 +101,5 @@ def _fields(row: object, names: Names) -> Names:
     left = [name for name in texts if name not in names]
     if len(left) != sum(name is None for name in names):
         return [name or usual for name, usual in zip(names, _USUAL, strict=True)]
-    left.sort(key=lambda name: name != "en")
+    left.sort(key=lambda name: name != ENGLISH)
     return [name or left.pop(0) for name in names]

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from kinformer.data import number_words
 from kinformer.data.extents import fingerprint_of
 from kinformer.data.files import SourceFile, folder_files, reading, single_file
-from kinformer.data.pair_tables import TABLES, read_table
+from kinformer.data.pair_tables import ENGLISH, TABLES, read_table
 from kinformer.data.tokenizer import ByteTokenizer, Tokenizer
 from kinformer.runtime.archives import read_unpacked
 from kinformer.runtime.errors import KinformerError
@@ -30,7 +30,6 @@ from kinformer.runtime.words import plural
 
 NUMBER_WORDS = "number-words"
 HELD_OUT = 0.05
-ENGLISH = "en"
 _PARTS = {"val": "validation", "dev": "validation", "test": "test"}
 
 

@@ -1,4 +1,5 @@
-"""A check that a PNG holds all of its rows: Pillow decodes one whose data end early as if the rest were black."""
+"""The chunks of a PNG: a check that it holds all of its rows, since Pillow decodes one whose data end early as if the
+rest were black, and its EXIF, which may stand behind the rows."""
 
 from __future__ import annotations
 
@@ -44,6 +45,18 @@ def require_rows(path: Path) -> None:
         raise KinformerError(
             f"{path}: holds {present} of the {plural(expected, 'byte')} of its rows; replace or remove it."
         )
+
+
+def exif_of(path: Path) -> bytes:
+    """Return the EXIF of a PNG, as JPEG has it; empty where there is none. No row is read."""
+    with path.open("rb") as file:
+        file.seek(len(SIGNATURE))
+        while len(head := file.read(8)) == 8:
+            length, name = struct.unpack(">I4s", head)
+            if name == b"eXIf":
+                return b"Exif\0\0" + file.read(length)
+            file.seek(length + 4, 1)
+    return b""
 
 
 def _bytes(width: int, height: int, depth: int, colour: int, _method: int, _filter: int, interlaced: int) -> int:

@@ -21,6 +21,9 @@ from kinformer.runtime.words import plural
 
 ENDINGS = (".wav", ".flac", ".ogg", ".mp3")
 MOST_RATE = 1_000_000
+_PCM, _EXTENSIBLE, _FORM = 1, 0xFFFE, 40
+_ENDLESS, _SKIPPED = 0x7FFF0000, 1 << 16
+"""What those who write to a pipe say that it holds, at least: as many bytes as there can be."""
 _LEAST_SHARE = 0.99  # of MP3 the number of samples may be an estimate
 _DAMAGED = ("is no sound that can be read", "record or convert it again")
 
@@ -103,33 +106,68 @@ def _require_length(path: Path) -> None:
 
 
 class WavStream:
-    """A stream of WAV in parts, as from a microphone, whatever its head says of its length.
+    """A stream of WAV in parts, as from a microphone, up to the end of its samples; of a stream whose head does not
+    know how many there are, all that comes.
 
     Errors: ``KinformerError`` where it does not begin as WAV of PCM does.
     """
 
     def __init__(self, file: IO[bytes], place: str = "standard input") -> None:
+        remedy = "convert it, as by ffmpeg -i SOUND -f wav -"
+        self._file = file
         try:
-            self._wave = wave.open(file, "rb")  # noqa: SIM115 (it belongs to the caller, who goes on reading)
+            self.rate, self._width, self._channels, self._left = _stream_head(file)
         except (wave.Error, EOFError) as error:
+            raise KinformerError(f"{place}: is no WAV of PCM samples ({_reason(error)}); {remedy}.") from None
+        if not 1 <= self.rate <= MOST_RATE or not 1 <= self._width <= 4 or not self._channels:
             raise KinformerError(
-                f"{place}: is no WAV of PCM samples ({_reason(error)}); convert it, as by ffmpeg -i SOUND -f wav -."
-            ) from None
-        self._file, self.rate = file, self._wave.getframerate()
-        if not 1 <= self.rate <= MOST_RATE or not 1 <= self._wave.getsampwidth() <= 4:
-            raise KinformerError(
-                f"{place}: is no WAV of PCM samples (of {plural(self._wave.getsampwidth(), 'byte')}, {self.rate} a "
-                "second); convert it, as by ffmpeg -i SOUND -f wav -."
+                f"{place}: is no WAV of PCM samples (of {plural(self._width, 'byte')}, {self.rate} a second); {remedy}."
             )
-        self._step = self._wave.getsampwidth() * self._wave.getnchannels()
 
     def read(self, seconds: float) -> np.ndarray:
         """Return the next samples float32 [time], this many seconds of them or the rest; none at the end."""
-        wanted = max(1, round(seconds * self.rate)) * self._step
+        wanted = max(1, round(seconds * self.rate)) * self._width * self._channels
+        if self._left is not None:
+            wanted = min(wanted, self._left)
         data = b""
         while len(data) < wanted and (piece := self._file.read(wanted - len(data))):
             data += piece
-        return _mixed(data, self._wave.getsampwidth(), self._wave.getnchannels())
+        if self._left is not None:
+            self._left -= len(data)
+        return _mixed(data, self._width, self._channels)
+
+
+def _stream_head(file: IO[bytes]) -> tuple[int, int, int, int | None]:
+    """Read a stream of WAV up to its samples; return their rate, the bytes of each, the channels, and how many bytes of
+    samples follow (None where the head does not say)."""
+    head = _exactly(file, 12)
+    if head[:4] != b"RIFF" or head[8:] != b"WAVE":
+        raise wave.Error("file does not start with RIFF id" if head[:4] != b"RIFF" else "not a WAVE file")
+    form = b""
+    while True:
+        name, length = struct.unpack("<4sI", _exactly(file, 8))
+        if name == b"data":
+            break
+        chunk = _exactly(file, min(length, _FORM))
+        for begin in range(len(chunk), length + length % 2, _SKIPPED):
+            _exactly(file, min(_SKIPPED, length + length % 2 - begin))
+        form = chunk if name == b"fmt " else form
+    if len(form) < 16:
+        raise wave.Error("the format of its samples is missing")
+    kind, channels, rate, _, _, bits = struct.unpack("<HHIIHH", form[:16])
+    kind = struct.unpack("<H", form[24:26])[0] if kind == _EXTENSIBLE and len(form) == _FORM else kind
+    if kind != _PCM:
+        raise wave.Error(f"unknown format: {kind}")
+    return rate, (bits + 7) // 8, channels, length if 0 < length < _ENDLESS else None
+
+
+def _exactly(file: IO[bytes], size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        if not (piece := file.read(size - len(data))):
+            raise EOFError
+        data += piece
+    return data
 
 
 def _mixed(data: bytes, width: int, channels: int) -> np.ndarray:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kinformer.core.head import NeedsStore
 from kinformer.core.model import CausalModel
+from kinformer.data import Corpus, Split, first_bytes, open_corpus
 from kinformer.datastore.options import StoreOptions
 from kinformer.runtime.errors import KinformerError, marked, spelled
 from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.progress import note
 from kinformer.tasks.runs import TrainedRun
+from kinformer.tasks.shared.text import note_shared, spec_of
 
 if TYPE_CHECKING:
     from kinformer.core.model_config import ModelConfig
@@ -152,15 +154,20 @@ def lookup_facts(model: object) -> dict[str, object] | None:
     return {"datastore": str(store.folder), "entries": store.entries, "neighbours": model.neighbours}
 
 
-def note_stored(record: Record, data: Mapping[str, object], holdout: float | None) -> None:
-    """Note where the store holds the very text that is evaluated; ``data`` is the text's identity with its split."""
-    for part in record.parts:
-        same = (part.source.get("fingerprint"), part.source.get("holdout")) == (data["fingerprint"], holdout)
-        if same and data["split"] in part.source.get("splits", ()):
-            note(
-                f"note: the {data['split']} split of {data['name']} is in the datastore itself, so these figures are "
-                "not of held-out text."
-            )
+def note_stored(record: Record, run: StoredRun, corpus: Corpus, data: str | None, parts: Sequence[Split]) -> None:
+    """Note how much of ``parts``, which are measured, the store holds; ``data`` names their ``corpus`` (None: the
+    run's own)."""
+    stored = [part.source for part in record.parts if part.source.get("fingerprint") == corpus.fingerprint]
+    if not stored:
+        return
+    seen = []
+    for source in stored:
+        other = open_corpus(spec_of(run, data), tokenizer=corpus.tokenizer, holdout=source.get("holdout"))
+        splits = [other.splits[name] for name in source.get("splits", ())]
+        limit = source.get("max_bytes")
+        seen += splits if limit is None else [first_bytes(splits[0], limit, other.tokenizer)]
+    for part in parts:
+        note_shared(seen, part, "in the datastore itself")
 
 
 def probes_of(folder: str | Path, requested: int | None) -> int | None:

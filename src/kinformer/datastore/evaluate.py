@@ -113,10 +113,9 @@ def evaluate_datastore(runs: Sequence[StoredRun], options: Any, task_options: An
     store: Datastore = attached.head.searcher.store  # type: ignore[union-attr,assignment]
     job = _Job(options, probes_of(store.folder, options.probes), run, attached, store, windows, quiet)
     held = held_out(run, options, task_options.holdout)
-    note_stored(
-        store.record, held.identity, run.data.get("holdout") if task_options.holdout is None else task_options.holdout
-    )
     tuning, reported = _parts(held, options)
+    measured = [held.split] if tuning is None or tuning.name == held.split.name else [tuning, reported]
+    note_stored(store.record, run, held.corpus, options.data, measured)
     done = [
         _measure(job, tuning, reported, size)
         for size in (*(item for item in sizes if item < store.entries), store.entries)

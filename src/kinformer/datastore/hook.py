@@ -72,11 +72,16 @@ class Stores:
 
         return evaluate_datastore(runs, options, task_options, quiet)
 
-    def note_text(self, facts: Mapping[str, object] | None, data: Mapping[str, object], holdout: float | None) -> None:
-        """Note where the datastore of :meth:`facts` holds the very text ``data`` that was evaluated on."""
+    def note_text(
+        self, facts: Mapping[str, object] | None, run: StoredRun, options: Any, holdout: float | None
+    ) -> None:
+        """Note where the datastore of :meth:`facts` holds text that ``run`` was measured on; ``options`` as of
+        :meth:`evaluate`."""
         if facts is None:
             return
         from kinformer.datastore.attach import note_stored
         from kinformer.datastore.store import read_record
+        from kinformer.tasks.shared.text import measured_part
 
-        note_stored(read_record(Path(str(facts["datastore"]))), data, holdout)
+        corpus, part = measured_part(run, options, holdout)
+        note_stored(read_record(Path(str(facts["datastore"]))), run, corpus, options.data, [part])

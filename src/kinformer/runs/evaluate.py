@@ -84,10 +84,8 @@ def _measured(
         report = runs[0].task.evaluate(runs, load, evaluation_settings, task_options, quiet)
     evaluations = [_with_steps(item, taken[run.folder]) for run, item in zip(runs, report.evaluations, strict=True)]
     report = replace(report, evaluations=evaluations)
-    for run, evaluation in zip(runs, report.evaluations, strict=True):
-        holdout = getattr(task_options, "holdout", None)
-        holdout = run.data.get("holdout") if holdout is None else holdout
-        STORES.note_text(lookups.get(run.folder), evaluation.data, holdout)
+    for run in runs:
+        STORES.note_text(lookups.get(run.folder), run, evaluation_settings, getattr(task_options, "holdout", None))
     return report
 
 

@@ -166,6 +166,8 @@ def _stage(job: Job, plan: TrainingPlan, stage: Stage, group: Group, announces: 
     if announces and group.first and not job.quiet:
         frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
         print(announcement(run, settings, parameters, group, frozen), file=tolerant(sys.stderr), flush=True)
+    if announces and group.first:
+        run.task.tell(plan)
     result = Trainer(model, data, objective, settings, run.folder, group, job.quiet, job.started_at).run()
     return Summary(run.folder, run.member, parameters, result, data.metrics)
 

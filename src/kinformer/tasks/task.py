@@ -164,6 +164,9 @@ class Task:
     def check(self, plan: TrainingPlan, model: nn.Module) -> None:
         """Raise a :class:`KinformerError` where the model, on the meta device, cannot be trained as planned."""
 
+    def tell(self, plan: TrainingPlan) -> None:
+        """Note what training reads of the data, at its start."""
+
     def data_module(self, plan: TrainingPlan) -> DataModule:
         """Return the rows to train on and to validate with."""
         raise NotImplementedError

@@ -15,6 +15,7 @@ from torch import nn
 
 from kinformer.core.learning import regularization_metrics
 from kinformer.runtime.files import reading
+from kinformer.runtime.progress import note
 from kinformer.runtime.words import plural
 from kinformer.training.averaging import MovingAverage, mean_weights, replaced
 from kinformer.training.carried import Carried
@@ -107,6 +108,17 @@ class Trainer:
         self.rate = LearningRate(self.settings, self.stage, self.data.metrics[0], numbers, self.step)
         course = (numbers.get("total", 0), numbers.get("since", 0), numbers.get("share", 0.0))
         self.course = Course(self.settings.steps) if self.settings.steps else Course(*course)
+        if saved and self.settings.steps and self.group.first:
+            self._tell_stretched(numbers["total"])
+
+    def _tell_stretched(self, before: int) -> None:
+        """Note where the learning rate jumps because the run had ``before`` steps when it was stopped."""
+        was, rate = (self.rate(self.step, total) for total in (before, self.total))
+        if self.step < self.total and not math.isclose(was, rate, rel_tol=0.01):
+            note(
+                f"note: the schedule spans {plural(self.total, 'step')} from here on, and spanned {before:,}: the "
+                f"learning rate at step {self.step} is {rate:.3g} instead of {was:.3g}."
+            )
 
     @property
     def total(self) -> int:

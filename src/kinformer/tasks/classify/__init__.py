@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kinformer.core.model import WholeModel
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.progress import note
 from kinformer.runtime.tables import PredictionTable
+from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.predictions import Embedded, EmbeddingSettings, Predicted, PredictionSettings
 from kinformer.tasks.record import NOTHING_DRAWN, OF_TEXTS, DataNeeds, EvaluationNeeds, Generation, Models, Prediction
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
     from kinformer.training.objective import Objective
 
 HEAD, FEWEST = "classification", 2
+SHOWN = 8
+"""How many classes a note counts, the most frequent first."""
 
 
 def _classification(model: nn.Module) -> Objective:
@@ -100,6 +106,27 @@ class Classify(Task):
 
         check_ids(plan, plan.data.vocab_size, self.special_apart)
         check_sequence(model)
+        data: Labelled = plan.data
+        examples = len(data.splits["train"])
+        if self.data.columns and 2 * len(data.classes) > examples:
+            columns = f" ({data.columns})" if data.columns else ""
+            raise KinformerError(
+                f"`data`: {data.name} has {plural(len(data.classes), 'class')} but only {plural(examples, 'example')} "
+                f"to train on{columns}; say by `text_field` and `label_field` which columns are the text and the "
+                "label, or give more examples of every class."
+            )
+
+    def tell(self, plan: TrainingPlan) -> None:
+        from kinformer.tasks.shared.text import ends_of
+
+        data: Labelled = plan.data
+        counts = Counter(data.splits["train"].labels.tolist()).most_common()
+        shown = ", ".join(f"{data.classes[number]}: {count:,}" for number, count in counts[:SHOWN])
+        more = f" and {len(counts) - SHOWN} more" if len(counts) > SHOWN else ""
+        columns = f"; {data.columns}" if data.columns else ""
+        note(f"note: {data.name}: {plural(len(data.classes), 'class')} to train on, {shown}{more}{columns}.")
+        if cut := data.cut("train", plan.settings.length - ends_of(plan.config).size):
+            note(f"note: {cut}; `length` {plan.settings.length} can be raised.")
 
     def data_module(self, plan: TrainingPlan) -> DataModule:
         from kinformer.tasks.classify.rows import Labels

@@ -14,7 +14,7 @@ from torch.nn import functional
 from kinformer.core.model import WholeModel, device_of
 from kinformer.data import Buckets, Examples, Labelled
 from kinformer.runtime.errors import choose, require_finite
-from kinformer.runtime.progress import ProgressCallback, progressing
+from kinformer.runtime.progress import ProgressCallback, note, progressing
 from kinformer.runtime.tables import PredictionTable
 from kinformer.runtime.words import plural
 from kinformer.tasks.classify.rows import LabelledBatch
@@ -86,7 +86,10 @@ def evaluate(
     result, same, examples = _examples(task, subject, evaluation_settings)
     classes = classes_of(run)
     length = whole_length(run, model)
-    rows = Buckets(examples, max(1, evaluation_settings.chunk // length), length, 0, ends_of(model.config))
+    ends = ends_of(model.config)
+    if cut := result.cut(evaluation_settings.split, length - ends.size):
+        note(f"note: {cut}.")
+    rows = Buckets(examples, max(1, evaluation_settings.chunk // length), length, 0, ends)
     started_at = time.perf_counter()
     with progressing(quiet) as progress:
         predictions = None if table.predictions is None else ClassPredictions(len(examples))

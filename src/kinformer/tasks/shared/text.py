@@ -4,11 +4,13 @@ in."""
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from kinformer.core.pattern import Pattern
 from kinformer.data import BosEos, Corpus, FileTokenizer, Split, Tokenizer, first_bytes, open_corpus
+from kinformer.data.extents import shared_bytes
 from kinformer.data.items import Check, Inputs, TextItem, TextSource, read_texts
 from kinformer.data.tables import Columns
 from kinformer.evaluation.bits import streamable
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from kinformer.tasks.task import Data, TrainingPlan
 
 CARRIED = "carried"
+USUAL_COLUMNS = Columns()
 
 
 def vocab_size_of(config: ModelConfig) -> int:
@@ -119,13 +122,38 @@ def held_out(run: TrainedRun, evaluation_settings: EvaluationSettings, holdout: 
 
     ``holdout``: the share that is held out, the run's own if None.
     """
+    corpus, part = measured_part(run, evaluation_settings, holdout)
+    same = note_other_data(run, corpus, evaluation_settings.data is not None)
+    trained_at = run.data.get("holdout")
+    if same and part.name != "train" and holdout not in (None, trained_at):
+        trained = open_corpus(spec_of(run, evaluation_settings.data), holdout=trained_at).splits["train"]
+        note_shared([trained], part, "among the text that the run was trained on")
+    return HeldOut(corpus, part, same)
+
+
+def measured_part(
+    run: TrainedRun, evaluation_settings: EvaluationSettings, holdout: float | None = None
+) -> tuple[Corpus, Split]:
+    """Return the data that ``evaluation_settings`` name, and their part to measure on; ``holdout`` as of
+    :func:`held_out`."""
     holdout = run.data.get("holdout") if holdout is None else holdout
     corpus = open_corpus(spec_of(run, evaluation_settings.data), tokenizer=run.tokenizer, holdout=holdout)
     part = corpus.splits[choose(evaluation_settings.split, corpus.splits, "`split`")]
-    same = note_other_data(run, corpus, evaluation_settings.data is not None)
     if evaluation_settings.max_bytes is not None:
         part = first_bytes(part, evaluation_settings.max_bytes, corpus.tokenizer)
-    return HeldOut(corpus, part, same)
+    return corpus, part
+
+
+def note_shared(seen: Sequence[Split], part: Split, where: str) -> None:
+    """Note how much of the text of ``part`` is also text of ``seen``, which stands ``where``."""
+    pieces = (piece for split in seen for piece in split.text.extents.pieces)
+    share = shared_bytes(pieces, part.text.extents.pieces) / max(1, part.bytes)
+    if share:
+        amount = "" if share == 1 else f"{share:.1%} of "
+        note(
+            f"note: {amount}the {part.name} split of {part.corpus} is {where}, so these figures are not of held-out "
+            "text."
+        )
 
 
 def identity_of_part(data: Data, split: str, same: bool) -> dict[str, object]:
@@ -152,10 +180,12 @@ def heading(subject: LoadedRun, data: Data, split: str) -> str:
     return f"{subject.title} on {data.name} {data.version}, {split} split"
 
 
-def texts_in(source: TextSource, settings: PredictionSettings, check: Check | None = None) -> Inputs[TextItem]:
+def texts_in(
+    source: TextSource, settings: PredictionSettings, check: Check | None = None, usual: Columns = USUAL_COLUMNS
+) -> Inputs[TextItem]:
     """Return the texts of ``source`` to predict from, as ``settings`` say; ``check`` raises for one that the task
-    cannot read (by default, an empty one)."""
-    columns = Columns(settings.text_field, settings.label_field)
+    cannot read (by default, an empty one). ``usual``: how the task names and orders the columns of tables."""
+    columns = usual._replace(text=settings.text_field, label=settings.label_field)
     return read_texts(source, columns, settings.format, settings.max_items, check)
 
 

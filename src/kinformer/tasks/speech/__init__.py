@@ -142,7 +142,7 @@ class Speech(Task):
     name = NAME
     title = "speech"
     description = (
-        "Learns to write what is said: a folder of WAV or FLAC files with transcripts in transcripts.tsv or in their "
+        "Learns to write what is said: a folder of WAV or FLAC files with transcripts in a table or in their "
         "names, or telephone tones. Measured by the error rate, by character, label or word, with empty transcripts as "
         "the baseline. Encoders hear whole utterances; causal members write while sound comes."
     )

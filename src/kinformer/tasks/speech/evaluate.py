@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from math import isfinite, log
+from math import inf, isfinite, log
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +19,7 @@ from kinformer.data.phonemes import folded
 from kinformer.data.sound import CHARACTERS, Sound, join_symbols, open_sound, split_symbols
 from kinformer.evaluation.transcripts import Errors, count_errors
 from kinformer.runtime.errors import KinformerError, choose, require_finite
-from kinformer.runtime.progress import ProgressCallback, progressing
+from kinformer.runtime.progress import ProgressCallback, note, progressing
 from kinformer.runtime.words import plural
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, evaluated
 from kinformer.tasks.runs import LoadedRun
@@ -52,14 +52,18 @@ def evaluate(
         heard, nats = _heard(model, rows, evaluation_settings.chunk, decode, progress)
     references = [split_symbols(rows.utterances.transcript(number), data.unit) for number in range(len(heard))]
     heard_symbols = [[data.symbols[symbol - 1] for symbol in item] for item in heard]
-    frequent, symbols = _most_frequent(data), sum(map(len, references))
+    if rows.short.any():
+        note(f"note: {rows.left_out(evaluation_settings.split, rows.short)} and are left out of the bits per symbol.")
+    frequent = _most_frequent(data)
     if task_options.fold is not None:
         references, heard_symbols, (frequent,) = (
             [_folded(item, data.unit) for item in some] for some in (references, heard_symbols, [frequent])
         )
     task_options.write_predictions(_rows(rows, references, heard_symbols))
     errors = count_errors(references, heard_symbols)
-    metrics = {ERROR_RATE: errors.rate, BITS_PER_SYMBOL: nats / log(2) / symbols}
+    possible = int(sum(len(rows.targets[number]) for number in rows.usable))
+    bits = nats / log(2) / possible if possible else inf  # no path of so few positions gives a transcript
+    metrics = {ERROR_RATE: errors.rate, BITS_PER_SYMBOL: bits}
     baselines = {"empty": 1.0, "most_frequent": count_errors(references, [frequent] * len(references)).rate}
     right = sum(a == b for a, b in zip(references, heard_symbols, strict=True))
     facts: dict[str, object] = errors._asdict() | {
@@ -117,7 +121,7 @@ def _heard(
             outputs = model(batch.frames.to(device), valid=batch.valid.to(device))
             logits = (outputs if isinstance(outputs, torch.Tensor) else outputs[0]).float().cpu()
             lengths = batch.valid.sum(1)
-            nats += float(ctc_nats(logits, lengths, batch.targets, batch.counts).double().sum())
+            nats += float(ctc_nats(logits, lengths, batch.targets, batch.counts).double().sum())  # 0 of short ones
             require_finite(isfinite(nats))
             for number, row, length in zip(order[begin:end].tolist(), logits, lengths.tolist(), strict=True):
                 heard[number] = decode(row[:length])

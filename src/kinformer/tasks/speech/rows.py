@@ -85,22 +85,23 @@ class Rows:
 
     def tell_left_out(self, split: str) -> None:
         """Note how many utterances cannot be learnt from; refuse a split of which none can."""
-        seconds = self.input.stride * self.bank.hop / self.data.rate
-        for left, why in (
-            (self.long, f"are longer than `length` {self.length} positions of {1000 * seconds:.0f} ms"),
-            (self.short, f"are shorter than their transcripts at {1000 * seconds:.0f} ms a position"),
-        ):
+        for left in (self.long, self.short):
             if not left.any():
                 continue
-            first = self.utterances.name(int(np.flatnonzero(left)[0]))
-            note_text = (
-                f"{self.data.name}: {int(left.sum()):,} of {plural(len(left), 'utterance')} of the {split} split {why}"
-            )
+            words = self.left_out(split, left)
             if not len(self.usable):
-                raise KinformerError(
-                    f"{note_text} (as {first}), and none is left; give a larger `length` or other data."
-                )
-            note(f"note: {note_text} and are left out (as {first}).")
+                raise KinformerError(f"{words}, and none is left; give a larger `length` or other data.")
+            note(f"note: {words} and are left out.")
+
+    def left_out(self, split: str, left: np.ndarray) -> str:
+        """Return in words how many utterances are too long, or too short for their transcripts, as ``left`` says."""
+        seconds = self.input.stride * self.bank.hop / self.data.rate
+        why = f"shorter than their transcripts at {1000 * seconds:.0f} ms a position"
+        if left is self.long:
+            why = f"longer than `length` {self.length} positions of {1000 * seconds:.0f} ms"
+        count = f"{int(left.sum()):,} of {plural(len(left), 'utterance')}"
+        first = self.utterances.name(int(np.flatnonzero(left)[0]))
+        return f"{self.data.name}: {count} of the {split} split (as {first}) are {why}"
 
     def batch(
         self, numbers: np.ndarray, counted: np.ndarray | None = None, generators: Sequence[Generator] = ()

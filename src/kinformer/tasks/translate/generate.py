@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kinformer.core.model import SourceModel, device_of
 from kinformer.data.items import TextItem, TextSource
+from kinformer.data.tables import LABEL_NAMES, TEXT_NAMES, Columns
 from kinformer.data.tokenizer import as_bytes
 from kinformer.evaluation.early_exit import Exited, noting_exits, saved
 from kinformer.generation.beam import Hypothesis, Search, beam_search
@@ -135,7 +136,10 @@ def predict_lines(
         hypotheses = translator([item.text.encode() for item in batch])
         return [_predicted(item, translator.text(result)) for item, result in zip(batch, hypotheses, strict=True)]
 
-    inputs = texts_in(source, settings, check)
+    languages = (subject.run.data.get("identity") or {}).get("languages", ())
+    usual = [[kind, *languages[side : side + 1]] for side, kind in enumerate(("source", "target"))]
+    columns = Columns(text_names=(*TEXT_NAMES, *usual[0]), label_names=(*LABEL_NAMES, *usual[1]), text_first=True)
+    inputs = texts_in(source, settings, check, columns)
     yield from in_batches(
         inputs.items, settings.batch_size, lambda item: len(item.text), translated, inputs.total, settings.quiet
     )
