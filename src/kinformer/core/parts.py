@@ -304,7 +304,7 @@ def features_of(product: nn.Module, x: Tensor, features: slice) -> Tensor:
         every: Tensor = product(x)
         return every[..., features]
     weight, bias = product.weight, product.bias
-    return functional.linear(x, weight[features], None if bias is None else bias[features])  # type: ignore[index,arg-type]
+    return functional.linear(x, weight[features], None if bias is None else bias[features])  # type: ignore[index]
 
 
 def wide_product(product: nn.Module, x: Tensor) -> Tensor:
@@ -316,7 +316,7 @@ def wide_product(product: nn.Module, x: Tensor) -> Tensor:
             made: Tensor = product(x.to(next(product.parameters()).dtype))
             return made.to(wide)
         weight, bias = product.weight, product.bias
-        return functional.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))  # type: ignore[arg-type,operator]
+        return functional.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))  # type: ignore[arg-type]
 
 
 def head_width(dim: int, num_heads: int) -> int:
