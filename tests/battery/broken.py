@@ -239,6 +239,15 @@ class AccumulatesInHalf(Recurrence):
         return y, end._replace(total=end.total.bfloat16()) if half else end
 
 
+class SquaresInHalf(Recurrence):
+    """Normalises by squares that leave the range of float16."""
+
+    def forward(self, chunk, state):
+        y, end = super().forward(chunk, state)
+        y = 100 * y
+        return y * (y.square().mean(-1, keepdim=True) + 1e-3).rsqrt(), end
+
+
 class DoublesGradients(Recurrence):
     """A custom backward that is consistently wrong."""
 

@@ -117,7 +117,7 @@ class Attention(CausalMixer):
         return (key <= query) & (key >= query - reach[..., None])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-        scores = (q @ k[:, 0].mT / self.dim**0.5).masked_fill(~visible, -1e9)
+        scores = (q @ k[:, 0].mT / self.dim**0.5).masked_fill(~visible, -torch.inf)
         return scores.softmax(dim=-1).masked_fill(~visible, 0) @ v[:, 0]
 
     def forward(self, chunk, state):
@@ -228,7 +228,7 @@ class SegmentMemory(CausalMixer):
         k, v = self.key_value(hidden.to(x.dtype)).chunk(2, dim=-1)
         k_still, v_still = self.key_value(hidden.to(x.dtype).detach()).chunk(2, dim=-1)
         scores = torch.where(learns, q @ k.mT, q @ k_still.mT) / self.dim**0.5
-        weights = scores.masked_fill(~visible, -1e9).softmax(dim=-1)
+        weights = scores.masked_fill(~visible, torch.finfo(scores.dtype).min).softmax(dim=-1)
         return (weights * learns) @ v + (weights * ~learns) @ v_still
 
 

@@ -115,9 +115,15 @@ def subject(config, time=23):
     )
 
 
+LACKS = {("performer, sines", "half_precision")}
+"""Half-precision rounding moves large tokens by a large part of a sine's period."""
+
+
 @pytest.mark.parametrize("check", [check for check in CHECKS if check != "compile"])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_mixers_keep_the_contract(name, check):
+    if (name, check) in LACKS:
+        pytest.skip("see LACKS")
     CHECKS[check](subject(PUBLISHED[name]))
 
 

@@ -25,14 +25,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.blocks.feed_forward import SwiGLU
-from kinformer.core.contract import select_valid, state_dtype
+from kinformer.core.contract import select_valid
 from kinformer.core.division import divided, in_blocks
 from kinformer.core.feed_forward import FeedForwardConfig, PartlyUsed, ReadsPadding, Selection
 from kinformer.core.learning import AuxLoss, OnlineLearner
-from kinformer.core.parts import UnpackedLinear
+from kinformer.core.parts import UnpackedLinear, wide_product
 from kinformer.kernels.grouped import IMPLS, grouped_products
 from kinformer.kernels.impls import GroupedImpl
-from kinformer.runtime.autocast import no_autocast
 from kinformer.runtime.compiling import uncompiled
 from kinformer.runtime.errors import KinformerError, choose
 
@@ -136,8 +135,7 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
 
     def _scores(self, x: Tensor) -> Tensor:
         """Return s [..., num_experts] in float32 at least: a choice must not depend on autocast."""
-        with no_autocast(x.device):
-            logits = functional.linear(x.to(wide := state_dtype(x.dtype)), self.router.weight.to(wide))
+        logits = wide_product(self.router, x)
         return logits.softmax(-1) if self.config.router == "softmax" else logits.sigmoid()
 
     def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:

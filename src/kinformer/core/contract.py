@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from kinformer.core.config import Config
 from kinformer.core.division import Divisible
@@ -189,6 +190,20 @@ def initial_states(
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of accumulators beside activations of ``dtype``: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def in_range(x: Tensor) -> Tensor:
+    """Return ``x``, in float32 if it is float16: squares and sums over a text exceed 65,504, the largest float16."""
+    return x.float() if x.dtype == torch.float16 else x
+
+
+def unit_vectors(x: Tensor) -> Tensor:
+    """Return vectors [..., width] divided by their lengths, 0 for 0.
+
+    Lengths are computed in float32 at least: the least length 1e-12 is 0 in float16, where a square above 65,504 is
+    infinite.
+    """
+    return functional.normalize(x.to(state_dtype(x.dtype)), dim=-1).to(x.dtype)
 
 
 def width_of(x: Tensor) -> int:

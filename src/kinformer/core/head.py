@@ -23,8 +23,9 @@ class OutputProduct(nn.Module):
 
     vocabulary_part: VocabularyShare | None = None
 
-    def product(self, input: Input) -> tuple[Tensor, Tensor | None]:
-        """Return W [vocab, dim] and b [vocab] or None; ``input`` is the model's, whose table may be W."""
+    def product(self, input: Input) -> tuple[Tensor, Tensor | None] | None:
+        """Return W [vocab, dim] and b [vocab] or None; ``input`` is the model's, whose table may be W. Return None
+        where an adapter adds to the product, so that the head must be called."""
         raise NotImplementedError
 
 

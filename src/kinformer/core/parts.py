@@ -9,10 +9,13 @@ from __future__ import annotations
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from kinformer.core.config import Config, describe
+from kinformer.core.contract import state_dtype
 from kinformer.core.division import undivided
 from kinformer.core.pattern import Pattern
+from kinformer.runtime.autocast import no_autocast
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 
@@ -283,6 +286,37 @@ class ResidualOutput(nn.Linear):
 class UnpackedLinear(nn.Linear):
     """A product whose weight is also read by itself, head by head or in another dtype, so that no layout of it may
     replace it."""
+
+
+def is_plain(product: nn.Module) -> bool:
+    """Return whether ``product`` computes x W^T + b and nothing else, so that its weight may be read in its place.
+
+    An adapter such as LoRA's, a hook or a forward of a subclass adds something: then the module must be called.
+    """
+    if type(product).forward is not nn.Linear.forward or "forward" in vars(product):
+        return False
+    return not (product._forward_hooks or product._forward_pre_hooks)
+
+
+def features_of(product: nn.Module, x: Tensor, features: slice) -> Tensor:
+    """Return some features of ``product(x)``; a plain product computes no others."""
+    if not is_plain(product):
+        every: Tensor = product(x)
+        return every[..., features]
+    weight, bias = product.weight, product.bias
+    return functional.linear(x, weight[features], None if bias is None else bias[features])  # type: ignore[index]
+
+
+def wide_product(product: nn.Module, x: Tensor) -> Tensor:
+    """Return ``product(x)`` in float32 at least, whatever autocast says; weights of half precision are widened where
+    the product is plain."""
+    wide = state_dtype(x.dtype)
+    with no_autocast(x.device):
+        if not is_plain(product):
+            made: Tensor = product(x.to(next(product.parameters()).dtype))
+            return made.to(wide)
+        weight, bias = product.weight, product.bias
+        return functional.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))  # type: ignore[arg-type]
 
 
 def head_width(dim: int, num_heads: int) -> int:

@@ -259,7 +259,9 @@ def _head_inputs(model: CausalModel, tokens: Tensor) -> tuple[Tensor, State]:
 def _loss_in_pieces(model: Any, hidden: Tensor, tokens: Tensor) -> Tensor:
     """Return the loss as :func:`loss_of` does, from hidden states [batch, time, dim]."""
     targets = torch.zeros(hidden.shape[:-1].numel(), dtype=torch.int64, device=hidden.device)
-    weight, bias = model.head.product(model.input)
+    product = model.head.product(model.input)
+    assert product is not None, "a new head has no adapter"
+    weight, bias = product
     return cross_entropy.summed(hidden.flatten(0, -2), weight, bias, targets) / targets.numel()
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeGuard, TypeVar
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.parts import UnpackedLinear
+from kinformer.core.parts import UnpackedLinear, is_plain
 from kinformer.runtime.processor import processor_class
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -103,7 +103,7 @@ def pack(model: Model, rows: int = 1, least: int | None = None) -> Model:
 
 def _pays(module: nn.Module, least: int) -> TypeGuard[nn.Linear]:
     """Whether ``module`` is packed where float32 matrices of ``least`` elements or more are."""
-    if not isinstance(module, nn.Linear) or isinstance(module, UnpackedLinear):
+    if not isinstance(module, nn.Linear) or isinstance(module, UnpackedLinear) or not is_plain(module):
         return False
     return module.weight.dtype != torch.float32 or module.weight.numel() >= least
 

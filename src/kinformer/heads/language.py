@@ -11,6 +11,7 @@ from torch.nn import functional
 from kinformer.core.head import OutputProduct
 from kinformer.core.input import Input
 from kinformer.core.model_config import HeadConfig, check_table, vocab_size_of
+from kinformer.core.parts import is_plain
 from kinformer.runtime.errors import KinformerError
 
 
@@ -53,8 +54,10 @@ class LanguageModelHead(OutputProduct):
             return self.output(hidden_states)
         return functional.linear(hidden_states, input.table, self.bias)
 
-    def product(self, input: Input) -> tuple[Tensor, Tensor | None]:
-        return (input.table, self.bias) if self.output is None else (self.output.weight, self.output.bias)
+    def product(self, input: Input) -> tuple[Tensor, Tensor | None] | None:
+        if self.output is None:
+            return input.table, self.bias
+        return (self.output.weight, self.output.bias) if is_plain(self.output) else None
 
 
 class AdjustedHead(nn.Module):

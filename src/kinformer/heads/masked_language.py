@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from kinformer.core.input import Input
 from kinformer.core.model_config import HeadConfig, check_table, vocab_size_of
+from kinformer.core.parts import is_plain
 
 
 class MaskedLanguageHead(nn.Module):
@@ -43,4 +44,6 @@ class MaskedLanguageHead(nn.Module):
 
     def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
         x = self.norm(functional.gelu(self.dense(hidden_states), approximate=self.approximate))
+        if self.output is not None and not is_plain(self.output):
+            return self.output(x) + self.bias
         return functional.linear(x, input.table if self.output is None else self.output.weight, self.bias)

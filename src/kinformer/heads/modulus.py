@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from kinformer.core.contract import in_range
 from kinformer.core.input import Input
 from kinformer.core.model_config import HeadConfig
 from kinformer.heads.language import LanguageModelHead
@@ -50,6 +51,6 @@ class ModulusHead(nn.Module):
         self.inner, self.divisor = config.inner.build(dim // 2, input), config.divisor
 
     def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
-        real, imaginary = hidden_states.chunk(2, dim=-1)
-        size = (real.square() + imaginary.square() + EPS).sqrt()
+        real, imaginary = in_range(hidden_states).chunk(2, dim=-1)
+        size = (real.square() + imaginary.square() + EPS).sqrt().to(hidden_states.dtype)
         return self.inner(size / self.divisor, input, valid)

@@ -54,7 +54,7 @@ class SpalmHead(nn.Module):
         if neighbours is not None:
             hidden_states = self.fuse(hidden_states, input.table, neighbours)
         elif self.training:  # engines expect a gradient of every parameter
-            hidden_states = hidden_states + 0.0 * self.gate.weight.sum()
+            hidden_states = hidden_states + 0.0 * self.gate(hidden_states)
         return self.inner(hidden_states, input)
 
     def fuse(self, hidden: Tensor, embedding: Tensor, neighbours: Tensor) -> Tensor:

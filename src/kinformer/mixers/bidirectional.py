@@ -30,6 +30,7 @@ from kinformer.core.parts import (
     check_score,
     check_unpinned,
     head_width,
+    is_plain,
     merge_heads,
 )
 from kinformer.core.pattern import Pattern
@@ -254,12 +255,12 @@ class BidirectionalAttention(EncoderMixer):
             queries = global_projection.query(x.gather(1, index_of(slots, x)[:, :, None].expand(-1, -1, x.shape[-1])))
             queries = queries.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             queries = self.score.queries(self.position.rotate(queries, queries, global_positions_)[0])
-            keys, values = (
-                Projected(x, item.weight, item.bias) for item in (global_projection.key, global_projection.value)
-            )
-            if not isinstance(self.position, NoPosition):
-                keys = self.position.rotate_keys(keys.made(q.shape[1]), positions)
-                values = self.position.values(values.made(q.shape[1]))
+            products = global_projection.key, global_projection.value
+            if isinstance(self.position, NoPosition) and all(map(is_plain, products)):
+                keys, values = (Projected(x, item.weight, item.bias) for item in products)
+            else:
+                k, v = (item(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for item in products)
+                keys, values = self.position.rotate_keys(k, positions), self.position.values(v)
         if isinstance(keys, Projected) or isinstance(values, Projected):
             rows = self._attend(queries, keys, values, Visibility(key_padding_mask=padding)).out
         else:

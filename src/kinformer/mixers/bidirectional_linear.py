@@ -8,17 +8,19 @@ Two products whose cost is linear in the length: 4 time features head_dim multip
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from kinformer.core.config import check_unused
-from kinformer.core.contract import select_valid
+from kinformer.core.contract import in_range, select_valid
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext
 from kinformer.core.feature_map import FeatureMapConfig, check_normaliser
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.features.elu import Elu
+from kinformer.runtime.autocast import no_autocast
 
 
 class BidirectionalLinear(EncoderMixer):
@@ -56,6 +58,8 @@ class BidirectionalLinear(EncoderMixer):
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         x = select_valid(x, text.valid)
         q, k, v = self.qkv(x).unflatten(-1, self.shape).permute(2, 0, 3, 1, 4).unbind()
+        dtype = v.dtype
+        q, k, v = in_range(q), in_range(k), in_range(v)
         q, (k, log_scale) = self.feature_map.queries(q), self.feature_map.keys(k)
         valid = None if text.valid is None else text.valid[:, None]
         if log_scale is not None:  # a factor that all keys of a row share is in both sums
@@ -66,6 +70,7 @@ class BidirectionalLinear(EncoderMixer):
             # ``where`` rather than a product: 0 * inf of a padding key would be NaN.
             k = torch.where(valid.unsqueeze(-1), k, k.new_zeros(()))
         # phi(q)^T S / (phi(q) . z + eps), S = sum_j phi(k_j) v_j^T, z = sum_j phi(k_j)
-        total = q @ k.sum(2).unsqueeze(-1)
-        y = (q @ (k.mT @ v)) / (total.clamp_min(self.floor) if self.floor else total + self.eps)
-        return select_valid(self.out(merge_heads(y)), text.valid)
+        with no_autocast(q.device) if dtype == torch.float16 else nullcontext():
+            total = q @ k.sum(2).unsqueeze(-1)
+            y = (q @ (k.mT @ v)) / (total.clamp_min(self.floor) if self.floor else total + self.eps)
+        return select_valid(self.out(merge_heads(y).to(dtype)), text.valid)

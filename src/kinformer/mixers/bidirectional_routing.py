@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from kinformer.core.contract import select_valid
+from kinformer.core.contract import select_valid, unit_vectors
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.features.centroids import Centroids
@@ -63,11 +62,11 @@ class BidirectionalRouting(EncoderMixer):
         self.check(text.global_positions is not None, text.num_global > 0)
         qkv = self.qkv(select_valid(x, text.valid)).unflatten(-1, self.shape).permute(2, 0, 3, 1, 4).unbind()
         q, v = qkv[0], qkv[-1]
-        unit = functional.normalize(q, dim=-1)
+        unit = unit_vectors(q)
         k = unit if self.config.shared else qkv[1]
         similarities = [self._similar(unit, text.valid)]
         if not self.config.shared:
-            similarities.append(self._similar(functional.normalize(k, dim=-1), text.valid))
+            similarities.append(self._similar(unit_vectors(k), text.valid))
         similar = similarities[0], None if self.config.shared else similarities[1]
         y = balanced_attention(q, k, v, similar, self.config.window, valid=text.valid)
         return select_valid(self.out(merge_heads(y)), text.valid)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.config import check_unused
-from kinformer.core.contract import Chunk, MixerConfig, select_valid, state_dtype
+from kinformer.core.contract import Chunk, MixerConfig, in_range, select_valid, state_dtype
 from kinformer.core.feature_map import FeatureMapConfig, check_normaliser
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.core.source import SourceMixer
@@ -78,7 +78,7 @@ class LinearCrossAttention(SourceMixer):
     def over(self, source: Tensor, valid: Tensor, device: torch.device | None, dtype: torch.dtype | None) -> SourceSums:
         kv = self.key_value(source)
         k, v = kv.view(*source.shape[:2], 2, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind()
-        k, log_scale = self.feature_map.keys(k)
+        k, log_scale = self.feature_map.keys(in_range(k))
         wide = state_dtype(dtype or self.out.weight.dtype)
         k, v, mask = k.to(wide), v.to(wide), valid[:, None]
         if log_scale is not None:  # a factor that all keys of a row share is in both sums
@@ -96,7 +96,7 @@ class LinearCrossAttention(SourceMixer):
         x = select_valid(chunk.x, chunk.valid)
         # Hypotheses of a beam share a source: their queries stand side by side in one row.
         q = self.query(x).view(len(state.kv), -1, self.num_heads, self.head_dim).transpose(1, 2)
-        q, dtype = self.feature_map.queries(q), q.dtype
+        q, dtype = self.feature_map.queries(in_range(q)), q.dtype
         with no_autocast(q.device):
             q = q.to(state.kv.dtype)
             total = q @ state.z.unsqueeze(-1)

@@ -19,13 +19,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.contract import Chunk, select_valid, state_dtype
-from kinformer.core.parts import ScoreConfig, merge_heads
+from kinformer.core.contract import Chunk, select_valid
+from kinformer.core.parts import ScoreConfig, merge_heads, wide_product
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
 from kinformer.kernels.impls import AttentionImpl
 from kinformer.positions.none import NoPosition
 from kinformer.projections.source import CrossState, OverSource, OverSourceConfig
-from kinformer.runtime.autocast import no_autocast
 from kinformer.runtime.errors import KinformerError
 from kinformer.scores.scaled_dot import ScaledDot
 
@@ -93,10 +92,8 @@ class PredictiveCrossAttention(OverSource):
 
     def places(self, x: Tensor, state: CrossState) -> Tensor:
         """Return p_t [batch, time] of tokens x [batch, time, dim], in float32 or better: 0 .. the source's length."""
-        with no_autocast(x.device):  # places of a long source are not told apart in 16 bits
-            wide = state_dtype(x.dtype)
-            hidden = nn.functional.linear(x.to(wide), self.place_in.weight.to(wide)).tanh()
-            score = nn.functional.linear(hidden, self.place_out.weight.to(wide))[..., 0]
+        # Places of a long source are not told apart in 16 bits.
+        score = wide_product(self.place_out, wide_product(self.place_in, x).tanh())[..., 0]
         length = torch.where(state.valid[:, 0].any(-1), state.last(len(state.k)) + 1, 0)
         return score.sigmoid() * length.repeat_interleave(len(x) // len(length))[:, None]
 

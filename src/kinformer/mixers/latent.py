@@ -30,6 +30,7 @@ from kinformer.core.parts import (
     check_heads,
     check_unpinned,
     head_width,
+    is_plain,
     merge_heads,
 )
 from kinformer.core.token_memory import TokenMemory
@@ -174,6 +175,8 @@ class LatentAttention(TokenMemory):
     def _absorbs(self, time: int) -> bool:
         """Return whether ``time`` queries absorb the matrices: their sums over latents then cost less than to make the
         keys and values of every slot. Lengths of the past do not matter, so that a recorded step keeps its form."""
+        if not is_plain(self.up):  # its weight is not all that it computes
+            return False
         if self.form != "auto":
             return self.form == "absorbed"
         # Multiplications a slot and head: time (2 r + d_r) <= r (d + d_v) + time (d + d_r + d_v)

@@ -30,6 +30,7 @@ from kinformer.core.contract import (
     positions_of,
     real_resets,
     select_valid,
+    state_dtype,
 )
 from kinformer.core.division import in_blocks
 from kinformer.core.parts import Position, PositionConfig, ResidualOutput, Score, head_width, merge_heads
@@ -206,7 +207,8 @@ class Memorizing(HostDriven, CausalMixer):
         """Return normalised queries and keys, and values [batch, heads, time, head_dim]."""
         qkv = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, self.head_dim)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
-        q, k = (tensor * (tensor.square().sum(dim=-1, keepdim=True) + 1e-6).rsqrt() for tensor in (q, k))
+        wide = (tensor.to(state_dtype(v.dtype)) for tensor in (q, k))
+        q, k = (tensor * (tensor.square().sum(dim=-1, keepdim=True) + 1e-6).rsqrt() for tensor in wide)
         return q.to(v.dtype), k.to(v.dtype), v
 
     def _scaled(self, q: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from kinformer.core.contract import (
     CausalMixer,
@@ -30,6 +29,7 @@ from kinformer.core.contract import (
     positions_of,
     select_valid,
     state_dtype,
+    unit_vectors,
 )
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.core.pattern import Band
@@ -123,7 +123,7 @@ class RoutingAttention(CausalMixer):
     def forward(self, chunk: Chunk, state: RoutingState) -> tuple[Tensor, RoutingState]:
         heads = self.qkv(select_valid(chunk.x, chunk.valid)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         *near, q, v = heads.split([self.local] * 3 + [self.routed] * 2, dim=1)
-        key = functional.normalize(q, dim=-1).to(q.dtype)  # autocast makes it float32 on a GPU
+        key = unit_vectors(q)
         similar = self.centroids(key, chunk.valid)
         keys, values, membership, routed = absorb(
             self.sizes, chunk, state.routed, key, v, similar.argmax(-1).unsqueeze(2)

@@ -29,10 +29,12 @@ from kinformer.core.contract import (
     CausalMixer,
     Chunk,
     MixerConfig,
+    in_range,
     positions_of,
     real_resets,
     select_valid,
     state_dtype,
+    unit_vectors,
 )
 from kinformer.core.crossing import Crosses, recent_slots
 from kinformer.core.first_values import FirstValues, SharesValues
@@ -154,7 +156,8 @@ class RWKV7(Crosses, CausalMixer):
         log_decay = _RATE * torch.sigmoid(decay_logits.to(state_dtype(decay_logits.dtype)))
         if chunk.valid is not None:
             log_decay = torch.where(chunk.valid[:, None, :, None], log_decay, log_decay.new_zeros(()))
-        erasing = functional.normalize(erased, dim=-1), rate_by_head
+        r, key, v = in_range(r), in_range(key), in_range(v)
+        erasing = unit_vectors(in_range(erased)), in_range(rate_by_head)
         y, kv = self._update((r, key, v), erasing, state.kv, log_decay, chunk.valid, reset)
         gate = self.gate_up(torch.sigmoid(self.gate_down(xg)))
         bonus = (r * key * self._heads(self.bonus)).sum(-1, keepdim=True) * v
@@ -189,7 +192,7 @@ class RWKV7(Crosses, CausalMixer):
     def _output(self, y: Tensor, bonus: Tensor, gate: Tensor, valid: Tensor | None) -> Tensor:
         normed = merge_heads(functional.layer_norm(y, (self.head_dim,), eps=1e-5 * self.head_dim))
         normed = torch.addcmul(self.norm_bias.to(y.dtype), normed, self.norm_weight.to(y.dtype))
-        return select_valid(self.out((normed + merge_heads(bonus)) * gate), valid)
+        return select_valid(self.out(((normed + merge_heads(bonus)) * gate).to(gate.dtype)), valid)
 
 
 def _low_rank(dim: int, rank: int, width: int) -> tuple[nn.Linear, nn.Linear]:

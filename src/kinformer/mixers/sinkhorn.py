@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from kinformer.core.contract import select_valid, state_dtype
+from kinformer.core.contract import in_range, select_valid, state_dtype
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global, within
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
@@ -143,8 +143,8 @@ def _sorted(weights: Tensor, k: Tensor, v: Tensor, present: Tensor | None) -> tu
     if present is not None:
         some = weights @ present[:, None].to(weights.dtype)
         scaled = weights.sum(-1, keepdim=True) / some.clamp_min(torch.finfo(weights.dtype).tiny)
-    weights, parts = weights.to(k.dtype), []
-    for tensor in (k, v):
-        mixed = (weights @ tensor.flatten(3)).unflatten(3, tensor.shape[3:])
-        parts.append(mixed if present is None else mixed * scaled.to(k.dtype).unsqueeze(-1))
+    dtype, parts = k.dtype, []
+    for tensor in (in_range(k), in_range(v)):  # a factor for few tokens may be large
+        mixed = (weights.to(tensor.dtype) @ tensor.flatten(3)).unflatten(3, tensor.shape[3:])
+        parts.append((mixed if present is None else mixed * scaled.to(mixed.dtype).unsqueeze(-1)).to(dtype))
     return parts[0], parts[1]

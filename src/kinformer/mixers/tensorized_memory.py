@@ -34,6 +34,7 @@ from kinformer.core.contract import (
     positions_of,
     select_valid,
 )
+from kinformer.core.parts import features_of
 from kinformer.patterns.segments import check_sizes
 from kinformer.positions.xl import sinusoids
 from kinformer.projections.tensor_factors import Factors, FactorsConfig
@@ -102,7 +103,7 @@ class TensorizedMemory(Factors, RecomputesKV, CausalMixer):
         live = self._keys_values(every, norm)
         # sg(h_j) where seg(j) < seg(i), with projections that learn: detach inputs, not keys.
         old = self._keys_values(every.detach(), norm) if torch.is_grad_enabled() else live
-        queries = self._queries(linear(norm(x), self.qkv.weight[: self.rank]))
+        queries = self._queries(features_of(self.qkv, norm(x), slice(self.rank)))
         outputs = []
         for first in range(0, x.shape[1], BLOCK):
             block = slice(first, first + BLOCK)
@@ -117,7 +118,7 @@ class TensorizedMemory(Factors, RecomputesKV, CausalMixer):
 
     def _keys_values(self, hidden_states: Tensor, norm: nn.Module) -> Tensor:
         """Return keys and values [batch, slots, 2 rank] of ``hidden_states`` [batch, slots, dim]."""
-        return linear(norm(hidden_states), self.qkv.weight[self.rank :])
+        return features_of(self.qkv, norm(hidden_states), slice(self.rank, None))
 
     def _window(self, positions: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """Return the slots of the past and the chunk that the windows of queries at ``positions`` [batch, tokens] hold,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kinformer.core.contract import unit_vectors
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, GridOnly, SequenceContext, gridded, refuse_global
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
@@ -104,8 +105,8 @@ class WindowAttention(GridOnly, EncoderMixer):
         q, k, v = (part(x).unflatten(-1, (heads, -1)).transpose(1, 2) for part in (self.query, self.key, self.value))
         if self.config.cosine:
             # cos(q, k) / tau with 1 / tau = exp(heat) <= 100
-            q = functional.normalize(q, dim=-1) * self.heat.clamp_max(log(HOTTEST)).exp().to(q.dtype)
-            k = functional.normalize(k, dim=-1).to(q.dtype)
+            q = unit_vectors(q) * self.heat.clamp_max(log(HOTTEST)).exp().to(q.dtype)
+            k = unit_vectors(k).to(q.dtype)
         if mask is not None:
             mask = mask.repeat(len(x) // len(mask), 1, 1, 1)
         dropout = AttentionDropout.drawn(self.config.dropout, self.training)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.parts import Position, PositionConfig, Relative
+from kinformer.core.parts import Position, PositionConfig, Relative, is_plain
 from kinformer.runtime.autocast import autocast_dtype
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import arguments_trusted
@@ -80,7 +80,7 @@ class TransformerXL(Position):
     def _rows(self, lowest: int, highest: int) -> Tensor:
         """Return the rows of :meth:`_project`, from a cache without gradients while the weights stay the same. Only on
         a CPU, as comparing weights elsewhere would wait for the device."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not is_plain(self.projection):  # the weight says not all of an adapter
             return self._project(lowest, highest)
         weight = self.projection.weight
         if lowest < 0 or torch.is_grad_enabled() or weight.device.type != "cpu" or weight.is_inference():

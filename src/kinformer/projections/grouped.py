@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torch.nn import functional
 
 from kinformer.core.division import divided, in_blocks
-from kinformer.core.parts import Projection, ProjectionConfig
+from kinformer.core.parts import Projection, ProjectionConfig, features_of
 from kinformer.runtime.errors import KinformerError
 
 
@@ -46,13 +45,8 @@ class Grouped(Projection):
         return q, k, v
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if not isinstance(self.qkv, nn.Linear):  # packed: its rows cannot be separated
-            return super().keys_values(x)
         batch, time, _ = x.shape
-        first = self.num_heads * self.head_dim
-        bias = None if self.qkv.bias is None else self.qkv.bias[first:]
-        heads = functional.linear(x, self.qkv.weight[first:], bias).view(
-            batch, time, 2 * self.num_kv_heads, self.head_dim
-        )
+        projected = features_of(self.qkv, x, slice(self.num_heads * self.head_dim, None))
+        heads = projected.view(batch, time, 2 * self.num_kv_heads, self.head_dim)
         k, v = heads.transpose(1, 2).chunk(2, dim=1)
         return k, v

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.core.config import check_unused
+from kinformer.core.parts import is_plain
 from kinformer.runtime.errors import KinformerError
 
 Method = Literal["learned", "mean", "max", "convolution"]
@@ -111,12 +112,12 @@ class Summarising:
             short = (weight[:, 0, :, : x.shape[1]].flatten(0, 1) @ x).unflatten(1, (len(weight), -1))
             return self._heads(self.key(short[:, 0])), self._heads(self.value(short[:, -1]))
         k, v = (
-            self._compressed(functional.linear(x, product.weight), item, product.bias)
+            self._compressed(*_without_bias(product, x), item)
             for product, item in ((self.key, weight[0]), (self.value, weight[-1]))
         )
         return k, v
 
-    def _compressed(self, projected: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _compressed(self, projected: Tensor, bias: Tensor | None, weight: Tensor) -> Tensor:
         """Return keys or values by each head's compression or by convolution, [batch, heads, summaries, head_dim]."""
         if self.config.method == "learned":
             summary = torch.einsum("hrn,bhnd->bhrd", weight[..., : projected.shape[1]], self._heads(projected))
@@ -127,6 +128,14 @@ class Summarising:
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+
+def _without_bias(product: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return ``product(x)`` less what it adds to everything, and that [features] or None."""
+    if is_plain(product):
+        return functional.linear(x, product.weight), product.bias
+    bias = product(x.new_zeros(1, x.shape[-1]))[0]
+    return product(x) - bias, bias
 
 
 def seen_windows(valid: Tensor, width: int) -> Tensor:

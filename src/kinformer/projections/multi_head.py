@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torch.nn import functional
 
 from kinformer.core.division import in_blocks
-from kinformer.core.parts import Projection, ProjectionConfig
+from kinformer.core.parts import Projection, ProjectionConfig, features_of
 
 
 class MultiHead(Projection):
@@ -38,11 +37,7 @@ class MultiHead(Projection):
         return q, k, v
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if not isinstance(self.qkv, nn.Linear):  # packed: its rows cannot be separated
-            return super().keys_values(x)
         batch, time, _ = x.shape
-        first = self.qkv.out_features // 3
-        bias = None if self.qkv.bias is None else self.qkv.bias[first:]
-        projected = functional.linear(x, self.qkv.weight[first:], bias)
+        projected = features_of(self.qkv, x, slice(self.shape[1] * self.shape[2], None))
         k, v = projected.view(batch, time, 2, *self.shape[1:]).permute(2, 0, 3, 1, 4).unbind()
         return k, v

@@ -19,11 +19,27 @@ from torch import Tensor
 
 from kinformer.runtime.compiling import constant
 from kinformer.runtime.process import is_command
+from kinformer.runtime.processor import emulates_bfloat16
 
 ONEDNN_FROM = 16**3
 """Multiplications of a product from which on PyTorch asks oneDNN."""
 FEW = 32
 """Rows below which a product is small whatever its width."""
+
+
+_EMULATED = emulates_bfloat16()  # found when imported, not while a graph is captured
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which our kernels of softmax attention multiply tensors like ``x``.
+
+    A CPU cannot add up half-precision products into a float32 result. On a CPU float16 is therefore multiplied in
+    float32: a score above 65,504 would be infinite. So is bfloat16 where the processor emulates its products, which
+    then take 4 to 13 times as long (one thread of an AMD EPYC without AVX-512, 8 to 16 heads, 100 to 2,048 keys).
+    Elsewhere bfloat16 keeps its own products, which are the reason to use it, and its scores are rounded to bfloat16.
+    """
+    narrow = x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and _EMULATED)
+    return torch.float32 if narrow and x.device.type == "cpu" else x.dtype
 
 
 @constant

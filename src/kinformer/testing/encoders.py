@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from kinformer.testing.derivatives import agree_derivatives, agree_gradients, dense_gradients
 from kinformer.testing.encoder_subject import Case, EncoderMixerSubject, EncoderSubject
 from kinformer.testing.errors import BITS, GRADIENTS, VALUES, agree, require
+from kinformer.testing.numerics import CLOSE_AT_LARGE, LARGE, agree_at_large
 
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
@@ -75,6 +76,21 @@ def dtype(subject: EncoderSubject) -> None:
             with torch.autocast(torch.get_default_device().type, torch.bfloat16):
                 got = subject.run(subject.build(torch.float32), case._replace(inputs=case.inputs.float()))
             _near(f"outputs under autocast, {case.name}", got, want, CLOSE[torch.bfloat16])
+
+
+def half_precision(subject: EncoderSubject) -> None:
+    """Check that large tokens, a token of zeros and padding give finite outputs in half precision, near the outputs in
+    float32 with the same rounded weights and inputs."""
+    with torch.no_grad():
+        for case in subject.cases():
+            inputs = LARGE * case.inputs
+            inputs[:, 3] = 0
+            case, _, _ = subject.padded(case._replace(inputs=inputs))
+            for kind, tolerance in CLOSE_AT_LARGE.items():
+                module, rounded = subject.build(kind), case.inputs.to(kind)
+                got = subject.run(module, case._replace(inputs=rounded))
+                want = subject.run(module.float(), case._replace(inputs=rounded.float()))
+                agree_at_large(f", {case.name}", kind, got, want, tolerance)
 
 
 def implementations(subject: EncoderMixerSubject) -> None:

@@ -22,6 +22,12 @@ CLOSE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 """Allowed error of all outputs together, relative to their norm: rounding of a few operations in each dtype."""
 
 
+CLOSE_AT_LARGE = {torch.float16: 0.05, torch.bfloat16: 0.3}
+"""Allowed error of outputs of large tokens, relative to their norm."""
+LARGE = 30.0
+"""The factor that makes tokens large: squares and sums of them exceed the range of float16, the tokens do not."""
+
+
 def dtype(subject: MixerSubject) -> None:
     """Check that other dtypes give outputs of their own dtype near the float64
     ones; states keep theirs; autocast runs."""
@@ -35,6 +41,31 @@ def dtype(subject: MixerSubject) -> None:
         with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             got = _in_two_chunks(subject, subject.build(torch.float32), inputs.float())
         _agree_in_norm("outputs under autocast against float64", got, want, CLOSE[torch.bfloat16])
+
+
+def half_precision(subject: MixerSubject) -> None:
+    """Check that large tokens, a token of zeros and padding give finite outputs in half precision, near the outputs in
+    float32 with the same rounded weights and inputs."""
+    inputs = LARGE * subject.inputs(subject.batch, subject.time, seed=76)
+    inputs[:, 3] = 0
+    valid = subject.mask(torch.arange(subject.time, subject.time - subject.batch, -1), subject.time, seed=77)
+    with torch.no_grad():
+        for kind, tolerance in CLOSE_AT_LARGE.items():
+            module, rounded = subject.build(kind), inputs.to(kind)
+            start = module.initial_state(len(inputs), dtype=kind)
+            got, _ = subject.run(module, rounded, start, valid)
+            wide = module.float()
+            start = wide.initial_state(len(inputs), dtype=torch.float32)
+            want, _ = subject.run(wide, rounded.float(), start, valid)
+            agree_at_large("", kind, got, want, tolerance)
+
+
+def agree_at_large(case: str, kind: torch.dtype, got: Tensor, want: Tensor, tolerance: float) -> None:
+    """Check that outputs ``got`` in half precision are finite and near ``want``."""
+    require(
+        bool(got.isfinite().all()), f"large, zero or padded tokens give outputs in {kind} that are not finite{case}."
+    )
+    _agree_in_norm(f"outputs of large tokens in {kind} against float32{case}", got, want.double(), tolerance)
 
 
 def _agree_in_norm(place: str, got: Tensor, want: Tensor, tolerance: float) -> None:

@@ -65,6 +65,7 @@ CHECKS: dict[str, Check] = (
     | _table(
         Check("state_size", declared.state_size),
         Check("dtype", numerics.dtype),
+        Check("half_precision", numerics.half_precision),
         Check("implementations", numerics.implementations),
         Check("gradcheck", numerics.gradcheck, needs=("partition",)),
         Check("derivatives", numerics.derivatives, needs=("gradcheck", "implementations")),
@@ -81,6 +82,7 @@ _BOTH = _table(
 
 ENCODER_CHECKS: dict[str, Check] = _BOTH | _table(
     Check("dtype", encoders.dtype),
+    Check("half_precision", encoders.half_precision),
     Check("implementations", encoders.implementations),
     Check("gradcheck", encoders.gradcheck),
     Check("derivatives", encoders.derivatives, needs=("gradcheck", "implementations")),

@@ -66,7 +66,8 @@ def attention(
     to return the log-sum-exp, by which results over disjoint keys are merged.
 
     Returns the output [batch, q_heads, time, head_dim_v] in the dtype of q (under autocast in the autocast dtype). A
-    query that sees nothing gives 0, also beside a sink. Softmax runs in float32 or better.
+    query that sees nothing gives 0, also beside a sink. Softmax runs in float32 or better. Our
+    kernels round its scores to bfloat16 where the processor multiplies bfloat16, and to the inputs' type on a GPU.
 
     Errors: ``KinformerError`` for shapes that do not fit, an unknown impl, or one that lacks a feature of the call.
     """

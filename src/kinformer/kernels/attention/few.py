@@ -19,6 +19,8 @@ from torch import Tensor
 from kinformer.core.contract import state_dtype
 from kinformer.kernels.softmax.request import Attended, Projected, Scoring, Visibility
 from kinformer.kernels.softmax.scores import mixed, moved, products
+from kinformer.runtime.autocast import no_autocast
+from kinformer.runtime.matmul import product_dtype
 
 SETS = 1 << 14
 """Pairs in a head up to which sets are attended here, where P fits into the caches."""
@@ -26,6 +28,10 @@ SETS = 1 << 14
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
     """Attend without a pattern over all keys that the masks leave; terms by distance are added pair by pair."""
+    if (dtype := product_dtype(q)) != q.dtype:
+        with no_autocast(q.device):
+            out, lse = attend(q.to(dtype), k.to(dtype), v.to(dtype), visibility, scoring)
+        return Attended(out.to(v.dtype), lse)
     heads = q.shape[1] // k.shape[1]
     if heads > 1:
         k, v = (x.repeat_interleave(heads, dim=1) for x in (k, v))
@@ -49,6 +55,10 @@ def attend_projected(q: Tensor, k: Projected, v: Projected, visibility: Visibili
 
     which costs 2 * heads * time * n * dim rather than 2 * n * dim * heads * head_dim operations each.
     """
+    if (dtype := product_dtype(q)) != q.dtype:
+        with no_autocast(q.device):
+            out, lse = attend_projected(q.to(dtype), k.to(dtype), v.to(dtype), visibility, scoring)
+        return Attended(out.to(q.dtype), lse)
     batch, heads, time, head_dim = q.shape
     q, x, weight = q * scoring.scale, k.x, v.weight
     # q W_k, then (q W_k) x^T + q . b_k: the scores without K = x W_k^T + b_k.

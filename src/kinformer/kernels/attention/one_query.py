@@ -15,6 +15,8 @@ from kinformer.core.pattern import Pattern
 from kinformer.kernels.band.tiles import interval
 from kinformer.kernels.softmax.request import Attended, Scoring, Visibility, query_positions
 from kinformer.kernels.softmax.scores import products, relative_at
+from kinformer.runtime.autocast import no_autocast
+from kinformer.runtime.matmul import product_dtype
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring, lse: bool = False) -> Attended:
@@ -109,9 +111,11 @@ def _moved(scores: Tensor, q: Tensor, distance: Tensor, scale: float, relative: 
     if relative.factor is not None:
         scores = scores.relu() * relative_at(relative.factor, distance, relative.lowest)
     if relative.keys is not None:
+        q = q.to(product_dtype(q))
         table = relative_at(relative.keys, distance, relative.lowest).to(q.dtype)
         shifted = q if relative.shift is None else q + relative.shift.to(q.dtype)
-        scores = scores + scale * (table @ shifted.mT)[..., 0]
+        with no_autocast(q.device):
+            scores = scores + scale * (table @ shifted.mT)[..., 0]
     if relative.bias is not None:
         scores = scores + relative_at(relative.bias, distance, relative.lowest)
     return scores

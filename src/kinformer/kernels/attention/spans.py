@@ -21,7 +21,9 @@ from kinformer.core.span import TokenSpan
 from kinformer.kernels.attention import AttentionDropout, Scoring, Visibility, attention
 from kinformer.kernels.impls import AttentionImpl
 from kinformer.kernels.softmax.request import query_positions
+from kinformer.runtime.autocast import no_autocast
 from kinformer.runtime.host import has_data
+from kinformer.runtime.matmul import product_dtype
 
 _ROWS = 64
 _Call = tuple[Visibility, Scoring, AttentionImpl]
@@ -116,8 +118,10 @@ def by_distance(q: Tensor, relative: Relative, scale: float, farthest: int, slot
     lowest = farthest - time - slots + 2  # of the first query and the last key
     met: Tensor | None = None
     if relative.keys is not None:
+        q = q.to(product_dtype(q))
         shifted = q if relative.shift is None else q + relative.shift.to(q.dtype)
-        met = scale * (shifted @ _descending(relative.keys, relative.lowest, lowest, farthest).to(q.dtype).mT)
+        with no_autocast(q.device):
+            met = scale * (shifted @ _descending(relative.keys, relative.lowest, lowest, farthest).to(q.dtype).mT)
     if relative.bias is not None:
         bias = _descending(relative.bias, relative.lowest, lowest, farthest)[None, :, None]
         met = bias.expand(-1, -1, time, -1) if met is None else met + bias

@@ -20,8 +20,10 @@ from kinformer.kernels.band.tiles import BandTile, Layout, limits
 from kinformer.kernels.softmax.dropout import dropout_words, keep
 from kinformer.kernels.softmax.request import Attended, Scoring, Visibility, unfilled
 from kinformer.kernels.tiling import tile_size
+from kinformer.runtime.autocast import without_autocast
 from kinformer.runtime.compiling import spare_operators
 from kinformer.runtime.derivatives import Context, check_reverse, first_order
+from kinformer.runtime.matmul import product_dtype
 
 _LOG2_E = math.log2(math.e)
 
@@ -46,6 +48,11 @@ class BandCall(NamedTuple):
     p: float
     seed: int
 
+    def widened(self) -> BandCall:
+        """Return the call with q, k and v in the dtype of their products."""
+        dtype = product_dtype(self.q)
+        return self._replace(q=self.q.to(dtype), k=self.k.to(dtype), v=self.v.to(dtype))
+
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? lookback, SymInt behind, SymInt ahead, float scale, float p, SymInt seed"
@@ -57,8 +64,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
     check_reverse("chunked attention", q, k, v)
     behind, ahead = limits(visibility, q.shape[2], k.shape[2])
     lookback = None if visibility.whole else visibility.positions
-    p, seed = scoring.dropout or (0.0, 0)
-    return Attended(*_forward(q, k, v, lookback, behind, ahead, scoring.scale, p, seed))
+    (p, seed), scale = scoring.dropout or (0.0, 0), scoring.scale
+    if product_dtype(q) == torch.float16:  # as on a GPU: unscaled scores would be infinite sooner
+        q, scale = q * scale, 1.0
+    return Attended(*_forward(q, k, v, lookback, behind, ahead, scale, p, seed))
 
 
 def _rows(x: Tensor, *shape: int) -> Tensor:
@@ -152,9 +161,10 @@ def rows_per_tile(layout: Layout) -> int:
 @torch.library.custom_op(
     "kinformer::band_attention", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor out, Tensor lse)"
 )
+@without_autocast
 def _forward(*arguments: *BandCall) -> tuple[Tensor, Tensor]:
-    call = BandCall(*arguments)
-    work, (q, _, v) = _Work(call), call[:3]
+    call, q, v = BandCall(*arguments).widened(), arguments[0], arguments[2]
+    work = _Work(call)
     layout, width = work.layout, v.shape[-1]
     out = q.new_empty(layout.heads, layout.group, layout.time, width)
     lse = q.new_empty(layout.heads, layout.group, layout.time, dtype=work.accumulator)
@@ -191,12 +201,14 @@ _forward.register_fake(unfilled)
     mutates_args=(),
     schema=f"(Tensor grad_out, Tensor grad_lse, Tensor out, Tensor lse, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
 )
+@without_autocast
 def _backward(
     grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arguments: *BandCall
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v from those of the output and the log-sum-exp."""
-    call = BandCall(*arguments)
-    work, (q, k, v) = _Work(call), call[:3]
+    call, (q, k, v) = BandCall(*arguments).widened(), arguments[:3]
+    grad_out, out = grad_out.to(call.q.dtype), out.to(call.q.dtype)
+    work = _Work(call)
     layout, width = work.layout, v.shape[-1]
     split = (layout.heads, layout.group, layout.time)
     grad = _rows(grad_out / (1 - call.p) if call.p else grad_out, *split, width)
@@ -230,7 +242,7 @@ def _backward(
             weights.mul_(retained_pairs)
         _accumulate(dv[keys], work.narrowed(weights, tile, narrow), grad_block)
     dq, dk = dq.mul_(call.scale), dk.mul_(call.scale)
-    return dq.view(q.shape), dk.to(k.dtype).view(k.shape), dv.to(v.dtype).view(v.shape)
+    return dq.to(q.dtype).view(q.shape), dk.to(k.dtype).view(k.shape), dv.to(v.dtype).view(v.shape)
 
 
 @_backward.register_fake

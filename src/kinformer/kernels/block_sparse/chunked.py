@@ -24,8 +24,10 @@ from kinformer.kernels.block_sparse.tiles import LOG2_E, TileLoop
 from kinformer.kernels.softmax.dropout import dropout_words
 from kinformer.kernels.softmax.merge import merge
 from kinformer.kernels.softmax.request import Attended, Scoring, Visibility, query_positions, unfilled
+from kinformer.runtime.autocast import without_autocast
 from kinformer.runtime.compiling import spare_operators
 from kinformer.runtime.derivatives import Context, check_reverse, first_order
+from kinformer.runtime.matmul import product_dtype
 
 
 class Call(NamedTuple):
@@ -53,6 +55,14 @@ class Call(NamedTuple):
     scale: float
     p: float
     seed: int
+
+    def widened(self) -> Call:
+        """Return the call with what enters products in their dtype."""
+        dtype = product_dtype(self.q)
+        if dtype == self.q.dtype:
+            return self
+        names = ("q", "k", "v", "keys", "values")
+        return self._replace(**{name: x.to(dtype) for name in names if (x := getattr(self, name)) is not None})
 
     @property
     def group(self) -> int:
@@ -158,6 +168,7 @@ def slot_sums(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: 
     """Return the probability of each slot summed over all queries, [batch, q_heads, slots] in float32 or better."""
     call = _call(q, k, v, visibility, scoring._replace(dropout=None))
     _, lse = _forward(*call)
+    call = call.widened()
     top = _top(lse)
     sums = torch.zeros(*q.shape[:2], k.shape[2], 1, dtype=lse.dtype, device=q.device)
     for section in call.sections():
@@ -172,9 +183,9 @@ def slot_sums(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: 
 @torch.library.custom_op(
     "kinformer::block_sparse_attention", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor out, Tensor lse)"
 )
+@without_autocast
 def _forward(*arguments: *Call) -> tuple[Tensor, Tensor]:
-    call = Call(*arguments)
-    q, _, v = call[:3]
+    call, q, v = Call(*arguments).widened(), arguments[0], arguments[2]
     out, lse = ByQuery(q, v.shape[-1], q.dtype), ByQuery(q, 1, state_dtype(q.dtype), -torch.inf)
     for section in call.sections():
         merged: Attended | None = None
@@ -198,15 +209,18 @@ _forward.register_fake(unfilled)
     "bool learn_factor) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dvector, Tensor dbias, Tensor dfactor, "
     "Tensor dkeys, Tensor dvalues)",
 )
+@without_autocast
 def _backward(grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, the vector and the tables (empty where
     there is none) from those of the results."""
     *arguments_, learn_bias, learn_factor = arguments
-    call = Call(*arguments_)
+    given = Call(*arguments_)
+    call = given.widened()
+    grad_out, out = grad_out.to(call.q.dtype), out.to(call.q.dtype)
     delta = (grad_out * out).sum(-1, dtype=lse.dtype).sub_(grad_lse)[..., None]
     grad, top = grad_out / (1 - call.p) if call.p else grad_out, _top(lse)
-    dq, dk, dv = ByQuery(call.q, call.q.shape[-1], call.q.dtype), Summed(call.k, lse.dtype), Summed(call.v, lse.dtype)
-    others = {name: getattr(call, name) for name in LEARNED}
+    dq, dk, dv = ByQuery(call.q, call.q.shape[-1], given.q.dtype), Summed(call.k, lse.dtype), Summed(call.v, lse.dtype)
+    others = {name: getattr(given, name) for name in LEARNED}
     sums = {name: x.new_zeros(x.shape, dtype=lse.dtype) for name, x in others.items() if x is not None}
     learned = ("keys", "values", *("bias",) * learn_bias, *("factor",) * learn_factor)
     for section in call.sections():
@@ -221,8 +235,8 @@ def _backward(grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arg
                 section.add_table(gradient, loop.table_gradient(name, gradient.shape[1], call.lowest))
         if total is not None:
             dq.put(section, total)
-    grads = (x.contiguous() for x in (dq.value(), dk.value().to(call.k.dtype), dv.value().to(call.v.dtype)))
-    return *grads, *(call.q.new_empty(0) if x is None else sums[name].to(x.dtype) for name, x in others.items())
+    grads = (x.contiguous() for x in (dq.value(), dk.value().to(given.k.dtype), dv.value().to(given.v.dtype)))
+    return *grads, *(given.q.new_empty(0) if x is None else sums[name].to(x.dtype) for name, x in others.items())
 
 
 def _top(lse: Tensor) -> Tensor:

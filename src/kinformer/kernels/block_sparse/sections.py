@@ -108,6 +108,7 @@ class ByQuery:
 
     def put(self, section: Section, x: Tensor) -> None:
         """Write ``x`` [rows * kv_heads, group, time, width] to its section."""
+        x = x.to(self.dtype)
         if section.covers(section.times, self.shape[2]):
             self.total = x.reshape(self.shape)
             return

@@ -48,8 +48,9 @@ def product_dtype(*tensors: Tensor) -> torch.dtype:
 
 def operand_dtype(x: Tensor) -> torch.dtype | None:
     """Return the dtype that autocast, where it is on, gives to operands like
-    ``x``; None where they stay as they are."""
-    return None if x.dtype == torch.float64 else autocast_dtype(x.device)
+    ``x``; None where they stay as they are. Instead of float16 it is float32, as for products."""
+    dtype = None if x.dtype == torch.float64 else autocast_dtype(x.device)
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def tiles(q: Tensor, v: Tensor) -> list[tuple[slice, slice]]:

@@ -92,6 +92,9 @@ class Projected(NamedTuple):
     weight: Tensor
     bias: Tensor | None = None
 
+    def to(self, dtype: torch.dtype) -> Projected:
+        return Projected(self.x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+
     def made(self, heads: int) -> Tensor:
         projected = torch.nn.functional.linear(self.x, self.weight, self.bias)
         return projected.unflatten(-1, (heads, -1)).transpose(1, 2)

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kinformer.runtime.matmul import by_onednn
+from kinformer.core.contract import in_range
+from kinformer.runtime.autocast import no_autocast
+from kinformer.runtime.matmul import by_onednn, product_dtype
 
 if TYPE_CHECKING:
     from kinformer.kernels.softmax.request import Scoring
@@ -98,12 +100,16 @@ def complex_queries(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def products(q: Tensor, k: Tensor, scoring: Scoring, vector: Tensor | None) -> Tensor:
-    """Return scores [..., m, n] of q [..., m, head_dim] and k [..., n, head_dim] in the form of ``scoring``.
+    """Return scores [..., m, n] of q [..., m, head_dim] and k [..., n, head_dim] in the form of ``scoring``, in the
+    dtype of their products.
 
     ``vector`` is that of the form "additive", and broadcasts to [..., m, n, head_dim].
     """
+    if (dtype := product_dtype(q)) != q.dtype:
+        with no_autocast(q.device):
+            return products(q.to(dtype), k.to(dtype), scoring, vector)
     if scoring.form == "modulus":
-        real, imaginary = (part @ k.mT for part in complex_queries(q))
+        real, imaginary = (in_range(part @ k.mT) for part in complex_queries(q))
         return scoring.scale * (real.square() + imaginary.square() + EPS).sqrt()
     if scoring.form == "additive":
         assert vector is not None

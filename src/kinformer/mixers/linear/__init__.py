@@ -28,6 +28,7 @@ from kinformer.core.contract import (
     Chunk,
     MixerConfig,
     advance,
+    in_range,
     positions_of,
     real_resets,
     select_valid,
@@ -184,6 +185,8 @@ class LinearAttention(Crosses, CausalMixer):
             q, k = self.position.rotate(q, k, positions)
             seen = advance(seen, chunk, positions)
         log_decay = None if self.decay is None else self.decay(x)
+        dtype = v.dtype
+        q, k, v = in_range(q), in_range(k), in_range(v)
         k = k.unflatten(-1, (-1, self.head_dim)).flatten(2, 3)
         q, (k, log_scale) = self.feature_map.queries(q), self.feature_map.keys(k)
         if log_scale is not None:
@@ -205,7 +208,8 @@ class LinearAttention(Crosses, CausalMixer):
         strengths = beta if self.level_scales is None else self.level_scales(x)
         y, s, z = self._update((q, k, v, strengths), state, log_decay, (reset, chunk.valid), positions)
         after = KernelState(s, z, recent, maximum, seen)
-        return self._output(y, x, chunk.valid), after if self.crossing is None else after.after_row(self.crossing)
+        y = self._output(y, x, dtype, chunk.valid)
+        return y, after if self.crossing is None else after.after_row(self.crossing)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return q, k, v [batch, key_heads, time, width], those of all steps and of all heads that share keys side by
@@ -283,7 +287,7 @@ class LinearAttention(Crosses, CausalMixer):
     def _skipped(self, y: Tensor, v: Tensor) -> Tensor:
         return y if self.skip is None else y + self.skip.to(y.dtype).view(-1, 1, 1) * v
 
-    def _output(self, y: Tensor, x: Tensor, valid: Tensor | None) -> Tensor:
+    def _output(self, y: Tensor, x: Tensor, dtype: torch.dtype, valid: Tensor | None) -> Tensor:
         if self.config.scale:
             y = y * self.head_dim**-0.5
         gate = None if self.gate is None else ACTIVATIONS[self.config.gate_activation](self.gate(x))
@@ -292,7 +296,7 @@ class LinearAttention(Crosses, CausalMixer):
         y = merge_heads(y if self.norm is None else self.norm(y))
         if gate is not None and not self.config.gate_first:
             y = y * gate
-        return select_valid(self.out(y), valid)
+        return select_valid(self.out(y.to(dtype)), valid)
 
 
 def _joined(log_decay: Tensor, more: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kinformer.core.contract import state_dtype
+
 if TYPE_CHECKING:
     from kinformer.mixers.linear import LinearAttention
 
@@ -52,9 +54,9 @@ class GroupRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # [batch, groups, heads of a group, time, width]
-        square = x.unflatten(1, (self.groups, -1)).square().mean(dim=(2, 4), keepdim=True)
-        normed = x.unflatten(1, (self.groups, -1)) * (square + self.eps).rsqrt()
-        return normed.flatten(1, 2) * self.weight.to(x.dtype).unsqueeze(1)
+        wide = x.to(state_dtype(x.dtype)).unflatten(1, (self.groups, -1))
+        normed = wide * (wide.square().mean(dim=(2, 4), keepdim=True) + self.eps).rsqrt()
+        return normed.to(x.dtype).flatten(1, 2) * self.weight.to(x.dtype).unsqueeze(1)
 
 
 class LowRankGate(nn.Module):
