@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from kinformer.runs.run import open_run
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.fields import require_path
 from kinformer.runtime.files import read_json
+from kinformer.runtime.plugins import current_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -153,14 +153,12 @@ def _quiet() -> Iterator[None]:
 def _object(name: str) -> object:
     """Return the object ``module:object``, called without arguments where it is a class or a function."""
     module, _, attribute = name.partition(":")
-    sys.path.insert(0, "")
     try:
-        value = getattr(importlib.import_module(module), attribute)
-        return value() if isinstance(value, type) or type(value).__name__ == "function" else value
+        with current_folder():
+            value = getattr(importlib.import_module(module), attribute)
+            return value() if isinstance(value, type) or type(value).__name__ == "function" else value
     except Exception as error:
         raise KinformerError(
             f"{name}: is no folder, and no object that can be imported ({type(error).__name__}: {error}); give a run, "
             "a folder of transformers, or module:object of a causal model."
         ) from None
-    finally:
-        sys.path.remove("")

@@ -63,6 +63,7 @@ class Run:
     training: the settings; empty of an imported run.
     vocabulary: "bytes", the name of a tokenizer's file in the folder, or None where the task reads no text.
     tokenizer_fingerprint: what identifies that file; None until there is one.
+    given: the names of the ``options`` that the user gives in this call; those of the folder alone are not trusted.
     """
 
     folder: Path
@@ -75,6 +76,7 @@ class Run:
     training: JsonObject
     vocabulary: str | None = BYTES
     tokenizer_fingerprint: str | None = field(default=None, compare=False)
+    given: frozenset[str] = field(default=frozenset(), compare=False)
 
     def __getstate__(self) -> dict[str, object]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
