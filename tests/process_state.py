@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+from contextlib import contextmanager
 from functools import wraps
 
 import numpy as np
@@ -12,6 +13,8 @@ import kinformer
 
 DRAWS = {"build", "layer"}
 """Functions that draw from PyTorch's global generator, as their documentation says."""
+SEEDS = {"train", "compare", "bench"}
+"""Functions that seed PyTorch's global generator, one thread at a time, as their documentation says."""
 OF_IMPORTS = {"TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST"}
 """Variables that PyTorch sets when it imports its compiler, and pytest between the steps of a test."""
 
@@ -35,6 +38,32 @@ def process_state():
     }
 
 
+class Watched:
+    """PyTorch's global generator as its module ``torch.random`` sees it; ``calls`` holds what was to seed or set it.
+
+    A generator that is set back is as before, but another thread has drawn from it meanwhile.
+    """
+
+    def __init__(self, generator, calls):
+        self.generator, self.calls = generator, calls
+
+    def __getattr__(self, name):
+        if name in ("manual_seed", "seed", "set_state"):
+            self.calls.append(name)
+        return getattr(self.generator, name)
+
+
+@contextmanager
+def watched():
+    """The calls that seed or set PyTorch's global generator, by its functions, as a list that grows."""
+    calls, generator = [], torch.random.default_generator
+    torch.random.default_generator = Watched(generator, calls)
+    try:
+        yield calls
+    finally:
+        torch.random.default_generator = generator
+
+
 def checked(function):
     """``function``, whose calls fail where they change the process, also where they raise."""
 
@@ -42,12 +71,15 @@ def checked(function):
     def call(*arguments, **options):
         before = process_state()
         try:
-            return function(*arguments, **options)
+            with watched() as calls:
+                return function(*arguments, **options)
         finally:
             after = process_state()
             if function.__name__ == "generate" and options.get("seed") is None:  # it takes the next number as seed
                 after["PyTorch's random numbers"] = before["PyTorch's random numbers"]
             changed = [name for name in before if before[name] != after[name]]
+            if calls and function.__name__ not in SEEDS:
+                changed.append("PyTorch's random numbers, for a while")
             assert not changed, f"kinformer.{function.__name__} changed {' and '.join(changed)}"
 
     return call

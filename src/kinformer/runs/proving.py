@@ -22,6 +22,7 @@ from kinformer.runs.config_file import CONFIG
 from kinformer.runs.exporting import export
 from kinformer.runs.options import require_proof
 from kinformer.runs.run import open_run
+from kinformer.runtime.draws import own_numbers
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.fields import require_path
 from kinformer.runtime.files import read_json
@@ -102,7 +103,8 @@ def _folder_proof(folder: Path, config: Mapping[str, object], trust: bool, lengt
         note = f"the model_type {kind!r} is not imported as a decoder, so nothing is compared beside it."
         return Proof(str(folder), kind, laws, notes=(note,))
     imported = read_checkpoint(folder)
-    model = model_config(imported.model, f"{folder}: model").build()
+    with own_numbers(0):  # the weights replace what is drawn
+        model = model_config(imported.model, f"{folder}: model").build()
     model.load_state_dict(dict(imported.weights))
     names: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = _prefixed
     if kind != OURS:

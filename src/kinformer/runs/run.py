@@ -23,6 +23,7 @@ from kinformer.family.kinds import kinds
 from kinformer.family.table import FAMILY
 from kinformer.family.table import member as member_called
 from kinformer.runs.config_file import CONFIG, SCHEMA, read_config, settings_in
+from kinformer.runtime.draws import own_numbers
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.fields import require_path, require_types
 from kinformer.runtime.files import (
@@ -148,7 +149,8 @@ class Run:
         place, (tensors, _) = place_of_best(self.folder), best_weights(self.folder)
         with reading(self.folder / CONFIG, "says a model that cannot be built"):
             require_weights(weight_shapes(config), tensors, place)
-            model = config.build()
+            with own_numbers(0):  # the weights replace what is drawn
+                model = config.build()
         load_weights(model, tensors, place)
         return model.eval()
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
 from kinformer.runs.continuing import require_continuing
 from kinformer.runs.harness.lm import INSTEAD, KinformerLM
@@ -239,11 +238,10 @@ def _watched() -> bool:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed all random numbers with ``seed``, or as the harness does if that is 0; restore those of Python and NumPy."""
+    """Seed the random numbers of Python and NumPy with ``seed``, or as the harness does if that is 0; restore them."""
     of_python, of_numpy, pool = random.getstate(), np.random.get_state(), os.environ.get(POOL)
     random.seed(seed or DEFAULT_RANDOM_SEED)
     np.random.seed((seed or DEFAULT_OTHER_SEED) % (1 << 32))
-    torch.manual_seed(seed or DEFAULT_OTHER_SEED)
     os.environ[POOL] = "1"
     try:
         yield
@@ -252,6 +250,8 @@ def _seeded(seed: int) -> Iterator[None]:
         np.random.set_state(of_numpy)
         if pool is None:
             del os.environ[POOL]
+        else:
+            os.environ[POOL] = pool
 
 
 @contextmanager
