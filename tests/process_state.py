@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import sys
 from contextlib import contextmanager
 from functools import wraps
 
@@ -38,17 +39,26 @@ def process_state():
     }
 
 
+def traced():
+    """Whether PyTorch's compiler is among the callers."""
+    frame = sys._getframe()
+    while frame and not frame.f_code.co_filename.endswith("torch/_dynamo/utils.py"):
+        frame = frame.f_back
+    return frame is not None
+
+
 class Watched:
     """PyTorch's global generator as its module ``torch.random`` sees it; ``calls`` holds what was to seed or set it.
 
-    A generator that is set back is as before, but another thread has drawn from it meanwhile.
+    A generator that is set back is as before, but another thread may have drawn from it meanwhile. PyTorch's compiler
+    sets it back whenever it traces a graph, as for ``export`` with the format "onnx".
     """
 
     def __init__(self, generator, calls):
         self.generator, self.calls = generator, calls
 
     def __getattr__(self, name):
-        if name in ("manual_seed", "seed", "set_state"):
+        if name in ("manual_seed", "seed", "set_state") and not traced():
             self.calls.append(name)
         return getattr(self.generator, name)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 
 from kinformer.runs.continuing import require_continuing
 from kinformer.runs.harness.lm import INSTEAD, KinformerLM
@@ -127,6 +128,7 @@ def _evaluate(
         set=options.set,
         quiet=quiet or not _watched(),
     )
+    lm.generator = torch.Generator().manual_seed(options.seed or DEFAULT_OTHER_SEED)
     remedy = "check it by the command lm_eval validate, and that it has as many examples as `fewshot` says"
     with _seeded(options.seed), _quietly(quiet), _in_a_sentence("cannot be done", tasks.names, remedy):
         loaded = _loaded(tasks, task_options.fewshot, options.seed)
