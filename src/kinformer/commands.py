@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 
 def preserving(function: Callable[P, R]) -> Callable[P, R]:
-    """Return ``function``, which then leaves the caller's threads and precision of products as they are."""
+    """Return ``function``, which restores the caller's threads and precision of products on leaving."""
 
     @wraps(function)
     def preserved(*arguments: P.args, **options: P.kwargs) -> R:

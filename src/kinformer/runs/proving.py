@@ -103,7 +103,7 @@ def _folder_proof(folder: Path, config: Mapping[str, object], trust: bool, lengt
         note = f"the model_type {kind!r} is not imported as a decoder, so nothing is compared beside it."
         return Proof(str(folder), kind, laws, notes=(note,))
     imported = read_checkpoint(folder)
-    with own_numbers(0):  # the weights replace what is drawn
+    with own_numbers(0):  # the stored weights replace the random ones
         model = model_config(imported.model, f"{folder}: model").build()
     model.load_state_dict(dict(imported.weights))
     names: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = _prefixed

@@ -64,7 +64,7 @@ class Run:
     training: the settings; empty of an imported run.
     vocabulary: "bytes", the name of a tokenizer's file in the folder, or None where the task reads no text.
     tokenizer_fingerprint: what identifies that file; None until there is one.
-    given: the names of the ``options`` that the user gives in this call; those of the folder alone are not trusted.
+    given: the names of the ``options`` that the user gives in this call; the others come from the folder.
     """
 
     folder: Path
@@ -149,7 +149,7 @@ class Run:
         place, (tensors, _) = place_of_best(self.folder), best_weights(self.folder)
         with reading(self.folder / CONFIG, "says a model that cannot be built"):
             require_weights(weight_shapes(config), tensors, place)
-            with own_numbers(0):  # the weights replace what is drawn
+            with own_numbers(0):  # the stored weights replace the random ones
                 model = config.build()
         load_weights(model, tensors, place)
         return model.eval()

@@ -71,7 +71,7 @@ def own_numbers(seed: int) -> Iterator[torch.Generator]:
     """Draw in this thread from generators of ``seed``, as after ``torch.manual_seed(seed)``, to build modules; the
     CPU's generator is the context's value.
 
-    Dropout takes no generator, and every operation is slower in this context, so a model is not run in it.
+    Do not run a model in this context: dropout ignores the generator, and every operation is slower.
     """
     with _OwnNumbers(seed) as mode:
         yield mode.generator(torch.device("cpu"))

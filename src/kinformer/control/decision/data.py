@@ -47,8 +47,8 @@ class TrajectoryData:
 
 
 def open_data(spec: str, holdout: float | None, options: TrajectoryOptions, given: bool = False) -> TrajectoryData:
-    """Return the trajectories that ``spec`` names; refuse those of another environment than the options name.
-    ``given``: the user gives the environment's name in this call."""
+    """Return the trajectories that ``spec`` names; trajectories of another environment than the options name
+    are an error. ``given``: the user gives the environment's name in this call."""
     made = spec in MADE
     result = random_walks(spec, options.trajectories, options.walk_seed, holdout) if made else None
     result = result or open_trajectories(spec, holdout)

@@ -129,7 +129,7 @@ def without_notes() -> Iterator[None]:
 
 def _by_references(model: Any) -> Any:
     """Return a model of the same weights, in eval mode, that computes everything by its references."""
-    with own_numbers(0):  # the weights replace what is drawn
+    with own_numbers(0):  # the stored weights replace the random ones
         other = _by_reference(model.config).build()
     other.load_state_dict(model.state_dict())
     return other.eval()

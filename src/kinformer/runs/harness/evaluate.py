@@ -240,7 +240,7 @@ def _watched() -> bool:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed the random numbers of Python and NumPy with ``seed``, or as the harness does if that is 0; restore them."""
+    """Seed Python's and NumPy's random numbers with ``seed`` (0: the harness's own seeds), and restore them."""
     of_python, of_numpy, pool = random.getstate(), np.random.get_state(), os.environ.get(POOL)
     random.seed(seed or DEFAULT_RANDOM_SEED)
     np.random.seed((seed or DEFAULT_OTHER_SEED) % (1 << 32))
