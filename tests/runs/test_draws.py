@@ -8,7 +8,7 @@ from torch import nn
 
 import kinformer
 from kinformer.family.build import configure
-from kinformer.runtime.draws import own_numbers
+from kinformer.runtime.draws import private_numbers
 from tests.process_state import watched
 
 DRAWING = [
@@ -40,7 +40,7 @@ def run(tmp_path_factory, text_file):
 def test_numbers_of_a_seed_are_those_of_the_global_generator(name):
     config = configure(name, "tiny")
     state = torch.get_rng_state()
-    with own_numbers(7):
+    with private_numbers(7):
         own = config.build().state_dict()
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(7)
@@ -59,7 +59,7 @@ def test_every_function_that_draws_takes_the_generator():
             yield fill(torch.empty(4, 4))
 
     state = torch.get_rng_state()
-    with own_numbers(3) as generator:
+    with private_numbers(3) as generator:
         own = list(drawn())
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(3)

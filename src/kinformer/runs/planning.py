@@ -75,7 +75,7 @@ def planner_for(options: TrainOptions, task: Task, spec: str, base: Run | None =
 def data_of(run: Run) -> Data:
     """Open the data that a run was trained on."""
     return run.task.open(
-        Source(run.data["spec"], run.data.get("holdout"), run.tokenizer, run.data.get("text_field"), run.given),
+        Source(run.data["spec"], run.data.get("holdout"), run.tokenizer, run.data.get("text_field"), run.by_user),
         run.options,
     )
 

@@ -22,7 +22,7 @@ from kinformer.runs.config_file import CONFIG
 from kinformer.runs.exporting import export
 from kinformer.runs.options import require_proof
 from kinformer.runs.run import open_run
-from kinformer.runtime.draws import own_numbers
+from kinformer.runtime.draws import private_numbers
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.fields import require_path
 from kinformer.runtime.files import read_json
@@ -103,7 +103,7 @@ def _folder_proof(folder: Path, config: Mapping[str, object], trust: bool, lengt
         note = f"the model_type {kind!r} is not imported as a decoder, so nothing is compared beside it."
         return Proof(str(folder), kind, laws, notes=(note,))
     imported = read_checkpoint(folder)
-    with own_numbers(0):  # the stored weights replace the random ones
+    with private_numbers(0):  # the stored weights replace the random ones
         model = model_config(imported.model, f"{folder}: model").build()
     model.load_state_dict(dict(imported.weights))
     names: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = _prefixed

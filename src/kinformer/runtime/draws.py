@@ -29,7 +29,7 @@ _DRAWS = {
 """The functions that take a ``generator``."""
 
 
-class _OwnNumbers(TorchFunctionMode):
+class _PrivateNumbers(TorchFunctionMode):
     """The mode in which every function that takes a generator gets one of ``seed``, unless it has one."""
 
     def __init__(self, seed: int) -> None:
@@ -67,13 +67,13 @@ def _device_of(args: Sequence[Any], options: Mapping[str, Any]) -> torch.device:
 
 
 @contextmanager
-def own_numbers(seed: int) -> Iterator[torch.Generator]:
+def private_numbers(seed: int) -> Iterator[torch.Generator]:
     """Draw in this thread from generators of ``seed``, as after ``torch.manual_seed(seed)``, to build modules; the
     CPU's generator is the context's value.
 
     Do not run a model in this context: dropout ignores the generator, and every operation is slower.
     """
-    with _OwnNumbers(seed) as mode:
+    with _PrivateNumbers(seed) as mode:
         yield mode.generator(torch.device("cpu"))
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 from kinformer.control.acting import ActionSampler
 from kinformer.control.decision.data import TrajectoryData
 from kinformer.control.environments.environment import Discrete
-from kinformer.runtime.draws import own_numbers
+from kinformer.runtime.draws import private_numbers
 
 WIDTH, ROWS, RATE = 128, 256, 1e-3
 
@@ -46,7 +46,7 @@ def _trained(data: TrajectoryData, steps: int, seed: int, normal: Callable[[torc
     result, space = data.trajectories, data.actions
     index = torch.from_numpy(result.steps_of(result.splits["train"]))
     observations, actions = (torch.from_numpy(item)[index] for item in (result.observations, result.actions))
-    with own_numbers(seed) as generator:
+    with private_numbers(seed) as generator:
         network = nn.Sequential(
             nn.Linear(result.state_dim, WIDTH),
             nn.ReLU(),

@@ -18,7 +18,7 @@ from kinformer.runs.drawing.exits import text_by_exits
 from kinformer.runs.drawing.image import looked_at
 from kinformer.runs.drawing.options import DrawOptions
 from kinformer.runs.drawing.subject import find
-from kinformer.runtime.draws import own_numbers
+from kinformer.runtime.draws import private_numbers
 from kinformer.runtime.errors import KinformerError, marked, spelled
 from kinformer.runtime.words import plural
 
@@ -51,7 +51,7 @@ def draw(options: DrawOptions) -> Drawing:
         raise KinformerError(
             f"`data` {options.data}: is for {', '.join(map(marked, TEXTS))}; add one, or leave it out."
         )
-    with own_numbers(options.seed):
+    with private_numbers(options.seed):
         subject = find(options)
         panels = subject.panels()
     if not panels and subject.untrained:

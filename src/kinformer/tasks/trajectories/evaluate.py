@@ -54,14 +54,14 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate a run on its held-out episodes and, where there is an environment, acting in it."""
     run, model = subject.run, subject.model
-    given = named(task_options.env)  # before the run's own environment, whose module this may import
+    chosen = named(task_options.env)  # before the run's own environment, whose module this may import
     data, started_at = data_of(run, evaluation_settings.data), time.perf_counter()
     split = choose(evaluation_settings.split, SPLITS, "`split`")
     note_other_data(run, data, evaluation_settings.data is not None)
     metrics = _held_out(model, data, split, evaluation_settings.chunk)
     shown = ", ".join(metric.text(value) for metric, value in metrics.items())
     text: list[str | TextTable] = [f"{subject.title} on {data.name}, {split} split: {shown}"]
-    env = given or data.env
+    env = chosen or data.env
     best = data.trajectories.returns[data.trajectories.splits["train"]]
     baselines = {"data_best": float(best.max()), "data_mean": float(best.mean())}
     facts: dict[str, object] = {"env": env, **baselines}

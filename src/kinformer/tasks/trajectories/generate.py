@@ -30,9 +30,9 @@ def play(
     """Play an episode of the run's environment, which begins by ``options.seed``; every step is given to ``write`` at
     once."""
     run = subject.run
-    given = named(task_options.env)  # before the run's own environment, whose module this may import
+    chosen = named(task_options.env)  # before the run's own environment, whose module this may import
     data = data_of(run)
-    env = given or data.env
+    env = chosen or data.env
     if env is None:
         raise KinformerError(f"{run.folder}: names no environment to act in; give `env` NAME.")
     targets = (
