@@ -3,6 +3,8 @@
 import os
 import random
 import signal
+import sys
+from contextlib import contextmanager
 from functools import wraps
 
 import numpy as np
@@ -12,6 +14,8 @@ import kinformer
 
 DRAWS = {"build", "layer"}
 """Functions that draw from PyTorch's global generator, as their documentation says."""
+SEEDS = {"train", "compare", "bench"}
+"""Functions that seed PyTorch's global generator, one thread at a time, as their documentation says."""
 OF_IMPORTS = {"TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST"}
 """Variables that PyTorch sets when it imports its compiler, and pytest between the steps of a test."""
 
@@ -35,6 +39,41 @@ def process_state():
     }
 
 
+def traced():
+    """Whether PyTorch's compiler is among the callers."""
+    frame = sys._getframe()
+    while frame and not frame.f_code.co_filename.endswith("torch/_dynamo/utils.py"):
+        frame = frame.f_back
+    return frame is not None
+
+
+class Watched:
+    """PyTorch's global generator as its module ``torch.random`` sees it; ``calls`` holds what was to seed or set it.
+
+    A generator that is set back is as before, but another thread may have drawn from it meanwhile. PyTorch's compiler
+    sets it back whenever it traces a graph, as for ``export`` with the format "onnx".
+    """
+
+    def __init__(self, generator, calls):
+        self.generator, self.calls = generator, calls
+
+    def __getattr__(self, name):
+        if name in ("manual_seed", "seed", "set_state") and not traced():
+            self.calls.append(name)
+        return getattr(self.generator, name)
+
+
+@contextmanager
+def watched():
+    """The calls that seed or set PyTorch's global generator, by its functions, as a list that grows."""
+    calls, generator = [], torch.random.default_generator
+    torch.random.default_generator = Watched(generator, calls)
+    try:
+        yield calls
+    finally:
+        torch.random.default_generator = generator
+
+
 def checked(function):
     """``function``, whose calls fail where they change the process, also where they raise."""
 
@@ -42,12 +81,15 @@ def checked(function):
     def call(*arguments, **options):
         before = process_state()
         try:
-            return function(*arguments, **options)
+            with watched() as calls:
+                return function(*arguments, **options)
         finally:
             after = process_state()
             if function.__name__ == "generate" and options.get("seed") is None:  # it takes the next number as seed
                 after["PyTorch's random numbers"] = before["PyTorch's random numbers"]
             changed = [name for name in before if before[name] != after[name]]
+            if calls and function.__name__ not in SEEDS:
+                changed.append("PyTorch's random numbers, for a while")
             assert not changed, f"kinformer.{function.__name__} changed {' and '.join(changed)}"
 
     return call

@@ -203,6 +203,10 @@ def train(
         ``tokenizer``, ``resume``, ``devices``, ``device``, ``threads``, ... (see ``runs.options.TrainOptions``). The
         task's own: ``segments``, ``mask_share``, ``examples``, ... And ``quiet=True``: no progress on a terminal.
 
+    Training seeds PyTorch's global random numbers for dropout and restores them at the end. So one
+    thread of a process trains at a time, and a second call waits. A thread that draws global numbers during training
+    shares them with it; processes share none.
+
     Errors: ``KinformerError`` with one sentence; an unknown name is one that names the nearest.
     """
     from kinformer.runs.functions import train

@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 
 def preserving(function: Callable[P, R]) -> Callable[P, R]:
-    """Return ``function``, which then leaves the caller's random numbers, threads and precision of products as is."""
+    """Return ``function``, which restores the caller's threads and precision of products on leaving."""
 
     @wraps(function)
     def preserved(*arguments: P.args, **options: P.kwargs) -> R:
@@ -119,6 +119,8 @@ def bench(members: Sequence[str] = (), **options: object) -> Bench:
         ``rounds``, ``memory``, ``peers``, ``recipe``, ``set``, ``device``, ...;
         see ``comparison.options.BenchOptions``.
 
+    It seeds PyTorch's global random numbers, one thread at a time, as :func:`kinformer.train` does.
+
     Errors: ``KinformerError`` for unknown names, members that read no tokens, and where gpt itself fails its check.
     """
     from kinformer.comparison.bench import bench
@@ -142,6 +144,8 @@ def compare(members: Sequence[str] = (), *, merge: Sequence[str | Path] = (), **
     merge: files of finished comparisons of one task and data; they are put together and nothing is computed.
     options: ``data``, ``out``, one budget of ``steps``, ``tokens``, ``minutes`` or ``total_minutes``, ``parameters``,
         ``seeds``, ``sweep``, ``set``, ...; see ``comparison.options.CompareOptions``. And the task's own.
+
+    It seeds PyTorch's global random numbers, one thread at a time, as :func:`kinformer.train` does.
 
     Errors: ``KinformerError`` for what is wrong of all members; a member that fails alone is out.
     """

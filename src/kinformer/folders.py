@@ -58,6 +58,8 @@ def export(
     dtype: the type of the weights there: "float32", "bfloat16" or "float16".
     max_shard_size: the most that a file of weights holds, such as "500MB" or a number of bytes.
 
+    PyTorch's compiler makes the graphs, and it resets PyTorch's global random numbers to their earlier state.
+
     Errors: ``KinformerError`` for a model that the format has no place for, and wrong options.
     """
     from kinformer.runs.exporting import export

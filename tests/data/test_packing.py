@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from dataclasses import replace
@@ -183,6 +184,13 @@ def test_two_processes_pack_as_one(folder: Path, tmp_path: Path) -> None:
     for workers in (1, 2):
         pack(Packing(data=str(folder), shard_bytes=2000), tmp_path / str(workers), workers, silent)
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
+
+
+def test_packing_leaves_the_environment_of_the_caller(folder: Path, tmp_path: Path) -> None:
+    before = dict(os.environ)
+    for workers in (1, 2):
+        kinformer.pack(folder, tmp_path / str(workers), workers=workers)
+    assert dict(os.environ) == before
 
 
 def test_training_on_shards_is_training_on_their_text(folder: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Environments: what happens in them, that rows know nothing of each other, and what is refused."""
 
 import sys
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from kinformer.control.environments.environment import Box, Discrete
 from kinformer.control.environments.key_to_door import MOVES, PLACES, ROOM_STEPS, SIZE, KeyToDoor
 from kinformer.control.environments.processes import Processes
 from kinformer.control.environments.shortest_path import GOAL, ShortestPath, distances
-from kinformer.control.environments.table import BUILTIN, make
+from kinformer.control.environments.table import BUILTIN, make, named
 from kinformer.runtime.errors import KinformerError
 
 
@@ -138,6 +139,41 @@ def test_what_gymnasium_does_not_have(name, told):
     pytest.importorskip("gymnasium")
     with pytest.raises(KinformerError, match=told):
         make(name)
+
+
+MODULE = """
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
+
+open("imported", "w").close()
+gymnasium.register("Kept-v0", CartPoleEnv)
+"""
+
+
+def test_a_module_is_imported_where_the_user_names_it_and_never_for_a_stored_name(tmp_path, monkeypatch):
+    gymnasium = pytest.importorskip("gymnasium")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "kept_envs", None)  # so that the end of the test removes the module
+    del sys.modules["kept_envs"]
+    (tmp_path / "kept_envs.py").write_text(MODULE)
+    for name in ("kept_envs:Kept-v0", "kept_envs:CartPole-v1"):
+        with suppress(KinformerError):
+            make(name).close()
+    with pytest.raises(KinformerError, match=r"a run folder names the module kept_envs.* give env kept_envs:Kept-v0"):
+        make("kept_envs:Kept-v0")
+    assert not (tmp_path / "imported").exists()
+    try:
+        environment = make(named("kept_envs:Kept-v0"))
+        assert (tmp_path / "imported").exists() and environment.observation_dim == 4
+        several = Processes("kept_envs:Kept-v0", 2, 2)
+        assert several.reset(seed=0)[0].shape == (2, 4)
+        several.close()
+    finally:
+        gymnasium.registry.pop("Kept-v0", None)
+    for name in ("nowhere_envs:X-v0", ":X-v0"):
+        with pytest.raises(KinformerError, match=f"env {name}: the module .* cannot be imported"):
+            named(name)
+    assert named(None) is None and named("t-maze:30") == "t-maze:30"
 
 
 def test_a_grid_is_seen_whole_but_for_its_text():

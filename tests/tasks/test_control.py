@@ -1,6 +1,7 @@
 """The task control: rollouts that go on, what is learnt from them, and runs from both sides."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -251,6 +252,49 @@ def test_continuous_actions(tmp_path):
     assert (policy.kind, policy.gaussian, policy.low, policy.high) == ("continuous_actions", True, (-2.0,), (2.0,))
     found = kinformer.evaluate(tmp_path / "run", episodes=2, context_steps="8")
     assert found.metrics["mean_return"] < 0 and found.baselines["random"] < 0
+
+
+MODULE = """
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
+
+gymnasium.register("Kept-v0", CartPoleEnv, max_episode_steps=9)
+"""
+
+
+@pytest.mark.parametrize("task", ["control", "trajectories"])
+def test_a_run_folder_does_not_make_its_readers_import_a_module(tmp_path, monkeypatch, task):
+    gymnasium = pytest.importorskip("gymnasium")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kept_envs.py").write_text(MODULE)
+
+    def forget():
+        sys.modules.pop("kept_envs", None)
+        gymnasium.registry.pop("Kept-v0", None)
+
+    out, env = tmp_path / "run", "kept_envs:Kept-v0"
+    named = {"task": task, "recipe": "tiny", "threads": 1, "device": "cpu", "quiet": True, "validate_every": 0}
+    measured = {"episodes": 2}
+    if task == "control":
+        named |= {"length": 6, "batch_size": 2, "environments": 4}
+    else:
+        np.savez("walks.npz", observations=np.zeros((60, 4)), actions=np.arange(60) % 2, rewards=np.ones(60),
+                 episode_ends=np.arange(6, 61, 6))  # fmt: skip
+        named |= {"length": 9, "batch_size": 2, "data": tmp_path / "walks.npz"}
+        measured |= {"cloning_steps": 0}
+    try:
+        kinformer.train("linear-transformer", out=out, env=env, steps=1, **named)
+        forget()
+        told = "a run folder names the module kept_envs"
+        with pytest.raises(KinformerError, match=told):
+            kinformer.evaluate(out, **measured)
+        assert kinformer.evaluate(out, env=env, **measured).facts["env"] == env
+        forget()
+        with pytest.raises(KinformerError, match=told):
+            kinformer.train("linear-transformer", out=out, steps=2, resume=True)
+        kinformer.train("linear-transformer", out=out, steps=2, resume=True, env=env)
+    finally:
+        forget()
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from kinformer.estimation.estimate import estimate
 from kinformer.estimation.state_size import state_bytes
 from kinformer.family.build import configure, model_config, storable
 from kinformer.family.table import member
+from kinformer.runtime.draws import seeding
 from kinformer.runtime.errors import KinformerError, memory_sentence
 from kinformer.runtime.progress import note
 from kinformer.runtime.words import plural
@@ -83,9 +84,11 @@ class Bench:
         }
 
 
+@seeding
 def bench(members: Sequence[str], options: BenchOptions) -> Bench:
     """Time ``members`` beside plain attention (gpt of the same recipe, with as many positions as the lengths need)."""
     options.prepare(options.seed)
+    torch.manual_seed(options.seed)
     device = str(options.usable_device())
     names = list(dict.fromkeys([PLAIN, *(member(name).name for name in (members or MEMBERS))]))
     configs = {name: _config(name, options) for name in names}

@@ -21,6 +21,7 @@ from kinformer.comparison.results import MachineFacts, SeedResult
 from kinformer.comparison.speed import generation_speeds, length_speeds, memory_of, training_speeds
 from kinformer.comparison.training import SWEEP_SHARE, curve, measured, run, sweep, sweep_steps, validations
 from kinformer.estimation.estimate import estimate
+from kinformer.runtime.draws import seeding
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import require_utf8
 from kinformer.runtime.lock import locked
@@ -34,6 +35,7 @@ VALIDATED = 1.15
 """What a step takes with its share of validations and checkpoints."""
 
 
+@seeding
 def compare(members: Sequence[str], options: CompareOptions, command: str) -> Comparison:
     """Train and measure ``members`` as ``options`` say.
 
@@ -47,6 +49,7 @@ def compare(members: Sequence[str], options: CompareOptions, command: str) -> Co
     folder = Path(options.out)
     require_utf8(folder)
     options.prepare(options.seed)
+    torch.manual_seed(options.seed)
     chosen = entrants(members, options.set)
     clock = Clock()
     with locked(folder):

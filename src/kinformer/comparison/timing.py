@@ -16,6 +16,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from kinformer.runtime.children import safe_path
 from kinformer.runtime.errors import KinformerError, memory_sentence
 from kinformer.runtime.progress import note
 
@@ -112,9 +113,10 @@ def in_fresh_process(function: Callable[P, T], *arguments: P.args, **options: P.
     """
     context = multiprocessing.get_context("spawn")
     try:
-        with ProcessPoolExecutor(
-            1, mp_context=context, initializer=_begin, initargs=(torch.get_num_threads(),)
-        ) as pool:
+        with (
+            safe_path(),
+            ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(torch.get_num_threads(),)) as pool,
+        ):
             return pool.submit(function, *arguments, **options).result()
     except BrokenProcessPool:
         raise KinformerError(

@@ -35,6 +35,7 @@ from kinformer.data.shard_writer import Packing, Piece, pack_piece, record_path,
 from kinformer.data.stored import save_joined
 from kinformer.data.streamed import Documents, documents_of
 from kinformer.data.tokenizer import FileTokenizer, Tokenizer
+from kinformer.runtime.children import safe_path
 from kinformer.runtime.errors import KinformerError, require, require_share
 from kinformer.runtime.files import (
     read_json,
@@ -168,14 +169,21 @@ def _worked(jobs: Sequence[tuple[Path, int, Piece, Packing]], workers: int) -> I
             pack_piece(*job)
             yield
         return
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+    with safe_path():  # submit starts the processes
+        pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_begin_worker)
         futures = [pool.submit(pack_piece, *job) for job in jobs]
+    with pool:
         try:
             for future in as_completed(futures):
                 yield future.result()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def _begin_worker() -> None:
+    """Let a tokenizer use one thread in this process, which is one of several."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def _finish(out: Path, pieces: int, packing: Packing, data: str, name: str, tokenizer: Tokenizer) -> dict[str, object]:

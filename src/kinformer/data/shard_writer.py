@@ -60,7 +60,6 @@ def record_path(out: Path, number: int) -> Path:
 
 def pack_piece(out: Path, number: int, piece: Piece, packing: Packing) -> None:
     """Write the shards of a piece, then its record."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     write_piece(out, number, _texts(piece, packing), tokenizer_of(packing))
 
 

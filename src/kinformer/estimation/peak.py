@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from functools import cache, partial
+from pathlib import Path
 
 from kinformer.estimation.checkpoint import FLOAT, measure_live
 from kinformer.estimation.estimate import Estimate, horizon_of
@@ -68,7 +69,10 @@ def peak(
 def interpreter_bytes() -> int:
     """Return the bytes of a training process before its model, measured in a process of its own (two seconds); a
     usual value where the system is not Linux."""
-    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=False)
+    folder = str(Path(__file__).parents[2])  # of the package, which need not be installed
+    code = f"import sys; sys.path.append({folder!r})\n{PROBE}"
+    # -P: `python -c` imports from the current folder first, so it would run a file queue.py there.
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
     return INTERPRETER if done.returncode else 1024 * int(done.stdout) + LOADED_LATER
 
 

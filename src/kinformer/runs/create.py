@@ -83,6 +83,7 @@ def create(options: TrainOptions, device: str, started_at: float, quiet: bool = 
             options=plan.options,
             data={"spec": spec, "holdout": options.holdout, "identity": plan.data.identity} | column | retrieval | init,
             training=vars(plan.settings),
+            by_user=frozenset(options.task_options),
             vocabulary=None if tokenizer is None else TOKENIZER if isinstance(tokenizer, FileTokenizer) else BYTES,
         )
         for stage in stages_of(plan.settings):

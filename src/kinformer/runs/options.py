@@ -37,14 +37,13 @@ class Machine(Checked):
         super().__post_init__()
 
     def prepare(self, seed: int) -> torch.device:
-        """Set the threads and PyTorch's global seed, and return the device."""
+        """Set the threads, refuse a ``seed`` that PyTorch cannot take, and return the device."""
         import torch
 
         device = self.usable_device()
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         require_seed(seed)
-        torch.manual_seed(seed)
         return device
 
     def usable_device(self) -> torch.device:

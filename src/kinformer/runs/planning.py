@@ -66,7 +66,8 @@ def planner_for(options: TrainOptions, task: Task, spec: str, base: Run | None =
     """Return the planner of ``task`` on the data that ``spec`` names, with the tokenizer that ``options`` ask for."""
     tokenizer = _tokenizer_for(options, task, Source(spec, options.holdout, None), base)
     data = task.open(
-        Source(spec, options.holdout, tokenizer, options.text_field), training_options(task, options.task_options)
+        Source(spec, options.holdout, tokenizer, options.text_field, frozenset(options.task_options)),
+        training_options(task, options.task_options),
     )
     return Planner(task, data, tokenizer, base)
 
@@ -74,7 +75,8 @@ def planner_for(options: TrainOptions, task: Task, spec: str, base: Run | None =
 def data_of(run: Run) -> Data:
     """Open the data that a run was trained on."""
     return run.task.open(
-        Source(run.data["spec"], run.data.get("holdout"), run.tokenizer, run.data.get("text_field")), run.options
+        Source(run.data["spec"], run.data.get("holdout"), run.tokenizer, run.data.get("text_field"), run.by_user),
+        run.options,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
@@ -23,9 +22,11 @@ from kinformer.runs.config_file import CONFIG
 from kinformer.runs.exporting import export
 from kinformer.runs.options import require_proof
 from kinformer.runs.run import open_run
+from kinformer.runtime.draws import private_numbers
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.fields import require_path
 from kinformer.runtime.files import read_json
+from kinformer.runtime.plugins import current_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -102,7 +103,8 @@ def _folder_proof(folder: Path, config: Mapping[str, object], trust: bool, lengt
         note = f"the model_type {kind!r} is not imported as a decoder, so nothing is compared beside it."
         return Proof(str(folder), kind, laws, notes=(note,))
     imported = read_checkpoint(folder)
-    model = model_config(imported.model, f"{folder}: model").build()
+    with private_numbers(0):  # the stored weights replace the random ones
+        model = model_config(imported.model, f"{folder}: model").build()
     model.load_state_dict(dict(imported.weights))
     names: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = _prefixed
     if kind != OURS:
@@ -153,14 +155,12 @@ def _quiet() -> Iterator[None]:
 def _object(name: str) -> object:
     """Return the object ``module:object``, called without arguments where it is a class or a function."""
     module, _, attribute = name.partition(":")
-    sys.path.insert(0, "")
     try:
-        value = getattr(importlib.import_module(module), attribute)
-        return value() if isinstance(value, type) or type(value).__name__ == "function" else value
+        with current_folder():
+            value = getattr(importlib.import_module(module), attribute)
+            return value() if isinstance(value, type) or type(value).__name__ == "function" else value
     except Exception as error:
         raise KinformerError(
             f"{name}: is no folder, and no object that can be imported ({type(error).__name__}: {error}); give a run, "
             "a folder of transformers, or module:object of a causal model."
         ) from None
-    finally:
-        sys.path.remove("")

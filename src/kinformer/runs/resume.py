@@ -44,7 +44,7 @@ def resume(options: TrainOptions) -> tuple[Run, Settings]:
     _check_unchanged(run, options)
     spec = run.data.get("spec") if options.data is None else named_data(options, run.task, run.folder)
     facts = dict(run.data) | {"spec": spec} | STORES.resume(run, options)
-    run = replace(run, data=facts, training=vars(settings))
+    run = replace(run, data=facts, training=vars(settings), by_user=frozenset(options.task_options))
     data = data_of(run)
     if data.fingerprint != (begun_with := (run.data.get("identity") or {}).get("fingerprint")):
         raise KinformerError(

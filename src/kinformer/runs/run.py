@@ -23,6 +23,7 @@ from kinformer.family.kinds import kinds
 from kinformer.family.table import FAMILY
 from kinformer.family.table import member as member_called
 from kinformer.runs.config_file import CONFIG, SCHEMA, read_config, settings_in
+from kinformer.runtime.draws import private_numbers
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.fields import require_path, require_types
 from kinformer.runtime.files import (
@@ -63,6 +64,7 @@ class Run:
     training: the settings; empty of an imported run.
     vocabulary: "bytes", the name of a tokenizer's file in the folder, or None where the task reads no text.
     tokenizer_fingerprint: what identifies that file; None until there is one.
+    by_user: the names of the ``options`` that the user gives in this call; the others come from the folder.
     """
 
     folder: Path
@@ -75,6 +77,7 @@ class Run:
     training: JsonObject
     vocabulary: str | None = BYTES
     tokenizer_fingerprint: str | None = field(default=None, compare=False)
+    by_user: frozenset[str] = field(default=frozenset(), compare=False)
 
     def __getstate__(self) -> dict[str, object]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -146,7 +149,8 @@ class Run:
         place, (tensors, _) = place_of_best(self.folder), best_weights(self.folder)
         with reading(self.folder / CONFIG, "says a model that cannot be built"):
             require_weights(weight_shapes(config), tensors, place)
-            model = config.build()
+            with private_numbers(0):  # the stored weights replace the random ones
+                model = config.build()
         load_weights(model, tensors, place)
         return model.eval()
 

@@ -27,6 +27,7 @@ from kinformer.runs.resume import resume
 from kinformer.runs.rows import staged_rows
 from kinformer.runs.run import Run
 from kinformer.runs.staging import StagedRows, config_of
+from kinformer.runtime.draws import seeding
 from kinformer.runtime.errors import KinformerError, require, spelled
 from kinformer.runtime.files import write_atomic
 from kinformer.runtime.progress import tolerant
@@ -98,6 +99,7 @@ class Summary:
         return f"best validation {words} (step {self.result.best_step})"
 
 
+@seeding
 def train(options: TrainOptions, quiet: bool = False, started_at: float | None = None) -> Summary:
     """Train as ``options`` say. With ``quiet`` nothing is reported meanwhile; minutes count from ``started_at``, a time
     of ``time.monotonic()``, or from now on.
@@ -113,7 +115,9 @@ def train(options: TrainOptions, quiet: bool = False, started_at: float | None =
         job = prepare(options, quiet, started_at)
         if options.devices > 1:
             return distributed.launch(_join_and_work, (job,), options.devices)
-        return work(job, Group(options.prepare(job.settings.seed)))
+        device = options.prepare(job.settings.seed)
+        torch.manual_seed(job.settings.seed)
+        return work(job, Group(device))
 
 
 def prepare(options: TrainOptions, quiet: bool, started_at: float) -> Job:

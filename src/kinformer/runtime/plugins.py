@@ -14,8 +14,10 @@ are shown (``kinformer list``), and by commands to which tasks add options (``tr
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -54,6 +56,16 @@ def load(entry: EntryPoint, what: str) -> Any:
             f"{what} of {_package_text(_package(entry))} cannot be imported from {entry.value} ({reason}); "
             "mend that package, or uninstall it."
         ) from error
+
+
+@contextmanager
+def current_folder() -> Iterator[None]:
+    """Import from the current folder first, for a module that the user names."""
+    sys.path.insert(0, "")
+    try:
+        yield
+    finally:
+        sys.path.remove("")
 
 
 @cache

@@ -73,20 +73,11 @@ def keep_memory() -> None:
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Restore PyTorch's global random numbers, threads and precision of products on leaving, also after an error.
-
-    Steps of training draw dropout from PyTorch's global generators, which no module can replace: a thread that draws
-    from them meanwhile shares their numbers.
-    """
+    """Restore PyTorch's threads and precision of products on leaving, also after an error."""
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    numbers = torch.get_rng_state()
-    of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     try:
         yield
     finally:
-        torch.set_rng_state(numbers)
-        if of_gpus is not None:
-            torch.cuda.set_rng_state_all(of_gpus)
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         if torch.get_float32_matmul_precision() != precision:

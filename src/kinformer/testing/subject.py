@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from kinformer.core import state as states
 from kinformer.core.contract import CausalMixer, Chunk
 from kinformer.core.state import State
+from kinformer.runtime.draws import private_numbers
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -30,8 +31,7 @@ def draw(function: Callable[[torch.Generator], Tensor], seed: int) -> Tensor:
 
 def built(make: Callable[[], M], dtype: torch.dtype) -> M:
     """Return the module of ``make``, always with the same weights, none of which is zero or one."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with private_numbers(0):
         module = make()
         with torch.no_grad():
             for parameter in module.parameters():

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import Tensor, distributed, nn
 
+from kinformer.runtime.children import safe_path
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.process import begin_process
 from kinformer.training.interrupt import SIGNALS
@@ -230,7 +231,7 @@ def launch(function: Callable[..., T], arguments: tuple[object, ...], processes:
     )
     withheld = _Withheld()
     try:
-        with withheld:
+        with withheld, safe_path():
             outcome = elastic_launch(config, _guarded)(function, arguments)[0]
     except SignalException as ended:
         raise InterruptedError(128 + int(ended.sigval)) from None

@@ -13,6 +13,7 @@ from torch.nn import functional
 from kinformer.control.acting import ActionSampler
 from kinformer.control.decision.data import TrajectoryData
 from kinformer.control.environments.environment import Discrete
+from kinformer.runtime.draws import private_numbers
 
 WIDTH, ROWS, RATE = 128, 256, 1e-3
 
@@ -45,8 +46,7 @@ def _trained(data: TrajectoryData, steps: int, seed: int, normal: Callable[[torc
     result, space = data.trajectories, data.actions
     index = torch.from_numpy(result.steps_of(result.splits["train"]))
     observations, actions = (torch.from_numpy(item)[index] for item in (result.observations, result.actions))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with private_numbers(seed) as generator:
         network = nn.Sequential(
             nn.Linear(result.state_dim, WIDTH),
             nn.ReLU(),
@@ -54,15 +54,15 @@ def _trained(data: TrajectoryData, steps: int, seed: int, normal: Callable[[torc
             nn.ReLU(),
             nn.Linear(WIDTH, space.dim),
         )
-        optimiser = torch.optim.AdamW(network.parameters(), RATE)
-        for _ in range(steps):
-            rows = torch.randint(len(actions), (ROWS,))
-            predicted = network(normal(observations[rows]))
-            if isinstance(space, Discrete):
-                loss = functional.cross_entropy(predicted, actions[rows])
-            else:
-                loss = functional.mse_loss(predicted, actions[rows])
-            optimiser.zero_grad()
-            loss.backward()
-            optimiser.step()
+    optimiser = torch.optim.AdamW(network.parameters(), RATE)
+    for _ in range(steps):
+        rows = torch.randint(len(actions), (ROWS,), generator=generator)
+        predicted = network(normal(observations[rows]))
+        if isinstance(space, Discrete):
+            loss = functional.cross_entropy(predicted, actions[rows])
+        else:
+            loss = functional.mse_loss(predicted, actions[rows])
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
     return network

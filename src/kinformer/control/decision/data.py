@@ -8,7 +8,7 @@ import numpy as np
 
 from kinformer.control.decision.options import TrajectoryOptions
 from kinformer.control.environments.environment import Box, Discrete, Environment
-from kinformer.control.environments.table import make
+from kinformer.control.environments.table import make, named
 from kinformer.control.random_walks import MADE, random_walks
 from kinformer.control.trajectories import Trajectories, open_trajectories
 from kinformer.runtime.errors import KinformerError
@@ -46,12 +46,13 @@ class TrajectoryData:
         return self.trajectories.identity
 
 
-def open_data(spec: str, holdout: float | None, options: TrajectoryOptions) -> TrajectoryData:
-    """Return the trajectories that ``spec`` names; refuse those of another environment than the options name."""
+def open_data(spec: str, holdout: float | None, options: TrajectoryOptions, by_user: bool = False) -> TrajectoryData:
+    """Return the trajectories that ``spec`` names; trajectories of another environment than the options name
+    are an error. ``by_user``: the user gives the environment's name in this call."""
     made = spec in MADE
     result = random_walks(spec, options.trajectories, options.walk_seed, holdout) if made else None
     result = result or open_trajectories(spec, holdout)
-    env = options.env or (spec if made else None)
+    env = (named(options.env) if by_user else options.env) or (spec if made else None)
     if options.gaussian and result.discrete:
         raise KinformerError(f"`gaussian`: is for continuous actions, but those of {spec} are discrete; leave it out.")
     if env is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -90,9 +91,15 @@ def _make(name: str, render_mode: str | None) -> Any:
             import_module(package)
     except ImportError:
         raise KinformerError(f"`env` {name}: is an environment of {package}; pip install {package} gets it.") from None
+    module, colon, registered = name.rpartition(":")  # gymnasium would import the module of any name
     try:
-        return gymnasium.make(name, render_mode=render_mode)
+        return gymnasium.make(registered, render_mode=render_mode)
     except gymnasium.error.Error as error:
+        if colon and module not in sys.modules:
+            raise KinformerError(
+                f"`env` {name}: a run folder names the module {module}, which is imported only where you name it; give "
+                f"`env` {name} yourself, or import {module} first."
+            ) from None
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise KinformerError(
             f"`env` {name}: gymnasium cannot make it ({reason}); check its name and version, or install the package "

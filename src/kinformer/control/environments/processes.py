@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kinformer.control.environments.environment import Environment
-from kinformer.control.environments.table import make
+from kinformer.control.environments.table import make, named
 from kinformer.runtime.errors import KinformerError
 
 _WORK = "from kinformer.control.environments.processes import work; work({read}, {write}, {name!r}, {count})"
@@ -95,11 +95,12 @@ class _Other:
     def __init__(self, name: str, count: int) -> None:
         self.name = name
         (read, to), (answers, write) = os.pipe(), os.pipe()
-        # Started by name, so that a script of which this is a part is not run a second time.
+        # Started by name, so that a script of which this is a part is not run a second time. -P: the current folder is
+        # on the path only where it is on the path here.
         code = _WORK.format(read=read, write=write, name=name, count=count)
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code],
+            [sys.executable, "-P", "-c", code],
             pass_fds=(read, write),
             stdin=subprocess.DEVNULL,
             env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
@@ -142,6 +143,7 @@ def work(read: int, write: int, name: str, count: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that trains
     requests, answers = Connection(read, writable=False), Connection(write, readable=False)
     try:
+        named(name)  # the process that trains has made this environment, so it has imported the module
         environment = make(name, count)
         answers.send((environment.observation_dim, environment.actions, environment.most_steps))
         step = _stepping(environment)

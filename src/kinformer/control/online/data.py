@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from kinformer.control.environments.environment import Box, Discrete
-from kinformer.control.environments.table import make
+from kinformer.control.environments.table import make, named
 from kinformer.control.online.options import DEFAULT_ENV, ControlOptions
 
 
@@ -38,9 +38,9 @@ class ControlData:
         return {"name": self.name, "version": self.version, "fingerprint": self.fingerprint}
 
 
-def open_environment(options: ControlOptions) -> ControlData:
-    """Return the sizes of the environment that ``options`` name."""
-    name = options.env or DEFAULT_ENV
+def open_environment(options: ControlOptions, by_user: bool = False) -> ControlData:
+    """Return the sizes of the environment that ``options`` name; ``by_user``: the user gives that name in this call."""
+    name = (named(options.env) if by_user else options.env) or DEFAULT_ENV
     environment = make(name)
     environment.close()
     return ControlData(name, environment.observation_dim, environment.actions, environment.most_steps, options)

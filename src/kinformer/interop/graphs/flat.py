@@ -18,6 +18,7 @@ from kinformer.core.leaves import BATCH, PAST, leaves_of, named_leaves, unflatte
 from kinformer.core.model import PROTOCOLS, CausalModel
 from kinformer.core.model_config import ModelConfig
 from kinformer.core.state import map_tensors
+from kinformer.runtime.draws import private_numbers
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import HostDriven, trusted_arguments
 from kinformer.runtime.substitutes import Operator, substituting
@@ -128,7 +129,8 @@ def without_notes() -> Iterator[None]:
 
 def _by_references(model: Any) -> Any:
     """Return a model of the same weights, in eval mode, that computes everything by its references."""
-    other = _by_reference(model.config).build()
+    with private_numbers(0):  # the stored weights replace the random ones
+        other = _by_reference(model.config).build()
     other.load_state_dict(model.state_dict())
     return other.eval()
 

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from kinformer.figures.coloured_text import ColouredText, draw_text
 from kinformer.figures.draw import draw as draw_panels
@@ -19,6 +18,7 @@ from kinformer.runs.drawing.exits import text_by_exits
 from kinformer.runs.drawing.image import looked_at
 from kinformer.runs.drawing.options import DrawOptions
 from kinformer.runs.drawing.subject import find
+from kinformer.runtime.draws import private_numbers
 from kinformer.runtime.errors import KinformerError, marked, spelled
 from kinformer.runtime.words import plural
 
@@ -40,7 +40,6 @@ def draw(options: DrawOptions) -> Drawing:
     """Draw a subject into a file; the public form is :func:`kinformer.draw`."""
     out = Path(options.out or f"{_file_name(options.subject)}.png")
     check(out)
-    torch.manual_seed(options.seed)
     if options.image is not None:
         return _image(options, out)
     texts = [name for name in TEXTS if getattr(options, name)]
@@ -52,8 +51,9 @@ def draw(options: DrawOptions) -> Drawing:
         raise KinformerError(
             f"`data` {options.data}: is for {', '.join(map(marked, TEXTS))}; add one, or leave it out."
         )
-    subject = find(options)
-    panels = subject.panels()
+    with private_numbers(options.seed):
+        subject = find(options)
+        panels = subject.panels()
     if not panels and subject.untrained:
         raise KinformerError(
             f"{options.subject}: the positions {', '.join(subject.untrained)} are learnt, and before training they are "

@@ -13,6 +13,7 @@ from kinformer.core.model_config import EmbeddingConfig
 from kinformer.core.parts import Position, PositionConfig
 from kinformer.figures.panels import Placed, describe, numbered
 from kinformer.figures.positions import Encoding, OneToken
+from kinformer.runtime.draws import private_numbers
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
@@ -34,8 +35,7 @@ def undrawn(build: Callable[[], M]) -> M | None:
     """Return what ``build`` makes, or None if its numbers depend on the seed: before training they say nothing."""
     built = []
     for seed in (0, 1):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with private_numbers(seed):
             built.append(build())
     values = [module.state_dict() for module in built]
     return built[0] if all(torch.equal(values[0][name], values[1][name]) for name in values[0]) else None

@@ -128,6 +128,7 @@ def _evaluate(
         set=options.set,
         quiet=quiet or not _watched(),
     )
+    lm.generator = torch.Generator().manual_seed(options.seed or DEFAULT_OTHER_SEED)
     remedy = "check it by the command lm_eval validate, and that it has as many examples as `fewshot` says"
     with _seeded(options.seed), _quietly(quiet), _in_a_sentence("cannot be done", tasks.names, remedy):
         loaded = _loaded(tasks, task_options.fewshot, options.seed)
@@ -239,11 +240,10 @@ def _watched() -> bool:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed all random numbers with ``seed``, or as the harness does if that is 0; restore those of Python and NumPy."""
+    """Seed Python's and NumPy's random numbers with ``seed`` (0: the harness's own seeds), and restore them."""
     of_python, of_numpy, pool = random.getstate(), np.random.get_state(), os.environ.get(POOL)
     random.seed(seed or DEFAULT_RANDOM_SEED)
     np.random.seed((seed or DEFAULT_OTHER_SEED) % (1 << 32))
-    torch.manual_seed(seed or DEFAULT_OTHER_SEED)
     os.environ[POOL] = "1"
     try:
         yield
@@ -252,6 +252,8 @@ def _seeded(seed: int) -> Iterator[None]:
         np.random.set_state(of_numpy)
         if pool is None:
             del os.environ[POOL]
+        else:
+            os.environ[POOL] = pool
 
 
 @contextmanager

@@ -76,6 +76,8 @@ class KinformerLM(TemplateLM):  # type: ignore[misc]
         require_continuing(opened, INSTEAD)
         self.run, self.quiet = opened, quiet
         self.rows = max_batch_size
+        self.generator: torch.Generator | None = None
+        """What texts are drawn with; None is PyTorch's global generator, which the harness's own command seeds."""
         if batch_size is not None and batch_size != AUTO:
             self.rows = whole_number("batch_size", batch_size)
         self.chunk = whole_number("chunk", chunk)
@@ -145,7 +147,9 @@ class KinformerLM(TemplateLM):  # type: ignore[misc]
         self._note_cuts(len(prompt.tokens) + drawing_of(prompt.options).max_new_tokens for prompt in prompts)
         texts = [""] * len(prompts)
         with self._bar("generate_until", len(prompts), disable_tqdm) as bar:
-            for number, text in continued(self.model, self.tokenizer_of_run, prompts, self.length, self.rows):
+            for number, text in continued(
+                self.model, self.tokenizer_of_run, prompts, self.length, self.rows, self.generator
+            ):
                 texts[number] = text
                 self.cache_hook.add_partial("generate_until", requests[number].args, text)
                 bar.update()

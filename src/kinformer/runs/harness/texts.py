@@ -65,11 +65,17 @@ def drawing_of(options: JsonObject) -> Drawing:
 
 
 def continued(
-    model: CausalModel, tokenizer: Tokenizer, prompts: Sequence[Prompt], length: int | None, rows: int | None
+    model: CausalModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    length: int | None,
+    rows: int | None,
+    generator: torch.Generator | None = None,
 ) -> Iterator[tuple[int, str]]:
     """Yield the number of each of ``prompts`` and its continuation, as batches of at most ``rows`` are done.
 
     ``length``: how many tokens of prompt and continuation the model reads at most; of a longer prompt the end counts.
+    ``generator``: gives the seed of every batch; None is PyTorch's global one.
     """
     groups: dict[Drawing, list[int]] = {}
     for number, prompt in enumerate(prompts):
@@ -85,15 +91,24 @@ def continued(
         for start in range(0, len(numbers), rows or ROWS):
             batch = numbers[start : start + (rows or ROWS)]
             ends = [list(prompts[number].tokens[-room if room else 0 :]) for number in batch]
-            yield from zip(batch, _batch(model, tokenizer, ends, drawing), strict=True)
+            yield from zip(batch, _batch(model, tokenizer, ends, drawing, generator), strict=True)
 
 
-def _batch(model: CausalModel, tokenizer: Tokenizer, prompts: list[list[int]], drawing: Drawing) -> list[str]:
+def _batch(
+    model: CausalModel,
+    tokenizer: Tokenizer,
+    prompts: list[list[int]],
+    drawing: Drawing,
+    generator: torch.Generator | None,
+) -> list[str]:
     """Return the continuations of ``prompts``, stepped together until the last of them has ended."""
     longest = max(map(len, prompts))
     tokens = torch.tensor([ids + [0] * (longest - len(ids)) for ids in prompts])
     valid = torch.arange(longest) < torch.tensor([[len(ids)] for ids in prompts])
-    session = Session(model, len(prompts), room=drawing.max_new_tokens, **dict(drawing.sampling))
+    sampling = dict(drawing.sampling)
+    if sampling.get("seed") is None:
+        sampling["seed"] = int(torch.randint(2**62, (), generator=generator))
+    session = Session(model, len(prompts), room=drawing.max_new_tokens, **sampling)
     session.feed(tokens, valid)
     ends = ends_of_text(model)
     rows = [StoppedText(tokenizer.stream(), drawing.stops, ends) for _ in prompts]

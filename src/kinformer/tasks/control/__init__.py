@@ -81,7 +81,7 @@ class Control(Task):
     def open(self, source: Source, options: ControlOptions, cache: Path | None = None) -> ControlData:
         from kinformer.control.online.data import open_environment
 
-        return open_environment(options)
+        return open_environment(options, "env" in source.by_user)
 
     def fit(self, config: ModelConfig, data: ControlData | None) -> dict[str, object]:
         from kinformer.tasks.control.fit import fitted

@@ -9,7 +9,7 @@ import numpy as np
 
 from kinformer.control.acting import MEASURED_SEEDS, ActionSampler, cells, remembering, rollouts, summary
 from kinformer.control.environments.environment import Box, Discrete, Environment
-from kinformer.control.environments.table import make
+from kinformer.control.environments.table import make, named
 from kinformer.control.online.agent import ControlAgent
 from kinformer.control.online.data import open_environment
 from kinformer.control.online.options import ControlEvaluationOptions, ControlGenerationOptions
@@ -56,7 +56,8 @@ def evaluate(
     run = subject.run
     environment, seeds = _environment(subject, task_options), MEASURED_SEEDS + evaluation_settings.seed
     environment.close()
-    env, agent = environment.name, _agent(subject, environment, task_options, evaluation_settings.seed)
+    env, identity = environment.name, open_environment(run.options).identity
+    agent = _agent(subject, environment, task_options, evaluation_settings.seed)
     started_at = time.perf_counter()
     with progressing(quiet, "acting") as progress:
         acted = rollouts(agent, env, 0.0, task_options.episodes, seeds, progress)
@@ -77,7 +78,7 @@ def evaluate(
     )
     facts = {"env": env, **{name: value for name, value in summary_.items() if name != "mean"}, "random": chance}
     facts |= {"context_steps": context, "steps_per_second": speed}
-    identity, baselines = open_environment(run.options).identity | {"env": env}, {"random": chance["mean"]}
+    identity, baselines = identity | {"env": env}, {"random": chance["mean"]}
     metrics = {RETURN: summary_["mean"]}
     return evaluated(
         subject, metrics, identity, text, facts=facts, baselines=baselines, task="control", since=started_at
@@ -114,7 +115,7 @@ def play_episode(
 def _environment(subject: LoadedRun, task_options: Acting, render: bool = False) -> Environment:
     """Return the environment that ``task_options`` name, or the run's own."""
     run = subject.run
-    environment = make(task_options.env or open_environment(run.options).env, render=render)
+    environment = make(named(task_options.env) or open_environment(run.options).env, render=render)
     check_environment(environment, run.config, f"{run.folder}")
     return environment
 

@@ -47,7 +47,7 @@ class TextSamples(Samples):
         continued = []
         for start in range(0, len(self.prompts), self.batch_size):
             some = torch.from_numpy(self.prompts[start : start + self.batch_size])
-            continued.append(generate(self.model, some, max_new_tokens=self.new_tokens, temperature=0.0).cpu())
+            continued.append(generate(self.model, some, max_new_tokens=self.new_tokens, temperature=0.0, seed=0).cpu())
         return torch.cat(continued).numpy()
 
     def saved(self, threshold: float) -> Exited:

@@ -80,7 +80,7 @@ class TrajectoryTask(Task):
     def open(self, source: Source, options: TrajectoryOptions, cache: Path | None = None) -> TrajectoryData:
         from kinformer.control.decision.data import open_data
 
-        return open_data(source.spec, source.holdout, options)
+        return open_data(source.spec, source.holdout, options, "env" in source.by_user)
 
     def fit(self, config: ModelConfig, data: TrajectoryData | None) -> dict[str, object]:
         from kinformer.tasks.trajectories.fit import fitted

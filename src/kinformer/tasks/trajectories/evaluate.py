@@ -17,7 +17,7 @@ from kinformer.control.decision.behaviour_cloning import Clone
 from kinformer.control.decision.data import TrajectoryData, check_environment
 from kinformer.control.decision.options import PER_STEP, TrajectoryEvaluationOptions, targets_of
 from kinformer.control.decision.rows import ActionLoss, rows_of
-from kinformer.control.environments.table import make
+from kinformer.control.environments.table import make, named
 from kinformer.control.options import Acting
 from kinformer.core.model import CausalModel, device_of
 from kinformer.evaluation.bits import streamable
@@ -54,13 +54,14 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate a run on its held-out episodes and, where there is an environment, acting in it."""
     run, model = subject.run, subject.model
+    chosen = named(task_options.env)  # before the run's own environment, whose module this may import
     data, started_at = data_of(run, evaluation_settings.data), time.perf_counter()
     split = choose(evaluation_settings.split, SPLITS, "`split`")
     note_other_data(run, data, evaluation_settings.data is not None)
     metrics = _held_out(model, data, split, evaluation_settings.chunk)
     shown = ", ".join(metric.text(value) for metric, value in metrics.items())
     text: list[str | TextTable] = [f"{subject.title} on {data.name}, {split} split: {shown}"]
-    env = task_options.env or data.env
+    env = chosen or data.env
     best = data.trajectories.returns[data.trajectories.splits["train"]]
     baselines = {"data_best": float(best.max()), "data_mean": float(best.mean())}
     facts: dict[str, object] = {"env": env, **baselines}

@@ -9,7 +9,7 @@ from kinformer.control.decision.agent import TrajectoryAgent
 from kinformer.control.decision.data import check_environment
 from kinformer.control.decision.options import TrajectoryGenerationOptions, targets_of
 from kinformer.control.environments.environment import Environment
-from kinformer.control.environments.table import make
+from kinformer.control.environments.table import make, named
 from kinformer.control.playing import check_picture
 from kinformer.control.playing import play as play_episode
 from kinformer.runtime.errors import KinformerError
@@ -30,8 +30,9 @@ def play(
     """Play an episode of the run's environment, which begins by ``options.seed``; every step is given to ``write`` at
     once."""
     run = subject.run
+    chosen = named(task_options.env)  # before the run's own environment, whose module this may import
     data = data_of(run)
-    env = task_options.env or data.env
+    env = chosen or data.env
     if env is None:
         raise KinformerError(f"{run.folder}: names no environment to act in; give `env` NAME.")
     targets = (

@@ -1,0 +1,31 @@
+"""The start of other Python processes, which must not run the files of the current folder. Free of PyTorch.
+
+``python -c`` puts the current folder first on ``sys.path``, and multiprocessing starts its processes by ``python -c``.
+A file ``queue.py`` of the current folder would then replace Python's own module. Python's option ``-P`` prevents this.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_SAFE_PATH = "PYTHONSAFEPATH"
+
+
+@contextmanager
+def safe_path() -> Iterator[None]:
+    """Start the processes of multiprocessing as by ``python -P``; the environment is restored on leaving.
+
+    multiprocessing accepts no options for the interpreter, so this function sets an environment variable. A
+    process takes the parent's ``sys.path`` over before it unpickles its task, so it still finds the parent's modules.
+    """
+    before = os.environ.get(_SAFE_PATH)
+    os.environ[_SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_SAFE_PATH, None)
+        else:
+            os.environ[_SAFE_PATH] = before

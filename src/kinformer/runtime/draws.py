@@ -1,0 +1,102 @@
+"""Random numbers without a change of PyTorch's global generator, with which other threads of the process may draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from threading import RLock
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_OF_TORCH = ("bernoulli", "multinomial", "normal", "poisson", "rand", "rand_like", "randint", "randint_like", "randn",
+             "randn_like", "randperm")  # fmt: skip
+_OF_TENSORS = ("bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial",
+               "normal_", "random_", "uniform_")  # fmt: skip
+_OF_INIT = ("kaiming_normal_", "kaiming_uniform_", "normal_", "orthogonal_", "sparse_", "trunc_normal_", "uniform_",
+            "xavier_normal_", "xavier_uniform_")  # fmt: skip
+_DRAWS = {
+    getattr(place, name)
+    for place, names in ((torch, _OF_TORCH), (Tensor, _OF_TENSORS), (nn.init, _OF_INIT))
+    for name in names
+}
+"""The functions that take a ``generator``."""
+
+
+class _PrivateNumbers(TorchFunctionMode):
+    """The mode in which every function that takes a generator gets one of ``seed``, unless it has one."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """Return the generator of a ``device``, which continues from call to call."""
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self.seed)
+        return self._generators[device]
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        options = dict(kwargs or {})
+        if func in _DRAWS and options.get("generator") is None:
+            device = _device_of(args, options)
+            if device.type != "meta":  # where nothing is drawn
+                options["generator"] = self.generator(device)
+        return func(*args, **options)
+
+
+def _device_of(args: Sequence[Any], options: Mapping[str, Any]) -> torch.device:
+    """Return the device on which a function draws."""
+    if options.get("device") is not None:
+        return torch.device(options["device"])
+    tensors = (value for value in (*args, *options.values()) if isinstance(value, Tensor))
+    return next((tensor.device for tensor in tensors), torch.get_default_device())
+
+
+@contextmanager
+def private_numbers(seed: int) -> Iterator[torch.Generator]:
+    """Draw in this thread from generators of ``seed``, as after ``torch.manual_seed(seed)``, to build modules; the
+    CPU's generator is the context's value.
+
+    Do not run a model in this context: dropout ignores the generator, and every operation is slower.
+    """
+    with _PrivateNumbers(seed) as mode:
+        yield mode.generator(torch.device("cpu"))
+
+
+_SEEDING = RLock()
+
+
+def seeding(function: Callable[P, R]) -> Callable[P, R]:
+    """Return ``function``, which seeds PyTorch's global generators, for one thread at a time; a second thread waits.
+
+    The generators are restored at the end, also after an error. Steps of training draw dropout from these generators,
+    and no module can replace them.
+    """
+
+    @wraps(function)
+    def alone(*arguments: P.args, **options: P.kwargs) -> R:
+        with _SEEDING:
+            numbers = torch.get_rng_state()
+            of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+            try:
+                return function(*arguments, **options)
+            finally:
+                torch.set_rng_state(numbers)
+                if of_gpus is not None:
+                    torch.cuda.set_rng_state_all(of_gpus)
+
+    return alone

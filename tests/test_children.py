@@ -1,0 +1,58 @@
+"""Processes that the package starts: they do not run the files of the current folder."""
+
+import os
+
+import pytest
+
+import kinformer
+from kinformer.comparison.timing import in_fresh_process
+from kinformer.control.environments.processes import Processes
+from kinformer.estimation import peak
+from kinformer.training.distributed import launch
+
+SHADOWED = ("queue", "signal", "socket", "pickle", "struct", "selectors", "tempfile", "torch", "numpy")
+
+
+@pytest.fixture
+def hostile(tmp_path, monkeypatch):
+    """A current folder whose files have the names of modules that every process imports."""
+    folder = tmp_path / "hostile"
+    folder.mkdir()
+    for name in SHADOWED:
+        (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r} + ' ')\n")
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    yield folder
+    assert not (tmp_path / "ran").exists(), f"were run: {(tmp_path / 'ran').read_text()}"
+    assert "PYTHONSAFEPATH" not in os.environ
+
+
+def estimates(folder, monkeypatch):
+    monkeypatch.setattr(peak, "PROBE", "import queue, signal; print(2048)")
+    peak.interpreter_bytes.cache_clear()
+    assert peak.interpreter_bytes() == 1024 * 2048 + peak.LOADED_LATER
+    peak.interpreter_bytes.cache_clear()
+
+
+def steps_environments(folder, monkeypatch):
+    several = Processes("t-maze", 2, 2)
+    several.close()
+
+
+def measures(folder, monkeypatch):
+    assert in_fresh_process(os.getpid) != os.getpid()
+
+
+def packs(folder, monkeypatch):
+    text = folder.parent / "text.txt"
+    text.write_text("a line of text\n" * 200_000)
+    assert kinformer.pack(text, folder.parent / "packed", shard_mb=1, workers=2).tokens["train"] > 2_000_000
+
+
+def trains(folder, monkeypatch):
+    assert launch(os.getpid, (), 1) != os.getpid()
+
+
+@pytest.mark.parametrize("starts", [estimates, steps_environments, measures, packs, trains])
+def test_a_process_does_not_run_files_of_the_current_folder(hostile, monkeypatch, starts):
+    starts(hostile, monkeypatch)
