@@ -64,9 +64,8 @@ def import_checkpoint(folder: str | Path, out: str | Path, name: str = "imported
             run = _write(imported, config, prompting, out, name)
     notes = [spelled(f"{folder}: {note}.") for note in imported.notes]
     if prompting.behind and config.protocol is CausalModel:
-        notes.append(
-            f"{folder}: its {TOKENIZER} ends every text with the ids {prompting.behind}, which prompts here lack."
-        )
+        ids = ", ".join(map(str, prompting.behind))
+        notes.append(f"{folder}: its {TOKENIZER} ends every text with the ids {ids}, which prompts here do not get.")
     if imported.tokenizer is None and reads_ids(config):
         calls = "kinformer.load"
         calls += " and kinformer.generate" if config.protocol is CausalModel else ""

@@ -5,8 +5,8 @@ Where several processes hold parts of the weights, the best ones are in ``best/`
 ``config.json`` has the keys ``schema``, ``kinformer``, ``member``, ``recipe``, ``model`` (the model's config as data),
 ``tokenizer`` ("bytes", the name of a file in the folder, or null), ``task`` (its name and its own options), ``data``
 (how it was named, and its identity), ``training`` (the settings) and ``checksum`` (of all other keys); besides
-``tokenizer_fingerprint`` where the tokenizer is a file, ``prompts`` where the model was imported with special tokens, and
-``packages``, where other packages' the member and the task are. The chat template of an imported model is the file
+``tokenizer_fingerprint`` where the tokenizer is a file, ``prompts`` where the model was imported with special tokens,
+and ``packages``, where other packages' the member and the task are. The chat template of an imported model is the file
 ``chat_template.jinja``; its further ones are in ``additional_chat_templates``.
 """
 

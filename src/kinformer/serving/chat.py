@@ -35,7 +35,7 @@ class ChatTemplate:
         self, path: str | Path, stops: Sequence[str] = (), special_tokens: Mapping[str, str] | None = None
     ) -> None:
         self.stops = tuple(stops)
-        self._special_tokens = UNNAMED if not special_tokens else special_tokens
+        self._special_tokens = special_tokens or UNNAMED
         with reading(path):
             source = Path(path).read_text(encoding="utf-8")
         environment = _environment()
