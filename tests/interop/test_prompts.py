@@ -162,7 +162,7 @@ def test_training_keeps_how_the_model_is_prompted(llama, tmp_path):
 @pytest.mark.parametrize("templates", [7, [{"name": "../evil", "template": ""}], [{"name": "x"}]])
 def test_damaged_templates_are_refused(templates, tmp_path):
     folder_of(tmp_path / "theirs", chat_template=templates)
-    with pytest.raises(KinformerError, match="neither a text nor a list of named ones"):
+    with pytest.raises(KinformerError, match="neither a text nor a list of named texts"):
         kinformer.import_checkpoint(tmp_path / "theirs", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -71,7 +71,7 @@ class Tokenizer(Protocol):
 
 def prompt_ids(tokenizer: Tokenizer, text: str | bytes) -> np.ndarray:
     """Return the ids of ``text`` as a prompt: they begin with the tokenizer's ``prefix``, once, also where the text
-    spells the prefix itself. An empty text has no ids."""
+    spells the prefix itself. The ids of an empty text are empty."""
     ids, prefix = tokenizer.encode(text), np.array(tokenizer.prefix, np.int64)
     return ids if not len(ids) or np.array_equal(ids[: len(prefix)], prefix) else np.concatenate([prefix, ids])
 
@@ -242,7 +242,7 @@ class FileStream:
         return text[len(before) :] if text.startswith(before) else self._tokenizer.decode(tokens)
 
     def _shown(self, count: int, text: str) -> str:
-        """Return ``text``, that of the first ``count`` ids that wait, which then are behind."""
+        """Return ``text``, which the first ``count`` ids that wait stand for, and stop waiting with these ids."""
         shown, self._waiting = self._waiting[:count], self._waiting[count:]
         if shown:
             self._before = shown if text else (self._before + shown)[-_NEIGHBOURS:]

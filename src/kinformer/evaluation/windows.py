@@ -24,14 +24,14 @@ class Windows:
             raise KinformerError(f"overlap is {self.overlap:g} but must be at least 0 and below 1.")
 
     def behind(self, prefix: int) -> Windows:
-        """Return the windows that are left behind ``prefix`` tokens in front of each.
+        """Return windows that leave room for ``prefix`` tokens in front of each.
 
         Errors: ``KinformerError`` where none are left.
         """
         if self.context <= prefix:
             raise KinformerError(
-                f"context is {self.context} but must be {prefix + 1} tokens or more, as each begins with {prefix} of "
-                "the tokenizer's."
+                f"context is {self.context} but must be {prefix + 1} tokens or more, as each begins with the "
+                f"{prefix} that the tokenizer adds."
             )
         return replace(self, context=self.context - prefix)
 

@@ -157,8 +157,8 @@ def _prompt_ids(run: Run, source: bytes | None) -> dict[str, object]:
     if not named or source is None or run.config.protocol is not CausalModel:
         return {}
     ids, size = ids_of(json.loads(source)), vocab_size_of(run.config)
-    found = {f"{role}_id": ids.get(named.get(role), size) for role in ("bos_token", "pad_token")}
-    return {name: number for name, number in found.items() if number < size}
+    by_name = {f"{role}_id": ids.get(named.get(role), size) for role in ("bos_token", "pad_token")}
+    return {name: number for name, number in by_name.items() if number < size}
 
 
 def _special(run: Run, form: Form, padding: Padding | None) -> Special:

@@ -49,10 +49,12 @@ class ChatTemplate:
 
         Errors: :class:`FieldError` for messages that the template refuses or cannot render.
         """
-        given = {"tools": None, "documents": None, "add_generation_prompt": True} | dict(self._special_tokens) | names
+        variables = (
+            {"tools": None, "documents": None, "add_generation_prompt": True} | dict(self._special_tokens) | names
+        )
         pieces, length = [], 0
         try:
-            for piece in self._template.generate(messages=list(messages), **given):
+            for piece in self._template.generate(messages=list(messages), **variables):
                 length += len(piece)
                 if length > MOST_CHARACTERS:
                     raise KinformerError(f"its prompt has more than {MOST_CHARACTERS} characters")
@@ -81,7 +83,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
         ) from error
 
     class Generation(Extension):
-        """The tag ``generation`` around what the model writes, which is rendered as it stands."""
+        """The tag ``generation`` around the model's part of a chat. The tag changes nothing."""
 
         tags = {"generation"}
 
