@@ -48,8 +48,8 @@ class Server:
             template = ChatTemplate(path, options.chat_stop, run.prompts.get("special_tokens"))
         elif options.chat_stop:
             raise KinformerError(
-                f"`chat_stop` ends answers of chats, but {folder} comes without a chat template; give a `chat_template` "
-                "too."
+                f"`chat_stop` ends answers of chats, but {folder} comes without a chat template; give a "
+                "`chat_template` too."
             )
         self.socket = _listening(options.host, options.port)
         device = options.prepare(0)
