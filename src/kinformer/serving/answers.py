@@ -99,16 +99,22 @@ class Answer:
         return {
             "tokens": [self.spelled(item.token) for item in tokens],
             "token_logprobs": [None if score is None else score.logprob for score in scores],
-            "top_logprobs": [
-                None if score is None else {self.spelled(token): value for token, value in reversed(score.top)}
-                for score in scores
-            ],
+            "top_logprobs": [None if score is None else self._top(score.top) for score in scores],
             "text_offset": [item.offset for item in tokens],
         }
 
+    def _top(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Return the scores of tokens by how they are spelled; the less likely of two that are spelled alike, as a
+        letter and its byte are, stands under its id."""
+        scores: dict[str, float] = {}
+        for token, value in top:
+            text = self.spelled(token)
+            scores[f"token_id:{token}" if text in scores else text] = value
+        return scores
+
     def spelled(self, token: int) -> str:
         """Return the text of a token, or ``token_id:N`` where it is no text alone, as half of a character is none."""
-        text = self.tokenizer.decode([token])
+        text = self.tokenizer.spell(token)
         return f"token_id:{token}" if not text or _REPLACEMENT in text else text
 
 
@@ -141,7 +147,7 @@ class ChatAnswer(Answer):
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float) -> dict[str, object]:
-        text = self.tokenizer.decode([token])
+        text = self.tokenizer.spell(token)
         complete = bool(text) and _REPLACEMENT not in text
         return {
             "token": self.spelled(token),

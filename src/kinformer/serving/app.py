@@ -135,7 +135,8 @@ async def _chat(request: Request) -> Response:
         )
     body = replace(body, stops=(*body.stops, *served.template.stops))
     prompt = await run_in_threadpool(served.template.prompt, fields.messages(body.fields))
-    job = await run_in_threadpool(Job, served.engine, served.tokenizer, body, [prompt], NEW_CHAT_TOKENS)
+    ids = await run_in_threadpool(served.tokenizer.encode, prompt)  # the template writes BOS itself, as in transformers
+    job = await run_in_threadpool(Job, served.engine, served.tokenizer, body, [ids.tolist()], NEW_CHAT_TOKENS)
     return await _answered(request, job, ChatAnswer(body, served.tokenizer, job.choices))
 
 
