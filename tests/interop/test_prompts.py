@@ -125,7 +125,7 @@ def test_windows_begin_with_the_prefix(llama, tmp_path):
         nats += float(cross_entropy(logits[0, 1:].double(), window[0, 2:], reduction="sum"))
     expected = (nats / np.log(2) + np.log2(split.vocab_size)) / split.bytes
     assert evaluation.metrics["bits_per_byte"] == pytest.approx(expected, rel=1e-6)
-    with pytest.raises(KinformerError, match="context is 1 but must be 2"):
+    with pytest.raises(KinformerError, match="context is 1 but must be at least 2"):
         kinformer.evaluate(llama / "run", data=tmp_path / "text.txt", context="1")
 
 
@@ -159,10 +159,25 @@ def test_training_keeps_how_the_model_is_prompted(llama, tmp_path):
     assert open_run(run.folder).tokenizer.prefix == (1,)
 
 
+@pytest.mark.parametrize(
+    ("prompts", "reason"),
+    [
+        ({"prefix": ["a"]}, "prompts.prefix is .'a'., not a list of whole numbers"),
+        ({"prefix": [1.5]}, "not a list of whole numbers"),
+        ({"special_tokens": {"bos_token": 5}}, "prompts.special_tokens is .'bos_token': 5., not a table of texts"),
+    ],
+)
+def test_a_damaged_record_is_refused(llama, prompts, reason, tmp_path):
+    data = json.loads((llama / "run" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(data | {"prompts": prompts}))
+    with pytest.raises(KinformerError, match=reason):
+        open_run(tmp_path)
+
+
 @pytest.mark.parametrize("templates", [7, [{"name": "../evil", "template": ""}], [{"name": "x"}]])
 def test_damaged_templates_are_refused(templates, tmp_path):
     folder_of(tmp_path / "theirs", chat_template=templates)
-    with pytest.raises(KinformerError, match="neither a text nor a list of named texts"):
+    with pytest.raises(KinformerError, match="must be a text or a list of named templates"):
         kinformer.import_checkpoint(tmp_path / "theirs", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

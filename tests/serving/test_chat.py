@@ -231,6 +231,8 @@ def test_a_run_that_names_no_special_tokens_adds_empty_ones(tmp_path):
         ("{% for i in range(90000) %}{{ messages[0].content * 99 }}{% endfor %}", "more than"),
         ("{{ {1: 2}[3].x }}", "UndefinedError"),
         ("{{ messages | tojson(indent='x' ~ nothing.x) }}", "UndefinedError"),
+        ("{{ 'a'.ljust(10 ** 17) }}", "MemoryError"),
+        ("{{ raise_exception('') }}", "it gives no reason"),
     ],
 )
 def test_a_template_that_fails_is_one_sentence(text, reason, tmp_path):

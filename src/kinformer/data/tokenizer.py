@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PIECE, MOST_TOKENS = 1 << 16, 1 << 24
 _MOST_BYTES, _NEIGHBOURS = 4, 8
-"""The most bytes of a character in UTF-8, and how many ids before a token are decoded with it."""
+"""The most bytes of a character in UTF-8, and how many ids before a token are decoded with the token."""
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BLANKS = str.maketrans("\u0120\u2581\u0109\u010a\u010d", "  \t\n\r")
 
@@ -71,7 +71,7 @@ class Tokenizer(Protocol):
 
 def prompt_ids(tokenizer: Tokenizer, text: str | bytes) -> np.ndarray:
     """Return the ids of ``text`` as a prompt: they begin with the tokenizer's ``prefix``, once, also where the text
-    spells the prefix itself. The ids of an empty text are empty."""
+    spells the prefix itself. An empty text stays empty."""
     ids, prefix = tokenizer.encode(text), np.array(tokenizer.prefix, np.int64)
     return ids if not len(ids) or np.array_equal(ids[: len(prefix)], prefix) else np.concatenate([prefix, ids])
 
@@ -238,18 +238,18 @@ class FileStream:
     def _text(self, tokens: list[int]) -> str:
         """Return the text of ``tokens`` behind the ids before them."""
         before, text = self._tokenizer.decode(self._before), self._tokenizer.decode(self._before + tokens)
-        # The decoder of byte tokens gives up a whole run of bytes, also what was shown of it, for one that is no text.
+        # An invalid byte makes the decoder replace the whole run of bytes, also the part that was shown.
         return text[len(before) :] if text.startswith(before) else self._tokenizer.decode(tokens)
 
     def _shown(self, count: int, text: str) -> str:
-        """Return ``text``, which the first ``count`` ids that wait stand for, and stop waiting with these ids."""
+        """Return ``text``, which belongs to the first ``count`` waiting ids, and count these ids as shown."""
         shown, self._waiting = self._waiting[:count], self._waiting[count:]
         if shown:
             self._before = shown if text else (self._before + shown)[-_NEIGHBOURS:]
         return text
 
     def _tail(self, before: list[int]) -> list[int]:
-        """Return the last of ``before``, from where a character begins."""
+        """Return the last ids of ``before``, from the beginning of a character."""
         start = max(0, len(before) - _NEIGHBOURS)
         starts = range(start, max(-1, start - _MOST_BYTES), -1)
         whole = (start for start in starts if not self._tokenizer.decode(before[start:]).startswith(_REPLACEMENT))

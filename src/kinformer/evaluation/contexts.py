@@ -30,8 +30,8 @@ def contexts(
     """Yield the contexts of all predictions of ``stream``, each of them counted once, in order.
 
     ``windows`` None: the state is carried. Else windows are side by side, at most ``stream.length`` tokens of them but
-    at least one window. ``prefix``: ids such as BOS, in front of the stream or of every window. A window's context
-    includes the prefix. Predictions by the prefix do not count.
+    at least one window. ``prefix``: ids such as BOS in front of the stream, or in front of every window. In a window
+    they count as tokens of its context. Their predictions are not counted.
     """
     device = device_of(model)
     first = torch.tensor([list(prefix)], device=device)

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,14 +25,14 @@ class Windows:
             raise KinformerError(f"overlap is {self.overlap:g} but must be at least 0 and below 1.")
 
     def behind(self, prefix: int) -> Windows:
-        """Return windows that leave room for ``prefix`` tokens in front of each.
+        """Return windows that leave room for ``prefix`` tokens in front of each window.
 
-        Errors: ``KinformerError`` where none are left.
+        Errors: ``KinformerError`` for a context without such room.
         """
         if self.context <= prefix:
             raise KinformerError(
-                f"context is {self.context} but must be {prefix + 1} tokens or more, as each begins with the "
-                f"{prefix} that the tokenizer adds."
+                f"context is {self.context} but must be at least {prefix + 1}, as every window begins with "
+                f"{plural(prefix, 'token')} of the tokenizer."
             )
         return replace(self, context=self.context - prefix)
 

@@ -25,7 +25,7 @@ TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP = "tokenizer_config.json", "special_tokens_
 CHAT_TEMPLATE, CHAT_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 """The file of a chat template, and the folder of further ones."""
 DEFAULT = "default"
-"""The name of the chat template that is used unless a caller names another."""
+"""The name of the usual chat template."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 PADS = ("[PAD]", "<pad>")
 NUL = "\N{LATIN CAPITAL LETTER A WITH MACRON}"
@@ -61,7 +61,7 @@ class Prompting:
 
 
 def prompting_of(folder: Path) -> Prompting:
-    """Return how the tokenizer of ``folder``, which has a tokenizer.json, makes prompts, as transformers reads it.
+    """Return how the tokenizer in ``folder/tokenizer.json`` makes prompts, as transformers reads it.
 
     Errors: ``KinformerError`` for damaged files.
     """
@@ -78,7 +78,7 @@ def prompting_of(folder: Path) -> Prompting:
 
 
 def _table(path: Path) -> JsonObject:
-    """Return the table in a JSON file, and an empty table if the file does not exist."""
+    """Return the table in a JSON file, or an empty table if the file is missing."""
     table = read_json(path) if path.is_file() else {}
     if not isinstance(table, dict):
         raise KinformerError(f"{path}: is not a table of settings; restore it from a copy, or remove it.")
@@ -115,7 +115,7 @@ def chat_templates(folder: Path, named: object = None) -> dict[str, str]:
             templates[name] = path.read_text(encoding="utf-8")
     if templates or named is None:
         return templates
-    with reading(folder / TOKENIZER_CONFIG, "has a chat_template that is neither a text nor a list of named texts"):
+    with reading(folder / TOKENIZER_CONFIG, "has a chat_template that must be a text or a list of named templates"):
         pairs = [(DEFAULT, named)] if isinstance(named, str) else [(one["name"], one["template"]) for one in named]  # type: ignore[attr-defined]
         if not all(re.fullmatch(r"[\w-]{1,100}", name) and isinstance(text, str) for name, text in pairs):
             raise ValueError("a name is not made of letters, digits, - and _")

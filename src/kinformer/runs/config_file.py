@@ -78,7 +78,7 @@ def read_config(place: Path) -> JsonObject:
         raise KinformerError(f"{place}: lacks {', '.join(missing)}; restore it from a copy.")
     _check(data, {**_TYPES, **_FURTHER}, place, "")
     _check(data["data"], _DATA, place, "data.")
-    _check(data.get("prompts", {}), _PROMPTS, place, "prompts.")
+    _check_prompts(data.get("prompts", {}), place)
     _check(data["data"].get("retrieval", {}), _RETRIEVAL, place, "data.retrieval.")
     name = data["tokenizer"]
     if name is not None and (Path(name).name != name or name == ".."):
@@ -93,6 +93,20 @@ def settings_in(training: JsonObject) -> Settings:
     if unknown := sorted(map(str, training.keys() - {field.name for field in fields(Settings)})):
         raise KinformerError(f"training has the unknown setting {unknown[0]!r}; use a matching version.")
     return Settings(**training)
+
+
+def _check_prompts(prompts: JsonObject, place: Path) -> None:
+    _check(prompts, _PROMPTS, place, "prompts.")
+    parts = (
+        ("prefix", prompts.get("prefix", ()), int),
+        ("special_tokens", prompts.get("special_tokens", {}).values(), str),
+    )
+    for name, values, kind in parts:
+        if not all(type(value) is kind for value in values):
+            expected = "a list of whole numbers" if kind is int else "a table of texts"
+            raise KinformerError(
+                f"{place}: prompts.{name} is {prompts[name]!r}, not {expected}; restore it from a copy."
+            )
 
 
 def _check(data: Mapping[str, object], types: Mapping[str, tuple[type, ...]], place: Path, prefix: str) -> None:

@@ -114,7 +114,7 @@ def _named(base: Run | None, task: Task, options: TrainOptions) -> dict[str, str
 
 
 def _prompts(base: Run, config: ModelConfig) -> dict[str, object]:
-    """Return the entry ``prompts`` of ``base`` for a model of ``config``. Only a causal model has a prefix."""
+    """Return the entry ``prompts`` of ``base`` for a model of ``config``; only causal models have a prefix."""
     causal = config.protocol is CausalModel
     return {name: value for name, value in base.prompts.items() if causal or name != "prefix"}
 

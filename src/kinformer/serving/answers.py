@@ -104,8 +104,8 @@ class Answer:
         }
 
     def _top(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Return the scores of tokens by their spelling. Where two tokens have the same spelling, as a letter and its
-        byte, the less likely token stands under its id."""
+        """Return the scores of tokens by their spelling. The less likely of two tokens with one spelling, such as a
+        letter and its byte, stands under its id."""
         scores: dict[str, float] = {}
         for token, value in top:
             text = self.spelled(token)

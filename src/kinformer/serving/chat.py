@@ -66,8 +66,10 @@ class ChatTemplate:
 
 def _reason(error: Exception) -> str:
     """Return what an error says, in one line."""
-    text = " ".join(str(error).split())[:200].rstrip(".")
-    return text if isinstance(error, KinformerError) or not text else f"{type(error).__name__}: {text}"
+    text, kind = " ".join(str(error).split())[:200].rstrip("."), type(error).__name__
+    if not text:
+        return kind  # as of MemoryError
+    return text if isinstance(error, KinformerError) else f"{kind}: {text}"
 
 
 @lru_cache(maxsize=1)
@@ -83,7 +85,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
         ) from error
 
     class Generation(Extension):
-        """The tag ``generation`` around the model's part of a chat. The tag changes nothing."""
+        """The tag ``generation`` around the model's own turns. It renders its body unchanged."""
 
         tags = {"generation"}
 
@@ -130,4 +132,4 @@ def _to_json(
 
 
 def _raise(message: str) -> NoReturn:
-    raise KinformerError(str(message))
+    raise KinformerError(str(message) or "it gives no reason")

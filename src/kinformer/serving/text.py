@@ -60,8 +60,8 @@ class TextListener:
         self._choices: dict[int, _Choice] = {}
 
     def echo(self, prompt: str, tokens: list[int], copies: int, added: int = 0) -> None:
-        """Begin each of ``copies`` choices with ``prompt``, whose ``tokens`` follow when they are scored. The
-        first ``added`` tokens stand in front of the text."""
+        """Begin each of ``copies`` choices with ``prompt``, whose ``tokens`` follow when they are scored; the first
+        ``added`` tokens stand in front of the prompt's text."""
         self._echo = prompt, tokens, copies, added
         for copy in range(copies):
             self._send(Piece(self._first + copy, prompt))
