@@ -219,7 +219,19 @@ def test_the_page_continues_a_prompt_in_a_browser(server, folder):
         ({"model": "run", "prompt": "a", "temperature": -1}, 400, "temperature"),
         ({"model": "run", "prompt": "a", "max_tokens": -1}, 400, "max_tokens"),
         ({"model": "run", "prompt": "a", "n": 0}, 400, "n is 0"),
-        ({"model": "run", "prompt": "a", "n": 100}, 400, ""),
+        ({"model": "run", "prompt": "a", "n": 100}, 400, "n is 100, but this server continues at most 4 sequences"),
+        ({"model": "run", "prompt": "a", "n": 10**12, "echo": True}, 400, "n is 1,000,000,000,000, but this server"),
+        ({"model": "run", "prompt": ["a"] * 100_000}, 400, "prompt holds 100,000 texts, but this server accepts"),
+        ({"model": "run", "prompt": "a" * 4000, "n": 4, "echo": True, "logprobs": 20}, 400, "1,345,344 values"),
+        ({"model": "run", "prompt": "a", "max_tokens": 10**9}, 400, "from 0 to 1048576"),
+        ({"model": "run", "prompt": "a", "max_tokens": 5.0}, 400, "max_tokens is 5.0 but must be a whole number"),
+        ({"model": "run", "prompt": "a", "temperature": 10**400}, 400, "but must be a number below 1e308"),
+        ({"model": "run", "prompt": "a", "top_p": 10**400}, 400, "but must be a number below 1e308"),
+        ({"model": "run", "prompt": "a", "seed": 10**400}, 400, "seed is 100"),
+        ({"model": "run", "prompt": "a", "seed": -1}, 400, "seed is -1 but must be a whole number"),
+        ({"model": "run", "prompt": "a", "top_k": 10**400, "n": "a" * 10**6}, 400, "n is 'aaa"),
+        ({"model": "run", "prompt": "a", "x" * 10**6: 1}, 400, "valid names are"),
+        ({"model": "x" * 10**6, "prompt": "a"}, 404, "no model 'xxx"),
         ({"model": "run", "prompt": "a", "presence_penalty": 1}, 400, "presence_penalty"),
         ({"model": "run", "prompt": "a", "stop": ""}, 400, "stop"),
         ({"model": "run", "prompt": "a", "top_p": 7}, 400, "top_p"),
@@ -230,7 +242,7 @@ def test_a_mistake_is_a_sentence_in_the_form_of_openai(server, data, status, mes
     code, answer = post(server, data)
     error = answer["error"]
     assert code == status and message in error["message"] and error["type"] == "invalid_request_error"
-    assert "Traceback" not in error["message"]
+    assert "Traceback" not in error["message"] and "--" not in error["message"] and len(error["message"]) < 400
 
 
 def test_other_paths_methods_and_types(server):

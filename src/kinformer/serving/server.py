@@ -17,7 +17,7 @@ import torch
 from kinformer.generation.packed import pack
 from kinformer.runs.continuing import require_continuing
 from kinformer.runs.run import open_run
-from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.errors import KinformerError, as_flags
 from kinformer.runtime.progress import note
 from kinformer.serving.admission import Limits
 from kinformer.serving.chat import ChatTemplate
@@ -79,7 +79,8 @@ class Server:
         """Answer until :meth:`close`, or a signal in the main thread; then end what is being continued."""
         self._thread.start()
         try:
-            self._http.run(sockets=[self.socket])
+            with as_flags(False):  # clients send fields, also where a command started the server
+                self._http.run(sockets=[self.socket])
         finally:
             self.engine.close()
             self._thread.join()
