@@ -185,7 +185,9 @@ async def _body(request: Request) -> bytes:
 def _require_model(served: Served, name: str) -> None:
     if name != served.name:
         raise FieldError(
-            f"there is no model {fields.short(name)} here; {served.name!r} is the one.", "model", "model_not_found"
+            f"model is {fields.short(name)}, but this server has {served.name!r} alone; request it.",
+            "model",
+            "model_not_found",
         )
 
 
