@@ -22,9 +22,10 @@ from kinformer.data import (
 )
 from kinformer.data import corpus as corpus_module
 from kinformer.data.tokenised import encode_split
-from kinformer.data.tokenizer import PIECE, text_pieces
+from kinformer.data.tokenizer import PIECE, prompt_ids, text_pieces
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.lock import take
+from tests.interop.peers import blank_tokenizer
 
 
 @pytest.fixture
@@ -35,6 +36,14 @@ def tokenizer(text_file, tmp_path):
 def streamed(tokenizer, tokens):
     stream = tokenizer.stream()
     return "".join([stream.feed(int(token)) for token in tokens] + [stream.finish()])
+
+
+@pytest.fixture(scope="module")
+def blanks(tmp_path_factory):
+    """A tokenizer whose decoder drops the blank at the beginning of a text."""
+    folder = tmp_path_factory.mktemp("blanks")
+    blank_tokenizer(folder)
+    return FileTokenizer(folder / "tokenizer.json", prefix=(1,))
 
 
 @given(text=st.text())
@@ -49,6 +58,45 @@ def test_bytes_come_back_whole_and_streamed(text):
 def test_any_bytes_decode_the_same_streamed(data):
     tokenizer = ByteTokenizer()
     assert streamed(tokenizer, data) == tokenizer.decode(data) == data.decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["hello there", "the \u20ac\u20ac and \u20acuro \U0001f642\U0001f642\U0001f642\U0001f642 x", " two  blanks "],
+)
+def test_a_text_continues_behind_what_stands_before_it(blanks, text):
+    tokens = blanks.encode(text).tolist()
+    assert streamed(blanks, tokens) == blanks.decode(tokens)
+    for place in range(1, len(tokens)):
+        before = blanks.decode(tokens[:place])
+        stream = blanks.stream(tokens[:place])
+        rest = "".join([stream.feed(token) for token in tokens[place:]] + [stream.finish()])
+        if not before.endswith("\ufffd"):
+            assert before + rest == blanks.decode(tokens)
+
+
+def test_bytes_that_are_no_text_are_shown_before_the_end(blanks):
+    token = int(blanks.encode("\x80")[-1])  # the byte 80, which begins no character
+    stream = blanks.stream()
+    shown = [stream.feed(token) for _ in range(50)]
+    assert "".join(shown) == "\ufffd" * 47 and stream.finish() == "\ufffd" * 3
+    stream = blanks.stream()
+    told = [stream.feed(one) for one in (*blanks.encode("\u20ac").tolist()[-3:], token, *blanks.encode("ab").tolist())]
+    assert told[2] == "\u20ac" and "".join(told).endswith("\ufffd ab")
+
+
+def test_a_token_is_spelled_with_its_blank(blanks, tokenizer):
+    ids = blanks.encode("b")[-1], blanks.encode("xb")[-1]
+    assert [blanks.spell(token) for token in ids] == [" b", "b"]
+    assert tokenizer.spell(tokenizer.encode("x y")[1]) == " "
+    assert ByteTokenizer().spell(98) == "b"
+
+
+def test_a_prompt_begins_with_the_prefix_once(blanks, tokenizer):
+    assert prompt_ids(blanks, "dog").tolist() == [1, *blanks.encode("dog")]
+    assert prompt_ids(blanks, "<s>dog").tolist() == blanks.encode("<s>dog").tolist()
+    assert prompt_ids(blanks, "").tolist() == []
+    assert prompt_ids(tokenizer, "dog").tolist() == tokenizer.encode("dog").tolist()
 
 
 def test_bytes_that_are_no_text_come_back_from_the_command_line():

@@ -1,5 +1,7 @@
 """Tiny models of transformers with random weights."""
 
+import json
+
 import torch
 from torch.testing import assert_close
 
@@ -199,3 +201,28 @@ def byte_tokenizer(folder):
     tokenizer.train_from_iterator([], trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     return tokenizer
+
+
+def blank_tokenizer(folder, begins=True, **settings):
+    """Save a tokenizer as LLaMA 2 has it, and its ``settings``: a blank is a sign of the vocabulary, decoding drops the
+    first one, unknown letters are bytes, and a text ``begins`` with <s>."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, processors
+
+    letters = "abcdefghijklmnopqrstuvwxyz.\n"
+    blank = "\N{LOWER ONE EIGHTH BLOCK}"
+    special = ["<unk>", "<s>", "</s>"]
+    pieces = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), blank, *letters, *(blank + one for one in letters)]
+    merges = [(blank, one) for one in letters]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    made = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend(blank), normalizers.Replace(" ", blank)])
+    parts = [decoders.Replace(blank, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(parts)
+    made.add_special_tokens(special)
+    if begins:
+        made.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    made.save(str(folder / "tokenizer.json"))
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<unk>"}
+    about = {"tokenizer_class": "PreTrainedTokenizerFast"} | named | settings
+    (folder / "tokenizer_config.json").write_text(json.dumps(about), encoding="utf-8")
+    return made

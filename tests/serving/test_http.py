@@ -379,7 +379,7 @@ def test_where_it_listens_is_printed_as_json(cli, folder, monkeypatch):
         (["--port", "70000"], "at most 65535"),
         (["--host", "no.such.host.invalid"], "cannot be listened at"),
         (["--chat-template", "nowhere.jinja"], "nowhere.jinja"),
-        (["--chat-stop", "User"], "need a --chat-template"),
+        (["--chat-stop", "User"], "comes without a chat template; give a --chat-template too"),
         (["--max-streams", "0"], "max-streams"),
     ],
 )

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from kinformer.data.split import Split
 
 PIECE, MOST_TOKENS = 1 << 16, 1 << 24
+_MOST_BYTES, _NEIGHBOURS = 4, 8
+"""The most bytes of a character in UTF-8, and how many ids before a token are decoded with it."""
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BLANKS = str.maketrans("\u0120\u2581\u0109\u010a\u010d", "  \t\n\r")
 
@@ -40,10 +42,11 @@ class TextStream(Protocol):
 
 class Tokenizer(Protocol):
     """The protocol from text to ids and back. ``fingerprint`` differs between
-    tokenizers; ids lie below ``vocab_size``."""
+    tokenizers; ids lie below ``vocab_size``; ``prefix`` holds the ids that begin every prompt, such as BOS."""
 
     vocab_size: int
     fingerprint: str
+    prefix: tuple[int, ...]
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Return ids int64 [length] of ``text``."""
@@ -57,9 +60,20 @@ class Tokenizer(Protocol):
         """Return the text of ``tokens``, with U+FFFD where they are no text."""
         ...
 
-    def stream(self) -> TextStream:
-        """Return a decoder for ids that come one by one."""
+    def spell(self, token: int) -> str:
+        """Return the text of ``token`` inside of a text, where the blank that it begins with is kept."""
         ...
+
+    def stream(self, before: Sequence[int] = ()) -> TextStream:
+        """Return a decoder for ids that come one by one behind the ids ``before``, whose text it leaves out."""
+        ...
+
+
+def prompt_ids(tokenizer: Tokenizer, text: str | bytes) -> np.ndarray:
+    """Return the ids of ``text`` as a prompt: they begin with the tokenizer's ``prefix``, once, also where the text
+    spells the prefix itself. The ids of an empty text are empty."""
+    ids, prefix = tokenizer.encode(text), np.array(tokenizer.prefix, np.int64)
+    return ids if not len(ids) or np.array_equal(ids[: len(prefix)], prefix) else np.concatenate([prefix, ids])
 
 
 class ByteTokenizer:
@@ -67,6 +81,7 @@ class ByteTokenizer:
 
     vocab_size = 256
     fingerprint = "bytes"
+    prefix: tuple[int, ...] = ()
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Return ids int64 [length]: the UTF-8 bytes of a string (bytes escaped by the system's decoding come back)."""
@@ -80,8 +95,12 @@ class ByteTokenizer:
         """Return the text of ``tokens``, with U+FFFD where they are not UTF-8."""
         return bytes(int(token) for token in tokens).decode("utf-8", "replace")
 
-    def stream(self) -> ByteStream:
-        """Return a decoder for bytes that come one by one."""
+    def spell(self, token: int) -> str:
+        """Return the character of an ASCII byte, else U+FFFD."""
+        return self.decode([token])
+
+    def stream(self, before: Sequence[int] = ()) -> ByteStream:
+        """Return a decoder for bytes that come one by one; the bytes ``before`` do not affect it."""
         return ByteStream()
 
 
@@ -101,19 +120,19 @@ class ByteStream:
 
 
 class FileTokenizer:
-    """A tokenizer.json. It adds no special tokens, and truncation and padding set in the file are ignored. A file whose
-    fingerprint is not ``fingerprint`` is refused.
+    """A tokenizer.json. Texts get no special tokens, and prompts get ``prefix`` (:func:`prompt_ids`). Truncation and
+    padding set in the file are ignored. A file whose fingerprint is not ``fingerprint`` is refused.
 
     Bits per byte are honest for a tokenizer that loses nothing (byte-level BPE); one that normalises text (lower case,
     unknown words) leaves some of the bytes unpredicted.
     """
 
-    def __init__(self, path: str | Path, fingerprint: str | None = None) -> None:
+    def __init__(self, path: str | Path, fingerprint: str | None = None, prefix: Sequence[int] = ()) -> None:
         with reading(path):
             Path(path).stat()
             require_file(Path(path))
             self.source = Path(path).read_bytes()
-        self.fingerprint = file_fingerprint(self.source)
+        self.fingerprint, self.prefix = file_fingerprint(self.source), tuple(prefix)
         if fingerprint not in (None, self.fingerprint):
             raise KinformerError(
                 f"{path}: is not the tokenizer that the run was made with ({self.fingerprint[:19]} instead of "
@@ -165,9 +184,14 @@ class FileTokenizer:
         marked = type(self._tokenizer.model).__name__ == "WordPiece"
         return [piece.translate(_BLANKS) for piece in pieces], marked
 
-    def stream(self) -> FileStream:
-        """Return a decoder for ids that come one by one."""
-        return FileStream(self)
+    def spell(self, token: int) -> str:
+        """Return the text of ``token`` inside of a text, where the blank that it begins with is kept."""
+        # Decoders drop the first blank of a whole text, so the token stands behind itself.
+        return self.decode([token, token])[len(self.decode([token])) :]
+
+    def stream(self, before: Sequence[int] = ()) -> FileStream:
+        """Return a decoder for ids that come one by one behind the ids ``before``, whose text it leaves out."""
+        return FileStream(self, before)
 
 
 @contextmanager
@@ -188,25 +212,48 @@ def file_fingerprint(source: bytes) -> str:
 
 
 class FileStream:
-    """A decoder of the newest ids beside the ones before them, since a token's text may depend on its neighbour."""
+    """A decoder of the newest ids beside the last ones before them, since a token's text depends on its neighbours:
+    WordPiece joins words, and the decoders of LLaMA 2 and Mistral drop the blank at the beginning of a text.
 
-    def __init__(self, tokenizer: FileTokenizer) -> None:
+    ``before``: ids that stand before the first one, such as the prompt's.
+    """
+
+    def __init__(self, tokenizer: FileTokenizer, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._decoded_ids: list[int] = []
-        self._waiting: list[int] = []
+        self._before, self._waiting = self._tail([int(token) for token in before]), list[int]()
 
     def feed(self, token: int) -> str:
         """Return the text that ``token`` completes, or nothing while a character is incomplete."""
         self._waiting.append(token)
-        return "" if self._tokenizer.decode(self._decoded_ids + self._waiting).endswith(_REPLACEMENT) else self.finish()
+        text = self._text(self._waiting)
+        if not text.endswith(_REPLACEMENT):
+            return self._shown(len(self._waiting), text)
+        # A character has at most 4 bytes, and a token at least one, so the oldest token that waits is complete.
+        return "" if len(self._waiting) < _MOST_BYTES else self._shown(1, self._text(self._waiting[:1]))
 
     def finish(self) -> str:
         """Return the text of the ids that were waiting."""
-        decoded = len(self._tokenizer.decode(self._decoded_ids))
-        text = self._tokenizer.decode(self._decoded_ids + self._waiting)[decoded:]
-        if self._waiting:
-            self._decoded_ids, self._waiting = self._waiting, []
+        return self._shown(len(self._waiting), self._text(self._waiting))
+
+    def _text(self, tokens: list[int]) -> str:
+        """Return the text of ``tokens`` behind the ids before them."""
+        before, text = self._tokenizer.decode(self._before), self._tokenizer.decode(self._before + tokens)
+        # The decoder of byte tokens gives up a whole run of bytes, also what was shown of it, for one that is no text.
+        return text[len(before) :] if text.startswith(before) else self._tokenizer.decode(tokens)
+
+    def _shown(self, count: int, text: str) -> str:
+        """Return ``text``, which the first ``count`` ids that wait stand for, and stop waiting with these ids."""
+        shown, self._waiting = self._waiting[:count], self._waiting[count:]
+        if shown:
+            self._before = shown if text else (self._before + shown)[-_NEIGHBOURS:]
         return text
+
+    def _tail(self, before: list[int]) -> list[int]:
+        """Return the last of ``before``, from where a character begins."""
+        start = max(0, len(before) - _NEIGHBOURS)
+        starts = range(start, max(-1, start - _MOST_BYTES), -1)
+        whole = (start for start in starts if not self._tokenizer.decode(before[start:]).startswith(_REPLACEMENT))
+        return before[next(whole, start) :]
 
 
 def train_tokenizer(split: Split, vocab_size: int, path: str | Path, limit: int = 256 << 20) -> FileTokenizer:

@@ -9,7 +9,7 @@ different tokenizers compare.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite, log
 from typing import NamedTuple
@@ -68,11 +68,13 @@ def measure(
     *,
     chunk: int = CHUNK,
     progress: Progress | None = None,
+    prefix: Sequence[int] = (),
 ) -> Measurement:
     """Measure ``model`` (in eval mode) on ``split``: with its state carried from end to end, or in ``windows``.
 
     ``chunk`` is how many tokens are computed at a time (whole windows side by side, at least one); it bounds the memory
-    and changes nothing else. ``progress(done, total)`` is called after every chunk.
+    and changes nothing else. ``progress(done, total)`` is called after every chunk. ``prefix``: ids such as BOS in
+    front of the split, or of every window, as prompts of the model begin with them.
 
     Errors: ``KinformerError`` for a vocabulary that is too small, windows beyond the model's positions, predictions
     that are not finite.
@@ -82,7 +84,7 @@ def measure(
     by_position = ByPosition()
     nats, done = 0.0, 0
     with torch.inference_mode():
-        for inputs, targets, counted in contexts(model, stream, windows):
+        for inputs, targets, counted in contexts(model, stream, windows, prefix):
             losses = negative_log_likelihood(model, inputs, targets)
             if windows is not None:
                 by_position.add(losses, counted)

@@ -106,20 +106,23 @@ def context_losses(
     *,
     chunk: int = 2048,
     progress: Callable[[int, int], None] | None = None,
+    prefix: Sequence[int] = (),
 ) -> Losses:
     """Return l(c, t) in nats, [contexts, positions]: each token predicted from exactly the ``c`` tokens before it.
 
     A model whose positions end sooner sees as many tokens as it can. ``chunk`` bounds the tokens computed at a time.
+    ``prefix``: ids such as BOS in front of every context.
     """
     losses = np.empty((len(contexts), len(positions)))
     done, total = 0, sum(contexts) * len(positions)
     with torch.inference_mode():
         for index, context in enumerate(contexts):
-            length = context if model.max_length is None else min(context, model.max_length)
+            length = context if model.max_length is None else min(context, model.max_length - len(prefix))
             rows = max(1, chunk // length)
             for start in range(0, len(positions), rows):
                 group = positions[start : start + rows]
-                tokens = torch.from_numpy(split.rows(group - length, length + 1)).to(device_of(model))
+                text = torch.from_numpy(split.rows(group - length, length + 1)).to(device_of(model))
+                tokens = torch.cat([text.new_tensor([list(prefix)] * len(text)), text], 1) if prefix else text
                 losses[index, start : start + rows] = _last(model, tokens).cpu().numpy()
                 done += context * len(group)
                 if progress is not None:

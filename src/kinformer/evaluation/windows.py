@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -22,6 +22,18 @@ class Windows:
             raise KinformerError(f"context is {self.context} but must be 1 token or more.")
         if not 0 <= self.overlap < 1:
             raise KinformerError(f"overlap is {self.overlap:g} but must be at least 0 and below 1.")
+
+    def behind(self, prefix: int) -> Windows:
+        """Return windows that leave room for ``prefix`` tokens in front of each.
+
+        Errors: ``KinformerError`` where none are left.
+        """
+        if self.context <= prefix:
+            raise KinformerError(
+                f"context is {self.context} but must be {prefix + 1} tokens or more, as each begins with the "
+                f"{prefix} that the tokenizer adds."
+            )
+        return replace(self, context=self.context - prefix)
 
 
 class ScoredWindow(NamedTuple):

@@ -1,4 +1,5 @@
-"""The files of a tokenizer in a folder of the library transformers: ``tokenizer.json`` and ``tokenizer_config.json``.
+"""The files of a tokenizer in a folder of the library transformers: ``tokenizer.json``, ``tokenizer_config.json`` and
+chat templates.
 
 Models of ours have ids for the mask and for the ends of a text that a tokenizer need not know; they become tokens of
 its file, and the ends are put around every text, as the run's task puts them.
@@ -7,6 +8,7 @@ its file, and the ends are put around every text, as the run's task puts them.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +17,16 @@ from kinformer.interop.checkpoint import TOKENIZER
 from kinformer.interop.encoder import ids_of
 from kinformer.interop.layouts import ConfigView
 from kinformer.interop.routes import Padding
-from kinformer.runtime.files import write_json
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import read_json, reading, write_json
 from kinformer.runtime.parsing import JsonObject
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
+CHAT_TEMPLATE, CHAT_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+"""The file of a chat template, and the folder of further ones."""
+DEFAULT = "default"
+"""The name of the chat template that is used unless a caller names another."""
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 PADS = ("[PAD]", "<pad>")
 NUL = "\N{LATIN CAPITAL LETTER A WITH MACRON}"
 """The sign of the byte 0, which stands in no text, in vocabularies of bytes."""
@@ -36,6 +44,90 @@ class Special:
     before: str | None = None
     behind: str | None = None
     pad: str | None = None
+
+
+@dataclass(frozen=True)
+class Prompting:
+    """How the tokenizer of a folder makes prompts.
+
+    ``before`` and ``behind``: the ids that it puts around a text. ``special_tokens``: their texts by the names that
+    transformers gives them. ``chat_templates``: by name; ``DEFAULT`` names the usual template.
+    """
+
+    before: tuple[int, ...] = ()
+    behind: tuple[int, ...] = ()
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
+
+
+def prompting_of(folder: Path) -> Prompting:
+    """Return how the tokenizer of ``folder``, which has a tokenizer.json, makes prompts, as transformers reads it.
+
+    Errors: ``KinformerError`` for damaged files.
+    """
+    data, settings = read_json(folder / TOKENIZER), _table(folder / TOKENIZER_CONFIG)
+    named = _table(folder / SPECIAL_TOKENS_MAP) | settings
+    texts = {role: value.get("content") if isinstance(value, dict) else value for role, value in named.items()}
+    special_tokens = {role: texts[role] for role in SPECIAL_TOKENS if isinstance(texts.get(role), str)}
+    with reading(folder / TOKENIZER):
+        before, behind = _around(data.get("post_processor"))
+        if not before and settings.get("add_bos_token") is True:
+            first = ids_of(data).get(special_tokens.get("bos_token", ""))
+            before = () if first is None else (first,)
+    return Prompting(before, behind, special_tokens, chat_templates(folder, settings.get("chat_template")))
+
+
+def _table(path: Path) -> JsonObject:
+    """Return the table in a JSON file, and an empty table if the file does not exist."""
+    table = read_json(path) if path.is_file() else {}
+    if not isinstance(table, dict):
+        raise KinformerError(f"{path}: is not a table of settings; restore it from a copy, or remove it.")
+    return table
+
+
+def _around(processor: JsonObject | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ids that the post-processor of a tokenizer.json puts before and behind a text."""
+    kind = None if processor is None else processor["type"]
+    if processor is None or kind not in ("Sequence", "TemplateProcessing", "BertProcessing", "RobertaProcessing"):
+        return (), ()
+    if kind == "Sequence":
+        parts = [_around(part) for part in processor["processors"]]
+        return sum((one for one, _ in reversed(parts)), ()), sum((one for _, one in parts), ())
+    if kind != "TemplateProcessing":
+        return (int(processor["cls"][1]),), (int(processor["sep"][1]),)
+    sides: tuple[list[int], list[int]] = [], []
+    side = 0
+    for piece in processor["single"]:
+        if "SpecialToken" in piece:
+            sides[side].extend(map(int, processor["special_tokens"][piece["SpecialToken"]["id"]]["ids"]))
+        else:
+            side = 1
+    return tuple(sides[0]), tuple(sides[1])
+
+
+def chat_templates(folder: Path, named: object = None) -> dict[str, str]:
+    """Return the chat templates of a folder by name: its files, else ``named``, the entry of its settings."""
+    files = {DEFAULT: folder / CHAT_TEMPLATE} if (folder / CHAT_TEMPLATE).is_file() else {}
+    files |= {path.stem: path for path in sorted((folder / CHAT_TEMPLATES).glob("*.jinja")) if path.is_file()}
+    templates: dict[str, str] = {}
+    for name, path in files.items():
+        with reading(path):
+            templates[name] = path.read_text(encoding="utf-8")
+    if templates or named is None:
+        return templates
+    with reading(folder / TOKENIZER_CONFIG, "has a chat_template that is neither a text nor a list of named texts"):
+        pairs = [(DEFAULT, named)] if isinstance(named, str) else [(one["name"], one["template"]) for one in named]  # type: ignore[attr-defined]
+        if not all(re.fullmatch(r"[\w-]{1,100}", name) and isinstance(text, str) for name, text in pairs):
+            raise ValueError("a name is not made of letters, digits, - and _")
+    return dict(pairs)
+
+
+def write_chat_templates(folder: Path, templates: Mapping[str, str]) -> None:
+    """Write chat templates into ``folder``, as transformers reads them."""
+    for name, text in templates.items():
+        path = folder / (CHAT_TEMPLATE if name == DEFAULT else f"{CHAT_TEMPLATES}/{name}.jinja")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8", newline="")
 
 
 def of_encoder(tokens: ConfigView, pad: str | None) -> Special:
@@ -58,8 +150,11 @@ def padding_of(source: bytes | None) -> Padding | None:
     return Padding(ids[NUL]) if NUL in ids and "ByteLevel" in source.decode("utf-8") else None
 
 
-def write_tokenizer(folder: Path, source: bytes | None, length: int | None, special: Special) -> None:
-    """Write the tokenizer.json ``source``, or one of bytes; ``length``: the longest text of the model."""
+def write_tokenizer(
+    folder: Path, source: bytes | None, length: int | None, special: Special, named: Mapping[str, str]
+) -> None:
+    """Write the tokenizer.json ``source``, or one of bytes; ``length``: the longest text of the model, ``named``: the
+    texts of special tokens that an imported tokenizer names."""
     data: JsonObject = byte_tokenizer() if source is None else json.loads(source)
     changed = _with_special(data, special)
     text = source.decode("utf-8") if source is not None and changed == data else json.dumps(changed)
@@ -73,7 +168,7 @@ def write_tokenizer(folder: Path, source: bytes | None, length: int | None, spec
     texts = {number: text for text, number in ids_of(changed).items()}
     spelled = {role: texts[number] for role, (number, _) in special.roles.items() if number in texts}
     pad = spelled.get(special.pad or "", special.pad if special.pad in texts.values() else None)
-    write_json(folder / TOKENIZER_CONFIG, settings | spelled | ({} if pad is None else {"pad_token": pad}))
+    write_json(folder / TOKENIZER_CONFIG, settings | spelled | ({} if pad is None else {"pad_token": pad}) | named)
 
 
 def _with_special(data: JsonObject, special: Special) -> JsonObject:
@@ -84,14 +179,11 @@ def _with_special(data: JsonObject, special: Special) -> JsonObject:
     added = [{"id": number, "content": text} | flags for number, text in new]
     changed = {**data, "added_tokens": [*(data.get("added_tokens") or ()), *added]} if added else data
     texts = present | dict(new)
-    ends = [
-        (role, special.roles[role][0], texts[special.roles[role][0]])
-        for role in (special.before, special.behind)
-        if role is not None
-    ]
+    roles = [role for role in (special.before, special.behind) if role is not None]
     processor = data.get("post_processor")
-    if not ends or (processor is not None and processor.get("type") != "ByteLevel"):
+    if not roles or (processor is not None and processor.get("type") != "ByteLevel"):
         return changed
+    ends = [(role, special.roles[role][0], texts[special.roles[role][0]]) for role in roles]
     template = _template(ends, special)
     both = {"type": "Sequence", "processors": [processor, template]}
     return {**changed, "post_processor": template if processor is None else both}

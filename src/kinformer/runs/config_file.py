@@ -23,7 +23,13 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "data": (dict,),
     "training": (dict,),
 }
-_FURTHER: Mapping[str, tuple[type, ...]] = {"tokenizer_fingerprint": (str,), "packages": (dict,), "checksum": (str,)}
+_FURTHER: Mapping[str, tuple[type, ...]] = {
+    "tokenizer_fingerprint": (str,),
+    "packages": (dict,),
+    "prompts": (dict,),
+    "checksum": (str,),
+}
+_PROMPTS: Mapping[str, tuple[type, ...]] = {"prefix": (list,), "special_tokens": (dict,)}
 _DATA: Mapping[str, tuple[type, ...]] = {
     "spec": (str, NoneType),
     "holdout": (float, int, NoneType),
@@ -38,7 +44,7 @@ _RETRIEVAL: Mapping[str, tuple[type, ...]] = {
     "neighbours": (int,),
     "probes": (int, NoneType),
 }
-_TYPE_NAMES = {str: "text", dict: "a table", NoneType: "null", int: "a whole number", float: "a number"}
+_TYPE_NAMES = {str: "text", dict: "a table", list: "a list", NoneType: "null", int: "a whole number", float: "a number"}
 
 
 def read_config(place: Path) -> JsonObject:
@@ -72,6 +78,7 @@ def read_config(place: Path) -> JsonObject:
         raise KinformerError(f"{place}: lacks {', '.join(missing)}; restore it from a copy.")
     _check(data, {**_TYPES, **_FURTHER}, place, "")
     _check(data["data"], _DATA, place, "data.")
+    _check(data.get("prompts", {}), _PROMPTS, place, "prompts.")
     _check(data["data"].get("retrieval", {}), _RETRIEVAL, place, "data.retrieval.")
     name = data["tokenizer"]
     if name is not None and (Path(name).name != name or name == ".."):

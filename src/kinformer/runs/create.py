@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from kinformer.core.model import CausalModel
 from kinformer.core.model_config import ModelConfig
 from kinformer.core.overrides import override
 from kinformer.data import FileTokenizer, open_corpus
@@ -72,6 +73,11 @@ def create(options: TrainOptions, device: str, started_at: float, quiet: bool = 
         retrieval = STORES.choose(options, plan.config)
         if isinstance(tokenizer, FileTokenizer):
             tokenizer.save(folder / TOKENIZER)
+        inherits_prompts = base is not None and tokenizer is not None and tokenizer is base.tokenizer
+        if base is not None and inherits_prompts:
+            from kinformer.interop.tokenizer_files import chat_templates, write_chat_templates
+
+            write_chat_templates(folder, chat_templates(base.folder))
         init = _named(base, task, options)
         column = {"text_field": options.text_field} if task.data.columns and options.text_field else {}
         run = Run(
@@ -85,6 +91,7 @@ def create(options: TrainOptions, device: str, started_at: float, quiet: bool = 
             training=vars(plan.settings),
             by_user=frozenset(options.task_options),
             vocabulary=None if tokenizer is None else TOKENIZER if isinstance(tokenizer, FileTokenizer) else BYTES,
+            prompts=_prompts(base, plan.config) if base is not None and inherits_prompts else {},
         )
         for stage in stages_of(plan.settings):
             staged_rows(run, plan, stage, device, quiet)
@@ -104,6 +111,12 @@ def _named(base: Run | None, task: Task, options: TrainOptions) -> dict[str, str
             f"{task.name}; begin with a run of {task.name}, or with none."
         )
     return {"init": str(base.folder.resolve())}
+
+
+def _prompts(base: Run, config: ModelConfig) -> dict[str, object]:
+    """Return the entry ``prompts`` of ``base`` for a model of ``config``. Only a causal model has a prefix."""
+    causal = config.protocol is CausalModel
+    return {name: value for name, value in base.prompts.items() if causal or name != "prefix"}
 
 
 def _inheriting(run: Run, base: Run) -> Run:

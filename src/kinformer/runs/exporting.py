@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from kinformer.core.config import to_dict
-from kinformer.core.model import SourceModel, WholeModel
+from kinformer.core.model import CausalModel, SourceModel, WholeModel
 from kinformer.family.table import member as member_called
+from kinformer.interop.encoder import ids_of
 from kinformer.interop.encoder_routes import labels_of
 from kinformer.interop.routes import Padding
 from kinformer.interop.speech_files import write_speech
-from kinformer.interop.tokenizer_files import Special, of_encoder, padding_of, write_tokenizer
+from kinformer.interop.tokenizer_files import (
+    Special,
+    chat_templates,
+    of_encoder,
+    padding_of,
+    write_chat_templates,
+    write_tokenizer,
+)
 from kinformer.interop.writing import DTYPES, GENERATES, Form, appearing, form_of, require_new, settings_of, write_model
 from kinformer.runs.graphs import FORMATS, ExportedGraph, export_graph
 from kinformer.runs.run import BYTES, Run, open_run
 from kinformer.runtime.errors import KinformerError, choose, marked, nearest, spelled
 from kinformer.runtime.fields import require_path
 from kinformer.runtime.words import plural
-from kinformer.tasks.shared.text import ends_of
+from kinformer.tasks.shared.text import ends_of, vocab_size_of
 from kinformer.tasks.speech.generate import writing_of
 from kinformer.training.best import best_of, best_weights
 
@@ -91,12 +100,14 @@ def export(
     model = run.model()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     with appearing(out) as place:
-        settings = settings_of(form, run.config, run.member, dtype) | _labels(run)
+        settings = settings_of(form, run.config, run.member, dtype) | _labels(run) | _prompt_ids(run, source)
         if form.use == "CTC":
             settings |= write_speech(place, *writing_of(run))
         shards = write_model(place, form, settings, weights, shard_bytes)
         if has_tokenizer:
-            write_tokenizer(place, source, model.max_length, _special(run, form, padding))
+            named = run.prompts.get("special_tokens", {})
+            write_tokenizer(place, source, model.max_length, _special(run, form, padding), named)
+            write_chat_templates(place, chat_templates(run.folder))
         (place / "README.md").write_text(card(run, form, parameters, dtype, out.name), encoding="utf-8")
     return Exported(out, form.model_type, form.model_class, form.auto_class, form.reason, dtype, parameters, shards)
 
@@ -140,6 +151,16 @@ def _labels(run: Run) -> dict[str, object]:
     return labels_of(list(map(str, names))) if names and hasattr(head, "classes") else {}
 
 
+def _prompt_ids(run: Run, source: bytes | None) -> dict[str, object]:
+    """Return the ids of an imported decoder's tokens that begin and pad its texts, as ``config.json`` names them."""
+    named = run.prompts.get("special_tokens")
+    if not named or source is None or run.config.protocol is not CausalModel:
+        return {}
+    ids, size = ids_of(json.loads(source)), vocab_size_of(run.config)
+    by_name = {f"{role}_id": ids.get(named.get(role), size) for role in ("bos_token", "pad_token")}
+    return {name: number for name, number in by_name.items() if number < size}
+
+
 def _special(run: Run, form: Form, padding: Padding | None) -> Special:
     """Return the special tokens of the folder's tokenizer."""
     tokens = to_dict(run.config.input)
@@ -149,8 +170,9 @@ def _special(run: Run, form: Form, padding: Padding | None) -> Special:
     if run.config.protocol is SourceModel:
         roles = {"bos_token": (tokens["bos_token"], "<s>"), "eos_token": (tokens["eos_token"], "</s>")}
         return Special(roles, None, "eos_token", "bos_token")
-    end = ends_of(run.config).eos
-    return Special({} if end is None else {"eos_token": (end, "")}, pad="eos_token")
+    end, first = ends_of(run.config).eos, next(iter(run.prompts.get("prefix", ())), None)
+    roles = {role: (token, "") for role, token in (("bos_token", first), ("eos_token", end)) if token is not None}
+    return Special(roles, None if first is None else "bos_token", None, "eos_token")
 
 
 CARD = """---

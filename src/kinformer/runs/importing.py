@@ -11,12 +11,14 @@ from kinformer.core.model import CausalModel
 from kinformer.family.build import model_config
 from kinformer.family.table import member as member_called
 from kinformer.interop import read_checkpoint
+from kinformer.interop.tokenizer_files import Prompting, prompting_of, write_chat_templates
 from kinformer.runs.folder import creating, require_empty, writing
 from kinformer.runs.run import TOKENIZER, Run, save_weights
 from kinformer.runtime.errors import KinformerError, spelled
 from kinformer.runtime.fields import require_path
 from kinformer.runtime.files import load_weights, read_json, write_atomic
 from kinformer.runtime.unallocated import unallocated
+from kinformer.tasks.shared.text import vocab_size_of
 from kinformer.tasks.table import task_of
 
 if TYPE_CHECKING:
@@ -57,9 +59,13 @@ def import_checkpoint(folder: str | Path, out: str | Path, name: str = "imported
         member_called(imported.member)
         config = model_config(imported.model, f"{folder}: model")
         parameters = _checked(imported, config, str(folder))
+        prompting = Prompting() if imported.tokenizer is None else prompting_of(Path(folder))
         with creating(out):
-            run = _write(imported, config, out, name)
+            run = _write(imported, config, prompting, out, name)
     notes = [spelled(f"{folder}: {note}.") for note in imported.notes]
+    if prompting.behind and config.protocol is CausalModel:
+        ids = ", ".join(map(str, prompting.behind))
+        notes.append(f"{folder}: its {TOKENIZER} ends every text with the ids {ids}, which prompts here do not get.")
     if imported.tokenizer is None and reads_ids(config):
         calls = "kinformer.load"
         calls += " and kinformer.generate" if config.protocol is CausalModel else ""
@@ -81,10 +87,11 @@ def _checked(imported: Imported, config: ModelConfig, place: str) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _write(imported: Imported, config: ModelConfig, out: Path, name: str) -> Run:
+def _write(imported: Imported, config: ModelConfig, prompting: Prompting, out: Path, name: str) -> Run:
     if imported.tokenizer is not None:
         read_json(imported.tokenizer)
         write_atomic(out / TOKENIZER, partial(_copy, imported.tokenizer))
+        write_chat_templates(out, prompting.chat_templates)
     save_weights(out, imported.weights, {"imported": "1"})
     task = task_of(config)
     run = Run(
@@ -101,9 +108,17 @@ def _write(imported: Imported, config: ModelConfig, out: Path, name: str) -> Run
         },
         training={} if imported.length is None else {"length": imported.length},
         vocabulary=TOKENIZER if reads_ids(config) else None,
+        prompts=_prompts(prompting, config),
     )
     run.save()
     return run
+
+
+def _prompts(prompting: Prompting, config: ModelConfig) -> dict[str, object]:
+    """Return the entry ``prompts`` of an imported run; an encoder has the ends of its texts in its config."""
+    begins = config.protocol is CausalModel and all(token < vocab_size_of(config) for token in prompting.before)
+    prompts = {"prefix": list(prompting.before) if begins else [], "special_tokens": dict(prompting.special_tokens)}
+    return {name: value for name, value in prompts.items() if value}
 
 
 def reads_ids(config: ModelConfig) -> bool:

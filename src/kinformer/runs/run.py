@@ -5,8 +5,9 @@ Where several processes hold parts of the weights, the best ones are in ``best/`
 ``config.json`` has the keys ``schema``, ``kinformer``, ``member``, ``recipe``, ``model`` (the model's config as data),
 ``tokenizer`` ("bytes", the name of a file in the folder, or null), ``task`` (its name and its own options), ``data``
 (how it was named, and its identity), ``training`` (the settings) and ``checksum`` (of all other keys); besides
-``tokenizer_fingerprint`` where the tokenizer is a file, and ``packages``, where other packages' the member and the task
-are.
+``tokenizer_fingerprint`` where the tokenizer is a file, ``prompts`` where the model was imported with special tokens,
+and ``packages``, where other packages' the member and the task are. The chat template of an imported model is the file
+``chat_template.jinja``; its further ones are in ``additional_chat_templates``.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from kinformer.data import Tokenizer
     from kinformer.tasks.task import Task
 
-TOKENIZER, BYTES = "tokenizer.json", "bytes"
+TOKENIZER, BYTES, CHAT_TEMPLATE = "tokenizer.json", "bytes", "chat_template.jinja"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,8 @@ class Run:
         began with), ``inherited`` (what of its weights is that run's) and ``retrieval`` (its datastore).
     training: the settings; empty of an imported run.
     vocabulary: "bytes", the name of a tokenizer's file in the folder, or None where the task reads no text.
+    prompts: how an imported model is prompted: ``prefix`` (the ids that begin every prompt, such as BOS) and
+        ``special_tokens`` (their texts by the names that transformers gives them); empty of other runs.
     tokenizer_fingerprint: what identifies that file; None until there is one.
     by_user: the names of the ``options`` that the user gives in this call; the others come from the folder.
     """
@@ -76,6 +79,7 @@ class Run:
     data: JsonObject
     training: JsonObject
     vocabulary: str | None = BYTES
+    prompts: JsonObject = field(default_factory=dict)
     tokenizer_fingerprint: str | None = field(default=None, compare=False)
     by_user: frozenset[str] = field(default=frozenset(), compare=False)
 
@@ -91,7 +95,13 @@ class Run:
             return None
         if self.vocabulary == BYTES:
             return ByteTokenizer()
-        return FileTokenizer(self.folder / self.vocabulary, self.tokenizer_fingerprint)
+        return FileTokenizer(self.folder / self.vocabulary, self.tokenizer_fingerprint, self.prompts.get("prefix", ()))
+
+    @property
+    def chat_template(self) -> Path | None:
+        """The file of the chat template that an imported model came with, None if there is none."""
+        path = self.folder / CHAT_TEMPLATE
+        return path if path.is_file() else None
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -122,6 +132,8 @@ class Run:
         added = {"member": FAMILY.package(self.member), "task": ALL.package(self.task.name)}
         if packages := {name: package for name, package in added.items() if package is not None}:
             data["packages"] = packages
+        if self.prompts:
+            data["prompts"] = self.prompts
         if fingerprint := self.tokenizer_fingerprint or self._fingerprint():
             data["tokenizer_fingerprint"] = fingerprint
         write_json(self.folder / CONFIG, signed(data))
@@ -203,6 +215,7 @@ def open_run(folder: str | Path) -> Run:
         data=data["data"],
         training=data["training"],
         vocabulary=data["tokenizer"],
+        prompts=data.get("prompts", {}),
         tokenizer_fingerprint=data.get("tokenizer_fingerprint"),
     )
 

@@ -100,12 +100,18 @@ class Answer:
         return {
             "tokens": [self.spelled(item.token) for item in tokens],
             "token_logprobs": [None if score is None else score.logprob for score in scores],
-            "top_logprobs": [
-                None if score is None else {self.spelled(token): value for token, value in reversed(score.top)}
-                for score in scores
-            ],
+            "top_logprobs": [None if score is None else self._top(score.top) for score in scores],
             "text_offset": [item.offset for item in tokens],
         }
+
+    def _top(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Return the scores of tokens by their spelling. Where two tokens have the same spelling, as a letter and its
+        byte, the less likely token stands under its id."""
+        scores: dict[str, float] = {}
+        for token, value in top:
+            text = self.spelled(token)
+            scores[f"token_id:{token}" if text in scores else text] = value
+        return scores
 
     def spelled(self, token: int) -> str:
         """Return the text of a token, or ``token_id:N`` where it is no text alone, as half of a character is none."""
@@ -114,7 +120,7 @@ class Answer:
     def _spelling(self, token: int) -> tuple[str, bool]:
         """Return how a token is spelled, and whether that is its text; each token is decoded once."""
         if token not in self._spellings:
-            text = self.tokenizer.decode([token])
+            text = self.tokenizer.spell(token)
             complete = bool(text) and _REPLACEMENT not in text
             self._spellings[token] = (text if complete else f"token_id:{token}", complete)
         return self._spellings[token]

@@ -150,7 +150,8 @@ def _chat_job(served: Served, data: bytes) -> Job:
         )
     body = replace(body, stops=(*body.stops, *served.template.stops))
     prompt = served.template.prompt(fields.messages(body.fields))
-    return Job(served.engine, served.tokenizer, body, [prompt], NEW_CHAT_TOKENS)
+    ids = served.tokenizer.encode(prompt).tolist()  # the template writes BOS itself, as in transformers
+    return Job(served.engine, served.tokenizer, body, [ids], NEW_CHAT_TOKENS)
 
 
 async def _answered(request: Request, job: Job, answer: Answer) -> Response:

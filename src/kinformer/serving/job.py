@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kinformer.data import Tokenizer
-from kinformer.data.tokenizer import as_bytes
+from kinformer.data.tokenizer import as_bytes, prompt_ids
 from kinformer.generation.stops import ends_of_text
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
@@ -112,8 +112,8 @@ class Job:
 
     def _request(self, tokenizer: Tokenizer, prompt: str | list[int], first: int, new: int | None) -> Request:
         body = self.body
-        tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else np.array(prompt, np.int64)
-        listener = _Counting(self, tokenizer, first)
+        tokens = prompt if isinstance(prompt, list) else prompt_ids(tokenizer, prompt).tolist()
+        listener = _Counting(self, tokenizer, first, tokens)
         self.prompt_tokens += len(tokens)
         limit = self.engine.model.max_length
         if body.max_tokens is not None:
@@ -121,7 +121,7 @@ class Job:
         elif limit is not None and new is not None:
             new = max(1, min(new, limit + 1 - len(tokens)))
         request = Request(
-            tokens=tokens,
+            tokens=np.array(tokens, np.int64),
             listener=listener,
             sampling=body.sampling,
             max_new_tokens=new or 0,
@@ -133,8 +133,9 @@ class Job:
         self.engine.check(request)
         self._require_size(request)
         if body.echo:
-            text = as_bytes(prompt).decode("utf-8", "replace") if isinstance(prompt, str) else None
-            listener.echo(tokenizer.decode(tokens) if text is None else text, tokens.tolist(), body.n)
+            text = tokenizer.decode(tokens) if isinstance(prompt, list) else as_bytes(prompt).decode("utf-8", "replace")
+            added = 0 if isinstance(prompt, list) else len(tokens) - len(tokenizer.encode(prompt))
+            listener.echo(text, tokens, body.n, added)
         return request
 
     def _require_size(self, request: Request) -> None:
@@ -179,8 +180,8 @@ class Job:
 class _Counting(TextListener):
     """A listener that also counts the tokens of its job."""
 
-    def __init__(self, job: Job, tokenizer: Tokenizer, first: int) -> None:
-        super().__init__(job._send, tokenizer, job.body.stops, first, ends_of_text(job.engine.model))
+    def __init__(self, job: Job, tokenizer: Tokenizer, first: int, before: list[int]) -> None:
+        super().__init__(job._send, tokenizer, job.body.stops, first, ends_of_text(job.engine.model), before)
         self._job = job
 
     def drawn(self, copy: int, token: int, score: TokenScore | None) -> bool:

@@ -29,7 +29,7 @@ class ServeOptions(Machine):
     chunk: int = 256
     """Tokens of prompts that are absorbed between two steps."""
     chat_template: str | None = None
-    """A Jinja template that turns `messages` into a prompt; without one there are no chats."""
+    """A Jinja template that turns `messages` into a prompt; an imported model's own if not given."""
     chat_stop: tuple[str, ...] = ()
     """End the answer of a chat before this text; may be given again."""
     seed: int | None = None
@@ -51,6 +51,4 @@ class ServeOptions(Machine):
             raise KinformerError(f"`port` is {self.port} but must be at most 65535.")
         if not all(self.chat_stop):
             raise KinformerError("`chat_stop` is empty; give one character or more, or leave it out.")
-        if self.chat_stop and self.chat_template is None:
-            raise KinformerError("`chat_stop` ends answers of chats, which need a `chat_template`; give both.")
         super().__post_init__()

@@ -53,9 +53,14 @@ class Server:
 
         run = open_run(folder)
         require_continuing(run, "kinformer generate")
-        template = None
-        if options.chat_template is not None:
-            template = ChatTemplate(options.chat_template, options.chat_stop)
+        template, path = None, options.chat_template or run.chat_template
+        if path is not None:
+            template = ChatTemplate(path, options.chat_stop, run.prompts.get("special_tokens"))
+        elif options.chat_stop:
+            raise KinformerError(
+                f"`chat_stop` ends answers of chats, but {folder} comes without a chat template; give a "
+                "`chat_template` too."
+            )
         self.socket = _listening(options.host, options.port)
         device = options.prepare(0)
         model = run.model(options.set).to(device, torch.bfloat16 if options.weights == "bf16" else None)

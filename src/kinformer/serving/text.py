@@ -42,7 +42,7 @@ class TextListener:
     ``first``.
 
     A token is passed on with the text in which it begins, so that a stop string takes its tokens with it. ``ends``:
-    the tokens that end a choice and are not passed on.
+    the tokens that end a choice and are not passed on. ``before``: the prompt's tokens, which a choice continues.
     """
 
     def __init__(
@@ -52,14 +52,17 @@ class TextListener:
         stops: Sequence[str],
         first: int,
         ends: Sequence[int] = (),
+        before: Sequence[int] = (),
     ) -> None:
         self._send, self._tokenizer, self._stops, self._first, self._ends = send, tokenizer, stops, first, ends
-        self._echo: tuple[str, list[int], int] = "", [], 0
+        self._before = before
+        self._echo: tuple[str, list[int], int, int] = "", [], 0, 0
         self._choices: dict[int, _Choice] = {}
 
-    def echo(self, prompt: str, tokens: list[int], copies: int) -> None:
-        """Begin each of ``copies`` choices with ``prompt``, whose ``tokens`` follow when they are scored."""
-        self._echo = prompt, tokens, copies
+    def echo(self, prompt: str, tokens: list[int], copies: int, added: int = 0) -> None:
+        """Begin each of ``copies`` choices with ``prompt``, whose ``tokens`` follow when they are scored. The
+        first ``added`` tokens stand in front of the text."""
+        self._echo = prompt, tokens, copies, added
         for copy in range(copies):
             self._send(Piece(self._first + copy, prompt))
 
@@ -67,9 +70,10 @@ class TextListener:
         """Pass on the scored tokens of the prompt."""
         decoder = StoppedText(self._tokenizer.stream(), ())
         tokens = []
-        for token, score in zip(self._echo[1], scores, strict=True):
+        for place, (token, score) in enumerate(zip(self._echo[1], scores, strict=True)):
             tokens.append(ScoredToken(token, decoder.decoded, score))
-            decoder.feed(token)
+            if place >= self._echo[3]:
+                decoder.feed(token)
         for copy in range(self._echo[2]):
             self._send(Piece(self._first + copy, tokens=tokens))
 
@@ -95,7 +99,7 @@ class TextListener:
 
     def _choice(self, copy: int) -> _Choice:
         if copy not in self._choices:
-            text = StoppedText(self._tokenizer.stream(), self._stops, self._ends)
+            text = StoppedText(self._tokenizer.stream(self._before), self._stops, self._ends)
             self._choices[copy] = _Choice(text, len(self._echo[0]))
         return self._choices[copy]
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kinformer.core.model import CausalModel
+from kinformer.data.tokenizer import prompt_ids
 from kinformer.evaluation.bits import CHUNK
 from kinformer.evaluation.continuations import Continuation, ContinuationScorer, Score
 from kinformer.generation.stops import ends_of_text
@@ -89,7 +90,7 @@ class KinformerLM(TemplateLM):  # type: ignore[misc]
         self.tokenizer_of_run = tokenizer
         self.requests = self.cut = 0
         """How many requests with a context there were, and of how many the end alone was read."""
-        self._encoded = lru_cache(maxsize=64)(lambda text: tokenizer.encode(text).tolist())
+        self._encoded = lru_cache(maxsize=64)(lambda text: prompt_ids(tokenizer, text).tolist())
 
     @property
     def eot_token_id(self) -> int:
@@ -100,6 +101,11 @@ class KinformerLM(TemplateLM):  # type: ignore[misc]
     def _newline(self) -> int:
         """The last id of a new line, behind which a text may begin."""
         return int(self._encoded("\n")[-1])
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Return the id that stands for an empty context: BOS where prompts begin with it, else the end of a text."""
+        return next(iter(self.tokenizer_of_run.prefix), self.eot_token_id)
 
     @property
     def tokenizer_name(self) -> str:
@@ -114,7 +120,7 @@ class KinformerLM(TemplateLM):  # type: ignore[misc]
         return about | {"prefix_token_id": self.prefix_token_id, "model_num_parameters": parameters}
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: object) -> list[int]:
-        """Return the ids of ``string``; there are no special tokens to add."""
+        """Return the ids of ``string`` as a prompt: behind BOS where the run's prompts begin with it."""
         return list(self._encoded(string))
 
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:

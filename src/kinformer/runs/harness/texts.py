@@ -111,7 +111,7 @@ def _batch(
     session = Session(model, len(prompts), room=drawing.max_new_tokens, **sampling)
     session.feed(tokens, valid)
     ends = ends_of_text(model)
-    rows = [StoppedText(tokenizer.stream(), drawing.stops, ends) for _ in prompts]
+    rows = [StoppedText(tokenizer.stream(ids), drawing.stops, ends) for ids in prompts]
     texts = [""] * len(prompts)
     for drawn in session.stream(drawing.max_new_tokens):
         for number, (row, token) in enumerate(zip(rows, drawn, strict=True)):

@@ -20,6 +20,7 @@ from kinformer.core.model_config import ModelConfig
 from kinformer.core.span import Span, TokenSpan
 from kinformer.core.stack import Stack
 from kinformer.data.buckets import NO_ENDS, BosEos, lay
+from kinformer.data.tokenizer import prompt_ids
 from kinformer.evaluation.early_exit import early_exit_stack
 from kinformer.features.centroids import Centroids
 from kinformer.features.hashes import Hashes
@@ -270,7 +271,8 @@ def _ids(run: Run, model: Model, text: str, ends: BosEos, limit: int) -> Tensor:
     """Return the ids [1, tokens] of a text's first tokens; MASK stands for the model's mask, where it has one."""
     assert run.tokenizer is not None
     mask = mask_token_of(run.config)
-    parts = [run.tokenizer.encode(part) for part in (text.split(MASK) if mask is not None else [text])]
+    first, *others = text.split(MASK) if mask is not None else [text]
+    parts = [prompt_ids(run.tokenizer, first), *map(run.tokenizer.encode, others)]
     pieces = [parts[0], *(np.array([mask, *part]) for part in parts[1:])]
     ids = np.concatenate(pieces).astype(np.int64)
     room = min(limit, model.max_length or limit) - ends.size

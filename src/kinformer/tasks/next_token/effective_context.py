@@ -90,7 +90,10 @@ def _losses(
 ) -> Losses:
     positions = spread_positions(held.split, contexts[-1], task_options.positions)
     with progressing(quiet) as progress:
-        return context_losses(subject.model, held.split, contexts, positions, chunk=chunk, progress=progress)
+        prefix = tokenizer_of(subject.run).prefix
+        return context_losses(
+            subject.model, held.split, contexts, positions, chunk=chunk, progress=progress, prefix=prefix
+        )
 
 
 def _facts(curves: Recl, losses: Losses) -> dict[str, object]:

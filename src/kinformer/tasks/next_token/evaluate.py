@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from kinformer.data import NgramModel
@@ -20,7 +21,7 @@ from kinformer.tasks.evaluation import Evaluation, EvaluationReport, EvaluationS
 from kinformer.tasks.runs import LoadedRun, TrainedRun
 from kinformer.tasks.shared.lengths import Length, parse_lengths, short_names, tell_untrained, trained_at
 from kinformer.tasks.shared.options import NextTokenEvaluationOptions
-from kinformer.tasks.shared.text import HeldOut, check_positions, heading, held_out, main_windows
+from kinformer.tasks.shared.text import HeldOut, check_positions, heading, held_out, main_windows, tokenizer_of
 from kinformer.tasks.task import Load
 from kinformer.training.metric import BITS_PER_BYTE
 
@@ -100,15 +101,16 @@ def _measure(
     tell_untrained(run, (main.context if main else None) or 0)
     held = held_out(run, evaluation_settings, task_options.holdout)
     done: dict[Windows | None, Measurement] = {}
+    measured_by = partial(measure, model, held.split, chunk=evaluation_settings.chunk, prefix=tokenizer_of(run).prefix)
     started_at = time.perf_counter()
     with progressing(quiet) as progress:
         with record_usage(model) as usages, noting_steps(model) as ponder_recorder, noting_exits(model) as leaving:
-            done[main] = measure(model, held.split, main, chunk=evaluation_settings.chunk, progress=progress)
+            done[main] = measured_by(main, progress=progress)
         seconds = time.perf_counter() - started_at
         exits, all_layers = _without_exits(subject, leaving.result, held, main, evaluation_settings, seconds)
         for windows in further:
             if windows not in done:
-                done[windows] = measure(model, held.split, windows, chunk=evaluation_settings.chunk, progress=progress)
+                done[windows] = measured_by(windows, progress=progress)
     ngram = (
         NgramModel(held.corpus.splits["train"], NGRAM_CONTEXT).bits_per_byte(held.split)
         if task_options.baseline
@@ -134,7 +136,9 @@ def _without_exits(
         return None, None
     model, started_at = subject.model, time.perf_counter()
     with with_rule(early_exit_stack(model), None):
-        all_layers = measure(model, held.split, main, chunk=evaluation_settings.chunk)
+        all_layers = measure(
+            model, held.split, main, chunk=evaluation_settings.chunk, prefix=tokenizer_of(subject.run).prefix
+        )
     taken = time.perf_counter() - started_at
     past = (main.context if main else evaluation_settings.chunk) // 2
     return replace(saved(model, exits, past), speedup=taken / seconds), all_layers

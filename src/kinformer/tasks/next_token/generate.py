@@ -11,6 +11,7 @@ import torch
 
 from kinformer.core.model import CausalModel
 from kinformer.data import Tokenizer
+from kinformer.data.tokenizer import prompt_ids
 from kinformer.evaluation.early_exit import Exited, noting_exits, saved
 from kinformer.generation.drafted import DraftedSession, Drafting
 from kinformer.generation.generate import session_of
@@ -62,12 +63,12 @@ def continue_text(
 ) -> Generated:
     """Continue ``prompt``; of one sample every piece of text is given to ``write`` as soon as it is drawn."""
     tokenizer = tokenizer_of(subject.run)
-    tokens = tokenizer.encode(prompt)
+    tokens = prompt_ids(tokenizer, prompt)
     if not len(tokens):
         raise KinformerError("the prompt is empty; give at least one character with `prompt` or `prompt_file`.")
     session, new = _session(subject, options, len(tokens))
     ends = ends_of_text(subject.model)
-    writers = [_Writer(tokenizer, options.stop, ends, None) for _ in range(options.samples)]
+    writers = [_Writer(tokenizer, tokens, options.stop, ends, None) for _ in range(options.samples)]
     tell_untrained(subject.run, len(tokens) + new - 1)
     if options.samples == 1:
         writers[0].write = write
@@ -106,7 +107,8 @@ class Conversation:
 
         Errors: ``KinformerError`` for an empty text, and where the model's positions end, before anything is drawn.
         """
-        tokens = tokenizer_of(self.subject.run).encode(text)
+        tokenizer = tokenizer_of(self.subject.run)
+        tokens = prompt_ids(tokenizer, text) if self.session is None else tokenizer.encode(text)
         if not len(tokens):
             raise KinformerError("the text to continue is empty; give at least one character.")
         if self.session is None:
@@ -115,12 +117,12 @@ class Conversation:
             new = _new_tokens(self.subject.model, self.options, self.session.length + len(tokens))
             self.session.require(new, [len(tokens)])
         self.session.feed(torch.from_numpy(np.asarray(tokens))[None])
-        return self._pieces(self.session, new)
+        return self._pieces(self.session, tokens, new)
 
-    def _pieces(self, session: Session, new: int) -> Iterator[str]:
+    def _pieces(self, session: Session, before: np.ndarray, new: int) -> Iterator[str]:
         pieces: list[str] = []
         ends = ends_of_text(self.subject.model)
-        writer = _Writer(tokenizer_of(self.subject.run), self.options.stop, ends, pieces.append)
+        writer = _Writer(tokenizer_of(self.subject.run), before, self.options.stop, ends, pieces.append)
         for (token,) in session.stream(new):
             writer.feed(token)
             yield from pieces
@@ -168,13 +170,18 @@ def _draw(session: Session, writers: Sequence[_Writer], new: int, result: Genera
 
 
 class _Writer:
-    """A sample in the making, and the function that its text is written by as it comes."""
+    """A sample in the making behind the ids ``before``, and the function that its text is written by as it comes."""
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str], ends: Sequence[int], write: Callable[[str], None] | None
+        self,
+        tokenizer: Tokenizer,
+        before: np.ndarray,
+        stops: Sequence[str],
+        ends: Sequence[int],
+        write: Callable[[str], None] | None,
     ) -> None:
         self.write, self.sample = write, Sample()
-        self._text = StoppedText(tokenizer.stream(), stops, ends)
+        self._text = StoppedText(tokenizer.stream(before.tolist()), stops, ends)
 
     def feed(self, token: int) -> None:
         self.sample.tokens.append(token)

@@ -12,6 +12,7 @@ from kinformer.core.model import CausalModel, StackedCausalModel, StackedWholeMo
 from kinformer.data.buckets import STEP_OF_WIDTH, BosEos, lay
 from kinformer.data.items import TextItem, TextSource, read_texts, refuse_empty
 from kinformer.data.tables import Columns
+from kinformer.data.tokenizer import prompt_ids
 from kinformer.runtime.errors import KinformerError, require_finite
 from kinformer.runtime.progress import note
 from kinformer.runtime.words import plural
@@ -57,7 +58,7 @@ class TextEmbedder:
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of a text, int64 [tokens]."""
-        return self.tokenizer.encode(text)
+        return prompt_ids(self.tokenizer, text)
 
     def __call__(self, batch: Sequence[tuple[TextItem, np.ndarray]]) -> list[Embedded]:
         """Return the vectors of texts that come with their ids."""
