@@ -118,7 +118,7 @@ class Answer:
         return self._spelling(token)[0]
 
     def _spelling(self, token: int) -> tuple[str, bool]:
-        """Return how a token is spelled, and whether that is its text; each token is decoded once."""
+        """Return how a token is spelled, and whether the spelling is its text. Each token is decoded once."""
         if token not in self._spellings:
             text = self.tokenizer.spell(token)
             complete = bool(text) and _REPLACEMENT not in text
