@@ -8,12 +8,14 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 
 import kinformer
 from kinformer.cli import main as command_line
 from kinformer.cli.parsing import overrides
+from kinformer.runtime import process
 from kinformer.runtime.errors import KinformerError
 
 
@@ -236,3 +238,15 @@ def test_list_is_framed_on_a_terminal(monkeypatch):
     monkeypatch.setattr(sys, "stdout", terminal)
     assert command_line.main(["list"]) == 0
     assert "\x1b[1m" in terminal.getvalue() and "linear-transformer" in terminal.getvalue()
+
+
+@pytest.mark.parametrize(("command", "fast"), [("serve", False), ("generate", True)])
+def test_a_server_computes_without_products_that_keep_memory_for_every_shape(cli, tmp_path, monkeypatch, command, fast):
+    asked, used = [], []
+    monkeypatch.setattr(command_line, "set_up", lambda *given: asked.append(given[2]) or nullcontext())
+    assert cli(command, tmp_path / "nowhere")[0] == 2
+    monkeypatch.setattr(process, "_set_up", False)
+    for name in ("flush_subnormals", "keep_memory", "use_fast_products"):
+        monkeypatch.setattr(process, name, lambda name=name: used.append(name))
+    process.begin_process(*asked)
+    assert asked == [fast] and ("use_fast_products" in used) == fast

@@ -5,7 +5,8 @@ import pickle
 import pytest
 
 import kinformer
-from kinformer.runtime.errors import KinformerError, as_flags, spelled
+from kinformer.runtime import errors
+from kinformer.runtime.errors import KinformerError, as_flags, nearest, spelled
 
 
 @pytest.mark.parametrize(
@@ -39,3 +40,12 @@ def test_a_mark_inside_another_message_survives():
     inner = KinformerError("`lr` is -1")
     with as_flags():
         assert str(KinformerError(f"run.toml: {inner.message}")) == "run.toml: --lr is -1"
+
+
+def test_a_word_that_is_too_long_to_be_near_is_compared_with_no_name(monkeypatch):
+    assert nearest("temperatur", ["temperature", "n"]) == "did you mean 'temperature'?"
+    compared = []
+    monkeypatch.setattr(errors, "get_close_matches", lambda word, names, **_: compared.append((word, names)) or [])
+    assert nearest("x" * 1000, ["model", "temperature"]) == "valid names are model, temperature."
+    nearest("temperatures", ["model", "temperature"])
+    assert compared == [("temperatures", ["temperature"])]

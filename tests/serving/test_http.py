@@ -1,5 +1,6 @@
 """A server in a thread, and the clients that people have: OpenAI's, and sockets that do not behave."""
 
+import errno
 import json
 import os
 import re
@@ -211,7 +212,7 @@ def test_the_page_continues_a_prompt_in_a_browser(server, folder):
         (b"[" * 100_000, 400, "nested too deeply"),
         (b"[]", 400, "no object"),
         ({"prompt": "a"}, 400, "names no model"),
-        ({"model": "gpt-9", "prompt": "a"}, 404, "no model 'gpt-9'"),
+        ({"model": "gpt-9", "prompt": "a"}, 404, "model is 'gpt-9', but this server has 'run' alone"),
         ({"model": "run"}, 400, "prompt must be"),
         ({"model": "run", "prompt": ""}, 400, ""),
         ({"model": "run", "prompt": [999]}, 400, "999"),
@@ -219,7 +220,19 @@ def test_the_page_continues_a_prompt_in_a_browser(server, folder):
         ({"model": "run", "prompt": "a", "temperature": -1}, 400, "temperature"),
         ({"model": "run", "prompt": "a", "max_tokens": -1}, 400, "max_tokens"),
         ({"model": "run", "prompt": "a", "n": 0}, 400, "n is 0"),
-        ({"model": "run", "prompt": "a", "n": 100}, 400, ""),
+        ({"model": "run", "prompt": "a", "n": 100}, 400, "n is 100, but this server continues at most 4 sequences"),
+        ({"model": "run", "prompt": "a", "n": 10**12, "echo": True}, 400, "n is 1,000,000,000,000, but this server"),
+        ({"model": "run", "prompt": ["a"] * 100_000}, 400, "prompt holds 100,000 texts, but this server accepts"),
+        ({"model": "run", "prompt": "a" * 4000, "n": 4, "echo": True, "logprobs": 20}, 400, "337,344 values"),
+        ({"model": "run", "prompt": "a", "max_tokens": 10**9}, 400, "from 0 to 1048576"),
+        ({"model": "run", "prompt": "a", "max_tokens": 5.0}, 400, "max_tokens is 5.0 but must be a whole number"),
+        ({"model": "run", "prompt": "a", "temperature": 10**400}, 400, "but must be a number below 1e308"),
+        ({"model": "run", "prompt": "a", "top_p": 10**400}, 400, "but must be a number below 1e308"),
+        ({"model": "run", "prompt": "a", "seed": 10**400}, 400, "seed is 100"),
+        ({"model": "run", "prompt": "a", "seed": -1}, 400, "seed is -1 but must be a whole number"),
+        ({"model": "run", "prompt": "a", "top_k": 10**400, "n": "a" * 10**6}, 400, "n is 'aaa"),
+        ({"model": "run", "prompt": "a", "x" * 10**6: 1}, 400, "valid names are"),
+        ({"model": "x" * 10**6, "prompt": "a"}, 404, "model is 'xxx"),
         ({"model": "run", "prompt": "a", "presence_penalty": 1}, 400, "presence_penalty"),
         ({"model": "run", "prompt": "a", "stop": ""}, 400, "stop"),
         ({"model": "run", "prompt": "a", "top_p": 7}, 400, "top_p"),
@@ -230,7 +243,7 @@ def test_a_mistake_is_a_sentence_in_the_form_of_openai(server, data, status, mes
     code, answer = post(server, data)
     error = answer["error"]
     assert code == status and message in error["message"] and error["type"] == "invalid_request_error"
-    assert "Traceback" not in error["message"]
+    assert "Traceback" not in error["message"] and "--" not in error["message"] and len(error["message"]) < 400
 
 
 def test_other_paths_methods_and_types(server):
@@ -320,6 +333,28 @@ def test_under_nohup_a_server_stays(folder):
 
     with handling(signal.SIGHUP, signal.SIG_IGN):
         assert served(server, visit) == (signal.SIG_IGN, "ok")
+
+
+def test_without_descriptors_the_log_gets_a_line_a_second():
+    from kinformer.serving.server import sparing
+
+    class Loop:
+        now, others = 5.0, 0
+
+        def time(self):
+            return self.now
+
+        def default_exception_handler(self, context):
+            self.others += 1
+
+    said, loop = [], Loop()
+    handler = sparing(said.append)
+    for _ in range(3):
+        for _ in range(2048):
+            handler(loop, {"message": "socket.accept() out of system resource", "exception": OSError(errno.EMFILE, "")})
+        loop.now += 1
+    handler(loop, {"message": "other", "exception": OSError(errno.EPERM, "")})
+    assert len(said) == 3 and "descriptors" in said[0] and loop.others == 1
 
 
 def test_requests_without_a_seed_have_the_servers(folder):

@@ -219,7 +219,11 @@ def _dispatch(arguments: list[str], is_command: bool) -> int:
         print(f"example:\n  {command.example}")
         return 0
     try:
-        with printing_notes(options.quiet), set_up(name in COMPUTING, is_command), describing_run(options):
+        with (
+            printing_notes(options.quiet),
+            set_up(name in COMPUTING, is_command, name != "serve"),
+            describing_run(options),
+        ):
             return module.run(options)
     except KinformerError as error:
         status = _fail(str(error))

@@ -25,8 +25,10 @@ def started(is_command: bool) -> Iterator[None]:
         gc.enable()
 
 
-def set_up(computes: bool, is_command: bool) -> AbstractContextManager[None]:
+def set_up(computes: bool, is_command: bool, fast_products: bool = True) -> AbstractContextManager[None]:
     """Set up the process for a command that computes, if it is the command's own; else restore its settings at the end.
+
+    ``fast_products``: whether large products may take oneDNN's path.
 
     From here on garbage is collected, but never searched for in what is loaded by now: that would take two fifths of a
     short command's time (``benchmarks/first_seconds.py``). So commands that compute load the parts of models before.
@@ -37,7 +39,7 @@ def set_up(computes: bool, is_command: bool) -> AbstractContextManager[None]:
         if is_command:
             from kinformer.family.kinds import kinds
 
-            begin_process()
+            begin_process(fast_products)
             kinds()
     if is_command:
         gc.freeze()

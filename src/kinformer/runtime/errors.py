@@ -67,9 +67,9 @@ def _change(match: re.Match[str]) -> str:
 
 
 @contextmanager
-def as_flags() -> Iterator[None]:
-    """Spell messages for somebody at a command line within the context."""
-    token = _AS_FLAGS.set(True)
+def as_flags(wanted: bool = True) -> Iterator[None]:
+    """Spell messages for somebody at a command line within the context, or, unless ``wanted``, as Python has them."""
+    token = _AS_FLAGS.set(wanted)
     try:
         yield
     finally:
@@ -79,7 +79,9 @@ def as_flags() -> Iterator[None]:
 def nearest(word: str, names: Iterable[str], limit: int = 3) -> str:
     """Return the valid names nearest to ``word`` as text for a message, or all of them when none is near."""
     names = sorted(set(names))
-    close = get_close_matches(word, names, n=limit, cutoff=0.61)
+    # A word of more than 2.28 times the letters of a name cannot reach the cutoff; a word may have millions of letters.
+    comparable = [name for name in names if len(word) < 2.3 * len(name)]
+    close = get_close_matches(word, comparable, n=limit, cutoff=0.61) if comparable else []
     if close:
         return "did you mean " + " or ".join(repr(name) for name in close) + "?"
     return "valid names are " + ", ".join(names) + "." if names else "it has none."

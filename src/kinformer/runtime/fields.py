@@ -81,8 +81,8 @@ def require_types(options: object, declared: type, names: Container[str] | None 
 
 def require_kind(name: str, value: object, *kinds: object) -> None:
     """Raise where the option or argument ``name`` has a ``value`` of none of the types ``kinds``."""
-    if not any(_is_one(value, kind) for kind in kinds):
-        raise KinformerError(f"{marked(name)} is {value!r} but must be {' or '.join(map(_type_name, kinds))}.")
+    if not any(is_of_kind(value, kind) for kind in kinds):
+        raise KinformerError(f"{marked(name)} is {value!r} but must be {' or '.join(map(kind_name, kinds))}.")
 
 
 def require_list(name: str, values: object) -> None:
@@ -118,7 +118,8 @@ def _without_items(kind: object) -> object:
     return origin if origin in _NAMES else kind
 
 
-def _is_one(value: object, kind: object) -> bool:
+def is_of_kind(value: object, kind: object) -> bool:
+    """Return whether ``value`` is of the plain type ``kind``; a whole number is a number, and a bool is neither."""
     if typing.get_origin(kind) is Literal:
         return any(value == item and type(value) is type(item) for item in typing.get_args(kind))
     if isinstance(value, bool):
@@ -126,7 +127,8 @@ def _is_one(value: object, kind: object) -> bool:
     return isinstance(kind, type) and isinstance(value, (int, float) if kind is float else kind)
 
 
-def _type_name(kind: object) -> str:
+def kind_name(kind: object) -> str:
+    """Return how messages call the plain type ``kind``."""
     if typing.get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, typing.get_args(kind)))
     return "left out" if kind is type(None) else _NAMES[kind]

@@ -15,12 +15,16 @@ from kinformer.runtime.processor import has_amx
 _set_up = False
 
 
-def begin_process() -> None:
-    """Set this whole process up to compute; only a command and the processes that it starts may call this."""
+def begin_process(fast_products: bool = True) -> None:
+    """Set this whole process up to compute; only a command and the processes that it starts may call this.
+
+    ``fast_products``: whether to :func:`use_fast_products`.
+    """
     global _set_up
     _set_up = True
     flush_subnormals()
-    use_fast_products()
+    if fast_products:
+        use_fast_products()
     keep_memory()
 
 
@@ -34,7 +38,8 @@ def use_fast_products() -> None:
 
     PyTorch calls the setting "medium". It holds for all threads of the process, so functions of the package never make
     it. With AMX it would mean bfloat16, and for a GPU it does too, so it is made only where the processor has no AMX
-    for certain and there is no GPU.
+    for certain and there is no GPU. A server does not make it: oneDNN keeps a compiled product for every shape, and
+    the batches of a server always have new shapes, so that its memory would grow.
     """
     if platform.machine() in ("x86_64", "AMD64") and not has_amx() and not torch.cuda.is_available():
         torch.set_float32_matmul_precision("medium")

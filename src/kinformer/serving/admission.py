@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kinformer.runtime.errors import KinformerError, marked, require
+from kinformer.runtime.errors import KinformerError, require
 from kinformer.runtime.fields import Checked
 from kinformer.runtime.words import plural
 from kinformer.serving.request import Request
@@ -51,19 +51,30 @@ class Admission:
         """Return the number of rows that are admitted."""
         return self._lengths.total()
 
+    def require_rows(self, prompts: int, copies: int) -> None:
+        """Raise where ``prompts`` of ``copies`` each can never be accepted at a time."""
+        limits = self.limits
+        if copies > limits.max_streams:
+            raise KinformerError(
+                f"n is {copies:,}, but this server continues at most {plural(limits.max_streams, 'sequence')} at a "
+                "time (its max_streams); lower n."
+            )
+        if prompts > limits.max_streams + limits.max_waiting:
+            raise KinformerError(
+                f"prompt holds {plural(prompts, 'text')}, but this server accepts at most "
+                f"{limits.max_streams + limits.max_waiting:,} at a time (its max_streams and max_waiting); send fewer "
+                "in a request."
+            )
+
     def require_possible(self, request: Request) -> None:
         """Raise where the request does not even fit by itself."""
+        self.require_rows(1, request.copies)
         limits, needed = self.limits, request.copies * self._row_bytes(request.length)
-        if request.copies > limits.max_streams:
-            raise KinformerError(
-                f"{plural(request.copies, 'continuation')} are requested at a time, but this server continues at most "
-                f"{limits.max_streams}; ask for fewer, or raise {marked('max_streams')}."
-            )
         if limits.max_state_bytes is not None and needed > limits.max_state_bytes:
             raise KinformerError(
                 f"{plural(request.copies, 'continuation')} of up to {plural(request.length, 'token')} need a state of "
-                f"up to {plural(needed, 'byte')}, but this server holds at most {limits.max_state_bytes}; ask for "
-                f"fewer tokens, or raise {marked('max_state_bytes')}."
+                f"up to {plural(needed, 'byte')}, but this server holds at most {limits.max_state_bytes:,} "
+                "(its max_state_bytes); lower max_tokens or n, or shorten the prompt."
             )
 
     def fits(self, request: Request) -> bool:

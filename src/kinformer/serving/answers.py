@@ -43,13 +43,14 @@ class Answer:
     def __init__(self, body: Body, tokenizer: Tokenizer, choices: int) -> None:
         self.body, self.tokenizer = body, tokenizer
         self.created, self.id = int(time.time()), self.prefix + secrets.token_hex(12)
-        self.texts = [""] * choices
+        self.texts: list[list[str]] = [[] for _ in range(choices)]
         self.tokens: list[list[ScoredToken]] = [[] for _ in range(choices)]
         self.reasons: list[str | None] = [None] * choices
+        self._spellings: dict[int, tuple[str, bool]] = {}
 
     def take(self, piece: Piece) -> None:
         """Add a piece to what the choices have."""
-        self.texts[piece.choice] += piece.text
+        self.texts[piece.choice].append(piece.text)
         self.tokens[piece.choice] += piece.tokens
         self.reasons[piece.choice] = piece.reason
 
@@ -66,8 +67,8 @@ class Answer:
     def full(self, usage: dict[str, int]) -> dict[str, object]:
         """Return the answer with all choices and the ``usage``."""
         choices = []
-        for number, (text, tokens, reason) in enumerate(zip(self.texts, self.tokens, self.reasons, strict=True)):
-            choice = {"index": number} | self._text(text)
+        for number, (texts, tokens, reason) in enumerate(zip(self.texts, self.tokens, self.reasons, strict=True)):
+            choice = {"index": number} | self._text("".join(texts))
             choice |= {"logprobs": self._scores(tokens), "finish_reason": reason}
             if self.body.return_token_ids:
                 choice["token_ids"] = [item.token for item in tokens]
@@ -114,8 +115,15 @@ class Answer:
 
     def spelled(self, token: int) -> str:
         """Return the text of a token, or ``token_id:N`` where it is no text alone, as half of a character is none."""
-        text = self.tokenizer.spell(token)
-        return f"token_id:{token}" if not text or _REPLACEMENT in text else text
+        return self._spelling(token)[0]
+
+    def _spelling(self, token: int) -> tuple[str, bool]:
+        """Return how a token is spelled, and whether the spelling is its text. Each token is decoded once."""
+        if token not in self._spellings:
+            text = self.tokenizer.spell(token)
+            complete = bool(text) and _REPLACEMENT not in text
+            self._spellings[token] = (text if complete else f"token_id:{token}", complete)
+        return self._spellings[token]
 
 
 class ChatAnswer(Answer):
@@ -147,10 +155,9 @@ class ChatAnswer(Answer):
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float) -> dict[str, object]:
-        text = self.tokenizer.spell(token)
-        complete = bool(text) and _REPLACEMENT not in text
+        text, complete = self._spelling(token)
         return {
-            "token": self.spelled(token),
+            "token": text,
             "logprob": logprob,
             "bytes": list(text.encode()) if complete else None,
         }

@@ -26,10 +26,13 @@ from kinformer.serving.engine import Engine
 from kinformer.serving.fields import FieldError
 from kinformer.serving.job import ClientLeftError, Job
 from kinformer.serving.metrics import exposition
+from kinformer.serving.text import Piece
 
 MOST_BODY = 8 << 20
 NEW_TOKENS, NEW_CHAT_TOKENS = 16, 256
 """Tokens that are drawn where a request does not say how many, as OpenAI's completions do; and in a chat."""
+LARGE = 256
+"""Tokens from which on a part of a stream is built outside of the event loop."""
 PAGE = Path(__file__).parent / "assets" / "page.html"
 LOCAL = ["127.0.0.1", "localhost", "[::1]", "::1"]
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
@@ -98,13 +101,17 @@ class Events(Response):
         async def write(data: bytes, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
+        def built(piece: Piece) -> bytes:
+            return answers.event(answer.chunk(piece))
+
         job, answer = self._job, self._answer
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             for opening in answer.opening():
                 await write(answers.event(opening))
             async for piece in job.pieces(receive):
-                await write(answers.event(answer.chunk(piece)))
+                large = len(piece.tokens) > LARGE  # as a prompt with its scores is
+                await write(await run_in_threadpool(built, piece) if large else built(piece))
             if answer.body.include_usage:
                 await write(answers.event(answer.usage_chunk(job.usage)))
         except ClientLeftError:
@@ -116,16 +123,24 @@ class Events(Response):
 
 async def _completions(request: Request) -> Response:
     served: Served = request.app.state.served
-    body = fields.read(fields.parse(await _body(request)), fields.COMPLETION, served.seed)
+    job = await run_in_threadpool(_completion_job, served, await _body(request))
+    return await _answered(request, job, Answer(job.body, served.tokenizer, job.choices))
+
+
+def _completion_job(served: Served, data: bytes) -> Job:
+    body = fields.read(fields.parse(data), fields.COMPLETION, served.seed)
     _require_model(served, body.model)
-    prompts = fields.prompts(body.fields)
-    job = await run_in_threadpool(Job, served.engine, served.tokenizer, body, prompts, NEW_TOKENS)
-    return await _answered(request, job, Answer(body, served.tokenizer, job.choices))
+    return Job(served.engine, served.tokenizer, body, fields.prompts(body.fields), NEW_TOKENS)
 
 
 async def _chat(request: Request) -> Response:
     served: Served = request.app.state.served
-    body = fields.read(fields.parse(await _body(request)), fields.CHAT, served.seed)
+    job = await run_in_threadpool(_chat_job, served, await _body(request))
+    return await _answered(request, job, ChatAnswer(job.body, served.tokenizer, job.choices))
+
+
+def _chat_job(served: Served, data: bytes) -> Job:
+    body = fields.read(fields.parse(data), fields.CHAT, served.seed)
     _require_model(served, body.model)
     if served.template is None:
         raise FieldError(
@@ -134,10 +149,9 @@ async def _chat(request: Request) -> Response:
             "messages",
         )
     body = replace(body, stops=(*body.stops, *served.template.stops))
-    prompt = await run_in_threadpool(served.template.prompt, fields.messages(body.fields))
-    ids = await run_in_threadpool(served.tokenizer.encode, prompt)  # the template writes BOS itself, as in transformers
-    job = await run_in_threadpool(Job, served.engine, served.tokenizer, body, [ids.tolist()], NEW_CHAT_TOKENS)
-    return await _answered(request, job, ChatAnswer(body, served.tokenizer, job.choices))
+    prompt = served.template.prompt(fields.messages(body.fields))
+    ids = served.tokenizer.encode(prompt).tolist()  # the template writes BOS itself, as in transformers
+    return Job(served.engine, served.tokenizer, body, [ids], NEW_CHAT_TOKENS)
 
 
 async def _answered(request: Request, job: Job, answer: Answer) -> Response:
@@ -151,7 +165,7 @@ async def _answered(request: Request, job: Job, answer: Answer) -> Response:
         return Response(status_code=499)
     except KinformerError as error:
         return JSON(answers.error(str(error), "server_error"), 500)
-    return JSON(answer.full(job.usage))
+    return await run_in_threadpool(lambda: JSON(answer.full(job.usage)))
 
 
 async def _body(request: Request) -> bytes:
@@ -171,7 +185,11 @@ async def _body(request: Request) -> bytes:
 
 def _require_model(served: Served, name: str) -> None:
     if name != served.name:
-        raise FieldError(f"there is no model {name!r} here; {served.name!r} is the one.", "model", "model_not_found")
+        raise FieldError(
+            f"model is {fields.short(name)}, but this server has {served.name!r} alone; request it.",
+            "model",
+            "model_not_found",
+        )
 
 
 async def _page(request: Request) -> Response:

@@ -77,6 +77,10 @@ class Engine:
                 )
             self._changed.notify()
 
+    def check_rows(self, prompts: int, copies: int) -> None:
+        """Raise where ``prompts`` of ``copies`` each can never be accepted at a time, before anything is built."""
+        self._admission.require_rows(prompts, copies)
+
     def check(self, request: Request) -> None:
         """Raise where the request can never be served."""
         if len(request.tokens) == 0:

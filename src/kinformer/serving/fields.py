@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import reprlib
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from kinformer.generation.sampling import Sampling
-from kinformer.runtime.errors import KinformerError, nearest
-from kinformer.runtime.fields import require_kind
+from kinformer.runtime.errors import LARGEST, KinformerError, nearest
+from kinformer.runtime.fields import is_of_kind, kind_name
 from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.words import plural
 
-MOST_STOPS, MOST_LOGPROBS = 4, 20
+MOST_STOPS, MOST_LOGPROBS, MOST_TOKENS = 4, 20, 1 << 20
 IGNORED = ("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
 """Fields that do not affect what is generated."""
 NEUTRAL: Mapping[str, object] = {
@@ -82,9 +83,9 @@ def read(fields: Mapping[str, object], supported: tuple[str, ...], seed: int | N
         if name in supported or name in IGNORED:
             continue
         if name not in NEUTRAL:
-            raise FieldError(f"{name!r} is no field of this request; {nearest(name, supported)}", ascii(name))
+            raise FieldError(f"{short(name)} is not a field of this request; {nearest(name, supported)}", short(name))
         if value != NEUTRAL[name]:
-            raise FieldError(f"{name} is {_short(value)}, but this server does not support it; leave it out.", name)
+            raise FieldError(f"{name} is {short(value)}, but this server does not support it; leave it out.", name)
     if "model" not in values:
         raise FieldError("the request names no model; give the field model (/v1/models lists what there is).", "model")
     options = _mapping(values, "stream_options")
@@ -95,7 +96,9 @@ def read(fields: Mapping[str, object], supported: tuple[str, ...], seed: int | N
     return Body(
         model=_value(values, "model", str, ""),
         sampling=_sampling(values, seed),
-        max_tokens=_count(values, "max_completion_tokens", 0, _count(values, "max_tokens", 0, None)),
+        max_tokens=_count(
+            values, "max_completion_tokens", 0, _count(values, "max_tokens", 0, None, MOST_TOKENS), MOST_TOKENS
+        ),
         n=_count(values, "n", 1, 1) or 1,
         stops=_stops(values),
         logprobs=_chat_logprobs(values) if chat else _count(values, "logprobs", 0, None, MOST_LOGPROBS),
@@ -141,12 +144,11 @@ def _message(item: object, place: int) -> dict[str, str]:
 
 
 def _sampling(values: Mapping[str, object], seed: int | None) -> Sampling:
-    seed = _value(values, "seed", int, secrets.randbits(48) if seed is None else seed)
     return Sampling(
-        temperature=float(_value(values, "temperature", float, 1.0)),
+        temperature=_number(values, "temperature", 1.0),
         top_k=_value(values, "top_k", int, None),
-        top_p=None if "top_p" not in values else float(_value(values, "top_p", float, 1.0)),
-        seed=seed,
+        top_p=_number(values, "top_p", 1.0) if "top_p" in values else None,
+        seed=_count(values, "seed", 0, secrets.randbits(48) if seed is None else seed, LARGEST - 1),
     )
 
 
@@ -172,18 +174,23 @@ def _chat_logprobs(values: Mapping[str, object]) -> int | None:
 def _mapping(values: Mapping[str, object], name: str) -> Mapping[str, object]:
     value = values.get(name, {})
     if not isinstance(value, dict):
-        raise FieldError(f"{name} is {_short(value)} but must be an object.", name)
+        raise FieldError(f"{name} is {short(value)} but must be an object.", name)
     return value
 
 
 def _value(values: Mapping[str, object], name: str, kind: type, default: object) -> Any:
     if name not in values:
         return default
-    try:
-        require_kind(name, values[name], kind)
-    except KinformerError as error:
-        raise FieldError(error.message, name) from None
+    if not is_of_kind(values[name], kind):
+        raise FieldError(f"{name} is {short(values[name])} but must be {kind_name(kind)}.", name)
     return values[name]
+
+
+def _number(values: Mapping[str, object], name: str, default: float) -> float:
+    try:
+        return float(_value(values, name, float, default))
+    except OverflowError:
+        raise FieldError(f"{name} is {short(values[name])} but must be a number below 1e308.", name) from None
 
 
 def _count(
@@ -191,7 +198,7 @@ def _count(
 ) -> int | None:
     value = _value(values, name, int, default)
     if value is not None and not minimum <= value <= maximum:
-        raise FieldError(f"{name} is {value} but must be a whole number from {minimum} to {maximum}.", name)
+        raise FieldError(f"{name} is {short(value)} but must be a whole number from {minimum} to {maximum}.", name)
     return value
 
 
@@ -199,8 +206,9 @@ def _is_id(item: object) -> bool:
     return isinstance(item, int) and not isinstance(item, bool) and abs(item) < 1 << 62
 
 
-def _short(value: object) -> str:
-    text = ascii(value)
+def short(value: object) -> str:
+    """Return how ``value`` begins, as text of at most 40 characters, however large the value is."""
+    text = reprlib.repr(value).encode("ascii", "backslashreplace").decode()
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 

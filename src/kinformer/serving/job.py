@@ -12,6 +12,7 @@ from kinformer.data import Tokenizer
 from kinformer.data.tokenizer import as_bytes, prompt_ids
 from kinformer.generation.stops import ends_of_text
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.words import plural
 from kinformer.serving.engine import Engine
 from kinformer.serving.fields import Body
 from kinformer.serving.request import Request, TokenScore
@@ -19,6 +20,12 @@ from kinformer.serving.text import Failure, Piece, TextListener
 
 if TYPE_CHECKING:
     from starlette.types import Receive
+
+
+MOST_VALUES = 1 << 18
+"""Tokens and log-probabilities that an answer may have: their JSON takes some 20 bytes each, and is built at once."""
+MOST_BEHIND = 1 << 14
+"""Tokens and log-probabilities of each row of a stream that may wait for a client that reads slowly."""
 
 
 class ClientLeftError(Exception):
@@ -35,15 +42,16 @@ class Job:
     def __init__(
         self, engine: Engine, tokenizer: Tokenizer, body: Body, prompts: Sequence[str | list[int]], new: int | None
     ) -> None:
+        engine.check_rows(len(prompts), body.n)
         self.engine, self.body = engine, body
         self.prompt_tokens = self.new_tokens = 0
+        self._values = self._sent = self._taken = 0
+        self._overflowed = False
         self._queue: asyncio.Queue[Piece | Failure | None] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._requests = [
             self._request(tokenizer, prompt, number * body.n, new) for number, prompt in enumerate(prompts)
         ]
-        for request in self._requests:
-            engine.check(request)
 
     @property
     def choices(self) -> int:
@@ -87,6 +95,7 @@ class Job:
                 item = await self._queue.get()
                 if item is None:
                     raise ClientLeftError
+                self._taken += 1
                 if isinstance(item, Failure):
                     raise item.error
                 left -= item.reason is not None
@@ -106,16 +115,12 @@ class Job:
         tokens = prompt if isinstance(prompt, list) else prompt_ids(tokenizer, prompt).tolist()
         listener = _Counting(self, tokenizer, first, tokens)
         self.prompt_tokens += len(tokens)
-        if body.echo:
-            text = tokenizer.decode(tokens) if isinstance(prompt, list) else as_bytes(prompt).decode("utf-8", "replace")
-            added = 0 if isinstance(prompt, list) else len(tokens) - len(tokenizer.encode(prompt))
-            listener.echo(text, tokens, body.n, added)
         limit = self.engine.model.max_length
         if body.max_tokens is not None:
             new = body.max_tokens
         elif limit is not None and new is not None:
             new = max(1, min(new, limit + 1 - len(tokens)))
-        return Request(
+        request = Request(
             tokens=np.array(tokens, np.int64),
             listener=listener,
             sampling=body.sampling,
@@ -125,9 +130,47 @@ class Job:
             logprobs=body.logprobs,
             scores_prompt=body.echo and body.logprobs is not None,
         )
+        self.engine.check(request)
+        self._require_size(request)
+        if body.echo:
+            text = tokenizer.decode(tokens) if isinstance(prompt, list) else as_bytes(prompt).decode("utf-8", "replace")
+            added = 0 if isinstance(prompt, list) else len(tokens) - len(tokenizer.encode(prompt))
+            listener.echo(text, tokens, body.n, added)
+        return request
+
+    def _require_size(self, request: Request) -> None:
+        """Raise where the answer, with ``request`` added, may become too large; new tokens leave a stream as they
+        come."""
+        tokens = len(request.tokens) if self.body.echo else 0
+        if not self.body.stream:
+            tokens += request.max_new_tokens
+        self._values += request.copies * tokens * (1 + (request.logprobs or 0))
+        if self._values > MOST_VALUES:
+            raise KinformerError(
+                f"the answer may have {self._values:,} values (n x tokens x (1 + logprobs)), but must have at most "
+                f"{MOST_VALUES:,}; lower n, max_tokens or logprobs, or send less of prompt."
+            )
+
+    @property
+    def _most_behind(self) -> int:
+        """Return how many pieces may wait for a client that reads a stream."""
+        rows = min(self.choices, self.engine.limits.max_streams)
+        return 2 * self.choices + rows * (MOST_BEHIND // (1 + (self.body.logprobs or 0)))
 
     def _send(self, item: Piece | Failure) -> None:
-        """Pass a piece on to the event loop, from any thread."""
+        """Pass a piece on to the event loop, from any thread; where a stream's client is too far behind, end it."""
+        if self._overflowed:
+            return
+        if self._loop is not None and self.body.stream and self._sent - self._taken >= self._most_behind:
+            self._overflowed = True
+            self.cancel()
+            item = Failure(
+                KinformerError(
+                    f"{plural(self._sent - self._taken, 'piece')} of the stream waited for its client, as many as may "
+                    "wait, so the stream has ended; read it faster, or lower max_tokens or logprobs."
+                )
+            )
+        self._sent += 1
         if self._loop is None:
             self._queue.put_nowait(item)
         elif not self._loop.is_closed():

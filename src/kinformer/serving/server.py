@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import logging
+import math
 import os
 import signal
 import socket
@@ -11,13 +15,14 @@ from contextlib import contextmanager
 from json import dumps
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
 from kinformer.generation.packed import pack
 from kinformer.runs.continuing import require_continuing
 from kinformer.runs.run import open_run
-from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.errors import KinformerError, as_flags
 from kinformer.runtime.progress import note
 from kinformer.serving.admission import Limits
 from kinformer.serving.chat import ChatTemplate
@@ -34,6 +39,8 @@ except ImportError as error:
         "'kinformer[serve]'."
     ) from error
 
+_LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""Errors of accepting a connection that pass when others end."""
 _GRACE = 5
 """Seconds that connections have to end in after Ctrl-C."""
 
@@ -84,7 +91,8 @@ class Server:
         """Answer until :meth:`close`, or a signal in the main thread; then end what is being continued."""
         self._thread.start()
         try:
-            self._http.run(sockets=[self.socket])
+            with as_flags(False):  # clients send fields, also where a command started the server
+                self._http.run(sockets=[self.socket])
         finally:
             self.engine.close()
             self._thread.join()
@@ -103,6 +111,11 @@ class _Http(uvicorn.Server):
         super().__init__(config)
         self._closing = closing
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and keep the log short while no connection can be opened."""
+        asyncio.get_running_loop().set_exception_handler(sparing(logging.getLogger("uvicorn.error").error))
+        await super().startup(sockets)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         threading.Thread(target=self._closing, daemon=True).start()  # which may wait, as a signal's handler must not
         super().handle_exit(sig, frame)
@@ -118,6 +131,24 @@ class _Http(uvicorn.Server):
             finally:
                 if hears:  # before uvicorn repeats the signal, which then ends the process
                     signal.signal(signal.SIGHUP, before)
+
+
+def sparing(say: Callable[[str], None]) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
+    """Return a handler of the event loop's errors which says at most once a second that descriptors are lacking.
+
+    asyncio's own handler logs a traceback for each of the thousands of connections that may wait.
+    """
+    last = -math.inf
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal last
+        if getattr(context.get("exception"), "errno", None) not in _LACKING:
+            loop.default_exception_handler(context)
+        elif loop.time() - last >= 1:
+            last = loop.time()
+            say("new connections wait, because the system has run out of descriptors or memory; raise `ulimit -n`.")
+
+    return handle
 
 
 def serve(folder: str | Path, options: ServeOptions, json: bool = False) -> None:

@@ -11,7 +11,7 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.serving.request import TokenScore
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ScoredToken:
     """A token, where its text begins in the choice's, and its score where one was requested."""
 
@@ -20,7 +20,7 @@ class ScoredToken:
     score: TokenScore | None
 
 
-@dataclass
+@dataclass(slots=True)
 class Piece:
     """The next part of a choice: its ``text``, the ``tokens`` that begin in it, and at the end the ``reason``."""
 
