@@ -227,7 +227,7 @@ def embed(run: str | Path, texts: str | Path | Sequence[str | Path], **options: 
 
 @preserving
 def serve(run: str | Path, **options: object) -> None:
-    """Answer HTTP requests for completions and chats by a trained run of next-token, until Ctrl-C or SIGTERM.
+    """Answer HTTP requests for completions and chats by a trained run of next-token, until Ctrl-C, SIGTERM or SIGHUP.
 
     options: those of ``serving.options.ServeOptions``; ``quiet`` is True.
 

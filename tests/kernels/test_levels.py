@@ -87,6 +87,17 @@ def test_it_is_linear_attention_where_all_levels_weigh_one():
     assert (other - want).abs().max() > 1e-3
 
 
+def test_decays_of_tokens_that_forget_nothing_have_a_gradient():
+    """The exponent between such tokens is exactly 0, where the exponents of hidden pairs begin."""
+    tokens = example(5)
+    decay = (tokens.log_decay * (torch.arange(TIME) % 3 == 0)).requires_grad_()
+    tokens = tokens._replace(scales=torch.ones_like(tokens.scales), log_decay=decay)
+    nothing = LinearState(tokens.v.new_zeros(2, 2, 4, 3), tokens.v.new_zeros(2, 2, 4))
+    want, _ = linear_attention(tokens.q, tokens.k, tokens.v, nothing, log_decay=decay, eps=None, impl="reference")
+    slopes = [torch.autograd.grad(y.square().sum(), decay)[0] for y in (run(tokens)[0], want)]
+    assert (slopes[0] - slopes[1]).abs().max() < 1e-12 * float(slopes[1].abs().max())
+
+
 def test_a_state_holds_its_levels_and_nothing_else():
     """After 100 = 64 + 32 + 4 tokens levels 7, 6 and 3 hold something; of four levels the last one holds the rest."""
     tokens = cut(example(9), 0, 100)

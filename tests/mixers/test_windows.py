@@ -1,12 +1,14 @@
 """Windows of images: who sees whom, against a flat loop; the limit of one window; patch merging; sizes of any kind."""
 
+from math import log
+
 import pytest
 import torch
 
 import kinformer
 from kinformer.core.encoder import SequenceContext
 from kinformer.family.build import configure
-from kinformer.mixers.windows import WindowAttention, apart, cut, joined
+from kinformer.mixers.windows import HOTTEST, WindowAttention, apart, cut, joined
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.unallocated import unallocated
 from kinformer.stacks.stages import PatchMerging
@@ -51,6 +53,18 @@ def test_a_patch_sees_its_window(shift, cosine):
         config = WindowAttention.Config(num_heads=2, window=window, shift=shift, cosine=cosine)
         mixer, x, y = mixed(config, grid)
         assert torch.allclose(y, looped(mixer, x, grid), atol=1e-12)
+
+
+def test_a_heat_at_its_bound_learns_and_one_above_it_does_not():
+    mixer, x, _ = mixed(WindowAttention.Config(num_heads=2, window=2, cosine=True), (4, 4))
+    slopes = []
+    for heat in (log(HOTTEST) - 1e-9, log(HOTTEST), log(HOTTEST) + 1e-9):
+        with torch.no_grad():
+            mixer.heat.fill_(heat)
+        y = mixer(x, SequenceContext(grid=(4, 4)))
+        slopes.append(torch.autograd.grad(y.square().sum(), mixer.heat)[0].flatten())
+    assert slopes[0].abs().min() > 1e-4
+    assert torch.allclose(slopes[1], slopes[0], rtol=1e-6) and not slopes[2].any()
 
 
 def test_one_window_of_the_whole_image_is_exact_attention():

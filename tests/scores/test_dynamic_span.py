@@ -67,6 +67,14 @@ def double_loop(mixer, x):
     return mixer.out(heads.transpose(0, 1).flatten(1))[None]
 
 
+def test_a_span_of_whole_tokens_learns_where_its_ramp_begins():
+    span, z = mixer_of().build(DIM).span, torch.tensor([3.0], requires_grad=True)
+    mask = span.log_mask(z, torch.arange(1, 9))  # x = z at the fourth
+    assert mask.exp().tolist() == pytest.approx([1, 1, 1, 1, 0.75, 0.5, 0.25, 0])
+    slopes = [torch.autograd.grad(each, z, retain_graph=True)[0].item() for each in mask[2:6]]
+    assert slopes == pytest.approx([0, 1 / RAMP, 1 / 3, 1 / 2])
+
+
 def test_it_is_a_double_loop_with_its_gradients():
     mixer, x, slopes = spread(mixer_of().build(DIM).double()), random(1, 15, DIM), []
     for run in (double_loop, lambda mixer, x: absorbed(mixer, x)[0]):

@@ -141,6 +141,18 @@ def test_the_model_and_its_gradients_are_the_authors(arrays):
         assert (mixer.span.span.grad - want).abs().max() < 1e-7
 
 
+def test_spans_at_their_bounds_learn_and_those_beyond_do_not():
+    span = mixer_of(heads=4, penalty=0.5).build(DIM).span
+    with torch.no_grad():
+        span.span.copy_(torch.tensor([-0.1, 0.0, 1.0, 1.1]))
+    span.penalty().backward()
+    assert span.span.grad.tolist() == pytest.approx([0, 0.5 * SPAN / 4, 0.5 * SPAN / 4, 0])
+    # At x = z the mask is exactly 1: log m has the slope max_span / ramp there, and 0 at nearer tokens.
+    slopes = torch.autograd.grad(span.bias(SPAN + 1)[[1, 2], [0, SPAN]].sum(), span.span)[0]
+    assert slopes.tolist() == pytest.approx([0, SPAN / RAMP, SPAN / RAMP, 0])
+    assert not torch.autograd.grad(span.bias(SPAN)[2].sum(), span.span)[0].any()
+
+
 def dense(mixer, x, window):
     """Attention to the ``window`` tokens before each, with a vector by distance, by its formula."""
     time = x.shape[1]

@@ -1,7 +1,9 @@
 """A server in a thread, and the clients that people have: OpenAI's, and sockets that do not behave."""
 
 import json
+import os
 import re
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -33,11 +35,15 @@ def folder(tmp_path_factory):
     return place / "run"
 
 
-@contextmanager
-def serving(folder, **options):
+def built(folder, **options):
     from kinformer.serving.server import Server
 
-    server = Server(folder, ServeOptions(port=0, quiet=True, threads=1, device="cpu", **options))
+    return Server(folder, ServeOptions(port=0, quiet=True, threads=1, device="cpu", **options))
+
+
+@contextmanager
+def serving(folder, **options):
+    server = built(folder, **options)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
@@ -265,6 +271,55 @@ def test_a_server_that_closes_tells_its_streams(folder):
         with pytest.raises(openai.APIError, match="shutting down"):
             for _ in stream:
                 pass
+
+
+@contextmanager
+def handling(number, handler):
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def served(server, visit):
+    """Serve in this thread, which signals interrupt, until the server ends; what ``visit`` in another returns."""
+    with ThreadPoolExecutor(1) as pool:
+        visited = pool.submit(visit)
+        visited.add_done_callback(lambda _: server.close())
+        server.run()
+        return visited.result(20)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_server_and_tells_its_streams(folder, number):
+    """The signal then reaches its handler from before, as if there had been no server."""
+    server, heard = built(folder), []
+
+    def visit():
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        stream = client.completions.create(model="run", prompt="It was ", max_tokens=1_000_000, stream=True)
+        next(iter(stream))
+        os.kill(os.getpid(), number)
+        with pytest.raises(openai.APIError, match="shutting down"):
+            for _ in stream:
+                pass
+
+    with handling(number, lambda number, _: heard.append(number)):
+        served(server, visit)
+        assert heard == [number]
+
+
+def test_under_nohup_a_server_stays(folder):
+    server = built(folder)
+
+    def visit():
+        until(lambda: server._http.started)
+        os.kill(os.getpid(), signal.SIGHUP)
+        return signal.getsignal(signal.SIGHUP), json.loads(get(server, "/health"))["status"]
+
+    with handling(signal.SIGHUP, signal.SIG_IGN):
+        assert served(server, visit) == (signal.SIG_IGN, "ok")
 
 
 def test_requests_without_a_seed_have_the_servers(folder):

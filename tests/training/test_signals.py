@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,20 @@ import pytest
 from kinformer.data import Corpus
 from kinformer.runtime.progress import Tolerant, tolerant
 from kinformer.training.checkpoint import Checkpoints
+from kinformer.training.distributed import launch
 from kinformer.training.interrupt import SIGNALS, Interrupt
+from tests.process_state import process_state
 from tests.training.tiny import trainer
 
 COMMAND = [sys.executable, "-m", "kinformer", "train", "gpt", "--recipe", "tiny", "--length", "16", "--batch-size", "4"]
+
+
+@pytest.fixture(autouse=True)
+def hangs_up() -> Iterator[None]:
+    """These processes heed SIGHUP, also where the suite itself runs under nohup, whose processes ignore it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -45,13 +56,24 @@ def test_a_closing_terminal_may_say_so_twice_and_nohup_keeps_the_run() -> None:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGHUP)
         assert interrupt.signal == signal.SIGHUP
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with Interrupt() as interrupt:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert interrupt.signal == 0
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Interrupt() as interrupt:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert interrupt.signal == 0
+
+
+def test_nohup_also_keeps_a_run_of_several_processes() -> None:
+    """PyTorch's launcher handles SIGHUP unless told otherwise, and changes the process that calls it."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before = process_state()
+    assert launch(_hang_up, (), 1) == signal.SIG_IGN
+    assert process_state() == before
+
+
+def _hang_up() -> object:
+    for process in (os.getppid(), os.getpid()):
+        os.kill(process, signal.SIGHUP)
+    return signal.getsignal(signal.SIGHUP)
 
 
 def test_a_stream_without_a_reader_goes_nowhere() -> None:

@@ -114,11 +114,14 @@ def _pairs(tokens: LeveledTokens, place: _Place, sums: Tensor | None) -> Tensor:
     q, k, v, scales, _, positions, _, _ = tokens
     pairs = level(positions.unsqueeze(2), positions.unsqueeze(1), scales.shape[3] - 1)[:, None]
     weights = scales.gather(3, pairs.expand(-1, scales.shape[1], -1, -1)) * (q @ k.mT)
-    if sums is not None:
-        weights = weights * (sums.unsqueeze(3) - sums.unsqueeze(2)).clamp_max(0).exp().to(weights.dtype)
     hidden = torch.ones_like(pairs[0, 0], dtype=torch.bool).triu_(1)
-    hidden = hidden | (place.number.unsqueeze(2) != place.number.unsqueeze(1))
-    return weights.masked_fill(hidden.unsqueeze(1), 0) @ v
+    hidden = (hidden | (place.number.unsqueeze(2) != place.number.unsqueeze(1))).unsqueeze(1)
+    if sums is not None:
+        # Above the diagonal exponents are positive, and their exponentials may overflow. `clamp` would not do: from
+        # PyTorch 2.14 on its gradient is 0 at an exponent of exactly 0, the decay between tokens that forget nothing.
+        decay = (sums.unsqueeze(3) - sums.unsqueeze(2)).masked_fill(hidden, 0).exp()
+        weights = weights * decay.to(weights.dtype)
+    return weights.masked_fill(hidden, 0) @ v
 
 
 def _read(tokens: LeveledTokens, states: Tensor, which: Tensor, place: _Place, sums: Tensor | None) -> Tensor:

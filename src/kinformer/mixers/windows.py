@@ -105,7 +105,9 @@ class WindowAttention(GridOnly, EncoderMixer):
         q, k, v = (part(x).unflatten(-1, (heads, -1)).transpose(1, 2) for part in (self.query, self.key, self.value))
         if self.config.cosine:
             # cos(q, k) / tau with 1 / tau = exp(heat) <= 100
-            q = unit_vectors(q) * self.heat.clamp_max(log(HOTTEST)).exp().to(q.dtype)
+            # Not `clamp`, whose gradient at the bound is 0 from PyTorch 2.14 on: a heat at its bound would stay there.
+            heat = self.heat.masked_fill(self.heat > log(HOTTEST), log(HOTTEST))
+            q = unit_vectors(q) * heat.exp().to(q.dtype)
             k = unit_vectors(k).to(q.dtype)
         if mask is not None:
             mask = mask.repeat(len(x) // len(mask), 1, 1, 1)

@@ -24,7 +24,7 @@ from kinformer.core.learning import Regularized
 from kinformer.core.span import Cut, Following, TokenSpan, host
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.sharding import gathered
-from kinformer.scores.soft_span import SoftSpan, window
+from kinformer.scores.soft_span import SoftSpan, log_clamped, window
 
 _ROUNDING = 1.0001  # of spans that are computed in float32
 _EPS = 1e-12
@@ -95,10 +95,7 @@ class DynamicSpan(Following, TokenSpan, Regularized):
 
     def log_mask(self, z: Tensor, distance: Tensor) -> Tensor:
         # As log_mask of soft_span, in one pass less over pairs: quotients are of spans and of distances.
-        mask = (z / self.config.ramp + 1) - (distance - 1).to(z.dtype) / self.config.ramp
-        hidden = mask <= 0
-        # log 0 = -inf has an infinite slope, which times 0 is NaN: what is hidden is filled after the logarithm.
-        return mask.clamp(torch.finfo(mask.dtype).tiny, 1).log().masked_fill(hidden, -math.inf)
+        return log_clamped((z / self.config.ramp + 1) - (distance - 1).to(z.dtype) / self.config.ramp)
 
     def cost(self, z: Tensor, valid: Tensor | None) -> Tensor:
         return self.config.penalty * select_valid(z.mean(1), valid).sum(1)

@@ -78,15 +78,22 @@ class SoftSpan(Following, Span, Regularized):
 
     def _tokens(self, span: Tensor) -> Tensor:
         """Return spans in tokens. The bounds hold here, too, for weights that no trainer has clamped."""
-        return span.to(state_dtype(span.dtype)).clamp(0, 1) * self.config.max_span
+        span = span.to(state_dtype(span.dtype))
+        # Not `clamp`, whose gradient at a bound is 0 from PyTorch 2.14 on: a span at a bound would never leave it.
+        return span.masked_fill(span < 0, 0).masked_fill(span > 1, 1) * self.config.max_span
 
 
 def log_mask(z: Tensor, x: Tensor, ramp: int) -> Tensor:
     """Return log m(x) of spans z, -inf where the mask is 0."""
-    mask = ((ramp + z - x) / ramp).clamp(0, 1)
+    return log_clamped((ramp + z - x) / ramp)
+
+
+def log_clamped(mask: Tensor) -> Tensor:
+    """Return log clamp(mask, 0, 1), -inf where the mask is 0 or less; a mask of exactly 1 has the gradient of log."""
     hidden = mask <= 0
+    # Not `clamp`, whose gradient at a bound is 0 from PyTorch 2.14 on: spans that begin as 0 would not learn at x = 0.
     # log 0 = -inf has an infinite slope, which times 0 is NaN: the 0 is filled before the logarithm, and after it.
-    return mask.masked_fill(hidden, 1).log().masked_fill(hidden, -math.inf)
+    return mask.masked_fill(hidden | (mask > 1), 1).log().masked_fill(hidden, -math.inf)
 
 
 def window(config: SoftSpan.Config, z: float) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from json import dumps
 from pathlib import Path
 from types import FrameType
@@ -22,6 +24,7 @@ from kinformer.serving.chat import ChatTemplate
 from kinformer.serving.engine import Engine
 from kinformer.serving.options import ServeOptions
 from kinformer.training.best import place_of_best
+from kinformer.training.interrupt import heeded
 
 try:
     import uvicorn
@@ -98,6 +101,18 @@ class _Http(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         threading.Thread(target=self._closing, daemon=True).start()  # which may wait, as a signal's handler must not
         super().handle_exit(sig, frame)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """SIGHUP ends the server as SIGTERM does; a server that was started under nohup ignores SIGHUP."""
+        with super().capture_signals():
+            hears = threading.current_thread() is threading.main_thread() and signal.SIGHUP in heeded()
+            before = signal.signal(signal.SIGHUP, self.handle_exit) if hears else None
+            try:
+                yield
+            finally:
+                if hears:  # before uvicorn repeats the signal, which then ends the process
+                    signal.signal(signal.SIGHUP, before)
 
 
 def serve(folder: str | Path, options: ServeOptions, json: bool = False) -> None:

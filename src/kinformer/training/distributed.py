@@ -8,7 +8,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import random
 import signal
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,7 +23,7 @@ from torch import Tensor, distributed, nn
 from kinformer.runtime.children import safe_path
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.process import begin_process
-from kinformer.training.interrupt import SIGNALS
+from kinformer.training.interrupt import SIGNALS, heeded
 from kinformer.training.rendezvous import of_this_start, torchruns_store
 
 Strategy = Literal["ddp", "fsdp", "diloco"]
@@ -220,6 +222,8 @@ def launch(function: Callable[..., T], arguments: tuple[object, ...], processes:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    # By default PyTorch's launcher also handles a SIGHUP that nohup lets it ignore, and its processes then heed SIGHUP.
+    handled = (*(number.name for number in heeded()), "SIGQUIT")
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -228,10 +232,11 @@ def launch(function: Callable[..., T], arguments: tuple[object, ...], processes:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
+        signals_to_handle=",".join(handled),
     )
     withheld = _Withheld()
     try:
-        with withheld, safe_path():
+        with withheld, safe_path(), _caller_restored():
             outcome = elastic_launch(config, _guarded)(function, arguments)[0]
     except SignalException as ended:
         raise InterruptedError(128 + int(ended.sigval)) from None
@@ -254,6 +259,22 @@ def launch(function: Callable[..., T], arguments: tuple[object, ...], processes:
     if isinstance(outcome, KinformerError):
         raise outcome
     return outcome
+
+
+@contextmanager
+def _caller_restored() -> Iterator[None]:
+    """Restore the signals' handlers and Python's random numbers, which PyTorch's launcher changes for good, and remove
+    its variable."""
+    before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGQUIT)}
+    numbers = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(numbers)
+        os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 class _Withheld(logging.Filter):

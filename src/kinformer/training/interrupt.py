@@ -33,7 +33,7 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS if _heeded(number)}
+            self._before = {number: signal.signal(number, self._note) for number in heeded()}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -54,5 +54,7 @@ class Interrupt:
                 os.write(2, text.encode())
 
 
-def _heeded(number: int) -> bool:
-    return number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+def heeded() -> tuple[signal.Signals, ...]:
+    """Return the signals that end this process: without SIGHUP where the process ignores it, as under nohup."""
+    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return tuple(number for number in SIGNALS if not (nohup and number == signal.SIGHUP))

@@ -127,6 +127,8 @@ class _WithSink(torch.autograd.Function):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=mask, scale=scale
         )
+        # Not `lse.dtype`: while PyTorch 2.11 captures a graph, that is float32 whatever the operands are.
+        lse = lse.to(state_dtype(q.dtype))
         # A row of which the mask hides every slot has L = -inf and thus the output 0, whatever the kernel leaves there.
         lse = lse.nan_to_num(nan=-torch.inf, neginf=-torch.inf) if mask is not None else lse
         total = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
