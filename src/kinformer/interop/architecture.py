@@ -26,9 +26,10 @@ DEPTH = 10_000
 class Architecture:
     """One ``model_type``: ``title`` in messages, and the ``member`` here.
 
-    ``defaults``: those of transformers for what a config leaves out; ``required``: the only values of settings with
-    which our model computes the same; ``names``: a setting to the name that it has in ``defaults``, where a config
-    calls it otherwise; ``causal``: whether it generates; see :func:`complete`. ``model`` returns our model config, as data, of the full settings; ``keys`` maps tensors.
+    ``defaults``: transformers' values of settings that a config leaves out; ``required``: the only values of settings
+    with which our model computes the same; ``names``: a further name of a setting to its name in ``defaults``;
+    ``causal``: whether the model generates; :func:`complete` takes all four. ``model`` returns our model config, as
+    data, of the full settings; ``keys`` maps tensors.
     """
 
     title: str

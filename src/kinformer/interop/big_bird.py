@@ -32,10 +32,12 @@ def _mixers(full: Settings, place: Path) -> list[ConfigData]:
 
 
 def _notes(model: ConfigView) -> tuple[str, ...]:
-    pattern = model["layers"][0]["mixer"].get("pattern", {})
-    if not pattern.get("random"):
+    if not model["layers"][0]["mixer"].get("pattern", {}).get("random"):
         return ()
-    return ("its random blocks are read here always; transformers reads the first block instead where it does not train",)
+    return (
+        "each query reads random blocks, here in training and in evaluation; transformers reads them in training "
+        "alone, and the first block in their place in evaluation, so its evaluated outputs differ",
+    )
 
 
 BIG_BIRD = Family(

@@ -32,6 +32,8 @@ NEOX: Mapping[str, object] = {
     "tie_word_embeddings": False,
     "use_parallel_residual": True,
     "attention_bias": True,
+    "rotary_emb_base": 10_000.0,
+    "rotary_pct": 0.25,
 }
 OPT: Mapping[str, object] = {
     "vocab_size": 50272,
@@ -73,13 +75,12 @@ MPT: Mapping[str, object] = {
 
 def _neox(full: Settings, place: Path) -> ConfigData:
     biased = switch(full, place, "attention_bias")
-    share = {"partial_rotary_factor": full.get("rotary_pct", 0.25)}
-    theta = {"rope_theta": full["rotary_emb_base"]} if "rotary_emb_base" in full else {}
+    outside = {"rope_theta": full["rotary_emb_base"], "partial_rotary_factor": full["rotary_pct"]}
     mixer = {
         "kind": "softmax",
         "num_heads": integer(full, place, "num_attention_heads"),
         "projection": {"kind": "multi_head", "bias": biased},
-        "position": rope({**share, **theta, **full}, place, partial=True),
+        "position": rope({**full, **outside}, place, partial=True),
         "bias": biased,
         "dropout": number(full, place, "attention_dropout"),
     }

@@ -47,7 +47,7 @@ class Family:
 
     ``defaults`` of the config's settings; ``mixers``: the special settings of each layer's mixer; ``prefix`` and
     ``heads``: the names of tensors; ``shifted``: positions are counted from behind the padding token's number;
-    ``activated``: the kinds of heads that have the layers' activation; ``first_is_global``: for a classifier of texts
+    ``activated``: the kinds of heads with the activation of the layers; ``first_is_global``: for a classifier of texts
     the first token is global; ``tokens``: the roles of special tokens that settings tell where no tokenizer does;
     ``notes``: notes for the user on a model, as data.
     """

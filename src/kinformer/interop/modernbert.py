@@ -39,7 +39,13 @@ DEFAULTS: Mapping[str, object] = {
     "tie_word_embeddings": True,
 }
 """The defaults of transformers for what a config leaves out."""
-REQUIRED = {"norm_bias": False, "classifier_bias": False, "decoder_bias": True, "classifier_activation": "gelu", "head_dim": None}
+REQUIRED = {
+    "norm_bias": False,
+    "classifier_bias": False,
+    "decoder_bias": True,
+    "classifier_activation": "gelu",
+    "head_dim": None,
+}
 TOKENS = {"bos_token": "cls_token_id", "eos_token": "sep_token_id"}
 KEYS = KeyMap(
     model=(

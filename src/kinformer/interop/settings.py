@@ -75,7 +75,10 @@ def choice(config: Mapping[str, object], place: Path, name: str, names: Iterable
 
 
 def require(config: Mapping[str, object], place: Path, values: Mapping[str, object]) -> None:
-    """Refuse a setting that has another value; a setting that is left out has this value, and null is false."""
+    """Raise an error if a setting differs from its value in ``values``.
+
+    A setting that ``config`` leaves out has this value, and null equals false.
+    """
     for name, value in values.items():
         found = config.get(name, value)
         if found != value and (found is not None or value):
