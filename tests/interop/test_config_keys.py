@@ -171,9 +171,9 @@ EDITS = {
         {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 77.0},
     ),
     "no scaling beside positions": ("llama", {"rope_scaling": {}, "rope_theta": 77.0}),
-    "a length outside the positions": ("llama, yarn", {"original_max_position_embeddings": 8}),
+    "a length outside the positions": ("llama, yarn", {"original_max_position_embeddings": 64}),
     "scaling of one kind of layer": ("gemma3_text", {"rope_scaling": LINEAR}),
-    "a base that is not read": ("gpt_neox", {"rope_theta": 77.0, "rope_parameters": None}),
+    "a base that is not read": ("gpt_neox", {"rope_theta": 77.0, "rope_parameters": None, "rotary_pct": 1.0}),
     "kinds of layers": ("mistral", {"layer_types": LAYERS}),
     "no kinds of layers": ("mistral", {"layer_types": None}),
 }
