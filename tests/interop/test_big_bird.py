@@ -160,7 +160,8 @@ def test_same_classes(tmp_path, capsys):
     """The activation in the classifier is that of the layers, not a tanh."""
     peer = peer_of(tmp_path / "peer", "ForSequenceClassification", num_labels=4)
     model = imported(peer.folder, tmp_path / "run").double()
-    assert "pooler.bias, pooler.weight left out" in capsys.readouterr().err
+    notes = capsys.readouterr().err
+    assert "pooler.bias, pooler.weight left out" in notes and "the first block in their place" in notes
     tokens = peer.texts((48, 48))[0]
     assert_close(ours(model, tokens), theirs(peer, tokens).logits, 1e-9)
     assert model.config.head.activation == "gelu_tanh"
@@ -170,7 +171,8 @@ def test_attention_has_dropout_only_where_it_is_full(tmp_path):
     dropout = {"attention_probs_dropout_prob": 0.3, "hidden_dropout_prob": 0.2}
     for kind, want in (("block_sparse", 0.0), ("original_full", 0.3)):
         peer = peer_of(tmp_path / kind, attention_type=kind, **dropout)
-        imported(peer.folder, tmp_path / f"run-{kind}")
+        done = kinformer.import_checkpoint(peer.folder, tmp_path / f"run-{kind}")
+        assert any("random blocks" in note for note in done.notes) == (kind == "block_sparse")
         run = open_run(tmp_path / f"run-{kind}")
         layer = run.config.layers[0]
         assert (run.member, layer.mixer.dropout, layer.dropout) == ("big-bird", want, 0.2)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kinformer.interop.key_map import KeyMap
 from kinformer.interop.layouts import ConfigData, ConfigView
-from kinformer.interop.settings import Settings, integer, require
+from kinformer.interop.settings import Settings, complete, integer
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import read_json
 
@@ -26,9 +26,10 @@ DEPTH = 10_000
 class Architecture:
     """One ``model_type``: ``title`` in messages, and the ``member`` here.
 
-    ``defaults``: those of transformers for what a config leaves out; ``required``: the only values of settings with
-    which our model computes the same; ``names``: a setting to the name that it has in ``defaults``, where a config
-    calls it otherwise. ``model`` returns our model config, as data, of the full settings; ``keys`` maps tensors.
+    ``defaults``: transformers' values of settings that a config leaves out; ``required``: the only values of settings
+    with which our model computes the same; ``names``: a further name of a setting to its name in ``defaults``;
+    ``causal``: whether the model generates; :func:`complete` takes all four. ``model`` returns our model config, as
+    data, of the full settings; ``keys`` maps tensors.
     """
 
     title: str
@@ -38,12 +39,11 @@ class Architecture:
     keys: KeyMap | Callable[[ConfigView], KeyMap]
     required: Mapping[str, object] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
+    causal: bool = True
 
     def model_config(self, config: Mapping[str, object], place: Path) -> ConfigData:
         """Return our model config, as data, of the ``config.json`` at ``place``."""
-        full = {**self.defaults, **config}
-        full |= {ours: config[theirs] for theirs, ours in self.names.items() if config.get(theirs) is not None}
-        require({name: value for name, value in full.items() if value is not None}, place, self.required)
+        full = complete(config, place, self.defaults, self.required, self.names, self.causal)
         for name in ("num_hidden_layers", "n_layer", "n_layers"):
             if name in full:
                 integer(full, place, name, maximum=DEPTH)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kinformer.interop.encoder import Family
 from kinformer.interop.encoder_keys import CLASSIFIER, CLS, HeadKeys
-from kinformer.interop.layouts import ConfigData
+from kinformer.interop.layouts import ConfigData, ConfigView
 from kinformer.interop.settings import Settings, choice, integer, require
 
 
@@ -29,6 +29,15 @@ def _mixers(full: Settings, place: Path) -> list[ConfigData]:
         "num_heads": integer(full, place, "num_attention_heads"),
     }
     return [projection | {"dropout": 0.0, "pattern": pattern | {"seed": layer}} for layer in range(depth)]
+
+
+def _notes(model: ConfigView) -> tuple[str, ...]:
+    if not model["layers"][0]["mixer"].get("pattern", {}).get("random"):
+        return ()
+    return (
+        "each query reads random blocks, here in training and in evaluation; transformers reads them in training "
+        "alone, and the first block in their place in evaluation, so its evaluated outputs differ",
+    )
 
 
 BIG_BIRD = Family(
@@ -49,5 +58,6 @@ BIG_BIRD = Family(
         "num_random_blocks": 3,
     },
     activated=("masked_language", "classification"),
+    notes=_notes,
     tokens={"eos_token": "sep_token_id"},
 )

@@ -218,7 +218,7 @@ def _text_encoder(
         model["input"]["types"] = 0
     keys = family.key_map(config, place, model["head"]["kind"])
     weights = encoder_keys.read(keys, tensors, model, folder, family.title)
-    return model, weights, encoder_keys.notes(keys, tensors, model)
+    return model, weights, encoder_keys.notes(keys, tensors, model) + family.notes(model)
 
 
 def _ours(config: Mapping[str, object], folder: Path) -> Imported:

@@ -32,6 +32,8 @@ NEOX: Mapping[str, object] = {
     "tie_word_embeddings": False,
     "use_parallel_residual": True,
     "attention_bias": True,
+    "rotary_emb_base": 10_000.0,
+    "rotary_pct": 0.25,
 }
 OPT: Mapping[str, object] = {
     "vocab_size": 50272,
@@ -54,6 +56,8 @@ BLOOM: Mapping[str, object] = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
     "tie_word_embeddings": True,
+    "slow_but_exact": False,
+    "pretraining_tp": 1,
 }
 MPT: Mapping[str, object] = {
     "vocab_size": 50368,
@@ -71,13 +75,12 @@ MPT: Mapping[str, object] = {
 
 def _neox(full: Settings, place: Path) -> ConfigData:
     biased = switch(full, place, "attention_bias")
-    share = {"partial_rotary_factor": full.get("rotary_pct", 0.25)}
-    theta = {"rope_theta": full["rotary_emb_base"]} if "rotary_emb_base" in full else {}
+    outside = {"rope_theta": full["rotary_emb_base"], "partial_rotary_factor": full["rotary_pct"]}
     mixer = {
         "kind": "softmax",
         "num_heads": integer(full, place, "num_attention_heads"),
         "projection": {"kind": "multi_head", "bias": biased},
-        "position": rope({**share, **theta, **full}, place, partial=True),
+        "position": rope({**full, **outside}, place, partial=True),
         "bias": biased,
         "dropout": number(full, place, "attention_dropout"),
     }
@@ -108,6 +111,11 @@ def _opt(full: Settings, place: Path) -> ConfigData:
 
 
 def _bloom(full: Settings, place: Path) -> ConfigData:
+    if full["slow_but_exact"] and integer(full, place, "pretraining_tp") > 1:
+        raise KinformerError(
+            f"{place}: slow_but_exact is true with a pretraining_tp of {full['pretraining_tp']}, where transformers "
+            "leaves out biases; only a pretraining_tp of 1, or slow_but_exact false, can be imported."
+        )
     dim = integer(full, place, "hidden_size")
     mixer = _alibi(integer(full, place, "n_head"), True, number(full, place, "attention_dropout"))
     norm = {"kind": "layer_norm", "eps": number(full, place, "layer_norm_epsilon")}
@@ -117,7 +125,7 @@ def _bloom(full: Settings, place: Path) -> ConfigData:
 
 
 def _mpt(full: Settings, place: Path) -> ConfigData:
-    settings = full.get("attn_config", {})
+    settings = {} if full.get("attn_config") is None else full["attn_config"]
     if not isinstance(settings, Mapping):
         raise KinformerError(f"{place}: attn_config is no table of settings; restore the file from a copy.")
     settings = {"attn_pdrop": 0.0, **settings}
@@ -174,7 +182,9 @@ def _model(full: Settings, place: Path, width: str, layers: list[dict[str, objec
 
 
 ARCHITECTURES = {
-    "gpt_neox": Architecture(title="GPT-NeoX", member="rope", defaults=NEOX, model=_neox, keys=NEOX_KEYS),
+    "gpt_neox": Architecture(
+        title="GPT-NeoX", member="rope", defaults=NEOX, required={"head_dim": None}, model=_neox, keys=NEOX_KEYS
+    ),
     "opt": Architecture(
         title="OPT",
         member="gpt",
@@ -198,6 +208,12 @@ ARCHITECTURES = {
         keys=BLOOM_KEYS,
     ),
     "mpt": Architecture(
-        title="MPT", member="alibi", defaults=MPT, required={"no_bias": True}, model=_mpt, keys=MPT_KEYS
+        title="MPT",
+        member="alibi",
+        defaults=MPT,
+        required={"no_bias": True},
+        names={"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"},
+        model=_mpt,
+        keys=MPT_KEYS,
     ),
 }

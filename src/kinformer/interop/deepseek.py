@@ -12,7 +12,7 @@ from kinformer.interop.key_map import KeyMap, key
 from kinformer.interop.layouts import ConfigData, ConfigView
 from kinformer.interop.llama import DEFAULTS, like_llama
 from kinformer.interop.rotary import magnitude, parameters, rope
-from kinformer.interop.settings import Settings, choice, integer, number, positive, switch
+from kinformer.interop.settings import Settings, choice, integer, number, positive, require, switch
 from kinformer.runtime.errors import KinformerError
 
 DEEPSEEK: Mapping[str, object] = {
@@ -84,7 +84,9 @@ def _deepseek_keys(model: ConfigView) -> KeyMap:
 def _deepseek(full: Settings, place: Path, experts: ConfigData) -> ConfigData:
     """Return the model config, as data, of a DeepSeek with these ``experts``."""
     choice(full, place, "hidden_act", ("silu",))
-    head_dim = integer(full, place, "qk_nope_head_dim")
+    head_dim, heads = integer(full, place, "qk_nope_head_dim"), integer(full, place, "num_attention_heads")
+    if full.get("num_key_value_heads") is not None:
+        require(full, place, {"num_key_value_heads": heads})
     model = like_llama({**full, "num_key_value_heads": None, "head_dim": head_dim}, place)
     shared = integer(full, place, "n_shared_experts", minimum=0) * experts["hidden_dim"]
     mixture = experts | {"shared_dim": shared, "scale": positive(full, place, "routed_scaling_factor")}
@@ -93,7 +95,7 @@ def _deepseek(full: Settings, place: Path, experts: ConfigData) -> ConfigData:
     layout = "interleaved" if full.get("rope_interleave", True) else "half"
     mixer = {
         "kind": "latent",
-        "num_heads": integer(full, place, "num_attention_heads"),
+        "num_heads": heads,
         "head_dim": head_dim,
         "value_dim": integer(full, place, "v_head_dim"),
         "rotary_dim": turned,
@@ -132,16 +134,26 @@ def _deepseek_v3(full: Settings, place: Path) -> ConfigData:
             f"{place}: n_group is {full['n_group']!r}, but only tokens that choose among all experts (1) can be "
             "imported."
         )
+    if full.get("head_dim") is not None:
+        require(full, place, {"head_dim": full["qk_rope_head_dim"]})
     experts = experts_of(full, place, "n_routed_experts", "moe_intermediate_size")
     experts |= {"router": "sigmoid", "normalise": switch(full, place, "norm_topk_prob"), "balance": 0.0}
     return _deepseek(full, place, experts | {"bias_rate": 0.001})
 
 
-PLAIN = {"attention_bias": False}
+PLAIN = {"attention_bias": False, "mlp_bias": False}
 ARCHITECTURES = {
-    kind: Architecture(title=title, member="mla", defaults=defaults, required=PLAIN, model=model, keys=_deepseek_keys)
-    for kind, title, defaults, model in (
-        ("deepseek_v2", "DeepSeek-V2", DEEPSEEK_V2, _deepseek_v2),
-        ("deepseek_v3", "DeepSeek-V3", DEEPSEEK_V3, _deepseek_v3),
+    kind: Architecture(
+        title=title,
+        member="mla",
+        defaults=defaults,
+        required=PLAIN,
+        names={name: "n_routed_experts"},
+        model=model,
+        keys=_deepseek_keys,
+    )
+    for kind, title, defaults, name, model in (
+        ("deepseek_v2", "DeepSeek-V2", DEEPSEEK_V2, "num_experts", _deepseek_v2),
+        ("deepseek_v3", "DeepSeek-V3", DEEPSEEK_V3, "num_local_experts", _deepseek_v3),
     )
 }

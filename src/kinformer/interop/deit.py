@@ -37,7 +37,7 @@ def model_config(config: Settings, place: Path) -> ConfigData:
             f"{place}: architectures is {config.get('architectures')!r}, but only {' and '.join(HEADS)} can be "
             "imported."
         )
-    head = {"kind": heads[0], "classes": len(images.classes(config, place))}
+    head = {"kind": heads[0], "classes": images.count(config, place)}
     return vit.encoder(config, place, head, distillation_token=True)
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kinformer.interop import encoder_keys
+from kinformer.interop import encoder_keys, images
 from kinformer.interop.encoder_keys import TYPES, HeadKeys, has_language_head, plain
 from kinformer.interop.layouts import ConfigData, ConfigView
-from kinformer.interop.settings import Settings, choice, integer, number, require
+from kinformer.interop.settings import Settings, choice, complete, integer, number
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import read_json
 from kinformer.runtime.parsing import JsonObject
@@ -47,8 +47,9 @@ class Family:
 
     ``defaults`` of the config's settings; ``mixers``: the special settings of each layer's mixer; ``prefix`` and
     ``heads``: the names of tensors; ``shifted``: positions are counted from behind the padding token's number;
-    ``activated``: the kinds of heads that have the layers' activation; ``first_is_global``: for a classifier of texts
-    the first token is global; ``tokens``: the roles of special tokens that settings tell where no tokenizer does.
+    ``activated``: the kinds of heads with the activation of the layers; ``first_is_global``: for a classifier of texts
+    the first token is global; ``tokens``: the roles of special tokens that settings tell where no tokenizer does;
+    ``notes``: notes for the user on a model, as data.
     """
 
     title: str
@@ -61,13 +62,13 @@ class Family:
     activated: Collection[str] = ()
     first_is_global: bool = False
     tokens: Mapping[str, str] = field(default_factory=dict)
+    notes: Callable[[ConfigView], tuple[str, ...]] = lambda model: ()
 
     def settings(self, config: Mapping[str, object], place: Path) -> Settings:
         """Return ``config`` with its defaults; settings that our model cannot reproduce are an error."""
-        require(config, place, REQUIRED)
+        full = complete(config, place, {**DEFAULTS, **self.defaults}, REQUIRED, causal=False)
         if config.get("pruned_heads"):
             raise KinformerError(f"{place}: heads are pruned; import the checkpoint before pruning.")
-        full = {**DEFAULTS, **self.defaults, **config}
         integer(full, place, "num_hidden_layers", maximum=10_000)
         choice(full, place, "hidden_act", ACTIVATIONS)
         return full
@@ -138,7 +139,8 @@ class Family:
                     f"{place}: the head is a classifier, but architectures ({architectures or 'none'}) does not say "
                     "ForSequenceClassification or ForTokenClassification, which alone can be imported."
                 )
-            chosen = {"kind": kind, "classes": _classes(full, place), "dropout": _head_dropout(full, place)}
+            count = images.count(full, place) if kind == "classification" else len(images.classes(full, place))
+            chosen = {"kind": kind, "classes": count, "dropout": _head_dropout(full, place)}
             extra = {"activation": activation} if kind in self.activated else {}
             return {"head": chosen | extra, "global_tokens": self._global_tokens(full, place, kind)}
         like_layers = "masked_language" in self.activated
@@ -166,13 +168,6 @@ def has_no_types(tensors: Mapping[str, Tensor]) -> bool:
 def plainly(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors by their plain names."""
     return {plain(name): tensor for name, tensor in tensors.items()}
-
-
-def _classes(full: Mapping[str, object], place: Path) -> int:
-    labels = full.get("id2label")
-    if isinstance(labels, dict):
-        return len(labels)
-    return integer({"num_labels": 2} | dict(full), place, "num_labels")
 
 
 def _head_dropout(full: Mapping[str, object], place: Path) -> float:

@@ -17,7 +17,8 @@ from kinformer.interop.architecture import DEPTH
 from kinformer.interop.encoder import ACTIVATIONS
 from kinformer.interop.key_map import Key, KeyMap, key
 from kinformer.interop.layouts import CROSS_KV, GATE_UP, QKV, Behind, ConfigData, ConfigView
-from kinformer.interop.settings import Settings, choice, integer, number, require, switch
+from kinformer.interop.marian import NAMES
+from kinformer.interop.settings import Settings, choice, complete, integer, number, require, switch
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
@@ -65,6 +66,12 @@ BART: Mapping[str, object] = {
     "decoder_start_token_id": 2,
 }
 """The defaults of transformers for what a config leaves out."""
+T5_NAMES = {
+    "hidden_size": "d_model",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "head_dim": "d_kv",
+}
 FEED_FORWARDS: Mapping[str, Mapping[str, object]] = {
     "relu": {"kind": "mlp", "activation": "relu"},
     "gelu": {"kind": "mlp", "activation": "gelu"},
@@ -77,12 +84,15 @@ TABLES = ("shared", "encoder.embed_tokens", "decoder.embed_tokens")
 
 def t5_config(config: Mapping[str, object], place: Path, defaults: Mapping[str, object] = T5) -> ConfigData:
     """Return the model config, as data, of T5's ``config.json``, with a tied head."""
-    full = {**defaults, **config}
+    full = complete(config, place, defaults, names=T5_NAMES)
     dim = integer(full, place, "d_model")
     scaled = full.get("scale_decoder_outputs", full.get("tie_word_embeddings") is not False)
     start = {"decoder_start_token_id": full["pad_token_id"], **full}
     norm = {"kind": "rms_norm", "eps": number(full, place, "layer_norm_epsilon")}
-    feed_forward = FEED_FORWARDS[choice(full, place, "feed_forward_proj", FEED_FORWARDS)]
+    projection = choice(full, place, "feed_forward_proj", FEED_FORWARDS)
+    feed_forward, gate, activation = FEED_FORWARDS[projection], *projection.rpartition("-")[::2]
+    activation = "gelu_new" if projection == "gated-gelu" else activation
+    require(full, place, {"is_gated_act": bool(gate), "dense_act_fn": activation})
     dropout = number(full, place, "dropout_rate")
     layer = {
         "feed_forward": {**feed_forward, "hidden_dim": integer(full, place, "d_ff"), "bias": False},
@@ -148,8 +158,8 @@ def _tokens(full: Settings, place: Path) -> ConfigData:
 def bart_config(config: Mapping[str, object], place: Path) -> ConfigData:
     """Return the model config, as data, of BART's ``config.json``; settings that our model cannot reproduce are
     an error."""
-    require(config, place, {"tie_word_embeddings": True, "normalize_before": False, "add_final_layer_norm": False})
-    full = {**BART, **config}
+    only = {"tie_word_embeddings": True, "normalize_before": False, "add_final_layer_norm": False}
+    full = complete(config, place, BART, only, NAMES)
     activation = ACTIVATIONS[choice(full, place, "activation_function", ACTIVATIONS)]
     dropout, norm = number(full, place, "dropout"), {"kind": "layer_norm", "eps": 1e-5}
     layers: dict[str, list[ConfigData]] = {}

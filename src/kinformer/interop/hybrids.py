@@ -48,6 +48,7 @@ QWEN35: Mapping[str, object] = {
     "head_dim": 256,
     "partial_rotary_factor": 0.25,
     "full_attention_interval": 4,
+    "layer_types": None,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
@@ -76,6 +77,7 @@ OLMO: Mapping[str, object] = {
     "hidden_size": 3840,
     "num_attention_heads": 30,
     "max_position_embeddings": 65536,
+    "layer_types": None,
     "linear_conv_kernel_dim": 4,
     "linear_allow_neg_eigval": True,
 }
@@ -172,7 +174,7 @@ def _olmo(full: Settings, place: Path) -> ConfigData:
 def _olmo_sizes(full: Settings, place: Path) -> Settings:
     """Return the settings that are not null, with those sizes that follow from others where a file has none."""
     heads = integer(full, place, "num_attention_heads")
-    full = {name: value for name, value in full.items() if value is not None and name != "head_dim"}
+    full = {name: value for name, value in full.items() if value is not None}
     full = {"linear_num_key_heads": heads, "linear_num_value_heads": heads} | full
     keys = integer(full, place, "linear_num_key_heads")
     full = {"linear_key_head_dim": int(0.75 * integer(full, place, "hidden_size") / keys)} | full

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from reprlib import repr as excerpt
 from typing import TYPE_CHECKING
 
 from kinformer.interop.key_map import key
@@ -49,6 +50,16 @@ def classes(full: Mapping[str, object], place: Path) -> tuple[str, ...]:
     if not isinstance(names, dict) or sorted(names) != sorted(map(str, range(len(names)))):
         raise KinformerError(f"{place}: id2label does not name the classes 0, 1, 2, ...; restore it from a copy.")
     return tuple(str(names[str(number)]) for number in range(len(names)))
+
+
+def count(full: Mapping[str, object], place: Path) -> int:
+    """Return the number of classes of a classifier; classes that do not exclude each other are an error."""
+    if full.get("problem_type") not in (None, "single_label_classification"):
+        raise KinformerError(
+            f"{place}: problem_type is {excerpt(full['problem_type'])}, but only classes that exclude each other, "
+            "'single_label_classification', can be imported."
+        )
+    return len(classes(full, place))
 
 
 class LeadingTokens(Layout):

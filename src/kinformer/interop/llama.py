@@ -37,6 +37,7 @@ MISTRAL: Mapping[str, object] = {
     "intermediate_size": 14336,
     "num_key_value_heads": 8,
     "sliding_window": 4096,
+    "layer_types": None,
 }
 QWEN: Mapping[str, object] = {
     **DEFAULTS,
@@ -45,6 +46,7 @@ QWEN: Mapping[str, object] = {
     "use_sliding_window": False,
     "sliding_window": 4096,
     "max_window_layers": 28,
+    "layer_types": None,
 }
 GEMMA: Mapping[str, object] = {
     **DEFAULTS,
@@ -68,6 +70,7 @@ GEMMA2: Mapping[str, object] = {
     "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
+    "layer_types": None,
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }
@@ -119,8 +122,8 @@ def _llama(full: Settings, place: Path) -> ConfigData:
 
 def _mistral(full: Settings, place: Path) -> ConfigData:
     choice(full, place, "hidden_act", ("silu",))
-    windowed = full["sliding_window"] is not None
-    return like_llama(full, place, kinds=[WINDOW if windowed else FULL] * full["num_hidden_layers"])
+    kinds = [FULL if full["sliding_window"] is None else WINDOW] * full["num_hidden_layers"]
+    return like_llama(full, place, kinds if full["layer_types"] is None else layer_types(full, place, (FULL, WINDOW)))
 
 
 def _qwen2(full: Settings, place: Path) -> ConfigData:
@@ -139,7 +142,7 @@ def _kinds(full: Settings, place: Path) -> list[str]:
     depth = full["num_hidden_layers"]
     if not switch(full, place, "use_sliding_window") or full["sliding_window"] is None:
         return [FULL] * depth
-    if full.get("layer_types") is not None:
+    if full["layer_types"] is not None:
         return layer_types(full, place, (FULL, WINDOW))
     first = integer(full, place, "max_window_layers", minimum=0)
     return [WINDOW if layer >= first else FULL for layer in range(depth)]
@@ -154,11 +157,8 @@ def _gemma(full: Settings, place: Path) -> ConfigData:
 def _gemma2(full: Settings, place: Path) -> ConfigData:
     choice(full, place, "hidden_activation", ("gelu_pytorch_tanh",))
     kinds = _alternating(full, place, 2)
-    score = {"scale": positive(full, place, "query_pre_attn_scalar") ** -0.5}
-    if full["attn_logit_softcapping"] is not None:
-        score |= {"kind": "capped", "cap": positive(full, place, "attn_logit_softcapping")}
     model = like_llama(full, place, kinds, biases=(switch(full, place, "attention_bias"),) * 2)
-    return _as_gemma(model, score, full, place)
+    return _as_gemma(model, _gemma_score(full, place), full, place)
 
 
 def _gemma3(full: Settings, place: Path) -> ConfigData:
@@ -167,10 +167,17 @@ def _gemma3(full: Settings, place: Path) -> ConfigData:
     kinds = _alternating(full, place, integer({"sliding_window_pattern": pattern}, place, "sliding_window_pattern"))
     local = {**full, "rope_theta": full.get("rope_local_base_freq", 10_000.0), "rope_scaling": None}
     positions = {FULL: rope(full, place, FULL, base=1e6), WINDOW: rope(local, place, WINDOW)}
-    score = {"scale": positive(full, place, "query_pre_attn_scalar") ** -0.5}
     biases = (switch(full, place, "attention_bias"),) * 2
     model = like_llama(full, place, kinds, biases, normed=True, positions=positions)
-    return _as_gemma(model, score, full, place)
+    return _as_gemma(model, _gemma_score(full, place), full, place)
+
+
+def _gemma_score(full: Settings, place: Path) -> ConfigData:
+    """Return the settings of the score from Gemma 2 on."""
+    score: ConfigData = {"scale": positive(full, place, "query_pre_attn_scalar") ** -0.5}
+    if full["attn_logit_softcapping"] is None:
+        return score
+    return score | {"kind": "capped", "cap": positive(full, place, "attn_logit_softcapping")}
 
 
 def _as_gemma(
@@ -191,7 +198,7 @@ def _as_gemma(
 
 def _alternating(full: Settings, place: Path, pattern: int) -> list[str]:
     """Return each layer's kind of attention: a window, but in every layer whose number ``pattern`` divides."""
-    if full.get("layer_types") is not None:
+    if full["layer_types"] is not None:
         return layer_types(full, place, (FULL, WINDOW))
     return [WINDOW if (layer + 1) % pattern else FULL for layer in range(full["num_hidden_layers"])]
 

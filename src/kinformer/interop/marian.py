@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kinformer.interop.key_map import KeyMap, key
 from kinformer.interop.layouts import CROSS_KV, QKV, ConfigData, ConfigView
-from kinformer.interop.settings import Settings, choice, integer, number, require
+from kinformer.interop.settings import Settings, choice, complete, integer, number
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
@@ -31,6 +31,12 @@ REQUIRED = {
     "tie_word_embeddings": True,
 }
 """Settings under which it is what ours is; the first five are those of old files."""
+NAMES = {
+    "hidden_size": "d_model",
+    "num_hidden_layers": "encoder_layers",
+    "num_attention_heads": "encoder_attention_heads",
+}
+"""The further names of settings of encoder-decoders."""
 DEFAULTS: Mapping[str, object] = {
     "d_model": 1024,
     "encoder_layers": 12,
@@ -74,11 +80,11 @@ SIDES = {
 def model_config(config: Mapping[str, object], place: Path) -> ConfigData:
     """Return the model config, as data, of transformers' ``config.json``; settings that our
     model cannot reproduce are an error."""
-    require(config, place, REQUIRED)
-    full = {**DEFAULTS, **config}
+    full = complete(config, place, DEFAULTS, REQUIRED, NAMES)
     size = integer(full, place, "vocab_size")
     shared = bool(full.get("share_encoder_decoder_embeddings", True))
-    target = size if shared else integer({"decoder_vocab_size": size} | full, place, "decoder_vocab_size")
+    named = not shared and full.get("decoder_vocab_size") is not None
+    target = integer(full, place, "decoder_vocab_size") if named else size
     choice(full, place, "activation_function", ACTIVATIONS)
     position = {"kind": "sinusoidal", "layout": "split"}
     dropout, end = number(full, place, "dropout"), integer(full, place, "eos_token_id", minimum=0)

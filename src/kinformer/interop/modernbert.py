@@ -39,7 +39,13 @@ DEFAULTS: Mapping[str, object] = {
     "tie_word_embeddings": True,
 }
 """The defaults of transformers for what a config leaves out."""
-REQUIRED = {"norm_bias": False, "classifier_bias": False, "decoder_bias": True, "classifier_activation": "gelu"}
+REQUIRED = {
+    "norm_bias": False,
+    "classifier_bias": False,
+    "decoder_bias": True,
+    "classifier_activation": "gelu",
+    "head_dim": None,
+}
 TOKENS = {"bos_token": "cls_token_id", "eos_token": "sep_token_id"}
 KEYS = KeyMap(
     model=(
@@ -77,7 +83,9 @@ def _model(full: Settings, place: Path) -> ConfigData:
         kind: mixer | {"position": rope(_theta(full, name), place, kind, base=base)}
         for kind, name, base in ((FULL, "global_rope_theta", 160_000.0), (WINDOW, "local_rope_theta", 10_000.0))
     }
-    mixers[WINDOW]["pattern"] = {"kind": "window", "window": integer(full, place, "local_attention") // 2}
+    side = "sliding_window" if full.get("sliding_window") is not None else "local_attention"
+    window = integer(full, place, side) // (2 if side == "local_attention" else 1)
+    mixers[WINDOW]["pattern"] = {"kind": "window", "window": window}
     layer = {
         "kind": "encoder",
         "feed_forward": {
@@ -120,7 +128,7 @@ def _kinds(full: Settings, place: Path) -> list[str]:
 
 
 MODERNBERT = Architecture(
-    title="ModernBERT", member="bert", defaults=DEFAULTS, required=REQUIRED, model=_model, keys=KEYS
+    title="ModernBERT", member="bert", defaults=DEFAULTS, required=REQUIRED, model=_model, keys=KEYS, causal=False
 )
 
 

@@ -39,7 +39,11 @@ def rope(
     the model heeds ``partial_rotary_factor``, which most do not.
     """
     place = Path(place)
-    settings = {"rope_theta": base, **full, **parameters(full, place, kind)}
+    table = parameters(full, place, kind)
+    outside = {name: full[name] for name in ("rope_theta", "partial_rotary_factor") if name in full}
+    settings = {"rope_theta": base, **outside, **table, "max_position_embeddings": full.get("max_position_embeddings")}
+    if kind is None and "original_max_position_embeddings" in full:
+        settings["original_max_position_embeddings"] = full["original_max_position_embeddings"]
     position: ConfigData = {"kind": "rope", "base": positive(settings, place, "rope_theta")}
     if partial and settings.get("partial_rotary_factor", 1.0) != 1:
         position["fraction"] = positive(settings, place, "partial_rotary_factor")
@@ -111,13 +115,19 @@ def magnitude(settings: Mapping[str, object], place: Path, name: str, factor: fl
 
 
 def parameters(full: Mapping[str, object], place: Path, kind: str | None = None) -> Mapping[str, object]:
-    """Return the table of rotary settings, that of ``kind`` where each has its own; empty where there is none."""
+    """Return the table of rotary settings, empty where there is none.
+
+    ``rope_scaling`` replaces ``rope_parameters``, as in transformers; where each ``kind`` of layer has its own table,
+    ``rope_scaling`` adds to it.
+    """
+    tables: list[Mapping[str, object]] = []
     for name in ("rope_parameters", "rope_scaling"):
-        table = full.get(name)
-        if table is None:
-            continue
+        table = full.get(name) or {}
         if not isinstance(table, Mapping):
-            raise KinformerError(f"{place}: {name} is no table of settings; restore the file from a copy.")
-        nested = table.get(kind) if kind is not None else None
-        return nested if isinstance(nested, Mapping) else table
-    return {}
+            raise KinformerError(f"{place}: {name} is not a table of settings; restore the file from a copy.")
+        tables.append(table)
+    given, scaling = tables
+    if kind is None:
+        return scaling or given
+    own = given.get(kind)
+    return {**(own if isinstance(own, Mapping) else {}), **scaling}

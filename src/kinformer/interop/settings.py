@@ -13,8 +13,39 @@ from kinformer.runtime.parsing import JsonObject
 Settings: TypeAlias = JsonObject
 """The settings of a ``config.json``, with the defaults of those that it leaves out."""
 
+EVERYWHERE: Mapping[str, object] = {"per_layer_config": None}
+CAUSAL: Mapping[str, object] = {
+    "is_causal": True,
+    "layer_types": None,
+    "sliding_window": None,
+    "attention_chunk_size": None,
+    "kv_sharing_modes": None,
+}
+"""Settings that transformers reads in every architecture, and in every one that generates, with the only values that
+can be imported where an architecture here does not read them itself."""
 FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """What the setting ``layer_types`` calls the kinds of layers."""
+
+
+def complete(
+    config: Mapping[str, object],
+    place: Path,
+    defaults: Mapping[str, object],
+    required: Mapping[str, object] | None = None,
+    names: Mapping[str, str] | None = None,
+    causal: bool = True,
+) -> Settings:
+    """Return the settings of the ``config.json`` at ``place``, with ``defaults`` for settings that it leaves out.
+
+    Every setting that transformers reads must be a default here, which the caller reads, or have its only value in
+    ``required``. ``names``: further names of settings, which transformers prefers. ``causal``: whether the model
+    generates.
+    """
+    full = {**defaults, **config}
+    full |= {ours: config[theirs] for theirs, ours in (names or {}).items() if config.get(theirs) is not None}
+    shared = {**EVERYWHERE, **(CAUSAL if causal else {})}
+    require(full, place, {name: value for name, value in shared.items() if name not in defaults} | dict(required or {}))
+    return full
 
 
 def integer(config: Mapping[str, object], place: Path, name: str, minimum: int = 1, maximum: int = 2**31 - 1) -> int:
@@ -44,9 +75,13 @@ def choice(config: Mapping[str, object], place: Path, name: str, names: Iterable
 
 
 def require(config: Mapping[str, object], place: Path, values: Mapping[str, object]) -> None:
-    """Refuse a setting that has another value; one that is left out has this one."""
+    """Raise an error if a setting differs from its value in ``values``.
+
+    A setting that ``config`` leaves out has this value, and null equals false.
+    """
     for name, value in values.items():
-        if config.get(name, value) != value:
+        found = config.get(name, value)
+        if found != value and (found is not None or value):
             raise KinformerError(f"{place}: {name} is {excerpt(config[name])}, but only {value!r} can be imported.")
 
 

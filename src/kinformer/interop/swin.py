@@ -14,7 +14,7 @@ from kinformer.interop import images
 from kinformer.interop.encoder import ACTIVATIONS
 from kinformer.interop.key_map import KeyMap, key
 from kinformer.interop.layouts import ConfigData, ConfigView
-from kinformer.interop.settings import Settings, choice, integer, number, require
+from kinformer.interop.settings import choice, complete, integer, number
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.words import plural
 
@@ -78,9 +78,9 @@ BLOCKS = "encoder.blocks"
 
 def model_config(config: Mapping[str, object], place: Path) -> ConfigData:
     """Return the model config, as data, of the ``config.json`` of Swin, or of Swin V2."""
-    full: Settings = {**DEFAULTS, **config}
+    only = {"use_absolute_embeddings": False}
+    full = complete(config, place, DEFAULTS, only, {"num_attention_heads": "num_heads"}, causal=False)
     second = full["model_type"] == "swinv2"
-    require(full, place, {"use_absolute_embeddings": False})
     if any(full.get("pretrained_window_sizes") or ()):
         raise KinformerError(f"{place}: pretrained_window_sizes are not 0; biases of one window only can be imported.")
     depths, heads = (_whole_numbers(full, place, name) for name in ("depths", "num_heads"))
@@ -123,7 +123,7 @@ def model_config(config: Mapping[str, object], place: Path) -> ConfigData:
         "position": "none",
         "embedding_norm": norm,
         "norm": norm,
-        "head": {"kind": "linear_classification", "classes": len(images.classes(config, place)), "pooling": "mean"},
+        "head": {"kind": "linear_classification", "classes": images.count(config, place), "pooling": "mean"},
         "dropout": number(full, place, "hidden_dropout_prob"),
     }
 

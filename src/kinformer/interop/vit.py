@@ -14,7 +14,7 @@ from kinformer.interop import images
 from kinformer.interop.encoder import ACTIVATIONS
 from kinformer.interop.key_map import Key, KeyMap, key
 from kinformer.interop.layouts import QKV, ConfigData
-from kinformer.interop.settings import choice, integer, number
+from kinformer.interop.settings import choice, complete, integer, number
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
@@ -67,13 +67,13 @@ KEYS = key_map("vit.", ("cls_token",), key("head.output", "classifier"))
 
 def model_config(config: Mapping[str, object], place: Path) -> ConfigData:
     """Return the model config, as data, of ViT's ``config.json``."""
-    head = {"kind": "linear_classification", "classes": len(images.classes(config, place))}
+    head = {"kind": "linear_classification", "classes": images.count(config, place)}
     return encoder(config, place, head)
 
 
 def encoder(config: Mapping[str, object], place: Path, head: Mapping[str, object], **tokens: object) -> ConfigData:
     """Return the model config, as data, with this ``head``; ``tokens``: further settings of the input."""
-    full = {**DEFAULTS, **config}
+    full = complete(config, place, DEFAULTS, {"head_dim": None}, causal=False)
     depth = integer(full, place, "num_hidden_layers", maximum=10_000)
     activation = ACTIVATIONS[choice(full, place, "hidden_act", ACTIVATIONS)]
     dropout = number(full, place, "hidden_dropout_prob")
