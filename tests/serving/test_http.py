@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ import pytest
 
 import kinformer
 from kinformer.runtime.errors import KinformerError
+from kinformer.serving import fields
 from kinformer.serving.options import ServeOptions
 from tests.comparison.browser import Browser
 
@@ -211,6 +213,7 @@ def test_the_page_continues_a_prompt_in_a_browser(server, folder):
         (b"\xff\xfe", 400, "not UTF-8"),
         (b"[" * 100_000, 400, "nested too deeply"),
         (b"[]", 400, "no object"),
+        ({"model": "run", "prompt": [[1]] * 200_000}, 400, "the body has 200002 lists and objects"),
         ({"prompt": "a"}, 400, "names no model"),
         ({"model": "gpt-9", "prompt": "a"}, 404, "model is 'gpt-9', but this server has 'run' alone"),
         ({"model": "run"}, 400, "prompt must be"),
@@ -244,6 +247,49 @@ def test_a_mistake_is_a_sentence_in_the_form_of_openai(server, data, status, mes
     error = answer["error"]
     assert code == status and message in error["message"] and error["type"] == "invalid_request_error"
     assert "Traceback" not in error["message"] and "--" not in error["message"] and len(error["message"]) < 400
+
+
+def test_brackets_of_a_text_are_not_counted():
+    text = '\\"[{' * 100_000
+    assert fields.parse(json.dumps({"prompt": text}).encode()) == {"prompt": text}
+
+
+def test_a_stream_that_is_not_read_ends_its_connection(folder, monkeypatch):
+    from kinformer.serving.server import Connection
+
+    monkeypatch.setattr(Connection, "unread_seconds", 0.2)
+    data = json.dumps({"model": "run", "prompt": "a", "max_tokens": 1 << 20, "logprobs": 20, "stream": True})
+    head = "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+    with serving(folder) as server, socket.socket() as client:
+        server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(server.socket.getsockname())
+        client.sendall(f"{head}content-length: {len(data)}\r\n\r\n{data}".encode())
+        until(lambda: server.engine.counts["cancelled"] == 1)
+        until(lambda: not server._http.server_state.connections)
+
+
+def test_a_head_that_does_not_come_ends_its_connection(folder, monkeypatch):
+    from kinformer.serving.server import Connection
+
+    monkeypatch.setattr(Connection, "head_seconds", 0.2)
+    with serving(folder) as server:
+        for begun in (b"", b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"):
+            with socket.create_connection(server.socket.getsockname(), timeout=20) as client:
+                client.sendall(begun)
+                answer = b""
+                while begun and not answer.endswith(b"}"):
+                    answer += client.recv(4096)
+                client.sendall(b"GET /health HTTP/1.1\r\nhos")
+                assert client.recv(4096) == b""
+
+
+def test_a_body_that_does_not_come_ends_its_request(folder, monkeypatch):
+    monkeypatch.setattr("kinformer.serving.app.BODY_SECONDS", 0.2)
+    with serving(folder) as server, socket.create_connection(server.socket.getsockname(), timeout=20) as client:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        client.sendall(head + b"content-length: 100\r\n\r\n{")
+        assert client.recv(4096).startswith(b"HTTP/1.1 408")
 
 
 def test_other_paths_methods_and_types(server):

@@ -126,8 +126,8 @@ def parameters(full: Mapping[str, object], place: Path, kind: str | None = None)
         if not isinstance(table, Mapping):
             raise KinformerError(f"{place}: {name} is not a table of settings; restore the file from a copy.")
         tables.append(table)
-    given, scaling = tables
+    parameters, scaling = tables
     if kind is None:
-        return scaling or given
-    own = given.get(kind)
-    return {**(own if isinstance(own, Mapping) else {}), **scaling}
+        return scaling or parameters
+    of_kind = parameters.get(kind)
+    return {**(of_kind if isinstance(of_kind, Mapping) else {}), **scaling}

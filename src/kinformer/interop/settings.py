@@ -80,8 +80,8 @@ def require(config: Mapping[str, object], place: Path, values: Mapping[str, obje
     A setting that ``config`` leaves out has this value, and null equals false.
     """
     for name, value in values.items():
-        found = config.get(name, value)
-        if found != value and (found is not None or value):
+        setting = config.get(name, value)
+        if setting != value and (setting is not None or value):
             raise KinformerError(f"{place}: {name} is {excerpt(config[name])}, but only {value!r} can be imported.")
 
 

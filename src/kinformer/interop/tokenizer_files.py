@@ -68,7 +68,7 @@ def prompting_of(folder: Path) -> Prompting:
     data, settings = read_json(folder / TOKENIZER), _table(folder / TOKENIZER_CONFIG)
     named = _table(folder / SPECIAL_TOKENS_MAP) | settings
     texts = {role: value.get("content") if isinstance(value, dict) else value for role, value in named.items()}
-    special_tokens = {role: texts[role] for role in SPECIAL_TOKENS if isinstance(texts.get(role), str)}
+    special_tokens = {role: text for role in SPECIAL_TOKENS if isinstance(text := texts.get(role), str)}
     with reading(folder / TOKENIZER):
         before, behind = _around(data.get("post_processor"))
         if not before and settings.get("add_bos_token") is True:
@@ -168,7 +168,7 @@ def write_tokenizer(
     texts = {number: text for text, number in ids_of(changed).items()}
     spelled = {role: texts[number] for role, (number, _) in special.roles.items() if number in texts}
     pad = spelled.get(special.pad or "", special.pad if special.pad in texts.values() else None)
-    write_json(folder / TOKENIZER_CONFIG, settings | spelled | ({} if pad is None else {"pad_token": pad}) | named)
+    write_json(folder / TOKENIZER_CONFIG, {**settings, **spelled, **({} if pad is None else {"pad_token": pad}), **named})
 
 
 def _with_special(data: JsonObject, special: Special) -> JsonObject:

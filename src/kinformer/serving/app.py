@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +30,8 @@ from kinformer.serving.metrics import exposition
 from kinformer.serving.text import Piece
 
 MOST_BODY = 8 << 20
+BODY_SECONDS = 60
+"""Seconds that a client has to send a body."""
 NEW_TOKENS, NEW_CHAT_TOKENS = 16, 256
 """Tokens that are drawn where a request does not say how many, as OpenAI's completions do; and in a chat."""
 LARGE = 256
@@ -174,10 +177,13 @@ async def _body(request: Request) -> bytes:
         raise HTTPException(415, f"the body is of the type {ascii(kind)}; send content-type application/json.")
     data = bytearray()
     try:
-        async for part in request.stream():
-            data += part
-            if len(data) > MOST_BODY:
-                raise HTTPException(413, f"the body has more than {MOST_BODY} bytes; send less.")
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                data += part
+                if len(data) > MOST_BODY:
+                    raise HTTPException(413, f"the body has more than {MOST_BODY} bytes; send less.")
+    except TimeoutError:
+        raise HTTPException(408, f"the body did not come within {BODY_SECONDS} seconds; send it faster.") from None
     except ClientDisconnect:
         raise HTTPException(499, "the client left before it had sent the body.") from None
     return bytes(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import reprlib
 import secrets
 from collections.abc import Mapping
@@ -16,6 +17,9 @@ from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.words import plural
 
 MOST_STOPS, MOST_LOGPROBS, MOST_TOKENS = 4, 20, 1 << 20
+MOST_NESTED = 1 << 17
+"""Lists and objects of a body: Python's JSON reader keeps all other threads waiting, a second for each million."""
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 IGNORED = ("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
 """Fields that do not affect what is generated."""
 NEUTRAL: Mapping[str, object] = {
@@ -63,6 +67,10 @@ class Body:
 
 def parse(data: bytes) -> JsonObject:
     """Return the fields in the JSON of ``data``."""
+    if data.count(b"[") + data.count(b"{") > MOST_NESTED:  # some may be text
+        outside = _STRING.sub(b"", data)
+        if (count := outside.count(b"[") + outside.count(b"{")) > MOST_NESTED:
+            raise FieldError(f"the body has {count} lists and objects, but may have at most {MOST_NESTED}; send fewer.")
     try:
         fields = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:

@@ -33,6 +33,7 @@ from kinformer.training.interrupt import heeded
 
 try:
     import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
     raise KinformerError(
         "serving needs the packages 'starlette' and 'uvicorn', which are not installed; run pip install "
@@ -84,6 +85,8 @@ class Server:
             access_log=False,
             timeout_graceful_shutdown=_GRACE,
             lifespan="off",
+            http=Connection,
+            ws="none",
         )
         self._http = _Http(config, self.engine.close)
 
@@ -102,6 +105,45 @@ class Server:
         """Let :meth:`run` return; any thread may call this."""
         self.engine.close()
         self._http.should_exit = True
+
+
+class Connection(H11Protocol):
+    """A connection that ends when its client takes too long to send the head of a request, or to read an answer."""
+
+    head_seconds = 20.0
+    unread_seconds = 60.0
+    _head: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._head = self.loop.call_later(self.head_seconds, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            _cancel(self._head)
+            self._head = None
+        elif self._head is None:
+            self._head = self.loop.call_later(self.head_seconds, self.transport.close)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(self.unread_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        _cancel(self._unread)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        _cancel(self._head)
+        _cancel(self._unread)
+        super().connection_lost(exc)
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
 
 
 class _Http(uvicorn.Server):

@@ -214,13 +214,13 @@ def _backward(grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arg
     """Return the gradients of q, k, v, the vector and the tables (empty where
     there is none) from those of the results."""
     *arguments_, learn_bias, learn_factor = arguments
-    given = Call(*arguments_)
-    call = given.widened()
+    original = Call(*arguments_)
+    call = original.widened()
     grad_out, out = grad_out.to(call.q.dtype), out.to(call.q.dtype)
     delta = (grad_out * out).sum(-1, dtype=lse.dtype).sub_(grad_lse)[..., None]
     grad, top = grad_out / (1 - call.p) if call.p else grad_out, _top(lse)
-    dq, dk, dv = ByQuery(call.q, call.q.shape[-1], given.q.dtype), Summed(call.k, lse.dtype), Summed(call.v, lse.dtype)
-    others = {name: getattr(given, name) for name in LEARNED}
+    dq, dk, dv = ByQuery(call.q, call.q.shape[-1], original.q.dtype), Summed(call.k, lse.dtype), Summed(call.v, lse.dtype)
+    others = {name: getattr(original, name) for name in LEARNED}
     sums = {name: x.new_zeros(x.shape, dtype=lse.dtype) for name, x in others.items() if x is not None}
     learned = ("keys", "values", *("bias",) * learn_bias, *("factor",) * learn_factor)
     for section in call.sections():
@@ -235,8 +235,8 @@ def _backward(grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arg
                 section.add_table(gradient, loop.table_gradient(name, gradient.shape[1], call.lowest))
         if total is not None:
             dq.put(section, total)
-    grads = (x.contiguous() for x in (dq.value(), dk.value().to(given.k.dtype), dv.value().to(given.v.dtype)))
-    return *grads, *(given.q.new_empty(0) if x is None else sums[name].to(x.dtype) for name, x in others.items())
+    grads = (x.contiguous() for x in (dq.value(), dk.value().to(original.k.dtype), dv.value().to(original.v.dtype)))
+    return *grads, *(original.q.new_empty(0) if x is None else sums[name].to(x.dtype) for name, x in others.items())
 
 
 def _top(lse: Tensor) -> Tensor:
