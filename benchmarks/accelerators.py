@@ -1,10 +1,10 @@
 """What is each accelerator worth that has a plain way beside it? The same work with and without it, in turns.
 
     packed      generation with all weights in oneDNN's layout (generation/packed.py), beside the model's own products
-    projected   few queries over keys that are never made (kernels/attention/few.py), beside keys and values made first
+    projected   few queries over keys that are never made (kernels/attention/cached.py), beside keys and values made first
     sets        small sets attended all pairs at once where oneDNN makes the products (the same file), beside SDPA
-    falloff     ALiBi without the keys that are too far to count (kernels/block_sparse/falloff.py), beside all keys
-    convolution short convolutions with gradients of their own (projections/shifted.py), beside autograd's
+    falloff     ALiBi without the keys that are too far to count (kernels/block_sparse/scores.py), beside all keys
+    convolution short convolutions with gradients of their own (parts/projections.py), beside autograd's
     few rows    a step of generation by PyTorch's own products (runtime/matmul.py), beside oneDNN's
 
 Steps of generation are recorded; ``step_recording.py`` measures what recording is worth. Sets and few rows concern
@@ -29,15 +29,15 @@ from torch import Tensor, nn
 from common import Contestant, arguments, gate_equal, in_process, interleave, prepare, save, show
 from kinformer.core.pattern import Band
 from kinformer.family.build import configure
-from kinformer.generation import steps
+from kinformer.generation import session as steps
 from kinformer.generation.packed import pack
 from kinformer.generation.session import Session
 from kinformer.kernels.attention import Scoring, Visibility, attention
-from kinformer.kernels.block_sparse import tiles
+from kinformer.kernels.block_sparse import chunked as tiles
 from kinformer.kernels.impls import AttentionImpl
-from kinformer.kernels.softmax.request import Projected
-from kinformer.positions.alibi import Alibi
-from kinformer.projections.shifted import by_autograd, shifted_sum
+from kinformer.kernels.softmax import Projected
+from kinformer.parts.projections import by_autograd, shifted_sum
+from kinformer.parts.relative_positions import Alibi
 from kinformer.runtime.process import begin_process
 from kinformer.runtime.processor import has_amx
 

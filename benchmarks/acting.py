@@ -18,16 +18,15 @@ import numpy as np
 import torch
 
 from common import arguments, prepare, products, save, show
-from kinformer.control.acting import ActionSampler
-from kinformer.control.environments.environment import Environment
-from kinformer.control.environments.table import make
-from kinformer.control.online.agent import ControlAgent
-from kinformer.control.online.data import open_environment
-from kinformer.control.online.options import ControlOptions
-from kinformer.core.overrides import override
+from kinformer.core.config import override
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
-from kinformer.tasks.control.fit import fitted
+from kinformer.lab.control.acting import ActionSampler
+from kinformer.lab.control.environments import Environment
+from kinformer.lab.control.gymnasium import make
+from kinformer.lab.control.online import ControlAgent
+from kinformer.lab.control.options import ControlOptions, open_environment
+from kinformer.lab.tasks.control.work import fitted
 
 ENV, WINDOW, STEPS, ROUNDS, AGREES = "masked-cartpole", 64, 4, 9, 1e-3
 WINDOWED = {"layers.*.mixer.pattern": {"kind": "local", "window": WINDOW}}

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from common import RESULTS, arguments, prepare, save, show
-from kinformer.core.feature_map import FeatureMap
-from kinformer.features.favor import Favor
-from kinformer.features.random_fourier import RandomFourier
-from kinformer.figures.style import BLUE, FAINT, GREEN, QUIET, RED, bare, figure
-from kinformer.figures.style import save as save_figure
+from kinformer.core.parts import FeatureMap
+from kinformer.lab.drawing.style import BLUE, FAINT, GREEN, QUIET, RED, bare, figure
+from kinformer.lab.drawing.style import save as save_figure
+from kinformer.parts.feature_maps import Favor, RandomFourier
 
 LENGTH, WIDTH, SPREADS = 1024, 16, (1.0, 0.5)
 SIZES = (16, 32, 64, 128, 256, 512, 1024)

@@ -24,16 +24,14 @@ import numpy as np
 import torch
 
 from common import Contestant, arguments, interleave, kinformer, prepare, save, sets, show
-from kinformer.data import Split
-from kinformer.evaluation.calibration import upper_bound
-from kinformer.evaluation.early_exit import noting_exits, with_rule
-from kinformer.evaluation.exit_samples import Sampling, at_threshold
 from kinformer.generation.generate import generate
 from kinformer.generation.packed import pack
-from kinformer.runs.run import Run, open_run
-from kinformer.tasks.evaluation import EvaluationSettings
-from kinformer.tasks.next_token.calibrate import TextSamples
-from kinformer.tasks.shared.text import held_out
+from kinformer.lab.data import Split
+from kinformer.lab.evaluation.exits import Sampling, at_threshold, noting_exits, upper_bound, with_rule
+from kinformer.lab.runs.run import Run, open_run
+from kinformer.lab.tasks.evaluation import EvaluationSettings
+from kinformer.lab.tasks.next_token.evaluate import TextSamples
+from kinformer.lab.tasks.shared.text import held_out
 
 SIZES = {"layers": 8, "dim": 128, "layers.*.mixer.num_heads": 4, "layers.*.feed_forward.hidden_dim": 512}
 LR = 5e-3

@@ -26,14 +26,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from common import RESULTS, arguments, prepare, save, show
-from kinformer.core.feature_map import FeatureMapConfig
-from kinformer.data.recall import AssociativeRetrieval, Retrieval
-from kinformer.features.dpfp import Dpfp
-from kinformer.features.elu import Elu
-from kinformer.features.relu import Relu
+from kinformer.core.parts import FeatureMapConfig
 from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.delta import delta_rule
 from kinformer.kernels.linear import LinearState, linear_attention
+from kinformer.lab.data.mqar import AssociativeRetrieval, Retrieval
+from kinformer.parts.feature_maps import Dpfp, Elu, Relu
 
 WIDTH, RATE, SOLVED = 64, 1e-3, 1e-3
 FEATURES: dict[str, FeatureMapConfig] = {

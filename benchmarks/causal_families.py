@@ -25,8 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as FAMILIES
 
 from common import RESULTS, arguments, prepare, save, show
-from kinformer.interop.proof import LAWS, judge
-from kinformer.interop.subjects import Theirs
+from kinformer.interop.proof import LAWS, Theirs, judge
 
 LENGTH, MOST_PARAMETERS = 13, 20_000_000
 WIDTH, HEADS, LAYERS, INNER = 32, 4, 4, 48

@@ -22,8 +22,8 @@ from kinformer.core.contract import CausalMixer, Chunk
 from kinformer.core.state import nbytes, reserve
 from kinformer.mixers.chosen_blocks import ChosenBlocks
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.positions.rope import Rope
-from kinformer.projections.grouped import Grouped
+from kinformer.parts.projections import Grouped
+from kinformer.parts.relative_positions import Rope
 
 DIM, HEADS, TOLERANCE = 256, 4, 1e-4
 LONG = 4096

@@ -16,9 +16,9 @@ from dataclasses import asdict
 from typing import Any
 
 from common import RESULTS, arguments, prepare, save, show
-from kinformer.estimation.cluster import Cluster, MeshCost
-from kinformer.estimation.machines import DEVICES
 from kinformer.family.build import configure
+from kinformer.lab.estimation.cluster import Cluster, MeshCost
+from kinformer.lab.estimation.options import DEVICES
 
 SHAPES: dict[str, dict[str, int]] = {
     "100M": {"dim": 768, "layers": 12, "heads": 12, "kv": 4, "ff": 2048, "vocab": 32000},

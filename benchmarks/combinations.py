@@ -27,12 +27,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kinformer.blocks.encoder_layer import EncoderLayer
 from kinformer.blocks.feed_forward import MLP
-from kinformer.blocks.layer import DecoderLayer
+from kinformer.blocks.layer import DecoderLayer, EncoderLayer
 from kinformer.core.config import Config
 from kinformer.core.encoder import GLOBAL
-from kinformer.decays.sigmoid import Sigmoid
 from kinformer.family.kinds import kinds
 from kinformer.inputs.tokens import Tokens
 from kinformer.mixers.bidirectional import BidirectionalAttention
@@ -40,15 +38,13 @@ from kinformer.mixers.latent import FORMS, LatentAttention
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.models.decoder import Decoder
 from kinformer.models.encoder import Encoder
-from kinformer.patterns.causal import Causal
-from kinformer.patterns.combined import Intersection
-from kinformer.patterns.full import Full
-from kinformer.patterns.local import Local
-from kinformer.positions.none import NoPosition
-from kinformer.projections.output_gate import GATES
+from kinformer.parts.decays import Sigmoid
+from kinformer.parts.output_parts import GATES
+from kinformer.parts.patterns.sequence import Causal, Full, Intersection, Local
+from kinformer.parts.positions import NoPosition
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_MODEL_CHECKS, MODEL_CHECKS, ContractError, EncoderModelSubject, ModelSubject
-from kinformer.testing.errors import agree
+from kinformer.testing.subject import agree
 
 DIM, VOCAB, TIME = 16, 19, 15
 SMALL = {

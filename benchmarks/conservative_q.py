@@ -28,9 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from common import RESULTS, arguments, prepare, save, show
-from kinformer.control.acting import MEASURED_SEEDS, rollouts
-from kinformer.control.random_walks import random_walks
-from kinformer.control.trajectories import Trajectories, open_trajectories
+from kinformer.lab.control.acting import MEASURED_SEEDS, rollouts
+from kinformer.lab.control.trajectories import Trajectories, open_trajectories, random_walks
 from returns import RECORDED, record
 
 WIDTH, ROWS, RATE, DISCOUNT, FOLLOWING = 128, 256, 1e-3, 0.99, 0.005

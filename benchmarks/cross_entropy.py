@@ -1,7 +1,7 @@
 """What do logits cost that are made in pieces? Forward and backward of `gpt`, 4 layers, over vocabularies of 4,096 on.
 
     whole     all logits at once, then PyTorch's cross-entropy
-    pieces    some rows of logits at a time, with their loss and its gradients (training/cross_entropy.py)
+    pieces    some rows of logits at a time, with their loss and its gradients (lab/training/cross_entropy.py)
 
 The same loss by both to 1e-5 in float32 (1e-3 in bfloat16), or they are not timed. Every shape has a process of its
 own, which keeps the memory that it has freed, as commands do. Bytes are the peak of a process that does it one way.
@@ -17,10 +17,10 @@ import torch
 
 from common import Contestant, arguments, gate_equal, in_process, interleave, memory, of_width, prepare, save, show
 from kinformer.family.build import configure
+from kinformer.lab.tasks.next_token.objectives import NextTokenLoss, TokenBatch
+from kinformer.lab.training import cross_entropy
+from kinformer.lab.training.data_module import ObjectiveModule
 from kinformer.runtime.process import keep_memory
-from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch
-from kinformer.training import cross_entropy
-from kinformer.training.objective import ObjectiveModule
 
 SHAPES = ((4096, 128, 8, 128), (4096, 256, 8, 512), (16384, 256, 8, 256), (50257, 256, 4, 256))
 """Vocabulary, dim, rows, tokens of a row."""

@@ -21,12 +21,11 @@ import numpy as np
 import torch
 
 from common import arguments, prepare, save, show
-from kinformer.data import open_corpus
-from kinformer.datastore.attached import KeyedDecoder
-from kinformer.datastore.exact import ExactSearch
-from kinformer.datastore.lists import ListSearch
-from kinformer.datastore.store import RECORD, Datastore
-from kinformer.runs.run import open_run
+from kinformer.lab.data import open_corpus
+from kinformer.lab.datastore.attach import KeyedDecoder
+from kinformer.lab.datastore.search import ExactSearch, ListSearch
+from kinformer.lab.datastore.store import RECORD, Datastore
+from kinformer.lab.runs.run import open_run
 from kinformer.runtime.process import begin_process
 
 BATCH, NEIGHBOURS, RECALLED = 1024, 32, 256

@@ -31,11 +31,11 @@ import torch
 from torch import Tensor
 
 from common import Contestant, arguments, interleave, of_width, prepare, save, sets, show, train
-from kinformer.data import open_corpus
-from kinformer.generation.drafted import DraftedSession
+from kinformer.generation.drafts import DraftedSession
 from kinformer.generation.generate import session_of
 from kinformer.generation.packed import pack
-from kinformer.runs.run import open_run
+from kinformer.lab.data import open_corpus
+from kinformer.lab.runs.run import open_run
 
 MEMBERS = ("gpt", "linear-transformer", "gated-deltanet")
 DRAFT = "draft"

@@ -19,14 +19,13 @@ from typing import Any
 import torch
 
 from common import Contestant, arguments, interleave, kinformer, prepare, save, sets, show, text_bytes, train
-from kinformer.core import state as states
 from kinformer.core.contract import Chunk
+from kinformer.core.state import nbytes
+from kinformer.lab.runs.run import open_run
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.positions.distance_keys import DistanceKeys
-from kinformer.projections.multi_head import MultiHead
-from kinformer.runs.run import open_run
-from kinformer.scores.dynamic_span import DynamicSpan
-from kinformer.scores.soft_span import SoftSpan
+from kinformer.parts.projections import MultiHead
+from kinformer.parts.relative_positions import DistanceKeys
+from kinformer.parts.scores import DynamicSpan, SoftSpan
 
 DIM, HEADS, BATCH, ROUNDS = 128, 4, 4, 7
 SHARES = (0.018, 0.25, 0.98)
@@ -72,7 +71,7 @@ def timed(share: float, most: int, length: int, rounds: int) -> dict[str, Any]:
     with torch.no_grad():
         begun = {name: mixer(Chunk(past), mixer.initial_state(BATCH))[1] for name, mixer in pair.items()}
         torch.testing.assert_close(*map(output, pair), atol=1e-4, rtol=1e-3)
-    found: dict[str, Any] = {"share": share, "state_bytes": {name: states.nbytes(x) for name, x in begun.items()}}
+    found: dict[str, Any] = {"share": share, "state_bytes": {name: nbytes(x) for name, x in begun.items()}}
     ways: dict[str, Callable[[str], None]] = {"read": read, "step": step}
     for what, run in ways.items():
         contestants = [Contestant(name, partial(run, name), fast=True) for name in pair]
@@ -95,7 +94,7 @@ def trained(way: str, options: Any) -> dict[str, Any]:
         state = model(text)[1]
     windows = [list(module.windows) for module in model.modules() if isinstance(module, DynamicSpan)]
     bits = kinformer("evaluate", folder, *limits)["bits_per_byte"]
-    return {"bits_per_byte": bits, "state_bytes": states.nbytes(state), "windows": windows}
+    return {"bits_per_byte": bits, "state_bytes": nbytes(state), "windows": windows}
 
 
 def main() -> None:

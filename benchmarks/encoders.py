@@ -24,14 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from common import Contestant, arguments, gate_equal, interleave, memory, peer, prepare, products, save, show, slope
-from kinformer.blocks.encoder_layer import EncoderLayer
 from kinformer.blocks.feed_forward import MLP
-from kinformer.blocks.norms import LayerNorm
+from kinformer.blocks.layer import EncoderLayer
+from kinformer.blocks.residual import LayerNorm
 from kinformer.core.encoder import SequenceContext
 from kinformer.mixers.bidirectional import BidirectionalAttention
-from kinformer.patterns.big_bird import BigBird
-from kinformer.patterns.window import Window
-from kinformer.projections.multi_head_global import MultiHeadGlobal
+from kinformer.parts.patterns.big_bird import BigBird
+from kinformer.parts.patterns.sequence import Window
+from kinformer.parts.projections import MultiHeadGlobal
 
 DIM, HEADS, HIDDEN, WINDOW, GLOBALS, BLOCK, RANDOM = 512, 8, 2048, 128, 16, 64, 3
 TOLERANCE = 2e-4

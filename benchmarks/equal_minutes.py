@@ -18,13 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import arguments, save, show
-from kinformer.comparison.cache import Cache
-from kinformer.comparison.entrants import entrants
-from kinformer.comparison.machine import machine
-from kinformer.comparison.options import CompareOptions
-from kinformer.comparison.plan import Contestant, contestants, still_in, with_tokenizer
-from kinformer.comparison.speed import training_speeds
-from kinformer.comparison.training import measured, run, validations
+from kinformer.lab.comparison.cache import Cache
+from kinformer.lab.comparison.options import CompareOptions
+from kinformer.lab.comparison.plan import Contestant, contestants, entrants, still_in, with_tokenizer
+from kinformer.lab.comparison.speed import machine, training_speeds
+from kinformer.lab.comparison.training import measured, run, validations
 from kinformer.runtime.errors import KinformerError
 
 TRAINING: dict[str, Any] = {

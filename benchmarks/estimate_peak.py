@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from common import arguments, prepare, save
-from kinformer.estimation.estimate import estimate
-from kinformer.estimation.parts import without_data
-from kinformer.estimation.peak import interpreter_bytes, peak
 from kinformer.family.build import configure
 from kinformer.family.table import MEMBERS
 from kinformer.family.table import member as record_of
-from kinformer.runs.estimate import objective_cost
-from kinformer.runs.run import open_run
+from kinformer.lab.estimation.estimate import estimate
+from kinformer.lab.estimation.parts import without_data
+from kinformer.lab.estimation.peak import interpreter_bytes, peak
+from kinformer.lab.runs.describe import objective_cost
+from kinformer.lab.runs.run import open_run
 
 SIZES = ((256, 4), (512, 8))
 """Length and rows."""

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, arguments, kinformer, prepare, save, show, train
-from kinformer.figures.lengths import Curve, Stroke, plot
-from kinformer.figures.style import SERIES
+from kinformer.lab.drawing.plots import Curve, Stroke, plot_lengths
+from kinformer.lab.drawing.style import SERIES
 
 MEMBER = "gpt"
 NO_POSITION = {"position": "none"}
@@ -161,7 +161,9 @@ def main() -> None:
     save(options, "extrapolation", {"settings": settings, "trained": settings_of, "measured": found})
     picture = options.out or (None if options.quick else RESULTS / "extrapolation.json")
     if picture is not None:
-        plot([curve(each, options.length, found[each.name]["lengths"]) for each in chosen], picture.with_suffix(".png"))
+        plot_lengths(
+            [curve(each, options.length, found[each.name]["lengths"]) for each in chosen], picture.with_suffix(".png")
+        )
         print(f"wrote {picture.with_suffix('.png')}")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from common import arguments, prepare, save, show
-from kinformer.comparison.machine import described, machine, measure_floor
+from kinformer.lab.comparison.speed import described, machine, measure_floor
 from kinformer.runtime.process import begin_process
 
 

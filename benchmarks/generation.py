@@ -26,15 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from common import Contestant, arguments, gate_equal, interleave, peer, prepare, save, show
-from kinformer.comparison.machine import Floor, measure_floor
-from kinformer.data import open_corpus
-from kinformer.evaluation.bits import measure
-from kinformer.evaluation.windows import Windows
 from kinformer.family.build import configure
 from kinformer.generation.packed import pack
-from kinformer.generation.recordings import recordings_of
+from kinformer.generation.recording import recordings_of
 from kinformer.generation.session import Session
-from kinformer.runs.run import open_run
+from kinformer.lab.comparison.speed import Floor, measure_floor
+from kinformer.lab.data import open_corpus
+from kinformer.lab.evaluation.bits import Windows, measure
+from kinformer.lab.runs.run import open_run
 from peers import HuggingFace, Idiap, PeerShape, copy_gpt2, hugging_face, idiap, x_transformers
 
 LAYERS, TOKENS = 8, 784

@@ -38,13 +38,11 @@ import kinformer
 from causal_members import causal_members
 from common import RESULTS, Contestant, arguments, gate_equal, gate_learning, interleave, peer, prepare, save, show
 from common import kinformer as kinformer_command
-from kinformer.core import state as states
+from kinformer.core.state import nbytes
 from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.delta import DeltaTokens, delta_rule, delta_steps
 from kinformer.kernels.linear import LinearState, linear_attention
-from kinformer.patterns.causal import Causal
-from kinformer.patterns.local import Local
-from kinformer.patterns.strided import Strided
+from kinformer.parts.patterns.sequence import Causal, Local, Strided
 from peers import PeerShape, hugging_face, x_transformers
 
 Attend = Callable[..., Tensor]
@@ -291,7 +289,7 @@ def replayed(model: nn.Module, prompt: Tensor) -> Callable[[], Tensor]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         logits, after = model(token, state)
-    assert states.nbytes(after) == states.nbytes(state)
+    assert nbytes(after) == nbytes(state)
     read = token, state, after  # the graph knows their addresses alone
 
     def step() -> Tensor:

@@ -23,19 +23,19 @@ import torch
 
 import kinformer
 from common import Contestant, arguments, gate_equal, interleave, prepare, save, show
-from kinformer.core.leaves import leaves_of
 from kinformer.core.model import CausalModel
+from kinformer.core.state import leaves_of
 from kinformer.family.build import configure
 from kinformer.family.table import members
-from kinformer.generation.packaged import PackagedStep
-from kinformer.generation.recordings import recordings_of
+from kinformer.generation.packed import PackagedStep
+from kinformer.generation.recording import recordings_of
 from kinformer.interop.graphs.onnx import FILE, OnnxModel
 from kinformer.interop.graphs.package import load_package
-from kinformer.runs.graphs import export_graph
-from kinformer.runs.run import Run, save_weights
+from kinformer.lab.runs.exporting import export_graph
+from kinformer.lab.runs.run import Run, save_weights
+from kinformer.lab.tasks.table import task_of
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import read_json, write_json
-from kinformer.tasks.table import task_of
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {"tiny": ("tiny", {}), "4 x 256": ("benchmark", {})}
 PACKAGED = ("gpt", "local", "linear-transformer", "gated-deltanet")

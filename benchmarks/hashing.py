@@ -39,11 +39,9 @@ from common import (
     slope,
     text_bytes,
 )
-from kinformer.features.centroids import Centroids
-from kinformer.features.hashes import Hashes, normalised
 from kinformer.kernels.bucketed import bucketed_attention, members
-from kinformer.kernels.bucketed.balanced import balanced_attention
-from kinformer.kernels.bucketed.sorted import sorted_attention
+from kinformer.kernels.bucketed.equal import balanced_attention, sorted_attention
+from kinformer.parts.bucketing import Centroids, Hashes, normalised
 
 MEMBERS = ("reformer", "routing", "gpt")
 LENGTHS = (1024, 2048, 4096, 8192, 16_384, 32_768)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, arguments, kinformer, prepare, save, sets, show
-from kinformer.runs.run import open_run
+from kinformer.lab.runs.run import open_run
 
 SMALL = {"dim": 128, "layers.*.feed_forward.hidden_dim": 512}
 LSH = {"stack.recompute": "false"}

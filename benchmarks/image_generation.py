@@ -25,16 +25,16 @@ import torch
 from torch import Tensor, nn
 
 from common import Contestant, arguments, gate_equal, interleave, prepare, save, show
-from kinformer.core import state as states
 from kinformer.core.contract import MixerConfig
-from kinformer.core.head import Likelihood
+from kinformer.core.parts import Likelihood
+from kinformer.core.state import repeat_rows, reserve
 from kinformer.family.build import configure
 from kinformer.generation.packed import pack
-from kinformer.generation.recorded import logits_after
-from kinformer.generation.steps import Steps
-from kinformer.inputs.pixels import START
+from kinformer.generation.recording import logits_after
+from kinformer.generation.session import Steps
+from kinformer.inputs.images import START
+from kinformer.mixers.buckets import LSHAttention
 from kinformer.mixers.linear import LinearAttention
-from kinformer.mixers.lsh import LSHAttention
 from kinformer.mixers.softmax import SoftmaxAttention
 from peers import PeerShape, idiap
 
@@ -77,7 +77,7 @@ class Drawing:
                 state = self.model.head_inputs(begun[:, :-1])[1]
             else:
                 state = self.model.initial_state(1)
-            self.state = states.reserve(states.repeat_rows(state, self.batch), 16 * STEPS)
+            self.state = reserve(repeat_rows(state, self.batch), 16 * STEPS)
         self.values = begun[:, -1:].expand(self.batch, -1).contiguous()
         self.stepping = Steps(self.model, STEPS, recorded=False)
 
@@ -119,7 +119,7 @@ def gate(name: str, model: Any) -> float:
     values = torch.randint(256, (2, SHORT))
     with torch.inference_mode():
         whole, _ = model(values)
-        state, parts = states.reserve(model.initial_state(2), SHORT), []
+        state, parts = reserve(model.initial_state(2), SHORT), []
         for column in values.split(1, 1):
             logits, state = model(column, state)
             parts.append(logits)
@@ -155,7 +155,7 @@ def per_image(seconds: Sequence[float], at: Sequence[int], length: int, batch: i
 def one_image(model: Any, length: int, dtype: torch.dtype) -> float:
     """Seconds for one whole image with packed weights of ``dtype``, stepped as ``kinformer generate`` does it."""
     model, head = pack(model.to(dtype)), model.head
-    value, state = torch.full((1, 1), START), states.reserve(model.initial_state(1), length)
+    value, state = torch.full((1, 1), START), reserve(model.initial_state(1), length)
     begun = time.perf_counter()
     with torch.inference_mode():
         stepping = Steps(model, length, recorded=True)

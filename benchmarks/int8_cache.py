@@ -24,9 +24,9 @@ import kinformer
 from common import arguments, prepare, save, show, text_bytes, train
 from kinformer.core.contract import Chunk
 from kinformer.core.state import nbytes, reserve
-from kinformer.kernels.attention import int8
+from kinformer.kernels.attention import cached as int8
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.positions.rope import Rope
+from kinformer.parts.relative_positions import Rope
 
 INT8 = {"layers.*.mixer.cache": "int8"}
 LENGTH = 256

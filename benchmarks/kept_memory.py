@@ -19,11 +19,11 @@ import torch
 
 from common import arguments, gate_equal, in_process, memory, of_width, prepare, save, show
 from kinformer.family.build import configure
+from kinformer.lab.tasks.next_token.objectives import NextTokenLoss, TokenBatch
+from kinformer.lab.training.data_module import ObjectiveModule
+from kinformer.lab.training.optimisers import Optimiser
+from kinformer.lab.training.settings import Settings
 from kinformer.runtime.process import keep_memory, use_fast_products
-from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch
-from kinformer.training.objective import ObjectiveModule
-from kinformer.training.optimiser import Optimiser
-from kinformer.training.settings import Settings
 
 SHAPES = (
     ("gpt", 256, 128, 8, 128),

@@ -23,13 +23,10 @@ from torch.nn import functional
 from common import Contestant, arguments, gate_equal, interleave, peer, prepare, save, show
 from kinformer.core.contract import Chunk
 from kinformer.family.build import configure
-from kinformer.features.elu import Elu
-from kinformer.features.favor import Favor
-from kinformer.features.random_fourier import RandomFourier
-from kinformer.features.unit import Unit
 from kinformer.kernels.delta import delta_rule
 from kinformer.kernels.linear import LinearState, linear_attention
-from kinformer.kernels.linear.running import running_maximum
+from kinformer.kernels.linear.across import running_maximum
+from kinformer.parts.feature_maps import Elu, Favor, RandomFourier, Unit
 
 Attention = Callable[..., Tensor]
 SHAPE, SHORT, TOLERANCE, ERROR = (1, 8, 4096, 64), 300, 1e-3, 1e-3

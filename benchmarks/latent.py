@@ -22,8 +22,8 @@ from kinformer.core.contract import CausalMixer, Chunk
 from kinformer.core.state import nbytes
 from kinformer.mixers.latent import LatentAttention
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.positions.rope import Rope
-from kinformer.projections.grouped import Grouped
+from kinformer.parts.projections import Grouped
+from kinformer.parts.relative_positions import Rope
 
 DIM, HEADS, LATENT, ROTARY, TOLERANCE = 512, 8, 256, 32, 1e-4
 LATENT_CONFIG = LatentAttention.Config(num_heads=HEADS, latent_dim=LATENT, rotary_dim=ROTARY)

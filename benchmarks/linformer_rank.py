@@ -29,8 +29,8 @@ from torch.nn import functional
 from common import arguments, gate_equal, prepare, products, save, show, slope, text_bytes
 from kinformer.core.encoder import EncoderMixer
 from kinformer.mixers.bidirectional import BidirectionalAttention
-from kinformer.mixers.linformer import Linformer
-from kinformer.positions.sinusoidal import Sinusoidal
+from kinformer.mixers.encoders import Linformer
+from kinformer.parts.positions import Sinusoidal
 
 LENGTH, DIM, HEADS, ROWS, HELD_OUT = 256, 64, 4, 8, 32
 RATE = 2e-3

@@ -28,12 +28,12 @@ import torch
 
 from common import Contestant, arguments, interleave, kinformer, prepare, save, sets, show, train
 from kinformer.family.build import configure
-from kinformer.runs.planning import plan_of
-from kinformer.runs.run import open_run
+from kinformer.lab.runs.create import plan_of
+from kinformer.lab.runs.run import open_run
+from kinformer.lab.training.distributed import Group
+from kinformer.lab.training.loop import Trainer
+from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError
-from kinformer.training.distributed import Group
-from kinformer.training.loop import Trainer
-from kinformer.training.settings import Settings
 
 MEMBERS = ("gpt", "local", "transformer-xl", "compressive")
 LONGER = (2, 4)

@@ -28,25 +28,25 @@ import torch
 from torch import Tensor, nn
 
 from common import RESULTS, arguments, prepare, save, show
-from kinformer.blocks.initialise import Initialisation
 from kinformer.blocks.layer import DecoderLayer
-from kinformer.core import state as states
+from kinformer.blocks.residual import Initialisation
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, real_resets, select_valid
-from kinformer.core.feed_forward import FeedForwardConfig
 from kinformer.core.learning import OnlineLearner, Resampled, due_for_resampling
 from kinformer.core.model import modules_of
-from kinformer.data.mqar import Recall
+from kinformer.core.parts import FeedForwardConfig
+from kinformer.core.state import nbytes
 from kinformer.family.build import configure
-from kinformer.figures.style import FAINT, QUIET, SERIES, bare, figure
-from kinformer.figures.style import save as save_figure
 from kinformer.heads.language import LanguageModelHead
 from kinformer.inputs.tokens import Tokens
+from kinformer.lab.data.mqar import Recall
+from kinformer.lab.drawing.style import FAINT, QUIET, SERIES, bare, figure
+from kinformer.lab.drawing.style import save as save_figure
+from kinformer.lab.tasks.recall.work import RecallLoss
+from kinformer.lab.tasks.shared.answers import ScoredBatch, answers
+from kinformer.lab.training.data_module import ObjectiveModule
 from kinformer.models.decoder import Decoder
-from kinformer.positions.none import NoPosition
-from kinformer.projections.short_convolution import ShortConvolution
-from kinformer.tasks.recall.rows import RecallLoss
-from kinformer.tasks.shared.answer_rows import ScoredBatch, answers
-from kinformer.training.objective import ObjectiveModule
+from kinformer.parts.output_parts import ShortConvolution
+from kinformer.parts.positions import NoPosition
 
 DIM, DEPTH, WIDTH, SYMBOLS = 64, 2, 4, 256
 MEMBERS: dict[str, dict[str, Any]] = {
@@ -212,7 +212,7 @@ def train(run: Run, recipe: Recipe) -> dict[str, Any]:
     return {
         **run._asdict(),
         "accuracy": accuracy(model.eval(), "test", recipe),
-        "state_bytes": states.nbytes(state.layers),
+        "state_bytes": nbytes(state.layers),
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "steps": curve[-1][0],
         "curve": curve,

@@ -27,11 +27,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from common import RESULTS, arguments, prepare, save, show, slope
-from kinformer.blocks.norms import LayerNorm
-from kinformer.data import RandomWindows, open_corpus
+from kinformer.blocks.residual import LayerNorm
 from kinformer.family.build import configure
-from kinformer.figures.style import BLUE, GREEN, PAPER, QUIET, RED, bare, figure
-from kinformer.figures.style import save as save_figure
+from kinformer.lab.data import RandomWindows, open_corpus
+from kinformer.lab.drawing.style import BLUE, GREEN, PAPER, QUIET, RED, bare, figure
+from kinformer.lab.drawing.style import save as save_figure
 from kinformer.models.decoder import Decoder
 
 HEADS, EXAM = 4, 4

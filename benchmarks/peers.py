@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from common import peer
-from kinformer.comparison import peers
-from kinformer.comparison.peers import PeerShape
+from kinformer.lab.comparison import peers
+from kinformer.lab.comparison.peers import PeerShape
 
 
 class Idiap(nn.Module):

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from common import Contestant, arguments, interleave, kinformer, prepare, save, sets, show, train
-from kinformer.evaluation.depths import noting_depths
 from kinformer.generation.generate import generate
-from kinformer.runs.run import open_run
+from kinformer.lab.evaluation.depths import noting_depths
+from kinformer.lab.runs.run import open_run
 
 SEEDS, ROUNDS = (0, 1, 2), 9
 PLAIN = {"dim": 64, "position.kind": "none"}

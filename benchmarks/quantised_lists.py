@@ -23,12 +23,8 @@ import torch
 
 from common import arguments, prepare, save, show
 from datastore import anonymous
-from kinformer.datastore import lists
-from kinformer.datastore.exact import ExactSearch
-from kinformer.datastore.lists import ListSearch
-from kinformer.datastore.sorting import build
-from kinformer.datastore.store import Datastore, KeySpace
-from kinformer.datastore.writer import Writer
+from kinformer.lab.datastore.search import _SPARE_LISTS, FOLDER, ExactSearch, ListSearch, build
+from kinformer.lab.datastore.store import Datastore, KeySpace, Writer
 from kinformer.runtime.process import begin_process
 
 NEIGHBOURS, PIECE, VOCAB = 32, 1 << 16, 256
@@ -85,16 +81,16 @@ def peak_memory() -> Iterator[list[int]]:
 def searched(store: Datastore, queries: torch.Tensor, true: torch.Tensor, probes: int) -> dict[str, Any]:
     """Recall@32 and seconds of all queries, with candidates ranked by the stored keys, and by the lists alone."""
     found: dict[str, Any] = {"probes": probes}
-    spare = dict(lists._SPARE)
+    spare = dict(_SPARE_LISTS)
     for name, candidates in (("", spare["PQ"]), ("_unranked", 1)):
-        lists._SPARE["PQ"] = candidates
+        _SPARE_LISTS["PQ"] = candidates
         search = ListSearch(store, probes)
         search.search(queries[:8], NEIGHBOURS)
         begun = time.perf_counter()
         entries = search.search(queries, NEIGHBOURS).entries
         found[f"seconds{name}"] = time.perf_counter() - begun
         found[f"recall{name}"] = float((true[:, :, None] == entries[:, None]).any(2).double().mean())
-    lists._SPARE.update(spare)
+    _SPARE_LISTS.update(spare)
     return found
 
 
@@ -118,7 +114,7 @@ def main() -> None:
         with peak_memory() as peak:
             made = build(store, key_bytes=options.key_bytes)
         seconds = time.perf_counter() - begun
-        size = sum(path.stat().st_size for path in (store.folder / lists.FOLDER).iterdir())
+        size = sum(path.stat().st_size for path in (store.folder / FOLDER).iterdir())
         queries = keys(options.queries, 0)
         begun = time.perf_counter()
         true = ExactSearch(store).search(queries, NEIGHBOURS).entries

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from common import arguments, kinformer, prepare, save, show, train
-from kinformer.control.environments.environment import Discrete
-from kinformer.control.environments.table import make
+from kinformer.lab.control.environments import Discrete
+from kinformer.lab.control.gymnasium import make
 
 SEEDS, EPISODES, TARGETS, RECORDED = 3, 20, 7, 300
 RECIPE = ("--recipe", "tiny", "--length", 30, "--batch-size", 64, "--lr", 2e-3)

@@ -27,10 +27,10 @@ from torch.nn import functional
 
 import kinformer
 from common import arguments, in_process, memory, prepare, save, show, text_bytes
-from kinformer.core import state as states
 from kinformer.core.contract import Chunk
-from kinformer.estimation.checkpoint import Live
-from kinformer.stacks.reversal import LayerUse
+from kinformer.core.state import nbytes, tensors
+from kinformer.lab.estimation.estimate import Live
+from kinformer.stacks.reversible import LayerUse
 
 MEMBERS = ("linear-transformer", "gpt")
 STACKS: dict[str, dict[str, Any]] = {
@@ -55,13 +55,13 @@ def loss_of(model: Any, window: Tensor, start: Any = None) -> tuple[Tensor, int]
     """The loss of a window of tokens, and the bytes of the states that were handed on until it was known."""
     logits, state = model(window[:, :-1], start)
     loss = functional.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
-    return loss, states.nbytes(state.layers)
+    return loss, nbytes(state.layers)
 
 
 def saved(model: Any, window: Tensor) -> int:
     """Bytes of distinct storages that autograd keeps, beside weights and states."""
     start = model.initial_state(1)
-    own = {each.untyped_storage()._cdata for each in (*model.parameters(), *states.tensors(start))}
+    own = {each.untyped_storage()._cdata for each in (*model.parameters(), *tensors(start))}
     kept: dict[int, Any] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def point(member: str, stack: str, depth: int, length: int) -> dict[str, Any]:
     found = {"process": memory("VmHWM") - resident, "seconds": time.perf_counter() - begun, "states": handed}
     gradients = (weight.grad for weight in model.parameters())
     start = model.initial_state(1)
-    with Live([*model.parameters(), *gradients, *states.tensors(start), window]) as live:
+    with Live([*model.parameters(), *gradients, *tensors(start), window]) as live:
         loss, _ = loss_of(model, window, start)
         until_loss = live.peak - handed
         live.peak = live.now
@@ -122,7 +122,7 @@ def drift(model: Any, x: Tensor) -> float:
     for use, own in zip(uses, state, strict=True):
         a, b, _ = use.forward_to_undo(a, b, own)
     for use, own in zip(reversed(uses), reversed(state), strict=True):
-        before = [(each, list(states.tensors(each)), [None] * len(list(states.tensors(each)))) for each in own]
+        before = [(each, list(tensors(each)), [None] * len(list(tensors(each)))) for each in own]
         (a, b), *_ = use.backward((a, b), (None, None), before, ())
     return max(float((each - x).abs().max() / x.abs().max()) for each in (a, b))
 

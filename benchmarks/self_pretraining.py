@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from common import arguments, kinformer, prepare, save, show, train
-from kinformer.data.listops import examples
+from kinformer.lab.data.listops import examples
 
 LETTERS = "0123456789nxms)"
-"""A byte for each of ``kinformer.data.listops.SYMBOLS``."""
+"""A byte for each of ``kinformer.lab.data.listops.SYMBOLS``."""
 SIZES = (
     "--recipe", "tiny", "--set", "layers=4", "--set", "dim=128", "--set", "layers.*.mixer.position=rope",
     "--set", "position=none", "--set", "input.bos_token=none", "--set", "input.eos_token=none",

@@ -1,7 +1,7 @@
 """What does a checkpoint of weights that are sharded over two processes cost, in memory and time?
 
     gathered   the first process collects all tensors and writes them, one file a group
-    sharded    every process writes its part (training/shards.py)
+    sharded    every process writes its part (lab/training/shards.py)
     beside     every process copies its part, and a thread writes the copy (`training.async_saves`)
 
 Told are, for each process, the bytes of its part of weights and optimiser (AdamW), the most memory that a save takes
@@ -28,16 +28,14 @@ import torch
 import kinformer
 from common import arguments, memory, prepare, save, show
 from kinformer.family.build import configure
-from kinformer.runtime.sharding import is_sharded
-from kinformer.tasks.next_token.rows import NextTokenLoss
-from kinformer.training.checkpoint import Checkpoint, Checkpoints
-from kinformer.training.distributed import Group, join, launch
-from kinformer.training.engines import wrapped
-from kinformer.training.objective import ObjectiveModule
-from kinformer.training.optimiser import Optimiser, gather
-from kinformer.training.saves import Saves
-from kinformer.training.settings import Settings
-from kinformer.training.shards import part_of
+from kinformer.lab.tasks.next_token.objectives import NextTokenLoss
+from kinformer.lab.training.checkpoint import Checkpoint, Checkpoints, Saves
+from kinformer.lab.training.data_module import ObjectiveModule
+from kinformer.lab.training.distributed import Group, join, launch, wrapped
+from kinformer.lab.training.optimisers import Optimiser, gather
+from kinformer.lab.training.settings import Settings
+from kinformer.lab.training.shards import part_of
+from kinformer.runtime.host import is_sharded
 
 PROCESSES = 2
 SHAPES = ((6, 768, 32_000), (12, 768, 32_000))

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 import kinformer
 from common import arguments, memory, prepare, save, show, text_bytes, train
-from kinformer.core import state as states
+from kinformer.core.state import nbytes, reserve, value
 
 PATTERN = "layers.*.mixer.pattern"
 CHUNK, GROWTH, COUNT = 1024, 10 * 2**20, 4
@@ -29,13 +29,13 @@ CHUNK, GROWTH, COUNT = 1024, 10 * 2**20, 4
 
 def streamed(model: nn.Module, tokens: Tensor) -> dict[str, Any]:
     """Read ``tokens`` [time] as one sequence."""
-    state, nats, watch = states.reserve(model.initial_state(1), 1), [], []
+    state, nats, watch = reserve(model.initial_state(1), 1), [], []
     begun = time.perf_counter()
     for start in range(0, len(tokens) - 1, CHUNK):
         part = tokens[start : start + CHUNK + 1]
         logits, state = model(part[None, :-1], state)
         nats.append(float(functional.cross_entropy(logits[0], part[1:], reduction="sum")))
-        watch.append((states.nbytes(states.value(state)), memory("VmRSS")))
+        watch.append((nbytes(value(state)), memory("VmRSS")))
     seconds = time.perf_counter() - begun
     warm = watch[len(watch) // 20 :]
     sizes = {size for size, _ in warm}

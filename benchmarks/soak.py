@@ -28,8 +28,8 @@ import torch
 import torch._dynamo
 import torch.utils.tensorboard  # noqa: F401
 
-import kinformer.runs.train
-import kinformer.training.loop  # noqa: F401
+import kinformer.lab.runs.train
+import kinformer.lab.training.loop  # noqa: F401
 import soak_runs
 import soak_states
 from common import arguments, prepare, save, show

@@ -13,9 +13,8 @@ from kinformer.inputs.tokens import Tokens
 from kinformer.models.decoder import Decoder
 from kinformer.models.encoder import Encoder
 from kinformer.models.encoder_decoder import EncoderDecoder, SourceEncoder
-from kinformer.patterns.causal import Causal
-from kinformer.patterns.combined import Intersection
-from kinformer.positions.none import NoPosition
+from kinformer.parts.patterns.sequence import Causal, Intersection
+from kinformer.parts.positions import NoPosition
 from kinformer.runtime.errors import KinformerError
 
 SIZES: dict[str, Any] = SMALL | {

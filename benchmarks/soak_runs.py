@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from kinformer.cli.main import main
 from kinformer.family.build import configure
 from kinformer.family.table import MEMBERS
-from kinformer.tasks.table import TASKS
-from kinformer.testing.errors import require
+from kinformer.lab.cli.main import main
+from kinformer.lab.tasks.table import TASKS
+from kinformer.testing.subject import require
 
 LIMIT = 1200.0
 """Seconds that a life may last; so many, as a niced soak on a busy machine waits for most of them."""

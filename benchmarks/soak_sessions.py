@@ -10,7 +10,7 @@ import torch
 
 from combinations import VOCAB
 from kinformer.generation.session import Session
-from kinformer.testing.errors import VALUES, agree
+from kinformer.testing.subject import VALUES, agree
 
 LONGEST, ROWS, OPERATIONS = 40, 4, 10
 RECORD_AT = (1, 2, 4, 100)

@@ -19,12 +19,11 @@ from torch import Tensor
 from combinations import DIM, VOCAB
 from kinformer.core import state as states
 from kinformer.heads.language import LanguageModelHead
+from kinformer.lab.training.carried import rebuilt
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_MODEL_CHECKS, EncoderModelSubject, MixerSubject, ModelSubject, SourceModelSubject
-from kinformer.testing.errors import BITS, VALUES, agree, agree_states, require
-from kinformer.testing.scenario import agree_with_rows_alone
-from kinformer.testing.sequences import Plan
-from kinformer.training.carried import rebuilt
+from kinformer.testing.laws import Plan, agree_with_rows_alone
+from kinformer.testing.subject import BITS, VALUES, agree, agree_states, require
 from soak_parts import decoder, described, encoder, encoder_decoder, mixer
 from soak_sessions import Sessions
 

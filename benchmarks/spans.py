@@ -20,9 +20,9 @@ import torch
 from torch.nn import functional
 
 from common import RESULTS, Contestant, arguments, interleave, kinformer, prepare, save, sets, show, text_bytes, train
-from kinformer.core import state as states
-from kinformer.runs.run import open_run
-from kinformer.scores.soft_span import SoftSpan
+from kinformer.core.state import nbytes
+from kinformer.lab.runs.run import open_run
+from kinformer.parts.scores import SoftSpan
 
 SIZES = {"layers": 6, "dim": 128, "layers.*.mixer.num_heads": 4, "layers.*.feed_forward.hidden_dim": 512}
 SPANS: dict[str, dict[str, float]] = {"adaptive": {"initial": 0.0}, "full": {"initial": 1.0, "penalty": 0.0}}
@@ -63,7 +63,7 @@ def timed(models: dict[str, Any], options: Any) -> dict[str, dict[str, float]]:
 
     with torch.no_grad():
         begun = {name: model(past)[1] for name, model in models.items()}
-    found = {"state_bytes": {name: float(states.nbytes(state)) for name, state in begun.items()}}
+    found = {"state_bytes": {name: float(nbytes(state)) for name, state in begun.items()}}
     for what, run in (("read", read), ("step", step)):
         contestants = [Contestant(name, partial(run, name), fast=True) for name in models]
         interleave(contestants, options.rounds or ROUNDS)

@@ -24,19 +24,10 @@ from kinformer.core.parts import PositionConfig
 from kinformer.core.pattern import Band, Pattern
 from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.block_sparse import chunked, explain
-from kinformer.patterns.blockwise import Blockwise
-from kinformer.patterns.dilated import Dilated
-from kinformer.patterns.fixed import Fixed
-from kinformer.patterns.global_tokens import GlobalTokens
-from kinformer.patterns.image_1d import Image1D
-from kinformer.patterns.image_2d import Image2D
-from kinformer.patterns.random_blocks import RandomBlocks
-from kinformer.patterns.strided import Strided
-from kinformer.positions.alibi import Alibi
-from kinformer.positions.distance_aware import DistanceAware
-from kinformer.positions.shaw import Shaw
-from kinformer.positions.t5 import T5
-from kinformer.positions.xl import TransformerXL
+from kinformer.parts.patterns.big_bird import RandomBlocks
+from kinformer.parts.patterns.images import Image1D, Image2D
+from kinformer.parts.patterns.sequence import Blockwise, Dilated, Fixed, GlobalTokens, Strided
+from kinformer.parts.relative_positions import T5, Alibi, DistanceAware, Shaw, TransformerXL
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 HEADS, HEAD_DIM, WINDOW, STRIDE, SUMMARY = 8, 64, 256, 128, 8

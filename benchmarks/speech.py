@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from common import Contestant, arguments, gate_learning, interleave, kinformer, prepare, save, show
-from kinformer.core.model_config import ModelConfig
+from kinformer.core.stack import ModelConfig
 from kinformer.family.build import configure
-from kinformer.tasks.speech.rows import CTC, SpeechBatch
+from kinformer.lab.tasks.speech.work import CTC, SpeechBatch
 
 MEMBERS = ("speech-softmax", "speech-linear", "speech-lsh", "speech-lstm")
 FUSED = "speech-softmax by PyTorch's attention"

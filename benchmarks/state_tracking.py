@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from common import RESULTS, arguments, prepare, save, show
-from kinformer.blocks.initialise import Initialisation
+from kinformer.blocks.residual import Initialisation
 from kinformer.family.build import configure
 from kinformer.models.decoder import Decoder
 

@@ -1,7 +1,7 @@
 """What could record a step of generation, and what does each way cost? Batch 1, float32.
 
     in Python    the step as the model makes it, into a reserved state
-    recorded     the same, written down once (generation/recorded.py)
+    recorded     the same, written down once (generation/recording.py)
     exported     torch.export's graph of the step, run as a module; slots are joined, for graphs return what they change
     AOTInductor  the same graph compiled ahead of time to C++ (needs a C++ compiler)
 
@@ -25,9 +25,9 @@ from torch._inductor.utils import fresh_cache
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
 from common import Contestant, arguments, gate_equal, interleave, prepare, save, show
-from kinformer.core import state as states
+from kinformer.core.state import reserve
 from kinformer.family.build import configure
-from kinformer.generation.recorded import logits_after, record
+from kinformer.generation.recording import logits_after, record
 from kinformer.runtime.host import trusted_arguments
 
 MEMBERS, LENGTHS = ("linear-transformer", "gpt"), (64, 512)
@@ -59,7 +59,7 @@ def state_after(model: Any, tokens: Tensor, length: int) -> Any:
 
 
 def in_python(model: nn.Module, tokens: Tensor, length: int) -> Step:
-    state = states.reserve(state_after(model, tokens, length), tokens.shape[1])
+    state = reserve(state_after(model, tokens, length), tokens.shape[1])
 
     def step(token: Tensor) -> Tensor:
         nonlocal state
@@ -71,7 +71,7 @@ def in_python(model: nn.Module, tokens: Tensor, length: int) -> Step:
 
 
 def recorded(model: nn.Module, tokens: Tensor, length: int) -> Step:
-    state = states.reserve(state_after(model, tokens, length - 1), tokens.shape[1])
+    state = reserve(state_after(model, tokens, length - 1), tokens.shape[1])
     with torch.inference_mode(), trusted_arguments():  # as a session makes its steps
         _, state = logits_after(model, tokens[:, length - 1 : length], state)  # lays the buffers out
         running = record(model, tokens[:, length : length + 1], state).begin(state)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import kinformer
 from common import arguments, memory, prepare, save, show, text_bytes
-from kinformer.core import state as states
+from kinformer.core.state import nbytes, tensors, value
 
 Watch = list[dict[str, int]]
 
@@ -60,8 +60,8 @@ def seen(state: Any, tokens: int) -> dict[str, int]:
     """How large things are: the state as a value, its buffers (with room for the next chunk), the whole process."""
     return {
         "tokens": tokens,
-        "state_bytes": states.nbytes(states.value(state)),
-        "buffer_bytes": states.nbytes(state),
+        "state_bytes": nbytes(value(state)),
+        "buffer_bytes": nbytes(state),
         "resident_bytes": memory("VmRSS"),
     }
 
@@ -69,7 +69,7 @@ def seen(state: Any, tokens: int) -> dict[str, int]:
 def relative_error(state: Any, truth: Any) -> float:
     """Of the worst tensor: the largest difference over the largest value (counters must be equal)."""
     worst = 0.0
-    for ours, exact in zip(states.tensors(states.value(state)), states.tensors(states.value(truth)), strict=True):
+    for ours, exact in zip(tensors(value(state)), tensors(value(truth)), strict=True):
         if ours.shape != exact.shape:
             raise SystemExit(f"the state has shapes {tuple(ours.shape)} and {tuple(exact.shape)} at the end.")
         gap = (ours.double() - exact.double()).abs().max() / exact.double().abs().max().clamp_min(1e-300)

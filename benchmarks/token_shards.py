@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from common import arguments, in_process, memory, prepare, save, show
-from kinformer.data import RandomWindows, open_corpus
-from kinformer.data.packed import MANIFEST, PACKED_SCHEMA, PACKED_SPLITS, TABLES
-from kinformer.data.packing import Packing, pack
+from kinformer.lab.data import RandomWindows, open_corpus
+from kinformer.lab.data.packed import MANIFEST, PACKED_SCHEMA, PACKED_SPLITS, TABLES
+from kinformer.lab.data.packing import Packing, pack
 from kinformer.runtime.files import signed, write_json
 
 SIZES = (1, 10, 100)

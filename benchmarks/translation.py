@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from common import Contestant, arguments, interleave, kinformer, prepare, save, show, train
-from kinformer.runs.planning import data_of
-from kinformer.runs.run import open_run
-from kinformer.tasks.runs import LoadedRun
-from kinformer.tasks.translate.generate import Translator
-from kinformer.tasks.translate.options import Decoding
+from kinformer.lab.runs.create import data_of
+from kinformer.lab.runs.run import open_run
+from kinformer.lab.tasks.runs import LoadedRun
+from kinformer.lab.tasks.translate import Decoding
+from kinformer.lab.tasks.translate.work import Translator
 
 BEAM, BATCH, ROUNDS = 4, 32, 5
 TRAINED = ("steps", "parameters", "seconds", "tokens_per_second", "best_step")

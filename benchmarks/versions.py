@@ -104,9 +104,9 @@ def attended(changes: dict[str, Any]) -> Case:
 def memorizing() -> Case:
     import torch
 
-    from kinformer.core import state as states
     from kinformer.core.config import from_dict
     from kinformer.core.contract import Chunk, MixerConfig
+    from kinformer.core.state import detach
     from kinformer.family.kinds import kinds
 
     torch.manual_seed(0)
@@ -117,7 +117,7 @@ def memorizing() -> Case:
     with torch.no_grad():
         for _ in range(18):
             state = mixer(Chunk(torch.randn(1, 4096, 512, generator=generator)), state)[1]
-    state = states.detach(state)
+    state = detach(state)
     x = torch.randn(1, 512, 512, generator=generator, requires_grad=True)
 
     def step() -> float:

@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 from common import arguments, gate_equal, prepare, save, show, text_bytes
-from kinformer.runs.run import open_run
+from kinformer.lab.runs.run import open_run
 
 
 def carried(model: nn.Module, tokens: Tensor, segment: int, scored: int) -> tuple[float, list[float]]:

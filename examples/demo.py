@@ -15,7 +15,7 @@ import sys
 import tokenize
 from pathlib import Path
 
-from kinformer.cli.main import main as kinformer
+from kinformer.lab.cli.main import main as kinformer
 
 RUN = Path("runs/demo")
 MINUTES = 2

@@ -23,11 +23,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import kinformer
 from kinformer.core.stack import units_of
-from kinformer.data import open_corpus
-from kinformer.runs.run import TOKENIZER, save_weights
+from kinformer.lab.data import open_corpus
+from kinformer.lab.runs.run import TOKENIZER, save_weights
+from kinformer.lab.tasks.next_token.objectives import NextTokens
+from kinformer.lab.training.settings import Settings
 from kinformer.runtime.files import load_tensors
-from kinformer.tasks.next_token.rows import NextTokens
-from kinformer.training.settings import Settings
 
 
 class Processor:

@@ -26,7 +26,7 @@ from tests import machine  # noqa: E402
 if "KINFORMER_TEST_PROCESSOR" in os.environ:  # a class of the tables, in whose place this processor stands
     machine.pretend(os.environ["KINFORMER_TEST_PROCESSOR"])
 
-from kinformer.cli.main import main  # noqa: E402
+from kinformer.lab.cli.main import main  # noqa: E402
 from tests.process_state import check_functions  # noqa: E402
 from tests.processor_time import ProcessorTime  # noqa: E402
 

@@ -5,10 +5,10 @@ import os
 import pytest
 
 import kinformer
-from kinformer.comparison.timing import in_fresh_process
-from kinformer.control.environments.processes import Processes
-from kinformer.estimation import peak
-from kinformer.training.distributed import launch
+from kinformer.lab.comparison.speed import in_fresh_process
+from kinformer.lab.control.gymnasium import Processes
+from kinformer.lab.estimation import peak
+from kinformer.lab.training.distributed import launch
 
 SHADOWED = ("queue", "signal", "socket", "pickle", "struct", "selectors", "tempfile", "torch", "numpy")
 

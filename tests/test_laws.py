@@ -166,11 +166,11 @@ def test_powers_and_quotients_are_not_of_sizes(path):
 
 ACCELERATORS = (
     "generation/packed.py",
-    "generation/recorded.py",
-    "kernels/attention/few.py",
-    "kernels/attention/int8.py",
-    "kernels/block_sparse/falloff.py",
-    "projections/shifted.py",
+    "generation/recording.py",
+    "kernels/attention/cached.py",
+    "kernels/attention/cached.py",
+    "kernels/block_sparse/scores.py",
+    "parts/projections.py",
     "runtime/matmul.py",
 )
 """What a plain way could replace, as long as a benchmark shows what it is worth."""
@@ -222,7 +222,7 @@ def names_of(path):
 
 FLAG = re.compile(r"(?<![\w-])--[a-z]")
 COMMAND = re.compile(r"kinformer (?:[a-z]+)\b[^.;,)]*")
-STYLE = {"comparison/charts.py", "comparison/page.py"}
+STYLE = {"lab/comparison/report.py", "lab/comparison/report.py"}
 
 
 def texts_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -369,13 +369,13 @@ def requires(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "code", ["import kinformer", "import kinformer; assert kinformer.members()", "import kinformer.cli.main"]
+    "code", ["import kinformer", "import kinformer; assert kinformer.members()", "import kinformer.lab.cli.main"]
 )
 def test_no_torch_before_it_is_needed(code):
     if "members" in code:
         requires("kinformer.family.table")
     if "cli" in code:
-        requires("kinformer.cli.main")
+        requires("kinformer.lab.cli.main")
     done = run_python(f"{code}\nimport sys\nprint('torch' in sys.modules)")
     assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr
 

@@ -13,7 +13,7 @@ from textwrap import wrap
 from typing import Any
 
 from kinformer.core.config import Config
-from kinformer.figures.panels import describe, numbered
+from kinformer.lab.drawing.panels import describe, numbered
 
 WIDTH, GAP, STEM = 260, 40, 50
 LINE, PAD, SPACE = 15, 9, 14

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from kinformer.core.head import NeedsStore
+from kinformer.core.parts import NeedsStore
 from kinformer.family.record import Member
-from kinformer.tasks.table import task_for, tasks
-from kinformer.tasks.task import Task
+from kinformer.lab.tasks.table import task_for, tasks
+from kinformer.lab.tasks.task import Task
 
 
 def usual_task(member: Member, config: Any) -> Task:

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from kinformer.comparison.charts import Chart, Series, svg
-from kinformer.estimation.estimate import estimate
-from kinformer.estimation.state_size import state_bytes
 from kinformer.family.build import configure
 from kinformer.family.record import Member
+from kinformer.lab.comparison.report import Chart, Series, svg
+from kinformer.lab.estimation.estimate import estimate, state_bytes
 from kinformer.runtime.errors import KinformerError
 
 RECIPE = "small"

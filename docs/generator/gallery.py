@@ -10,10 +10,10 @@ from generator import commands
 from generator.card import legend, picture, row
 from generator.facts import config_of, facts
 from generator.text import contents, escaped, html, page, table, write
-from kinformer.cli.list_ import COSTS, GROWTHS
 from kinformer.family.record import Member
 from kinformer.family.table import MEMBERS
-from kinformer.training.metric import flops
+from kinformer.lab.cli.list_ import COSTS, GROWTHS
+from kinformer.lab.training.logging import flops
 
 FIRST = ("rope", "local", "gated-deltanet", "reformer")
 """The row of cards on the site's first page and in README."""

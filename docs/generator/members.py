@@ -16,18 +16,18 @@ from generator.member_values import shown, values_of
 from generator.results import Result, results
 from generator.text import escaped, figure, html, literal, page, table, write
 from generator.typeset import typeset
-from kinformer.cli.list_ import COSTS, GROWTHS
-from kinformer.cli.show import folded, tree
 from kinformer.core.config import parts_in
 from kinformer.family.record import Member
 from kinformer.family.table import MEMBERS
-from kinformer.figures.draw import draw
-from kinformer.figures.formulas import formulas, symbols
-from kinformer.figures.panels import Panel
-from kinformer.runs.drawing.options import DrawOptions
-from kinformer.runs.drawing.subject import find
+from kinformer.lab.cli.list_ import COSTS, GROWTHS
+from kinformer.lab.cli.show import folded, tree
+from kinformer.lab.drawing.draw import draw
+from kinformer.lab.drawing.formulas import formulas, symbols
+from kinformer.lab.drawing.options import DrawOptions
+from kinformer.lab.drawing.panels import Panel
+from kinformer.lab.drawing.subject import find
+from kinformer.lab.training.logging import flops, size
 from kinformer.runtime.errors import KinformerError
-from kinformer.training.metric import flops, size
 
 MOST_PANELS = 6
 

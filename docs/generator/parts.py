@@ -14,7 +14,7 @@ from generator.typeset import typeset
 from kinformer.core.config import Config
 from kinformer.family.kinds import kinds
 from kinformer.family.settings import meaning
-from kinformer.figures.formulas import SLOTS
+from kinformer.lab.drawing.formulas import SLOTS
 
 TITLES = {
     "mixer": "Causal mixers",

@@ -7,7 +7,7 @@ from statistics import mean
 from typing import Any
 
 from generator.charts import Bars, Lines, Plot
-from kinformer.runtime.words import plural
+from kinformer.runtime.errors import plural
 
 
 def bars(unit: str, values: Mapping[str, float], log: bool = False, dots: bool = False) -> list[Plot]:

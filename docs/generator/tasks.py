@@ -10,14 +10,14 @@ from typing import Any
 from generator import commands
 from generator.facts import config_of
 from generator.text import contents, escaped, literal, page, table, write
-from kinformer.cli.form import option_docs
 from kinformer.core.model import PROTOCOLS
 from kinformer.family.record import Member
 from kinformer.family.table import MEMBERS
+from kinformer.lab.cli.form import option_docs
+from kinformer.lab.tasks.table import TASKS
+from kinformer.lab.tasks.task import Task
+from kinformer.lab.training.logging import SHARE, Metric
 from kinformer.runtime.errors import as_flags, flag_of
-from kinformer.tasks.table import TASKS
-from kinformer.tasks.task import Task
-from kinformer.training.metric import SHARE, Metric
 
 OPTIONS = {"Options": "train", "EvaluationOptions": "evaluate", "GenerationOptions": "generate"}
 

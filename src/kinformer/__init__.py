@@ -25,22 +25,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kinformer.commands import (
+from kinformer.core import config as kind_table
+from kinformer.lab.commands import (
     bench,
     calibrate,
+    check_shards,
     compare,
     draw,
     embed,
     estimate,
+    export,
+    import_checkpoint,
     index,
+    pack,
     preserving,
     serve,
     show,
     stream,
     trace,
+    verify,
 )
-from kinformer.core import kind_table
-from kinformer.folders import check_shards, export, import_checkpoint, pack, verify
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,13 +58,13 @@ if TYPE_CHECKING:
     from kinformer.core.model import CausalModel
     from kinformer.family.record import Member
     from kinformer.generation.sampling import SamplingOptions
+    from kinformer.lab.runs.run import Run
+    from kinformer.lab.tasks.evaluation import Evaluation
+    from kinformer.lab.tasks.task import Task
     from kinformer.models.decoder import Decoder
     from kinformer.models.encoder import Encoder
     from kinformer.nn.causal import CausalLayer
     from kinformer.nn.factory import LayerRecord
-    from kinformer.runs.run import Run
-    from kinformer.tasks.evaluation import Evaluation
-    from kinformer.tasks.task import Task
 
 
 def _kinds() -> Kinds:
@@ -111,7 +115,7 @@ def members() -> list[Member]:
 
 def tasks() -> list[Task]:
     """Return the records of the tasks: what a model can be trained for, with name, title, metrics and options."""
-    from kinformer.tasks.table import tasks
+    from kinformer.lab.tasks.table import tasks
 
     return tasks()
 
@@ -199,8 +203,8 @@ def train(
     task: one of :func:`tasks` by name; if not given, the member's usual one.
     options: by the names of the command's flags. With ``minutes`` alone, width, ``length``, ``batch_size``, optimiser
         and tokenizer are chosen so that the time is well spent. Settings: ``steps`` or ``minutes``, ``length``,
-        ``batch_size``, ``lr``, ``seed``, ... (see ``training.settings.Settings``). Further ones: ``init``,
-        ``tokenizer``, ``resume``, ``devices``, ``device``, ``threads``, ... (see ``runs.options.TrainOptions``). The
+        ``batch_size``, ``lr``, ``seed``, ... (see ``lab.training.settings.Settings``). Further ones: ``init``,
+        ``tokenizer``, ``resume``, ``devices``, ``device``, ``threads``, ... (see ``lab.runs.options.TrainOptions``). The
         task's own: ``segments``, ``mask_share``, ``examples``, ... And ``quiet=True``: no progress on a terminal.
 
     Training seeds PyTorch's global random numbers for dropout and restores them at the end. So one
@@ -209,7 +213,7 @@ def train(
 
     Errors: ``KinformerError`` with one sentence; an unknown name is one that names the nearest.
     """
-    from kinformer.runs.functions import train
+    from kinformer.lab.runs.functions import train
 
     return train(member, {"out": out, "data": data, "recipe": recipe, "task": task, "set": set or {}, **options})
 
@@ -219,9 +223,9 @@ def evaluate(run: str | Path, **options: object) -> Evaluation:
     """Measure a run folder on held-out data as its task says: ``.metrics``, ``.units``, ``.baselines``, ``.facts``.
 
     options: by the names of the flags of ``kinformer evaluate``: ``data``, ``split``, ``max_bytes``, ``set``, ...
-        (see ``runs.options.EvaluateOptions``), and the task's own: ``context``, ``lengths``, ``baseline``, ...
+        (see ``lab.runs.options.EvaluateOptions``), and the task's own: ``context``, ``lengths``, ``baseline``, ...
     """
-    from kinformer.runs.functions import evaluate
+    from kinformer.lab.runs.functions import evaluate
 
     return evaluate(run, options)
 
@@ -240,12 +244,12 @@ def predict(run: str | Path, inputs: str | Path | Sequence[object], **options: o
     run: the run's folder.
     inputs: a list of texts (or of paths, where items are files); or the path of a file or folder, as for the command.
     options: ``top_k`` (1), ``batch_size`` (32), ``max_items``, ``text_field``, ``label_field``, ``format``, ``set``,
-        ``device``, ``threads``, ``quiet`` (True; see ``runs.prediction_options.PredictOptions``), and the task's own:
+        ``device``, ``threads``, ``quiet`` (True; see ``lab.runs.options.PredictOptions``), and the task's own:
         ``mask``, ``beam``, ``prefixes``, ...
 
     Errors: ``KinformerError`` for a task that predicts nothing, and for an item that cannot be read, with its place.
     """
-    from kinformer.runs.functions import predict
+    from kinformer.lab.runs.functions import predict
 
     return predict(run, inputs, options)
 
@@ -257,7 +261,7 @@ def load(run: str | Path, *, set: Mapping[str, object] | None = None) -> Decoder
     run: the run's folder.
     set: overrides that leave the weights as they are, such as ``{"layers.*.mixer.position.factor": 4}``.
     """
-    from kinformer.runs.functions import load
+    from kinformer.lab.runs.functions import load
 
     return load(run, set)
 
@@ -268,7 +272,7 @@ def open_run(run: str | Path) -> Run:
 
     run: the run's folder.
     """
-    from kinformer.runs.run import open_run
+    from kinformer.lab.runs.run import open_run
 
     return open_run(run)
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from kinformer.cli.main import main
+from kinformer.lab.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from kinformer.runs.harness.lm import KinformerLM
+from kinformer.lab.runs.harness import KinformerLM
 from kinformer.runtime.errors import KinformerError, spelled
 
 __all__ = ["KinformerLM"]

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kinformer.core import state as states
 from kinformer.core.contract import (
     CausalMixer,
     Chunk,
@@ -19,6 +18,7 @@ from kinformer.core.contract import (
     right_align,
     select_valid,
 )
+from kinformer.core.state import ReservedState, fork
 
 DIM = 8
 
@@ -39,13 +39,13 @@ class PastState(NamedTuple):
 PastState.slots = ("k", "v")
 
 
-class ReservedPast(states.ReservedState):
+class ReservedPast(ReservedState):
     """The first ``length`` slots of the buffers ``k`` and ``v`` are the past."""
 
     def __init__(self, k: Tensor, v: Tensor, seen: Tensor, length: int, ticket: list[int]) -> None:
         super().__init__(ticket)
         self.k, self.v, self.seen, self.length = k, v, seen, length
-        self.before = states.fork(self.view())  # later steps write over the past
+        self.before = fork(self.view())  # later steps write over the past
 
     def view(self) -> PastState:
         return PastState(self.k[:, :, : self.length], self.v[:, :, : self.length], self.seen)
@@ -57,7 +57,7 @@ class ReservedPast(states.ReservedState):
 
     def value(self) -> PastState:
         self.check()
-        return states.fork(self.view())
+        return fork(self.view())
 
     def map(self, function: Callable[[Tensor], Tensor]) -> ReservedPast:
         self.check()

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.blocks.bare import BareDecoderLayer
+from kinformer.blocks.layer import BareDecoderLayer
 from kinformer.blocks.sha_rnn import ShaRnnEncoderLayer
 from kinformer.core.contract import Chunk
 from kinformer.core.encoder import SequenceContext
 from kinformer.family.build import configure
 from kinformer.mixers.bidirectional import BidirectionalAttention
-from kinformer.mixers.bidirectional_lstm import BidirectionalLSTM
+from kinformer.mixers.recurrent import BidirectionalLSTM
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import (

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kinformer.blocks.feed_forward import MLP, Boom, SwiGLU
-from kinformer.estimation.checkpoint import Live
+from kinformer.lab.estimation.estimate import Live
 from kinformer.runtime.errors import KinformerError
 
 CONFIGS = [

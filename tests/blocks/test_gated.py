@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.blocks.gated import Gated, Reordered
-from kinformer.blocks.norms import LayerNorm
+from kinformer.blocks.residual import Gated, LayerNorm, Reordered
 from kinformer.core.contract import Chunk
 from kinformer.mixers.segment_memory import SegmentState
 from kinformer.mixers.softmax import SoftmaxAttention

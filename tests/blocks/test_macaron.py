@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from kinformer.blocks.feed_forward import MLP
-from kinformer.blocks.layer import DecoderLayer
-from kinformer.blocks.macaron import MacaronEncoderLayer, MacaronLayer
+from kinformer.blocks.layer import DecoderLayer, MacaronEncoderLayer, MacaronLayer
 from kinformer.blocks.residual import PostNorm, PreNorm
 from kinformer.core.contract import CausalMixer, Chunk
 from kinformer.core.encoder import SequenceContext

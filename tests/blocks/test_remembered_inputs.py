@@ -5,15 +5,13 @@ import torch
 
 import kinformer
 from kinformer.blocks.layer import DecoderLayer
-from kinformer.blocks.norms import LayerNorm, RMSNorm
-from kinformer.blocks.residual import PreNorm
+from kinformer.blocks.residual import LayerNorm, PreNorm, RMSNorm
 from kinformer.blocks.sha_rnn import ShaRnnLayer
-from kinformer.core import state as states
 from kinformer.core.contract import Chunk
-from kinformer.mixers.compressive import Compressive
-from kinformer.mixers.compressive.compression import Convolution
+from kinformer.core.state import detach
+from kinformer.mixers.compressive import Compressive, Convolution
 from kinformer.mixers.segment_memory import SegmentMemory
-from kinformer.positions.none import NoPosition
+from kinformer.parts.positions import NoPosition
 from kinformer.testing import MODEL_CHECKS, ModelSubject
 from tests.mixers.made import DIM, inputs
 
@@ -76,7 +74,7 @@ def test_outputs_and_gradients_are_those_of_the_formula(norm, sizes):
 def test_memories_are_read_by_the_present_norm(config):
     """After a step of the optimiser, what follows a memory is as if the memory had been made by the new weights."""
     layer, x = prenorm(config), inputs(TIME)
-    begun = states.detach(absorbed(layer, x[:, :10], [10])[1])
+    begun = detach(absorbed(layer, x[:, :10], [10])[1])
     with torch.no_grad():
         layer.mixer_residual.norm.weight.mul_(1.7)
         layer.mixer_residual.norm.bias.add_(0.4)

@@ -9,13 +9,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import kinformer
 from kinformer.blocks.feed_forward import Boom
+from kinformer.core.attention_state import TokenMemoryState
 from kinformer.core.contract import Chunk
-from kinformer.core.token_memory import TokenMemoryState
-from kinformer.estimation.estimate import estimate
 from kinformer.family.build import configure
 from kinformer.kernels.lstm import Weights, lstm
-from kinformer.mixers.lstm import LSTM
-from kinformer.mixers.single_head import SingleHead
+from kinformer.lab.estimation.estimate import estimate
+from kinformer.mixers.latent import SingleHead
+from kinformer.mixers.recurrent import LSTM
 from kinformer.runtime.errors import KinformerError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "sha_rnn.npz"

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.positions.t5 import T5
-from kinformer.positions.xl import TransformerXL
+from kinformer.parts.relative_positions import T5, TransformerXL
 
 TOKENS = torch.randint(23, (2, 12), generator=torch.Generator().manual_seed(0))
 SHARING = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kinformer.blocks.feed_forward import MLP
-from kinformer.blocks.norms import LayerNorm
+from kinformer.blocks.residual import LayerNorm
 from kinformer.runtime.errors import KinformerError
 
 

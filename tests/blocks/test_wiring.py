@@ -5,10 +5,8 @@ import torch
 from torch import nn
 
 from kinformer.blocks.feed_forward import MLP, GeGLU
-from kinformer.blocks.layer import DecoderLayer
-from kinformer.blocks.norms import LayerNorm
-from kinformer.blocks.parallel import ParallelEncoderLayer, ParallelLayer
-from kinformer.blocks.residual import PostNorm, PreNorm, Sandwich
+from kinformer.blocks.layer import DecoderLayer, ParallelEncoderLayer, ParallelLayer
+from kinformer.blocks.residual import LayerNorm, PostNorm, PreNorm, Sandwich
 from kinformer.core.contract import Chunk
 from kinformer.core.encoder import SequenceContext
 from kinformer.family.build import build, configure

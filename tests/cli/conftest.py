@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.data import open_corpus, train_tokenizer
 from kinformer.family.build import configure
-from kinformer.runs.run import Run, open_run, save_weights
-from kinformer.tasks.table import task_of
+from kinformer.lab.data import open_corpus, train_tokenizer
+from kinformer.lab.runs.run import Run, open_run, save_weights
+from kinformer.lab.tasks.table import task_of
 
 
 @pytest.fixture(scope="session")

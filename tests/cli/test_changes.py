@@ -7,9 +7,8 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.data import open_corpus
-from kinformer.evaluation.bits import measure
-from kinformer.evaluation.windows import Windows
+from kinformer.lab.data import open_corpus
+from kinformer.lab.evaluation.bits import Windows, measure
 from kinformer.runtime.errors import KinformerError
 
 PLACE = "layers.*.mixer.position"

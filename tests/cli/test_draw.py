@@ -8,20 +8,13 @@ import torch
 
 import kinformer
 from kinformer.family.build import configure
-from kinformer.figures.panels import describe, grid, numbered, parts_of, raster, shares_of
-from kinformer.patterns.big_bird import BigBird
-from kinformer.patterns.causal import Causal
-from kinformer.patterns.combined import Complement, Intersection, Union
-from kinformer.patterns.image_2d import Image2D
-from kinformer.patterns.local import Local
-from kinformer.patterns.strided import Strided
-from kinformer.runs.drawing.blocks import chosen_panels
-from kinformer.runs.drawing.buckets import text_by_buckets
-from kinformer.runs.drawing.exits import text_by_exits
-from kinformer.runs.drawing.experts import text_by_experts
-from kinformer.runs.drawing.options import DrawOptions
-from kinformer.runs.drawing.text import tokens_of
-from kinformer.runs.run import open_run
+from kinformer.lab.drawing.options import DrawOptions
+from kinformer.lab.drawing.panels import describe, grid, numbered, parts_of, raster, shares_of
+from kinformer.lab.drawing.runs import chosen_panels, text_by_buckets, text_by_exits, text_by_experts, tokens_of
+from kinformer.lab.runs.run import open_run
+from kinformer.parts.patterns.big_bird import BigBird
+from kinformer.parts.patterns.images import Image2D
+from kinformer.parts.patterns.sequence import Causal, Complement, Intersection, Local, Strided, Union
 
 pytest.importorskip("matplotlib")
 
@@ -102,7 +95,7 @@ def test_encodings_of_positions(drawn, name, panels):
 
 @pytest.mark.parametrize("name", ["learned", "t5", "shaw", "xl", "complex_order"])
 def test_random_numbers_are_not_drawn_for_positions(drawn, capsys, name):
-    from kinformer.cli.main import main
+    from kinformer.lab.cli.main import main
 
     assert main(["draw", name, "--position"]) == 2
     assert "learnt" in capsys.readouterr().err
@@ -251,7 +244,7 @@ def test_mistakes_are_one_sentence(cli, tmp_path, monkeypatch, arguments, told):
 
 def test_without_matplotlib_it_is_one_sentence(cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kinformer.figures.style.find_spec", lambda name: None)
+    monkeypatch.setattr("kinformer.lab.drawing.style.find_spec", lambda name: None)
     code, out, err = cli("draw", "local")
     assert (code, out) == (2, "") and "pip install 'kinformer[plot]'" in err and err.count("\n") == 1
 

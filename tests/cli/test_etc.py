@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kinformer.runs.run import open_run
+from kinformer.lab.runs.run import open_run
 
 OPTIONS = ("--recipe", "tiny", "--length", "42", "--batch-size", "4", "--steps", "4", "--threads", "1")
 pytestmark = pytest.mark.usefixtures("cache")

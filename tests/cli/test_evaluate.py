@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from kinformer.data import NgramModel, open_corpus
-from kinformer.evaluation.bits import measure
-from kinformer.evaluation.windows import Windows
-from kinformer.runs.run import open_run
-from kinformer.tasks.next_token import NextTokenOptions
+from kinformer.lab.data import NgramModel, open_corpus
+from kinformer.lab.evaluation.bits import Windows, measure
+from kinformer.lab.runs.run import open_run
+from kinformer.lab.tasks.next_token import NextTokenOptions
 
 
 def metrics(cli, *arguments):

@@ -5,10 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from kinformer.data import open_corpus
-from kinformer.evaluation.bits import measure
-from kinformer.evaluation.recl import context_losses, recl, spread_positions
-from kinformer.evaluation.windows import Windows
+from kinformer.lab.data import open_corpus
+from kinformer.lab.evaluation.bits import Windows, measure
+from kinformer.lab.evaluation.recl import context_losses, recl, spread_positions
 
 
 def metrics(cli, *arguments):

@@ -5,10 +5,10 @@ import json
 import pytest
 
 import kinformer
-from kinformer.cli.main import COMMANDS
-from kinformer.comparison import bench as benching
-from kinformer.comparison import compare as comparing
-from kinformer.comparison.machine import Floor
+from kinformer.lab.cli.main import COMMANDS
+from kinformer.lab.comparison import bench as benching
+from kinformer.lab.comparison import compare as comparing
+from kinformer.lab.comparison.speed import Floor
 from kinformer.runtime.errors import KinformerError, as_flags
 
 OTHER_NAMES = {"chat": "stream", "list": "members", "import": "import_checkpoint"}

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.data import ByteTokenizer, FileTokenizer
-from kinformer.data.tokenizer import ByteStream
 from kinformer.generation.session import Session
-from kinformer.runs.generate import check_drawing
-from kinformer.runs.options import GenerateOptions
+from kinformer.lab.data import ByteTokenizer, FileTokenizer
+from kinformer.lab.data.tokenizer import ByteStream
+from kinformer.lab.runs.inference import check_drawing
+from kinformer.lab.runs.options import GenerateOptions
+from kinformer.lab.tasks.image.work import _Picker
+from kinformer.lab.tasks.table import TASKS
+from kinformer.lab.tasks.task import DRAWING
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.image.generate import _Picker
-from kinformer.tasks.record import DRAWING
-from kinformer.tasks.table import TASKS
 
 
 def expected(model, prompt, **options):
@@ -151,7 +151,7 @@ def test_bf16_weights_generate(cli, gpt_run, linear_run):
 
 
 def test_each_token_is_written_before_the_next_is_computed(linear_run, monkeypatch):
-    from kinformer.cli.main import main
+    from kinformer.lab.cli.main import main
     from kinformer.models.decoder import Decoder
 
     events = []

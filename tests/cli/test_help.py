@@ -10,9 +10,9 @@ import pytest
 import kinformer
 from kinformer.family.build import configure
 from kinformer.family.table import members
+from kinformer.lab.tasks.table import ALL, task_for
+from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import RARE
-from kinformer.tasks.table import ALL, task_for
-from kinformer.training.settings import Settings
 
 MOST = {"train": 46, "compare": 35, "evaluate": 22, "generate": 31}
 """Options that the general help of a command may show. Make another an option of a task, or a path of ``--set``."""
@@ -53,7 +53,7 @@ def test_the_help_of_a_run_has_the_options_of_its_task(cli, tmp_path):
 
 
 def test_help_loads_no_pytorch():
-    code = "import sys; from kinformer.cli.main import main; main(['train', 'vit', '--help'])"
+    code = "import sys; from kinformer.lab.cli.main import main; main(['train', 'vit', '--help'])"
     code += "; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("False\n")

@@ -9,19 +9,17 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.data import open_corpus
-from kinformer.datastore import evaluate as datastore_evaluation
-from kinformer.datastore.attached import AttachedDecoder, KeyedDecoder
-from kinformer.datastore.exact import ExactSearch
-from kinformer.datastore.store import Datastore
-from kinformer.datastore.writer import Writer
-from kinformer.evaluation.bits import measure
-from kinformer.evaluation.windows import Windows
-from kinformer.heads.knn import KnnMixture
-from kinformer.runs.options import EvaluateOptions
-from kinformer.runs.run import open_run
-from kinformer.tasks.evaluation import EvaluationSettings
-from kinformer.tasks.shared.text import held_out
+from kinformer.heads.language import KnnMixture
+from kinformer.lab.data import open_corpus
+from kinformer.lab.datastore import evaluate as datastore_evaluation
+from kinformer.lab.datastore.attach import AttachedDecoder, KeyedDecoder
+from kinformer.lab.datastore.search import ExactSearch
+from kinformer.lab.datastore.store import Datastore, Writer
+from kinformer.lab.evaluation.bits import Windows, measure
+from kinformer.lab.runs.options import EvaluateOptions
+from kinformer.lab.runs.run import open_run
+from kinformer.lab.tasks.evaluation import EvaluationSettings
+from kinformer.lab.tasks.shared.text import held_out
 
 CHUNK = ("--chunk", 256)
 

@@ -13,8 +13,8 @@ from contextlib import nullcontext
 import pytest
 
 import kinformer
-from kinformer.cli import main as command_line
-from kinformer.cli.parsing import overrides
+from kinformer.lab.cli import main as command_line
+from kinformer.lab.cli.parsing import overrides
 from kinformer.runtime import process
 from kinformer.runtime.errors import KinformerError
 
@@ -29,7 +29,7 @@ def in_a_process(*arguments, **options):
 def test_what_computes_nothing_imports_little(arguments):
     code = (
         "import sys\n"
-        "from kinformer.cli.main import main\n"
+        "from kinformer.lab.cli.main import main\n"
         f"status = main({arguments!r})\n"
         "print(*sys.modules, file=sys.stderr)\n"
         "sys.exit(status)"
@@ -46,8 +46,8 @@ def test_a_command_looks_for_no_garbage_in_what_it_loads_and_a_call_leaves_that_
     """A command's work runs with the search for garbage on; what was loaded before it is out of the search."""
     code = (
         "import gc, sys\n"
-        "import kinformer.cli.bench as bench\n"
-        "from kinformer.cli.main import main\n"
+        "import kinformer.lab.cli.bench as bench\n"
+        "from kinformer.lab.cli.main import main\n"
         "sys.argv = ['kinformer', 'bench', 'gpt']\n"
         "told = lambda: print(gc.isenabled(), gc.get_freeze_count() > 100_000, file=sys.stderr)\n"
         "bench.run = lambda options: told() or 0\n"
@@ -149,7 +149,7 @@ def test_an_override_may_hold_equals_signs_and_json():
     ],
 )
 def test_how_commands_end(cli, monkeypatch, error, code, told):
-    from kinformer.cli import list_
+    from kinformer.lab.cli import list_
 
     monkeypatch.setattr(list_, "run", lambda options: (_ for _ in ()).throw(error))
     ended, out, err = cli("list")

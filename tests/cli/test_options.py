@@ -10,11 +10,11 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from kinformer.cli import main as command_line
-from kinformer.cli.form import bare, flags, form_of
-from kinformer.cli.parsing import parse
+from kinformer.lab.cli import main as command_line
+from kinformer.lab.cli.form import bare, flags, form_of
+from kinformer.lab.cli.parsing import parse
+from kinformer.lab.tasks.table import TASKS
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.table import TASKS
 
 
 def forms(name):
@@ -108,7 +108,7 @@ def test_a_device_that_is_not_there_is_one_sentence(cli, gpt_run, tmp_path, monk
 
 
 def test_every_synonym_is_one_of_something():
-    from kinformer.cli.synonyms import MODEL, OPTIONS, SENTENCES
+    from kinformer.lab.cli.form import MODEL, OPTIONS, SENTENCES
 
     known = set().union(*(flags(form_of(*forms(name))) for name in command_line.COMMANDS))
     assert set(OPTIONS.values()) | {option for option, _ in SENTENCES.values()} <= known and set(MODEL)

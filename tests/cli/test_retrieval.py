@@ -9,21 +9,17 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core.head import NeedsStore
-from kinformer.core.model_config import HeadConfig
-from kinformer.data import open_corpus
-from kinformer.datastore.attach import looks_up
-from kinformer.datastore.attached import KeyedDecoder
-from kinformer.datastore.exact import ExactSearch
-from kinformer.datastore.store import Datastore
-from kinformer.evaluation.bits import measure
-from kinformer.evaluation.windows import Windows
+from kinformer.core.parts import NeedsStore
+from kinformer.core.stack import HeadConfig
 from kinformer.family.build import configure
-from kinformer.runs.planning import plan_of
-from kinformer.runs.rows import rows_of
-from kinformer.runs.run import open_run
-from kinformer.runs.stores import STORES
-from kinformer.training.settings import Settings
+from kinformer.lab.data import open_corpus
+from kinformer.lab.datastore.attach import KeyedDecoder, looks_up
+from kinformer.lab.datastore.search import ExactSearch
+from kinformer.lab.datastore.store import Datastore
+from kinformer.lab.evaluation.bits import Windows, measure
+from kinformer.lab.runs.create import plan_of, rows_of
+from kinformer.lab.runs.run import STORES, open_run
+from kinformer.lab.training.settings import Settings
 
 SETTINGS = (
     "--recipe tiny --length 32 --batch-size 4 --steps 6 --validation-tokens 256 --set training.log_every=1 --threads 1"

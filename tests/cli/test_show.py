@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.cli.show import DEFAULTS, folded, tree
 from kinformer.core.state import nbytes, value
 from kinformer.family.build import configure
-from kinformer.figures.formulas import formulas
+from kinformer.lab.cli.show import DEFAULTS, folded, tree
+from kinformer.lab.drawing.formulas import formulas
 
 
 @pytest.mark.parametrize("name", ["gpt", "linear-transformer", "fast-weights"])

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from kinformer.runs.run import open_run
+from kinformer.lab.runs.run import open_run
 from kinformer.runtime.files import load_tensors
 
 TINY = ["--recipe", "tiny", "--batch-size", "4", "--steps", "4", "--validation-tokens", "300", "--threads", "1"]
@@ -29,7 +29,7 @@ def films(tmp_path_factory):
 @pytest.fixture(scope="module")
 def masked_run(tmp_path_factory, text_file):
     """A run of bert on masked bytes."""
-    from kinformer.cli.main import main
+    from kinformer.lab.cli.main import main
 
     out = tmp_path_factory.mktemp("runs") / "masked"
     assert main(["train", "bert", *TINY, "--length", "32", "--data", str(text_file), "--out", str(out)]) == 0

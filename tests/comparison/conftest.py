@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from kinformer.cli.main import main
-from kinformer.comparison import compare as comparing
-from kinformer.comparison import speed
-from kinformer.comparison.record import Comparison, EntrantRecord, Point, SeedRun, Trial
+from kinformer.lab.cli.main import main
+from kinformer.lab.comparison import compare as comparing
+from kinformer.lab.comparison import speed
+from kinformer.lab.comparison.record import Comparison, EntrantRecord, Point, SeedRun, Trial
 
 MEMORY = {"training": 1 << 20, "lengths": []}
 SIZES = {

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.comparison import bench as benching
-from kinformer.comparison import machine, peers, works
-from kinformer.comparison.machine import Floor, measure_floor
-from kinformer.comparison.timing import in_fresh_process, in_turns
+from kinformer.lab.comparison import bench as benching
+from kinformer.lab.comparison import peers, works
+from kinformer.lab.comparison import speed as machine
+from kinformer.lab.comparison.speed import Floor, in_fresh_process, in_turns, measure_floor
 from kinformer.runtime.errors import KinformerError
 
 FLAGS = ("--recipe", "tiny", "--lengths", "16,48", "--rounds", 1, "--threads", 1, "--device", "cpu")

@@ -4,14 +4,13 @@ import json
 
 import pytest
 
-from kinformer.cli.main import main
-from kinformer.comparison import compare as comparing
-from kinformer.comparison import training
-from kinformer.comparison.entrants import entrants
-from kinformer.comparison.options import DEFAULT_MEMBERS, PLANS, CompareOptions, planned
-from kinformer.comparison.plan import USUAL_LENGTH, contestants, with_length, with_tokenizer
-from kinformer.comparison.record import read
-from kinformer.comparison.words import summary
+from kinformer.lab.cli.main import main
+from kinformer.lab.comparison import compare as comparing
+from kinformer.lab.comparison import training
+from kinformer.lab.comparison.options import DEFAULT_MEMBERS, PLANS, CompareOptions, planned
+from kinformer.lab.comparison.plan import USUAL_LENGTH, contestants, entrants, with_length, with_tokenizer
+from kinformer.lab.comparison.record import read
+from kinformer.lab.comparison.words import summary
 from kinformer.runtime.errors import KinformerError
 
 
@@ -169,9 +168,9 @@ def test_the_steps_follow_from_the_measured_speeds():
 
 def test_a_comparison_plans_what_training_trains(tmp_path, text_file):
     """One planner: the settings that a task has and the member's objective are in both plans."""
-    from kinformer.comparison.plan import planned
-    from kinformer.runs.create import create
-    from kinformer.runs.options import TrainOptions
+    from kinformer.lab.comparison.plan import planned
+    from kinformer.lab.runs.create import create
+    from kinformer.lab.runs.options import TrainOptions
 
     cases = [("gpt", {"data": str(text_file)}), ("gpt", {"task": "recall"}), ("bert", {"data": str(text_file)})]
     for number, (name, options) in enumerate(cases):

@@ -2,10 +2,10 @@
 
 import pytest
 
-from kinformer.comparison.entrants import TOLERANCE, entrants, parameters_of, sized
-from kinformer.core.overrides import override
+from kinformer.core.config import override
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
+from kinformer.lab.comparison.plan import TOLERANCE, entrants, parameters_of, sized
 from kinformer.runtime.errors import KinformerError
 
 

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
-from kinformer.comparison.charts import Chart, Series, svg
-from kinformer.comparison.measures import departures
-from kinformer.comparison.page import ASSETS, page
-from kinformer.comparison.report import markdown
+from kinformer.lab.comparison.report import ASSETS, Chart, Series, markdown, page, svg
+from kinformer.lab.comparison.words import departures
 from tests.comparison.browser import Browser
 from tests.comparison.conftest import comparison, entrant
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kinformer.comparison.record import as_json, merged, read, save
+from kinformer.lab.comparison.record import as_json, merged, read, save
 from kinformer.runtime.errors import KinformerError
 from tests.comparison.conftest import comparison, entrant
 

@@ -4,7 +4,7 @@ from math import inf
 
 import pytest
 
-from kinformer.comparison.statistics import holm, two_sided, welch
+from kinformer.lab.comparison.words import holm, two_sided, welch
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,21 @@
 
 import pytest
 
-from kinformer.comparison.curves import charts
-from kinformer.comparison.measures import costs, departures, differing, slots
-from kinformer.comparison.report import columns, markdown
-from kinformer.comparison.words import at, crossover, crossovers_of, differences, summary
 from kinformer.core.config import to_dict
 from kinformer.family.build import configure
 from kinformer.family.table import member
+from kinformer.lab.comparison.report import charts, columns, markdown
+from kinformer.lab.comparison.words import (
+    at,
+    costs,
+    crossover,
+    crossovers_of,
+    departures,
+    differences,
+    differing,
+    slots,
+    summary,
+)
 from tests.comparison.conftest import comparison, entrant
 
 

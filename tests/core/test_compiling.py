@@ -23,7 +23,7 @@ def test_neither_building_nor_running_loads_the_compiler():
         "for name in MEMBERS:\n"
         "    kinformer.build(name, recipe='tiny')\n"
         "kinformer.generate(kinformer.build('gpt'), [[1, 2]], max_new_tokens=2)\n"
-        "import kinformer.runs.generate, kinformer.runs.evaluate, torch\n"
+        "import kinformer.lab.runs.inference, kinformer.lab.runs.inference, torch\n"
         "from kinformer.family.build import configure, weight_shapes\n"
         "for name in ('gpt', 'linear-transformer', 'bert', 'vit', 'reformer'):\n"
         "    weight_shapes(configure(name, 'tiny'))\n"

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kinformer.core.config import Config, field_types, from_dict, parts_in, to_dict
-from kinformer.core.overrides import override
+from kinformer.core.config import Config, field_types, from_dict, override, parts_in, to_dict
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.patterns import local
-from kinformer.positions.rope import Rope
+from kinformer.parts.patterns import sequence as local
+from kinformer.parts.relative_positions import Rope
 from kinformer.runtime.errors import KinformerError, choose, nearest
 
 

@@ -1,6 +1,6 @@
 """Counts in sentences."""
 
-from kinformer.runtime.words import plural
+from kinformer.runtime.errors import plural
 
 
 def test_one_is_no_plural():

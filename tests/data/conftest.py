@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from kinformer.data import Split
-from kinformer.data.extents import Extent, Extents
+from kinformer.lab.data import Split
+from kinformer.lab.data.files import Extent, Extents
 from kinformer.runtime.progress import LOGGER
 
 

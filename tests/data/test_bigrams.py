@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kinformer.data import bigrams, open_corpus, train_tokenizer
-from kinformer.data.bigrams import Bigrams
+from kinformer.lab.data import masking as bigrams
+from kinformer.lab.data import open_corpus, train_tokenizer
+from kinformer.lab.data.masking import Bigrams
 
 
 @pytest.mark.parametrize("tokens", ["bytes", "pieces"])

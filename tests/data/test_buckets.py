@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kinformer.data import IGNORED, BosEos, Buckets, Examples, Rows
-from kinformer.data.buckets import POOL
+from kinformer.lab.data import IGNORED, BosEos, Buckets, Examples, Rows
+from kinformer.lab.data.buckets import POOL
 from kinformer.runtime.errors import KinformerError
 
 ENDS = BosEos(257, 258)

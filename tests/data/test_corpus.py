@@ -12,16 +12,16 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from kinformer.data import corpus as corpus_module
-from kinformer.data import extents, open_corpus, spool
-from kinformer.data.extents import Extent, Extents
-from kinformer.data.files import atomic_write
+from kinformer.lab.data import corpus as corpus_module
+from kinformer.lab.data import files as extents
+from kinformer.lab.data import open_corpus, spool
+from kinformer.lab.data.files import Extent, Extents, atomic_write
 from kinformer.runtime.errors import KinformerError
 
 HUGE = """
 import resource, sys
 import numpy as np
-from kinformer.data import EvaluationStream, RandomWindows, open_corpus
+from kinformer.lab.data import EvaluationStream, RandomWindows, open_corpus
 with open("/proc/self/status") as status:
     taken = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmSize"))
 resource.setrlimit(resource.RLIMIT_AS, (taken + (256 << 20), taken + (256 << 20)))

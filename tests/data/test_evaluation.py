@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kinformer.data import EvaluationStream
+from kinformer.lab.data import EvaluationStream
 from kinformer.runtime.errors import KinformerError
 
 

@@ -8,7 +8,7 @@ import lzma
 import pytest
 
 import kinformer
-from kinformer.data import open_corpus
+from kinformer.lab.data import open_corpus
 from kinformer.runtime.errors import KinformerError
 
 TEXT = "the wind sings under the river\n" * 200

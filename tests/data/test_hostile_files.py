@@ -12,16 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kinformer.cli.config_file import read as read_options
-from kinformer.comparison.cache import Cache
-from kinformer.control.trajectories import open_trajectories
 from kinformer.core.config import KinformerError
-from kinformer.data.formats import check_plain, write_field
-from kinformer.data.images import read_images
-from kinformer.data.labelled import open_labelled
-from kinformer.data.pairs import open_pairs
-from kinformer.data.tokenizer import FileTokenizer
 from kinformer.interop.checkpoint import read_checkpoint
+from kinformer.lab.cli.form import read as read_options
+from kinformer.lab.comparison.cache import Cache
+from kinformer.lab.control.trajectories import open_trajectories
+from kinformer.lab.data.formats import check_plain, write_field
+from kinformer.lab.data.images import read_images
+from kinformer.lab.data.labelled import open_labelled
+from kinformer.lab.data.pairs import open_pairs
+from kinformer.lab.data.tokenizer import FileTokenizer
 from kinformer.runtime.files import read_json
 
 MOST_MEMORY = 200 << 20

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kinformer.data.image_files import decode, read_head
-from kinformer.data.images import ImageData, read_images
+from kinformer.lab.data.images import ImageData, decode, read_head, read_images
 from kinformer.runtime.errors import KinformerError
 
 RANDOM = np.random.default_rng(0)
@@ -79,7 +78,7 @@ def test_what_was_read_is_kept_and_mapped(read, tmp_path, monkeypatch):
     folder.mkdir()
     in_idx(folder, {"train": 20})
     first = read(folder)
-    monkeypatch.setattr("kinformer.data.images._find", None)
+    monkeypatch.setattr("kinformer.lab.data.images._find", None)
     again = read(folder)
     assert isinstance(again.train.pixels, np.memmap)
     assert not again.train.pixels.flags.writeable
@@ -372,7 +371,7 @@ def test_bad_pictures_are_one_sentence(read, tmp_path, name):
 def test_whole_pictures_of_any_kind_hold_all_their_rows(tmp_path, mode, size):
     from PIL import Image
 
-    from kinformer.data.png import require_rows
+    from kinformer.lab.data.images import require_rows
 
     Image.new(mode, size).save(tmp_path / "a.png")
     require_rows(tmp_path / "a.png")

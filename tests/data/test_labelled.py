@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kinformer.data import Labelled, labelled, open_labelled
-from kinformer.data.items import read_texts
-from kinformer.data.tables import Columns
+from kinformer.lab.data import Labelled, labelled, open_labelled
+from kinformer.lab.data.labelled import Columns, read_texts
 from kinformer.runtime.errors import KinformerError
 
 TEXTS = [
@@ -113,7 +112,7 @@ def test_written_once_and_anew_when_the_data_changes(tmp_path: Path, monkeypatch
 
 def test_ids_of_a_tokenizer(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
-    from kinformer.data import open_corpus, train_tokenizer
+    from kinformer.lab.data import open_corpus, train_tokenizer
 
     words = tmp_path / "words.txt"
     words.write_text(" ".join(text for text, _ in TEXTS))

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kinformer.data import listops
-from kinformer.data.listops import SYMBOLS, examples, open_listops, spell
+from kinformer.lab.data import listops
+from kinformer.lab.data.listops import SYMBOLS, examples, open_listops, spell
 from kinformer.runtime.errors import KinformerError
 
 NUMBER = 1500

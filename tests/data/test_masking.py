@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kinformer.data import IGNORED, ByteTokenizer
-from kinformer.data.masking import Masking, Words, ordinary
-from kinformer.data.permutation import mix
+from kinformer.lab.data import IGNORED, ByteTokenizer
+from kinformer.lab.data.masking import Masking, Words, ordinary
+from kinformer.lab.data.sampling import mix
 from kinformer.runtime.errors import KinformerError
 
 MASK = 256
@@ -84,7 +84,7 @@ def test_a_word_too_long_to_be_masked() -> None:
 
 def test_words_of_tokenizers() -> None:
     tokenizers = pytest.importorskip("tokenizers")
-    from kinformer.data.tokenizer import FileTokenizer
+    from kinformer.lab.data.tokenizer import FileTokenizer
 
     vocabulary = {word: index for index, word in enumerate(["[UNK]", "play", "##ing", ".", "##s"])}
     pieces = FileTokenizer.__new__(FileTokenizer)

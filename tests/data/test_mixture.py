@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kinformer.data import open_corpus
-from kinformer.data.mixture import CYCLE, MixedWindows, counts_of, mixture_of
+from kinformer.lab.data import open_corpus
+from kinformer.lab.data.mixture import CYCLE, MixedWindows, counts_of, mixture_of
+from kinformer.lab.tasks.next_token.objectives import NextTokens
+from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.next_token.rows import NextTokens
-from kinformer.training.settings import Settings
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from kinformer.data import IGNORED
-from kinformer.data.mqar import Recall
+from kinformer.lab.data import IGNORED
+from kinformer.lab.data.mqar import Recall
 from kinformer.runtime.errors import KinformerError
 
 DATA = Recall(pairs=(3, 8), symbols=40)

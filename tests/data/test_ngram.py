@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kinformer.data import NgramModel, ngram, open_corpus
+from kinformer.lab.data import NgramModel, ngram, open_corpus
 from kinformer.runtime.errors import KinformerError
 
 

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 import kinformer
-from kinformer.cli.main import main
-from kinformer.data import open_corpus, packing, train_tokenizer
-from kinformer.data.packed import MANIFEST, PACKED_SPLITS, open_packed, packed_tokenizer
-from kinformer.data.packing import Packing, pack
-from kinformer.data.split import Split
-from kinformer.data.tokenizer import ByteTokenizer
+from kinformer.lab.cli.main import main
+from kinformer.lab.data import open_corpus, packing, train_tokenizer
+from kinformer.lab.data.packed import MANIFEST, PACKED_SPLITS, open_packed, packed_tokenizer
+from kinformer.lab.data.packing import Packing, pack
+from kinformer.lab.data.split import Split
+from kinformer.lab.data.tokenizer import ByteTokenizer
+from kinformer.lab.tasks.next_token.objectives import NextTokens
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import signed
-from kinformer.tasks.next_token.rows import NextTokens
 from tests.training.tiny import SETTINGS, curve
 
 WORDS = ["wind", "tree", "naïve", "river", "€", "sings", "under"]

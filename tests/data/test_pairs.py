@@ -6,9 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from kinformer.data import number_words
-from kinformer.data.pairs import Languages, open_pairs
-from kinformer.data.token_batches import TokenBatches
+from kinformer.lab.data import number_words
+from kinformer.lab.data.buckets import TokenBatches
+from kinformer.lab.data.pairs import Languages, open_pairs
 from kinformer.runtime.errors import KinformerError
 
 ENGLISH = [f"line {index}" for index in range(40)]

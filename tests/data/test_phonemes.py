@@ -3,7 +3,7 @@
 import pytest
 
 import kinformer
-from kinformer.data.phonemes import CLASSES, folded
+from kinformer.lab.data.sound import CLASSES, folded
 from kinformer.runtime.errors import KinformerError
 from tests.data.test_sound import tone, write
 

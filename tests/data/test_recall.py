@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kinformer.data.recall import AssociativeRetrieval
+from kinformer.lab.data.mqar import AssociativeRetrieval
 from kinformer.runtime.errors import KinformerError
 
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kinformer.data import RandomWindows, SegmentStreams
-from kinformer.data.permutation import mix, permute
+from kinformer.lab.data import RandomWindows, SegmentStreams
+from kinformer.lab.data.sampling import mix, permute
 from kinformer.runtime.errors import KinformerError
 
 SEED = 7

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kinformer
-from kinformer.data.sentences import line_sentences
+from kinformer.lab.data.masking import line_sentences
 from kinformer.runtime.errors import KinformerError
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kinformer.data import open_corpus, train_tokenizer
+from kinformer.lab.data import open_corpus, train_tokenizer
 
 
 @pytest.fixture

@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.data.clips import Holdout, find_clips
-from kinformer.data.dtmf import HIGH, LOW, PAD, Calls
-from kinformer.data.resample import Resampler, resample
-from kinformer.data.sound import SoundOptions, open_sound
-from kinformer.data.wav import WavStream, read_sound, sound_info
+from kinformer.lab.data.sound import Holdout, SoundOptions, find_clips, open_sound
+from kinformer.lab.data.waves import HIGH, LOW, PAD, Calls, Resampler, WavStream, read_sound, resample, sound_info
 from kinformer.runtime.errors import KinformerError
 
 

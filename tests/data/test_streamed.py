@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 
 import kinformer
-from kinformer.cli.main import main
-from kinformer.data.packed import Packed
-from kinformer.data.packing import pack_stream
-from kinformer.data.shard_writer import Packing
-from kinformer.data.streamed import Documents, documents_of
+from kinformer.lab.cli.main import main
+from kinformer.lab.data.packed import Packed
+from kinformer.lab.data.packing import Documents, Packing, documents_of, pack_stream
 from kinformer.runtime.errors import KinformerError
 
 ROWS = [{"body": f"document {number} " + "of the wind " * (number % 7)} for number in range(200)]

@@ -11,20 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kinformer.data import (
-    ByteTokenizer,
-    EvaluationStream,
-    FileTokenizer,
-    extents,
-    first_bytes,
-    open_corpus,
-    train_tokenizer,
-)
-from kinformer.data import corpus as corpus_module
-from kinformer.data.tokenised import encode_split
-from kinformer.data.tokenizer import PIECE, prompt_ids, text_pieces
+from kinformer.lab.data import ByteTokenizer, EvaluationStream, FileTokenizer, first_bytes, open_corpus, train_tokenizer
+from kinformer.lab.data import corpus as corpus_module
+from kinformer.lab.data import files as extents
+from kinformer.lab.data.packed import encode_split
+from kinformer.lab.data.tokenizer import PIECE, prompt_ids, text_pieces
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.lock import take
+from kinformer.runtime.files import take
 from tests.interop.peers import blank_tokenizer
 
 

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kinformer.control.environments.shortest_path import ShortestPath
-from kinformer.control.random_walks import random_walks
-from kinformer.control.trajectories import open_trajectories
+from kinformer.lab.control.environments import ShortestPath
+from kinformer.lab.control.trajectories import open_trajectories, random_walks
 from kinformer.runtime.errors import KinformerError
 
 ENDS = np.array([3, 4, 9, 12])

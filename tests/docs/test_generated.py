@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kinformer.estimation.estimate import estimate
 from kinformer.family.build import configure
 from kinformer.family.table import MEMBERS
-from kinformer.tasks.table import TASKS
+from kinformer.lab.estimation.estimate import estimate
+from kinformer.lab.tasks.table import TASKS
 from tests.comparison.browser import Browser
 from tests.docs.written import DOCS, ROOT, commands_of
 
@@ -70,7 +70,7 @@ def test_blocks_are_drawn_whole(name):
 def test_formulas_are_typeset_whole(name):
     from generator.typeset import GREEK, typeset
 
-    from kinformer.figures.formulas import formulas
+    from kinformer.lab.drawing.formulas import formulas
 
     greek = {letter: word for word, letter in GREEK.items()}
     for formula in formulas(configure(name, "small")):
@@ -153,8 +153,8 @@ def test_a_tasks_page_has_all_its_options_and_figures(name):
 def test_how_a_member_is_trained_is_understood(name):
     from generator.commands import training
 
-    from kinformer.cli.form import flags, form_of
-    from kinformer.cli.train import TASK_OPTIONS, Options
+    from kinformer.lab.cli.form import flags, form_of
+    from kinformer.lab.cli.train import TASK_OPTIONS, Options
 
     lines = training(MEMBERS[name], configure(name, "small"))
     (train,) = [words for words in commands_of("\n".join(lines)) if words[:2] == ["train", name]]

@@ -8,9 +8,9 @@ from types import ModuleType
 
 import pytest
 
-from kinformer.cli.form import flags, form_of
-from kinformer.cli.main import COMMANDS
 from kinformer.family.table import FAMILY
+from kinformer.lab.cli.form import flags, form_of
+from kinformer.lab.cli.main import COMMANDS
 from tests.docs.written import DOCS, PAGES, commands_of, python_of
 
 NEEDS = {"hugging_face.md": "transformers"}

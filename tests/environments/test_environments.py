@@ -6,11 +6,19 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from kinformer.control.environments.environment import Box, Discrete
-from kinformer.control.environments.key_to_door import MOVES, PLACES, ROOM_STEPS, SIZE, KeyToDoor
-from kinformer.control.environments.processes import Processes
-from kinformer.control.environments.shortest_path import GOAL, ShortestPath, distances
-from kinformer.control.environments.table import BUILTIN, make, named
+from kinformer.lab.control.environments import (
+    GOAL,
+    MOVES,
+    PLACES,
+    ROOM_STEPS,
+    SIZE,
+    Box,
+    Discrete,
+    KeyToDoor,
+    ShortestPath,
+    distances,
+)
+from kinformer.lab.control.gymnasium import BUILTIN, Processes, make, named
 from kinformer.runtime.errors import KinformerError
 
 

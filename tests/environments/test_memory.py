@@ -3,10 +3,19 @@
 import numpy as np
 import pytest
 
-from kinformer.control.environments.masked_cartpole import MaskedCartPole, moved
-from kinformer.control.environments.poc_memory import PARTS, SHOWN, PocMemory
-from kinformer.control.environments.t_maze import BUMP, DOWN, FORWARD, UP, TMaze
-from kinformer.control.environments.table import make
+from kinformer.lab.control.environments import (
+    BUMP,
+    DOWN,
+    FORWARD,
+    PARTS,
+    SHOWN,
+    UP,
+    MaskedCartPole,
+    PocMemory,
+    TMaze,
+    moved,
+)
+from kinformer.lab.control.gymnasium import make
 from kinformer.runtime.errors import KinformerError
 
 

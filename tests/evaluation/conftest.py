@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.data import open_corpus
+from kinformer.lab.data import open_corpus
 
 
 @pytest.fixture(scope="package")

@@ -7,10 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kinformer.data import EvaluationStream, open_corpus, train_tokenizer
-from kinformer.evaluation.bits import measure, negative_log_likelihood, streamable
-from kinformer.evaluation.contexts import contexts
-from kinformer.evaluation.windows import Windows, batches, cut
+from kinformer.lab.data import EvaluationStream, open_corpus, train_tokenizer
+from kinformer.lab.evaluation.bits import Windows, batches, contexts, cut, measure, negative_log_likelihood, streamable
 from kinformer.runtime.errors import KinformerError
 
 from .conftest import tiny
@@ -99,7 +97,7 @@ def test_the_denominator_is_bytes_also_with_a_tokenizer(text_file, corpus, tmp_p
 def test_logits_of_large_vocabularies_are_made_piece_by_piece(corpus, monkeypatch):
     model, split = tiny("linear-transformer"), corpus.splits["test"].take(200)
     whole = measure(model, split).nats
-    monkeypatch.setattr("kinformer.evaluation.bits._LOGITS_AT_ONCE", 7 * 256)
+    monkeypatch.setattr("kinformer.lab.evaluation.bits._LOGITS_AT_ONCE", 7 * 256)
     assert measure(model, split).nats == pytest.approx(whole, rel=1e-12)
 
 

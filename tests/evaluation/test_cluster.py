@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 
-from kinformer.cli.estimate import Options, run
-from kinformer.estimation.cluster import Cluster
-from kinformer.estimation.device_part import Part, Shared
-from kinformer.estimation.estimate import estimate
-from kinformer.estimation.machines import DEVICES, device_of, numbers_of
-from kinformer.estimation.mesh import Mesh, Payload, meshes
-from kinformer.estimation.serving import serving_costs
 from kinformer.family.build import configure
-from kinformer.runs.parallel import parallel_of
+from kinformer.lab.cli.estimate import Options, run
+from kinformer.lab.estimation.cluster import Cluster, Mesh, Part, Payload, Shared, meshes, serving_costs
+from kinformer.lab.estimation.estimate import estimate
+from kinformer.lab.estimation.options import DEVICES, device_of, numbers_of
+from kinformer.lab.runs.options import parallel_of
 from kinformer.runtime.errors import KinformerError
 
 SIZES: dict[str, Any] = {"length": 64, "optimizer": "adamw", "precision": "fp32"}

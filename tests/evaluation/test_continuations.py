@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.evaluation.continuations import SHARED, Continuation, ContinuationScorer
+from kinformer.lab.evaluation.continuations import SHARED, Continuation, ContinuationScorer
 from kinformer.runtime.errors import KinformerError
 
 VOCAB = 64

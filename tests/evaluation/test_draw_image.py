@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.cli.main import main
+from kinformer.lab.cli.main import main
+from kinformer.lab.drawing.options import DrawOptions
+from kinformer.lab.drawing.runs import HeatOver, WindowsOver, looked_at, rollout
 from kinformer.mixers.windows import apart
-from kinformer.runs.drawing.image import HeatOver, WindowsOver, looked_at, rollout
-from kinformer.runs.drawing.options import DrawOptions
 from kinformer.runtime.errors import KinformerError
 
 SMALL = {"recipe": "tiny", "steps": 1, "batch_size": 4, "threads": 1, "device": "cpu", "validation_tokens": 64}

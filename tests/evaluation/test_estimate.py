@@ -8,26 +8,22 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from kinformer.cli.estimate import Options, run
-from kinformer.core import state as states
 from kinformer.core.pattern import Band
-from kinformer.estimation import length as lengths
-from kinformer.estimation.estimate import estimate
-from kinformer.estimation.length import at_length
-from kinformer.estimation.optimizer_state import OPTIMIZERS, optimizer_bytes
-from kinformer.estimation.parts import loss_of, measure, measure_state, outputs
-from kinformer.estimation.rules import rules_of_thumb
+from kinformer.core.state import nbytes
 from kinformer.family.build import configure
 from kinformer.family.table import MEMBERS
-from kinformer.heads.classification import ClassificationHead
-from kinformer.kernels.band import chunked
-from kinformer.kernels.band.tiles import limits
+from kinformer.heads.classes import ClassificationHead
+from kinformer.kernels.band import _backward, _forward, limits
 from kinformer.kernels.block_sparse import explain
-from kinformer.kernels.softmax.request import Visibility
+from kinformer.kernels.softmax import Visibility
+from kinformer.lab.cli.estimate import Options, run
+from kinformer.lab.estimation import estimate as lengths
+from kinformer.lab.estimation.estimate import OPTIMIZERS, at_length, estimate, optimizer_bytes, rules_of_thumb
+from kinformer.lab.estimation.parts import loss_of, measure, measure_state, outputs
+from kinformer.lab.training.optimisers import Optimiser
+from kinformer.lab.training.settings import Settings
+from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.unallocated import unallocated
-from kinformer.training.optimiser import Optimiser
-from kinformer.training.settings import Settings
 
 BATCH, LENGTH = 2, 100
 SHORT = ("gpt", "linear-transformer", "reformer", "compressive", "big-bird", "swin", "universal", "image-transformer")
@@ -209,8 +205,8 @@ def test_counter_sees_the_products_inside_the_softmax_kernel():
         call = q, k, v, None, *limits(Visibility(pattern), 300, 420), 0.3, 0.0, 0
         inner, outer = FlopCounterMode(display=False), FlopCounterMode(display=False)
         with inner:
-            out, lse = chunked._forward._init_fn(*call)
-            chunked._backward._init_fn(out, lse, out, lse, *call)
+            out, lse = _forward._init_fn(*call)
+            _backward._init_fn(out, lse, out, lse, *call)
         with outer:
             torch.ops.kinformer.band_attention(*call)
             torch.ops.kinformer.band_attention_backward(out, lse, out, lse, *call)
@@ -231,7 +227,7 @@ def test_activations_under_autocast(config):
 
 
 def bytes_of(state):
-    return 0 if state is None else states.nbytes(state)
+    return 0 if state is None else nbytes(state)
 
 
 @pytest.mark.parametrize("member", ["gpt", "linear-transformer", "transformer-xl"])
@@ -318,7 +314,7 @@ def test_products_in_place_are_counted():
 
 
 def configure_like(config, changes):
-    from kinformer.core.overrides import override
+    from kinformer.core.config import override
     from kinformer.family.kinds import kinds
 
     return override(config, {"layers": 1, **changes}, kinds())

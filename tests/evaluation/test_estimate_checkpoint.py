@@ -5,12 +5,11 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
-from kinformer.cli.estimate import Options, run
-from kinformer.estimation.checkpoint import Live
-from kinformer.estimation.estimate import estimate
-from kinformer.estimation.parts import outputs
 from kinformer.family.build import configure
-from kinformer.runtime.unallocated import unallocated
+from kinformer.lab.cli.estimate import Options, run
+from kinformer.lab.estimation.estimate import Live, estimate
+from kinformer.lab.estimation.parts import outputs
+from kinformer.runtime.compiling import unallocated
 
 WINDOW = '{"kind": "local", "window": 40}'
 CONFIGS = {

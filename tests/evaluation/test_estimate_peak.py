@@ -10,16 +10,15 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kinformer.estimation import peak as estimate_peak
-from kinformer.estimation.checkpoint import Live
-from kinformer.estimation.estimate import estimate
-from kinformer.estimation.parts import outputs
-from kinformer.estimation.peak import peak
 from kinformer.family.build import configure
 from kinformer.kernels.bucketed import COMPILED, chunked
-from kinformer.runs.estimate import objective_cost
+from kinformer.lab.estimation import peak as estimate_peak
+from kinformer.lab.estimation.estimate import Live, estimate
+from kinformer.lab.estimation.parts import outputs
+from kinformer.lab.estimation.peak import peak
+from kinformer.lab.runs.describe import objective_cost
+from kinformer.lab.tasks.next_token.objectives import DeepSupervision
 from kinformer.runtime.workspace import scratch_bytes
-from kinformer.tasks.next_token.deep_supervision import DeepSupervision
 
 
 def test_peak_of_a_process_is_what_a_step_holds_and_more():
@@ -102,7 +101,7 @@ def test_the_losses_of_exits_have_no_weights_but_keep_logits_of_every_exit(membe
 def test_logits_in_pieces_cost_the_same_products_and_less_memory(monkeypatch):
     config, sizes, found = configure("gpt", "tiny", 4096), {"length": 96, "batch": 8}, []
     for least in (1 << 60, 1):
-        monkeypatch.setattr("kinformer.training.cross_entropy.LOGITS", least)
+        monkeypatch.setattr("kinformer.lab.training.cross_entropy.LOGITS", least)
         told = estimate(config, **sizes)
         found.append((told.flops_forward, told.flops_step, sum(peak(config, told, **sizes).values())))
     whole, pieces = found

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kinformer.figures.lengths import Curve, _exit, _range, plot
-from kinformer.figures.style import check, spread
+from kinformer.lab.drawing.plots import Curve, _exit, _range, plot_lengths
+from kinformer.lab.drawing.style import check, spread
 from kinformer.runtime.errors import KinformerError
 
 
@@ -44,7 +44,7 @@ def test_files(tmp_path):
     points = ((16, 2.0), (32, 2.5))
     for name in ("a.png", "deep/b.svg"):
         curves = [Curve(name=each, trained=16, lengths=points, positions=points) for each in ("one", "$x_1^{2 $")]
-        plot(curves, tmp_path / name)
+        plot_lengths(curves, tmp_path / name)
         assert (tmp_path / name).stat().st_size > 1000
     for name, told in (("c.gif", "in '.gif'"), ("none", "ends in .png or .svg")):
         with pytest.raises(KinformerError, match=told):

@@ -4,14 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.figures.influence import influence_panel
-from kinformer.mixers.compressive import Compressive
-from kinformer.mixers.compressive.compression import Pool
-from kinformer.mixers.lstm import LSTM
+from kinformer.lab.drawing.panels import influence_panel
+from kinformer.mixers.compressive import Compressive, Pool
 from kinformer.mixers.memorizing import Memorizing
+from kinformer.mixers.recurrent import LSTM
 from kinformer.mixers.segment_memory import SegmentMemory
 from kinformer.mixers.tensorized import TensorizedAttention
-from kinformer.patterns.segments import Segments
+from kinformer.parts.patterns.sequence import Segments
 
 DIM = 8
 

@@ -5,8 +5,7 @@ from math import log
 import pytest
 import torch
 
-from kinformer.evaluation.bits import ByPosition, measure
-from kinformer.evaluation.windows import Windows
+from kinformer.lab.evaluation.bits import ByPosition, Windows, measure
 
 from .conftest import tiny
 

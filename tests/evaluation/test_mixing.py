@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from kinformer.core.head import Neighbours
-from kinformer.data import open_corpus
-from kinformer.datastore.attached import AttachedDecoder
-from kinformer.evaluation.bits import measure
-from kinformer.evaluation.mixing import Grid, Setting, Watched, sweep
-from kinformer.evaluation.windows import Windows
-from kinformer.heads.knn import KnnMixture
+from kinformer.core.parts import Neighbours
+from kinformer.heads.language import KnnMixture
+from kinformer.lab.data import open_corpus
+from kinformer.lab.datastore.attach import AttachedDecoder
+from kinformer.lab.evaluation.bits import Windows, measure
+from kinformer.lab.evaluation.mixing import Grid, Setting, Watched, sweep
 from tests.evaluation.conftest import tiny
 
 

@@ -3,9 +3,8 @@
 import torch
 
 import kinformer
-from kinformer.figures.text_picture import draw, pictures, scale
-from kinformer.patterns.causal import Causal
-from kinformer.patterns.local import Local
+from kinformer.lab.drawing.text import draw, pictures, scale
+from kinformer.parts.patterns.sequence import Causal, Local
 
 
 def test_a_causal_pattern_is_a_lower_triangle():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.evaluation.recl import context_losses, recl, relative_gains, spread_positions
+from kinformer.lab.evaluation.recl import context_losses, recl, relative_gains, spread_positions
 from kinformer.runtime.errors import KinformerError
 
 from .conftest import tiny

@@ -6,7 +6,7 @@ import torch
 from kinformer.core.learning import Regularized
 from kinformer.core.model import modules_of
 from kinformer.family.build import build
-from kinformer.runs.drawing.spans import span_panel
+from kinformer.lab.drawing.runs import span_panel
 from kinformer.runtime.errors import KinformerError
 
 

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, real_resets, select_valid, state_dtype
-from kinformer.core.feature_map import FeatureMap, FeatureMapConfig
+from kinformer.core.parts import FeatureMap, FeatureMapConfig
 from kinformer.core.parts import PatternConfig, Position, PositionConfig, Relative, Score, ScoreConfig
 from kinformer.core.pattern import NONE, SOME, Boxes, Cover, Pattern
 from kinformer.family.record import Member
-from kinformer.tasks.next_token import NextToken
+from kinformer.lab.tasks.next_token import NextToken
 
 
 class Softplus(FeatureMap):
@@ -163,7 +163,7 @@ PARTS = {
 ENTRIES = {
     "kinformer.parts": PARTS,
     "kinformer.members": {"leaky": "MEMBER"},
-    "kinformer.tasks": {"next-byte": "TASK"},
+    "kinformer.lab.tasks": {"next-byte": "TASK"},
 }
 
 

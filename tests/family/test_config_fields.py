@@ -11,52 +11,39 @@ import pytest
 import torch
 from torch import Tensor
 
-from kinformer.blocks.encoder_layer import EncoderLayer
 from kinformer.blocks.feed_forward import MLP
 from kinformer.blocks.global_input import ExtraTokens
-from kinformer.blocks.layer import DecoderLayer
-from kinformer.core import state as states
+from kinformer.blocks.layer import DecoderLayer, EncoderLayer
 from kinformer.core.config import Config, field_types
 from kinformer.core.contract import Chunk, ReadsSource
 from kinformer.core.encoder import GridOnly, SequenceContext
-from kinformer.core.head import Likelihood
-from kinformer.decays.low_rank import LowRank
-from kinformer.decays.softplus import Softplus
-from kinformer.estimation.parts import outputs
+from kinformer.core.parts import Likelihood
+from kinformer.core.state import tensors
 from kinformer.family.kinds import kinds
-from kinformer.features.unit import Unit
+from kinformer.heads.classes import PooledHead
 from kinformer.heads.language import LanguageModelHead
-from kinformer.heads.pooling import PooledHead
-from kinformer.inputs.adaptive import AdaptiveEmbedding
-from kinformer.inputs.frames import Frames
-from kinformer.inputs.lookup import Lookup
-from kinformer.inputs.observations import Observations
-from kinformer.inputs.patches import Patches
-from kinformer.inputs.steps import Steps
-from kinformer.inputs.tiles import Tiles
-from kinformer.inputs.tokens import Tokens
+from kinformer.inputs.images import Patches, Tiles
+from kinformer.inputs.signals import Frames, Observations, Steps
+from kinformer.inputs.tokens import AdaptiveEmbedding, Lookup, Tokens
+from kinformer.lab.estimation.parts import outputs
 from kinformer.mixers.bidirectional import BidirectionalAttention
-from kinformer.mixers.bidirectional_lsh import BidirectionalLSH
-from kinformer.mixers.bidirectional_routing import BidirectionalRouting
-from kinformer.mixers.compressive import Compressive
-from kinformer.mixers.compressive.compression import Convolution, Pool
+from kinformer.mixers.buckets import BidirectionalLSH, BidirectionalRouting
+from kinformer.mixers.compressive import Compressive, Convolution, Pool
 from kinformer.mixers.cross import CrossAttention
+from kinformer.mixers.latent import SingleHead
 from kinformer.mixers.linear import LinearAttention
-from kinformer.mixers.single_head import SingleHead
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.models.decoder import Decoder
 from kinformer.models.encoder import Encoder
 from kinformer.models.encoder_decoder import SourceEncoder
-from kinformer.patterns.causal import Causal
-from kinformer.patterns.local import Local
-from kinformer.patterns.window import Window
-from kinformer.positions.none import NoPosition
-from kinformer.positions.rope import Rope
-from kinformer.projections.grouped import Grouped
-from kinformer.projections.multi_head_global import MultiHeadGlobal
+from kinformer.parts.decays import LowRank, Softplus
+from kinformer.parts.feature_maps import Unit
+from kinformer.parts.patterns.sequence import Causal, Local, Window
+from kinformer.parts.positions import NoPosition
+from kinformer.parts.projections import Grouped, MultiHeadGlobal
+from kinformer.parts.relative_positions import Rope
 from kinformer.runtime.errors import KinformerError
-from kinformer.stacks.confidence import Saturation
-from kinformer.stacks.exit_rules import AtExit
+from kinformer.stacks.exit_rules import AtExit, Saturation
 from kinformer.stacks.universal import Universal
 
 from ..inputs.made import steps_like
@@ -319,7 +306,7 @@ def absorbed(mixer) -> list[Tensor]:
     for x in numbers(2, TIME, DIM).split([15, TIME - 15], 1):
         y, state = mixer(Chunk(x), state)
         outputs.append(y)
-    return [*outputs, *states.tensors(state)]
+    return [*outputs, *tensors(state)]
 
 
 def read(mixer) -> list[Tensor]:
@@ -352,7 +339,7 @@ def mapped(module) -> list[Tensor]:
 def called(model) -> list[Tensor]:
     tokens = torch.randint(VOCAB, (2, TIME), generator=torch.Generator().manual_seed(5))
     found = [outputs(model, tokens), outputs(model.eval(), tokens)]
-    return [each for logits, state in found for each in (logits, *states.tensors(() if state is None else state))]
+    return [each for logits, state in found for each in (logits, *tensors(() if state is None else state))]
 
 
 def predicted(config: Config) -> tuple:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import kinformer
-from kinformer.inputs.steps import pack
+from kinformer.inputs.signals import pack
 
 SIZES = {
     "input.state_dim": 5, "input.action_dim": 3, "input.timesteps": 30, "dim": 16, "layers.*.mixer.num_heads": 2,

@@ -7,8 +7,8 @@ import pytest
 from kinformer.family.build import configure
 from kinformer.family.elsewhere import ELSEWHERE
 from kinformer.family.table import MEMBERS, member
+from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.unallocated import unallocated
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)

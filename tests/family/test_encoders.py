@@ -10,7 +10,7 @@ from kinformer.core.config import from_dict, to_dict
 from kinformer.core.encoder import GLOBAL, LOCAL
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
-from kinformer.heads.classification import ClassificationHead, TokenClassificationHead
+from kinformer.heads.classes import ClassificationHead, TokenClassificationHead
 from kinformer.models.encoder import Encoder
 from kinformer.runtime.errors import KinformerError
 from kinformer.stacks.sequential import Sequential

@@ -10,16 +10,15 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.cli.main import main
-from kinformer.core.config import from_dict, to_dict
-from kinformer.core.model_config import ModelConfig
-from kinformer.core.overrides import override
+from kinformer.core.config import from_dict, override, to_dict
+from kinformer.core.stack import ModelConfig
 from kinformer.family.build import configure, model_config, storable
 from kinformer.family.kinds import kinds
 from kinformer.family.table import FAMILY, MEMBERS, member
+from kinformer.lab.cli.main import main
+from kinformer.lab.tasks.table import ALL, task_for
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.plugins import warn_once
-from kinformer.tasks.table import ALL, task_for
 from kinformer.testing import verify_config, verify_mixer
 from tests.family.foreign import MODULE, PARTS, look_again, write_metadata, write_module
 
@@ -246,7 +245,7 @@ def test_a_broken_package_is_told_of_once(package):
     with pytest.warns(UserWarning) as warned:
         for _ in range(5):
             kinformer.members()
-            kinformer.tasks()
+            kinformer.lab.tasks()
     assert [str(each.message)[:16] for each in warned] == ["the member 'leak", "the task 'next-b"]
 
 

@@ -6,13 +6,12 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.cli.main import main
-from kinformer.core.overrides import override
+from kinformer.core.config import override
 from kinformer.family.build import configure
-from kinformer.family.inheritance import inherited_config, places_of
-from kinformer.family.inherited_weights import inheritance
+from kinformer.family.inheritance import inheritance, inherited_config, places_of
 from kinformer.family.kinds import kinds
-from kinformer.runs.run import open_run
+from kinformer.lab.cli.main import main
+from kinformer.lab.runs.run import open_run
 from kinformer.runtime.errors import KinformerError
 
 RUN = "runs/a"

@@ -8,12 +8,11 @@ import torch
 from torch.nn import functional
 
 from kinformer.core.contract import Chunk
-from kinformer.decays.fixed import Fixed
-from kinformer.decays.softplus_channels import SoftplusChannels
 from kinformer.family.build import configure
-from kinformer.features.random_fourier import RandomFourier
 from kinformer.kernels.delta import DeltaTokens, delta_rule, delta_steps
 from kinformer.mixers.linear import LinearAttention
+from kinformer.parts.decays import Fixed, SoftplusChannels
+from kinformer.parts.feature_maps import RandomFourier
 
 DIM, TIME = 16, 70
 

@@ -6,19 +6,17 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.cli.main import main
-from kinformer.core.config import to_dict
+from kinformer.core.config import override, to_dict
 from kinformer.core.encoder import LOCAL
-from kinformer.core.overrides import override
-from kinformer.data.corpus import STDLIB
 from kinformer.family.build import configure
-from kinformer.family.inheritance import inherited_config
-from kinformer.family.inherited_weights import inheritance
+from kinformer.family.inheritance import inheritance, inherited_config
 from kinformer.family.kinds import kinds
-from kinformer.runs.run import Run, open_run, save_weights
+from kinformer.lab.cli.main import main
+from kinformer.lab.data.corpus import STDLIB
+from kinformer.lab.runs.run import Run, open_run, save_weights
+from kinformer.lab.tasks.table import task_of
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import load_tensors
-from kinformer.tasks.table import task_of
 
 from ..interop.encoders import SIZES, Peer, assert_close, imported
 

@@ -10,59 +10,45 @@ import torch
 import kinformer
 from kinformer.core.config import from_dict, to_dict
 from kinformer.core.contract import CausalMixer, Chunk
-from kinformer.core.feed_forward import active_parameters
-from kinformer.core.model_config import ModelConfig
-from kinformer.decays.softplus import Softplus
-from kinformer.estimation.parts import outputs
+from kinformer.core.parts import active_parameters
+from kinformer.core.stack import ModelConfig
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.family.table import MEMBERS
-from kinformer.features.dpfp import Dpfp
-from kinformer.features.elu import Elu
-from kinformer.features.quadratic import Quadratic
-from kinformer.features.relu import Relu
-from kinformer.features.sum_normalised import SumNormalised
-from kinformer.mixers.compressive import Compressive, compression
+from kinformer.lab.estimation.parts import outputs
+from kinformer.mixers.buckets import LSHAttention, RoutingAttention
+from kinformer.mixers.compressive import Compressive, Convolution, DilatedConvolution, MostUsed, Pool
+from kinformer.mixers.latent import SingleHead
 from kinformer.mixers.linear import LinearAttention
-from kinformer.mixers.lsh import LSHAttention
-from kinformer.mixers.lstm import LSTM
 from kinformer.mixers.memorizing import Memorizing
-from kinformer.mixers.routing import RoutingAttention
+from kinformer.mixers.recurrent import LSTM
 from kinformer.mixers.segment_memory import SegmentMemory
-from kinformer.mixers.single_head import SingleHead
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.models.decoder import Decoder
 from kinformer.models.encoder import Encoder
-from kinformer.patterns.causal import Causal
-from kinformer.patterns.columns import Columns
-from kinformer.patterns.combined import Intersection, Union
-from kinformer.patterns.dilated import Dilated
-from kinformer.patterns.documents import Documents
-from kinformer.patterns.fixed import Fixed
-from kinformer.patterns.full import Full
-from kinformer.patterns.global_tokens import GlobalTokens
-from kinformer.patterns.image_1d import Image1D
-from kinformer.patterns.image_2d import Image2D
-from kinformer.patterns.local import Local
-from kinformer.patterns.per_head import PerHead
-from kinformer.patterns.random_blocks import RandomBlocks
-from kinformer.patterns.strided import Strided
-from kinformer.positions.alibi import Alibi
-from kinformer.positions.distance_aware import DistanceAware
-from kinformer.positions.rope import Rope
-from kinformer.positions.shaw import Shaw
-from kinformer.positions.t5 import T5
-from kinformer.positions.xl import TransformerXL
-from kinformer.projections.complex import Complex
-from kinformer.projections.convolved import Convolved
-from kinformer.projections.grouped import Grouped
-from kinformer.projections.normalised import Normalised
+from kinformer.parts.decays import Softplus
+from kinformer.parts.feature_maps import Dpfp, Elu, Quadratic, Relu, SumNormalised
+from kinformer.parts.patterns.big_bird import RandomBlocks
+from kinformer.parts.patterns.images import Image1D, Image2D
+from kinformer.parts.patterns.sequence import (
+    Causal,
+    Columns,
+    Dilated,
+    Documents,
+    Fixed,
+    Full,
+    GlobalTokens,
+    Intersection,
+    Local,
+    PerHead,
+    Strided,
+    Union,
+)
+from kinformer.parts.projections import Complex, Convolved, Grouped, Normalised
+from kinformer.parts.relative_positions import T5, Alibi, DistanceAware, Rope, Shaw, TransformerXL
+from kinformer.parts.scores import Additive, Bilinear, Dot, Modulus
+from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.unallocated import unallocated
-from kinformer.scores.additive import Additive
-from kinformer.scores.bilinear import Bilinear
-from kinformer.scores.dot import Dot
-from kinformer.scores.modulus import Modulus
 from kinformer.testing import CHECKS, MODEL_CHECKS, MixerSubject, ModelSubject, SourceModelSubject, verify_config
 from kinformer.testing.declared import GROWTHS
 from tests.members import CAUSAL, ENCODERS, SOURCE, TRAJECTORIES
@@ -192,14 +178,14 @@ MIXERS = {
         num_heads=2, segment=7, memory=11, same_length=True, position=TransformerXL.Config(clamp=3)
     ),
     "compressive": Compressive.Config(
-        num_heads=2, segment=6, memory=4, compressed=3, compression=compression.Convolution.Config(rate=2)
+        num_heads=2, segment=6, memory=4, compressed=3, compression=Convolution.Config(rate=2)
     ),
     "compressive, dilated, auto-encoding, rope, grouped": Compressive.Config(
         num_heads=4,
         segment=6,
         memory=9,
         compressed=4,
-        compression=compression.DilatedConvolution.Config(rate=3),
+        compression=DilatedConvolution.Config(rate=3),
         loss="auto-encoding",
         position=Rope.Config(),
         projection=Grouped.Config(num_kv_heads=2),
@@ -209,11 +195,11 @@ MIXERS = {
         segment=6,
         memory=6,
         compressed=3,
-        compression=compression.MostUsed.Config(rate=3),
+        compression=MostUsed.Config(rate=3),
         position=Alibi.Config(),
     ),
     "compressive, largest, no memory": Compressive.Config(
-        num_heads=2, segment=6, memory=0, compressed=5, compression=compression.Pool.Config(rate=2, take="max")
+        num_heads=2, segment=6, memory=0, compressed=5, compression=Pool.Config(rate=2, take="max")
     ),
     "linear, elu": LinearAttention.Config(num_heads=2),
     "linear, relu": LinearAttention.Config(num_heads=2, feature_map=Relu.Config(), eps=0.1),

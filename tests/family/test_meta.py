@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.estimation.parts import outputs
 from kinformer.family.build import configure
 from kinformer.family.table import MEMBERS
+from kinformer.lab.estimation.parts import outputs
 
 from .values import values_of
 

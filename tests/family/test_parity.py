@@ -15,12 +15,9 @@ from kinformer.blocks.layer import DecoderLayer
 from kinformer.blocks.residual import PostNorm
 from kinformer.core.contract import Chunk
 from kinformer.family.build import model_config
-from kinformer.features.dpfp import Dpfp
-from kinformer.features.elu import Elu
-from kinformer.features.quadratic import Quadratic
-from kinformer.features.sum_normalised import SumNormalised
 from kinformer.interop.gpt2 import GPT2
 from kinformer.mixers.linear import LinearAttention
+from kinformer.parts.feature_maps import Dpfp, Elu, Quadratic, SumNormalised
 
 SIZES = {"vocab_size": 47, "n_positions": 40, "n_embd": 24, "n_layer": 3, "n_head": 3}
 GOLDEN = Path(__file__).parents[1] / "golden"

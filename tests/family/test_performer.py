@@ -14,9 +14,9 @@ import kinformer
 from kinformer.core.contract import Chunk
 from kinformer.core.learning import Resampled, due_for_resampling
 from kinformer.core.model import modules_of
-from kinformer.features.favor import Favor
 from kinformer.kernels.linear import LinearState, linear_attention
 from kinformer.mixers.linear import LinearAttention
+from kinformer.parts.feature_maps import Favor
 
 
 @pytest.fixture(scope="module")

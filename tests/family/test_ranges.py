@@ -11,7 +11,7 @@ from kinformer.core.config import field_types, from_dict, parts_in
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.family.table import MEMBERS
-from kinformer.heads.modulus import ModulusHead
+from kinformer.heads.language import ModulusHead
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.runtime.errors import KinformerError
 

@@ -5,8 +5,8 @@ import torch
 
 import kinformer
 from kinformer.core.contract import Chunk
-from kinformer.features.hashes import Hashes
-from kinformer.mixers.lsh import LSHAttention
+from kinformer.mixers.buckets import LSHAttention
+from kinformer.parts.bucketing import Hashes
 from kinformer.runtime.errors import KinformerError
 
 DIM, TIME = 16, 23

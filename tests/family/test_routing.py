@@ -9,7 +9,7 @@ from kinformer.core.contract import Chunk
 from kinformer.core.learning import OnlineLearner
 from kinformer.core.model import modules_of
 from kinformer.core.state import pop_aux
-from kinformer.mixers.routing import RoutingAttention
+from kinformer.mixers.buckets import RoutingAttention
 from kinformer.runtime.errors import KinformerError
 
 DIM, TIME = 16, 23

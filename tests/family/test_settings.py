@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from kinformer.cli.show import explained
 from kinformer.core.config import Config, field_types
-from kinformer.core.feature_map import FeatureMapConfig
+from kinformer.core.parts import FeatureMapConfig
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.family.settings import TABLE, group_of, groups, meaning, meanings, meanings_in
+from kinformer.lab.cli.show import explained
 
 SHORTEST, LONGEST = 12, 110
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from kinformer.inputs.steps import Steps
+from kinformer.inputs.signals import Steps
 
 from ..inputs.made import steps_like
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core import state as states
 from kinformer.core.reserved import ReservedSlots
+from kinformer.core.state import difference, reserve, select_rows, value
 from kinformer.generation.beam import Search, beam_search
 from kinformer.runtime.errors import KinformerError
 
@@ -120,10 +120,10 @@ def test_selected_rows_are_copied_once_and_are_those_of_values():
     source, valid = sources(3)
     tokens, rows = torch.randint(20, (3, 5)), torch.tensor([2, 0, 0, 1])
     with torch.no_grad():
-        state = states.reserve(model.begin(source, valid), 20)
-        fresh = states.select_rows(state, rows)
+        state = reserve(model.begin(source, valid), 20)
+        fresh = select_rows(state, rows)
         _, state = model(tokens, state)
-        chosen = states.select_rows(state, rows)
+        chosen = select_rows(state, rows)
         kept = chosen.layers[0][0]
         assert (
             isinstance(kept, ReservedSlots)
@@ -132,14 +132,12 @@ def test_selected_rows_are_copied_once_and_are_those_of_values():
         before = next(kept.tensors()).data_ptr()
         _, after = model(tokens[rows], chosen)
         assert next(after.layers[0][0].tensors()).data_ptr() == before, "it goes on in the buffers of the copy"
-        _, want = model(tokens[rows], states.select_rows(states.value(state), rows))
-        assert states.difference(after, want) < 1e-12
+        _, want = model(tokens[rows], select_rows(value(state), rows))
+        assert difference(after, want) < 1e-12
         _, again = model(tokens, state)
         assert again.seen.tolist() == [10] * 3, "the state that was selected from may be used"
         assert (
-            states.difference(
-                model(tokens[rows], fresh)[1], states.select_rows(model(tokens, model.begin(source, valid))[1], rows)
-            )
+            difference(model(tokens[rows], fresh)[1], select_rows(model(tokens, model.begin(source, valid))[1], rows))
             < 1e-12
         )
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from kinformer.family.build import build
-from kinformer.generation.ctc import BLANK, Fusion, Greedy, greedy, prefix_beam
-from kinformer.generation.symbols import SymbolModel, Texts
-from kinformer.tasks.speech.rows import ctc_nats
+from kinformer.generation.beam import BLANK, Fusion, Greedy, SymbolModel, Texts, greedy, prefix_beam
+from kinformer.lab.tasks.speech.work import ctc_nats
 
 CLASSES = 3
 

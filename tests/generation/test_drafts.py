@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.generation.drafted import DraftedSession
-from kinformer.generation.drafts import NgramDraft
+from kinformer.generation.drafts import DraftedSession, NgramDraft
 from kinformer.generation.generate import session_of
-from kinformer.generation.recordings import recordings_of
+from kinformer.generation.recording import recordings_of
 from kinformer.generation.sampling import UniformStreams
 from kinformer.generation.session import Session
 from kinformer.runtime.errors import KinformerError

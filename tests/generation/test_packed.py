@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core import state as states
 from kinformer.core.parts import UnpackedLinear
+from kinformer.core.state import difference
 from kinformer.generation import packed as packing
 from kinformer.generation.packed import LEAST, PackedLinear, can_pack, pack
 from tests.members import CAUSAL
@@ -30,7 +30,7 @@ def test_the_same_logits_and_state(name, dtype, tolerance):
         first, middle = packed(tokens[:, :13])
         last, end = packed(tokens[:, 13:], middle)
     torch.testing.assert_close(torch.cat([first, last], 1), expected, atol=tolerance, rtol=tolerance)
-    assert states.difference(state, end) < 10 * tolerance
+    assert difference(state, end) < 10 * tolerance
 
 
 def test_what_cannot_be_packed_stays():

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core import state as states
-from kinformer.generation import steps
-from kinformer.generation.steps import Steps
+from kinformer.core.state import reserve
+from kinformer.generation import session as steps
+from kinformer.generation.session import Steps
 from kinformer.runtime import process
 
 
@@ -37,6 +37,6 @@ def test_only_many_rows_without_a_past_are_large_products(member, rows, said, mo
 
     monkeypatch.setattr(steps, "logits_after", watched)
     with torch.inference_mode():
-        state = states.reserve(model.initial_state(rows), 8)
+        state = reserve(model.initial_state(rows), 8)
         Steps(model, 8, recorded=False).step(torch.zeros(rows, 1, dtype=torch.int64), state)
     assert seen == [said] and torch.get_float32_matmul_precision() == "medium"

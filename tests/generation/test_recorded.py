@@ -11,9 +11,19 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core import state as states
-from kinformer.generation.recordable import Ref, SlotCount, Tape, UnrecordableError, View, at_any_length, compiled
-from kinformer.generation.recorded import Recording, logits_after, record
+from kinformer.core.state import difference, select_rows
+from kinformer.generation.recording import (
+    Recording,
+    Ref,
+    SlotCount,
+    Tape,
+    UnrecordableError,
+    View,
+    at_any_length,
+    compiled,
+    logits_after,
+    record,
+)
 from kinformer.generation.session import Session
 from kinformer.kernels.attention import route
 from kinformer.runtime.errors import KinformerError
@@ -57,7 +67,7 @@ def test_recorded_steps_are_the_models_own(name):
     assert expected._stepping.running is None
     with torch.inference_mode():
         state = ours._stepping.settled(ours._state)
-    assert states.difference(state, expected._state) < 1e-5
+    assert difference(state, expected._state) < 1e-5
 
 
 WIDTHS = {"sha-rnn": {"dim": 48, "layers.*.feed_forward.hidden_dim": 96}}
@@ -91,7 +101,7 @@ def test_a_recorded_session_is_forked_and_fed_and_its_rows_are_picked(model, pro
     rows, tokens, picked = torch.tensor([2, 0, 2]), prompt[:, :1], []
     with torch.inference_mode():
         for each in (ours, expected):
-            state = states.select_rows(each._stepping.settled(each._state), rows)
+            state = select_rows(each._stepping.settled(each._state), rows)
             picked.append(logits_after(model, tokens, state)[0])
     torch.testing.assert_close(*picked)
 

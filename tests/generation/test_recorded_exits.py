@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kinformer.core import state as states
-from kinformer.generation.recorded_exits import RecordedExits
+from kinformer.core.state import difference
+from kinformer.generation.recording import RecordedExits
 from kinformer.generation.session import Session
 from tests.stacks.test_exits import CHANGES, build, exits_of
 
@@ -33,7 +33,7 @@ def test_the_models_own_tokens_exits_and_state(name):
     assert isinstance(ours._stepping.running, RecordedExits)
     with torch.inference_mode():
         state = ours._stepping.settled(ours._state)
-    assert states.difference(state, expected._state) < 1e-9
+    assert difference(state, expected._state) < 1e-9
 
 
 def test_a_fork_goes_on_by_the_same_recording():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kinformer.core import state as states
+from kinformer.core.state import difference, value
 from kinformer.generation.session import Session
 from kinformer.runtime.errors import KinformerError
 
@@ -20,8 +20,8 @@ def tokens(rows, time, seed):
 def agree(session, other):
     """Both sessions absorbed all of their text, and have one state and one prediction."""
     assert session._lengths == other._lengths and not session._pending and not other._pending
-    mine, others = (states.value(each._stepping.settled(each._state)) for each in (session, other))
-    assert states.difference(mine, others) <= NEAR
+    mine, others = (value(each._stepping.settled(each._state)) for each in (session, other))
+    assert difference(mine, others) <= NEAR
     assert (session._logits - other._logits).abs().max() <= NEAR
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kinformer.generation.stops import StopText
+from kinformer.generation.sampling import StopText
 from kinformer.runtime.errors import KinformerError
 
 

@@ -1,6 +1,6 @@
 """An input that is nothing but the table that a tied head reads."""
 
-from kinformer.core.input import Input
+from kinformer.core.parts import Input
 
 
 class Table(Input):

@@ -3,10 +3,15 @@
 import pytest
 import torch
 
-from kinformer.heads.actions import HIGHEST_LOG_STD, LOWEST_LOG_STD, ContinuousActions, DiscreteActions
-from kinformer.heads.classification import ClassificationHead
-from kinformer.heads.policy import PolicyAndValue
-from kinformer.inputs.steps import Steps
+from kinformer.heads.classes import (
+    HIGHEST_LOG_STD,
+    LOWEST_LOG_STD,
+    ClassificationHead,
+    ContinuousActions,
+    DiscreteActions,
+    PolicyAndValue,
+)
+from kinformer.inputs.signals import Steps
 from kinformer.runtime.errors import KinformerError
 
 INPUT = Steps.Config(state_dim=1, action_dim=2).build(8)

@@ -9,8 +9,8 @@ from torch.nn.functional import cross_entropy
 
 import kinformer
 from kinformer.generation.packed import pack
-from kinformer.heads.adaptive import AdaptiveSoftmax
-from kinformer.inputs.adaptive import AdaptiveEmbedding
+from kinformer.heads.language import AdaptiveSoftmax
+from kinformer.inputs.tokens import AdaptiveEmbedding
 from kinformer.runtime.errors import KinformerError
 from tests.heads.table import Table
 

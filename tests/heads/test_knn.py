@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch.nn.functional import log_softmax
 
-from kinformer.core.head import Neighbours
-from kinformer.datastore.exact import ExactSearch
-from kinformer.datastore.store import Datastore, KeySpace
-from kinformer.datastore.writer import Writer
-from kinformer.heads.knn import ABSENT, KnnMixture, knn_log_probs, mix
+from kinformer.core.parts import Neighbours
+from kinformer.heads.language import ABSENT, KnnMixture, knn_log_probs, mix
+from kinformer.lab.datastore.search import ExactSearch
+from kinformer.lab.datastore.store import Datastore, KeySpace, Writer
 from kinformer.runtime.errors import KinformerError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "knn_lm.npz"

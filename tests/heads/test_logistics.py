@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax, softplus
 
-from kinformer.heads.logistics import LogisticMixture
-from kinformer.inputs.pixels import Pixels
+from kinformer.heads.images import LogisticMixture
+from kinformer.inputs.images import Pixels
 from kinformer.inputs.tokens import Tokens
 from kinformer.runtime.errors import KinformerError
 

@@ -4,10 +4,8 @@ import pytest
 import torch
 
 from kinformer.family.build import configure
-from kinformer.heads.classification import ClassificationHead
-from kinformer.heads.language import LanguageModelHead
-from kinformer.heads.modulus import ModulusHead
-from kinformer.heads.policy import PolicyAndValue
+from kinformer.heads.classes import ClassificationHead, PolicyAndValue
+from kinformer.heads.language import LanguageModelHead, ModulusHead
 from kinformer.runtime.errors import KinformerError
 from tests.heads.table import Table
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kinformer.heads.spalm import SpalmHead
+from kinformer.heads.language import SpalmHead
 from tests.heads.table import Table
 
 DIM, VOCAB, TIME, NEAR = 6, 11, 5, 4

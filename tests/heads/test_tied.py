@@ -3,20 +3,13 @@
 import pytest
 import torch
 
-from kinformer.blocks.encoder_layer import EncoderLayer
-from kinformer.heads.adaptive import AdaptiveSoftmax
-from kinformer.heads.classification import ClassificationHead, TokenClassificationHead
-from kinformer.heads.language import LanguageModelHead
-from kinformer.heads.masked_language import MaskedLanguageHead
-from kinformer.heads.modulus import ModulusHead
-from kinformer.heads.spalm import SpalmHead
-from kinformer.inputs.adaptive import AdaptiveEmbedding
-from kinformer.inputs.lookup import Lookup
-from kinformer.inputs.tokens import Tokens
+from kinformer.blocks.layer import EncoderLayer
+from kinformer.heads.classes import ClassificationHead, TokenClassificationHead
+from kinformer.heads.language import AdaptiveSoftmax, LanguageModelHead, MaskedLanguageHead, ModulusHead, SpalmHead
+from kinformer.inputs.tokens import AdaptiveEmbedding, Lookup, Tokens
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.models.encoder import Encoder
-from kinformer.positions.complex_order import ComplexOrder
-from kinformer.positions.none import NoPosition
+from kinformer.parts.positions import ComplexOrder, NoPosition
 from kinformer.runtime.errors import KinformerError
 
 VOCAB, DIM = 23, 8

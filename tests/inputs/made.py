@@ -2,7 +2,7 @@
 
 import torch
 
-from kinformer.inputs.steps import ACTION, FIRST, RETURN, STATE, pack
+from kinformer.inputs.signals import ACTION, FIRST, RETURN, STATE, pack
 from kinformer.testing import ModelSubject
 
 

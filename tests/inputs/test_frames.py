@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional
 
 import kinformer
-from kinformer.data.filterbank import windows
-from kinformer.inputs.frames import Frames
+from kinformer.inputs.filterbank import windows
+from kinformer.inputs.signals import Frames
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import MODEL_CHECKS, ModelSubject
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kinformer.inputs.observations import Observations
+from kinformer.inputs.signals import Observations
 from kinformer.runtime.errors import KinformerError
 
 

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 import kinformer
 from kinformer.family.build import configure
-from kinformer.inputs.patches import Patches
+from kinformer.inputs.images import Patches
 from kinformer.runtime.errors import KinformerError
 
 SMALL = Patches.Config(size=(12, 8), channels=2, patch=4)

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from kinformer.blocks.layer import DecoderLayer
-from kinformer.core.raster import Raster
+from kinformer.core.pattern import Raster
+from kinformer.heads.images import LogisticMixture
 from kinformer.heads.language import LanguageModelHead
-from kinformer.heads.logistics import LogisticMixture
-from kinformer.inputs.pixels import START, Pixels
+from kinformer.inputs.images import START, Pixels
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.models.decoder import Decoder
-from kinformer.patterns.image_2d import Image2D
-from kinformer.positions.none import NoPosition
+from kinformer.parts.patterns.images import Image2D
+from kinformer.parts.positions import NoPosition
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing.subject import ModelSubject
 from kinformer.testing.verify import MODEL_CHECKS

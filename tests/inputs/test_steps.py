@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import kinformer
-from kinformer.inputs.steps import ACTION, RETURN, STATE, Steps, pack
+from kinformer.inputs.signals import ACTION, RETURN, STATE, Steps, pack
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import MODEL_CHECKS
 

@@ -6,8 +6,8 @@ from torch.nn import functional
 
 import kinformer
 from kinformer.family.build import configure
-from kinformer.heads.pooling import PooledHead
-from kinformer.inputs import tiles
+from kinformer.heads.classes import PooledHead
+from kinformer.inputs import images as tiles
 from kinformer.runtime.errors import KinformerError
 
 

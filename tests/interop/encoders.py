@@ -5,7 +5,7 @@ import json
 import torch
 
 import kinformer
-from kinformer.cli.import_ import Options, run
+from kinformer.lab.cli.import_ import Options, run
 
 SIZES = {
     "vocab_size": 61,

@@ -13,7 +13,7 @@ from transformers import cache_utils, masking_utils
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import kinformer
-from kinformer.interop import settings
+from kinformer.interop import architecture as settings
 from kinformer.interop.checkpoint import FORMATS
 from kinformer.runtime.errors import KinformerError
 from tests.interop.decoders import assert_close

@@ -9,15 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kinformer
-from kinformer.control.decision.options import TrajectoryEvaluationOptions
 from kinformer.core.config import to_dict
 from kinformer.core.state import detach
 from kinformer.interop.checkpoint import FORMATS
-from kinformer.runs.run import open_run
+from kinformer.lab.control.options import TrajectoryEvaluationOptions
+from kinformer.lab.runs.run import open_run
+from kinformer.lab.tasks.runs import LoadedRun
+from kinformer.lab.tasks.trajectories.work import agent_of, data_of
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.runs import LoadedRun
-from kinformer.tasks.trajectories.evaluate import agent_of
-from kinformer.tasks.trajectories.fit import data_of
 from tests.family.test_decision import packed
 from tests.interop.decoders import assert_close
 from tests.interop.test_export import assert_same_weights

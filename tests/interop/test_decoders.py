@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kinformer
-from kinformer.runs.run import open_run
+from kinformer.lab.runs.run import open_run
 from kinformer.runtime.errors import KinformerError
 from tests.interop.decoders import CHECKS, Pair, tokens
 from tests.interop.peers import EXPERTS, HYBRIDS

@@ -11,7 +11,7 @@ from safetensors.torch import load, save_file
 
 from kinformer.core.encoder import GLOBAL
 from kinformer.interop import read_checkpoint
-from kinformer.runs.run import open_run
+from kinformer.lab.runs.run import open_run
 from kinformer.runtime.errors import KinformerError
 
 from .encoders import Peer, assert_close, edit, imported
@@ -239,7 +239,7 @@ def test_a_missing_mask_is_told(peers, tmp_path, capsys):
 def test_works_without_transformers(folder, tmp_path):
     code = (
         "import sys; sys.modules['transformers'] = sys.modules['tokenizers'] = None\n"
-        "from kinformer.cli.main import main\n"
+        "from kinformer.lab.cli.main import main\n"
         f"sys.exit(main(['import', {str(folder)!r}, '--out', {str(tmp_path / 'run')!r}, '--json']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)

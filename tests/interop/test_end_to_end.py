@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.cli.main import main
 from kinformer.core.state import nbytes
+from kinformer.lab.cli.main import main
 from tests.interop.peers import byte_tokenizer, new_model, tokens
 
 TEXT = Path(__file__).read_text()[:2000]

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.cli.main import main
-from kinformer.data import ByteTokenizer
 from kinformer.family.build import configure, storable
 from kinformer.interop.native import Native, native_form
 from kinformer.interop.routes import DECODERS, SETTINGS
-from kinformer.runs.exporting import size_in_bytes
-from kinformer.runs.run import Run, open_run, save_weights
+from kinformer.lab.cli.main import main
+from kinformer.lab.data import ByteTokenizer
+from kinformer.lab.runs.exporting import size_in_bytes
+from kinformer.lab.runs.run import Run, open_run, save_weights
+from kinformer.lab.tasks.table import task_of
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.table import task_of
 from tests.interop.decoders import Pair, assert_close
 from tests.interop.peers import tokens
 from tests.interop.test_decoders import IMPORTED

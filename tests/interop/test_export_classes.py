@@ -11,11 +11,11 @@ import torch
 import transformers
 
 import kinformer
-from kinformer.cli.main import main
 from kinformer.core.config import to_dict
 from kinformer.family.build import configure
 from kinformer.generation.beam import Search, beam_search
-from kinformer.runs.run import open_run
+from kinformer.lab.cli.main import main
+from kinformer.lab.runs.run import open_run
 from kinformer.runtime.errors import KinformerError
 from tests.interop.encoders import assert_close
 from tests.interop.test_encoder_decoders import Pair as EncoderDecoderPair

@@ -8,12 +8,12 @@ import transformers
 
 import kinformer
 from kinformer.core.config import to_dict
-from kinformer.data import ByteTokenizer
 from kinformer.family.build import configure
 from kinformer.interop.native import native_form
 from kinformer.interop.routes import Padding
-from kinformer.runs.run import open_run
-from kinformer.tasks.table import task_of
+from kinformer.lab.data import ByteTokenizer
+from kinformer.lab.runs.run import open_run
+from kinformer.lab.tasks.table import task_of
 from tests.interop.encoders import Peer, assert_close, imported
 from tests.interop.test_export import assert_same_weights, save_run
 from tests.interop.test_images import MEMBERS as OF_PEERS
@@ -216,7 +216,7 @@ def test_images_are_prepared_as_the_run_reads_them(tmp_path):
 def test_images_of_another_size_are_announced(tmp_path):
     said = []
     run = saved_run("vit", tmp_path / "run")
-    kinformer.runs.exporting.export(run, tmp_path / "exported", announce=said.append)
+    kinformer.lab.runs.exporting.export(run, tmp_path / "exported", announce=said.append)
     assert "another size than 32 x 32 are resized bicubically there" in said[0]
 
 

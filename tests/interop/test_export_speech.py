@@ -7,12 +7,12 @@ import torch
 import transformers
 
 import kinformer
-from kinformer.data.sound import CHARACTERS
 from kinformer.family.build import configure
-from kinformer.runs.run import open_run
+from kinformer.lab.data.sound import CHARACTERS
+from kinformer.lab.runs.run import open_run
+from kinformer.lab.tasks.speech.predict import Listener
+from kinformer.lab.tasks.speech.work import CTC, SpeechBatch
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.speech.generate import Listener
-from kinformer.tasks.speech.rows import CTC, SpeechBatch
 from tests.interop.decoders import assert_close
 from tests.interop.test_export import assert_same_weights, save_run
 

@@ -7,8 +7,8 @@ from torch.nn.functional import cross_entropy
 from kinformer.core.config import to_dict
 from kinformer.family.build import configure
 from kinformer.interop.auto import KinformerConfig, KinformerForCausalLM, KinformerForMaskedLM
-from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch
-from kinformer.training.objective import ObjectiveModule
+from kinformer.lab.tasks.next_token.objectives import NextTokenLoss, TokenBatch
+from kinformer.lab.training.data_module import ObjectiveModule
 from tests.interop.decoders import assert_close
 
 MEMBERS = ("mixtral", "routing", "adaptive-span")

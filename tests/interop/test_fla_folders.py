@@ -14,7 +14,7 @@ import torch
 import kinformer
 from kinformer.core.state import detach
 from kinformer.interop.fla import ARCHITECTURES
-from kinformer.runs.run import open_run
+from kinformer.lab.runs.run import open_run
 from kinformer.runtime.errors import KinformerError
 from tests.interop.decoders import LENGTHS, assert_close
 from tests.interop.fla_folders import FOLDERS, kind_of, token_ids, write

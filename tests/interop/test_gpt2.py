@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load, save_file
 
 import kinformer
-from kinformer.cli.import_ import Options, run
-from kinformer.cli.main import main
 from kinformer.interop import read_checkpoint
-from kinformer.runs.run import open_run
+from kinformer.lab.cli.import_ import Options, run
+from kinformer.lab.cli.main import main
+from kinformer.lab.runs.run import open_run
 from kinformer.runtime.errors import KinformerError
 from tests.interop.peers import byte_tokenizer
 
@@ -179,7 +179,7 @@ def test_json(folder, tmp_path, capsys):
 def test_works_without_transformers(folder, tmp_path):
     code = (
         "import sys; sys.modules['transformers'] = sys.modules['tokenizers'] = None\n"
-        "from kinformer.cli.main import main\n"
+        "from kinformer.lab.cli.main import main\n"
         f"sys.exit(main(['import', {str(folder)!r}, '--out', {str(tmp_path / 'run')!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)

@@ -8,18 +8,18 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.cli.main import main
-from kinformer.core.leaves import Leaf, leaves_of
+from kinformer.core.state import Leaf, leaves_of
 from kinformer.family.build import configure
-from kinformer.generation.packaged import use_package
-from kinformer.generation.recordings import recordings_of
+from kinformer.generation.packed import use_package
+from kinformer.generation.recording import recordings_of
 from kinformer.interop.graphs import onnx, package
 from kinformer.interop.graphs.flat import FlatStep, captured
-from kinformer.runs.graphs import attach_package
-from kinformer.runs.run import open_run, save_weights
+from kinformer.lab.cli.main import main
+from kinformer.lab.runs.exporting import attach_package
+from kinformer.lab.runs.run import open_run, save_weights
+from kinformer.runtime.compiling import substitute, substituting
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import checksum, signed
-from kinformer.runtime.substitutes import substitute, substituting
 from tests.interop.test_export import saved_run
 
 TORCH = tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kinformer
-from kinformer.cli.main import main
 from kinformer.interop.hybrids import ARCHITECTURES
-from kinformer.runs.run import open_run
+from kinformer.lab.cli.main import main
+from kinformer.lab.runs.run import open_run
 from kinformer.runtime.errors import KinformerError
 from tests.interop.decoders import Pair, tokens
 from tests.interop.peers import HYBRIDS

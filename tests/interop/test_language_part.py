@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.cli.main import main
+from kinformer.lab.cli.main import main
 from tests.interop.decoders import assert_close
 from tests.interop.peers import HYBRID, SIZES, tokens
 

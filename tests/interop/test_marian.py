@@ -9,7 +9,7 @@ from safetensors.torch import load, save_file
 
 import kinformer
 from kinformer.interop import read_checkpoint
-from kinformer.runs.importing import import_checkpoint
+from kinformer.lab.runs.importing import import_checkpoint
 from kinformer.runtime.errors import KinformerError
 
 SIZES = {

@@ -8,8 +8,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import kinformer
-from kinformer.data.tokenizer import prompt_ids
-from kinformer.runs.run import open_run
+from kinformer.lab.data.tokenizer import prompt_ids
+from kinformer.lab.runs.run import open_run
 from kinformer.runtime.errors import KinformerError
 from tests.interop.peers import blank_tokenizer, new_model
 
@@ -114,7 +114,7 @@ def test_windows_begin_with_the_prefix(llama, tmp_path):
         llama / "run", data=tmp_path / "text.txt", context=str(context), split="train", holdout=0.5
     )
     run, model = open_run(llama / "run"), kinformer.load(llama / "run")
-    from kinformer.data import open_corpus
+    from kinformer.lab.data import open_corpus
 
     split = open_corpus(str(tmp_path / "text.txt"), tokenizer=run.tokenizer, holdout=0.5).splits["train"]
     ids, nats = np.array(split.tokens(0, len(split))), 0.0

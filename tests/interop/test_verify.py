@@ -6,9 +6,8 @@ import sys
 import pytest
 
 import kinformer
-from kinformer.cli.main import main
-from kinformer.interop.proof import LAWS, judge
-from kinformer.interop.subjects import Plain
+from kinformer.interop.proof import LAWS, Plain, judge
+from kinformer.lab.cli.main import main
 from kinformer.runtime.errors import KinformerError
 from tests.interop.peers import new_model
 from tests.interop.test_export import saved_run

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kinformer.core.parts import Relative
 from kinformer.core.pattern import Band
-from kinformer.kernels import block_sparse
+from kinformer.kernels import band, block_sparse
 from kinformer.kernels.attention import (
     Attended,
     AttentionDropout,
@@ -25,22 +25,19 @@ from kinformer.kernels.attention import (
     merge,
     route,
 )
-from kinformer.kernels.band import chunked as band
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.compressive import Compressive
 from kinformer.mixers.cross import CrossAttention
-from kinformer.mixers.etc import EtcAttention
+from kinformer.mixers.encoders import EtcAttention
+from kinformer.mixers.latent import SingleHead
 from kinformer.mixers.memorizing import Memorizing
 from kinformer.mixers.segment_memory import SegmentMemory
-from kinformer.mixers.single_head import SingleHead
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.patterns.dilated import Dilated
-from kinformer.patterns.strided import Strided
-from kinformer.positions.alibi import Alibi
-from kinformer.positions.shaw import Shaw
-from kinformer.projections.multi_head_global import MultiHeadGlobal
+from kinformer.parts.patterns.sequence import Dilated, Strided
+from kinformer.parts.projections import MultiHeadGlobal
+from kinformer.parts.relative_positions import Alibi, Shaw
+from kinformer.parts.scores import Additive
 from kinformer.runtime.errors import KinformerError
-from kinformer.scores.additive import Additive
 
 BATCH, HEADS, KV_HEADS, SLOTS, WIDTH = 2, 4, 2, 11, 4
 

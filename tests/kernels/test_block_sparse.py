@@ -14,18 +14,18 @@ from kinformer.core.pattern import Band, Pattern
 from kinformer.kernels.attention import AttentionDropout, Scoring, Visibility, attention, reference, slot_sums
 from kinformer.kernels.block_sparse import chunked, explain
 from kinformer.kernels.block_sparse.plan import Interval, plan
-from kinformer.patterns.big_bird import BigBird
-from kinformer.patterns.blockwise import Blockwise
-from kinformer.patterns.dilated import Dilated
-from kinformer.patterns.documents import Documents
-from kinformer.patterns.fixed import Fixed
-from kinformer.patterns.global_tokens import GlobalTokens
-from kinformer.patterns.image_1d import Image1D
-from kinformer.patterns.image_2d import Image2D
-from kinformer.patterns.local import Local
-from kinformer.patterns.per_head import PerHead
-from kinformer.patterns.random_blocks import RandomBlocks
-from kinformer.patterns.strided import Strided
+from kinformer.parts.patterns.big_bird import BigBird, RandomBlocks
+from kinformer.parts.patterns.images import Image1D, Image2D
+from kinformer.parts.patterns.sequence import (
+    Blockwise,
+    Dilated,
+    Documents,
+    Fixed,
+    GlobalTokens,
+    Local,
+    PerHead,
+    Strided,
+)
 from kinformer.runtime.errors import KinformerError
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 4

@@ -5,8 +5,9 @@ import itertools
 import pytest
 import torch
 
-from kinformer.kernels.bucketed import Membership, bucketed_attention, chunked, counted, layout, members
-from kinformer.kernels.bucketed.layout import Block, lay_out, rows_per_tile
+from kinformer.kernels.bucketed import Membership, bucketed_attention, chunked, counted, members
+from kinformer.kernels.bucketed import chunked as layout
+from kinformer.kernels.bucketed.chunked import Block, lay_out, rows_per_tile
 from kinformer.kernels.bucketed.membership import members_of_last
 from kinformer.runtime.errors import KinformerError
 

@@ -6,12 +6,12 @@ import torch
 from kinformer.kernels import delta, linear
 from kinformer.kernels.delta import delta_rule
 from kinformer.kernels.linear import LinearState, linear_attention
-from kinformer.kernels.linear import blocks as blocks_module
-from kinformer.kernels.linear import channels as channels_module
+from kinformer.kernels.linear import chunked as blocks_module
+from kinformer.kernels.linear import chunked as channels_module
 from kinformer.runtime.errors import KinformerError
 
 BATCH, HEADS, FEATURES, WIDTH = 2, 2, 5, 4
-SUMMARISE = {"linear": linear.summarise, "delta": delta.summarise}
+SUMMARISE = {"linear": linear.summarise, "delta": delta.summarise_delta}
 RULES, DECAYS = ("linear", "linear, normalised", "delta"), ("head", "channel")
 
 

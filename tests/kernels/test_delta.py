@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kinformer.kernels.delta import delta_rule
 from kinformer.kernels.delta.chunked import unit_lower_inverse
-from kinformer.kernels.linear import blocks as blocks_module
 from kinformer.kernels.linear import choose_impl
+from kinformer.kernels.linear import chunked as blocks_module
 from kinformer.runtime.errors import KinformerError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "delta_rule.npz"

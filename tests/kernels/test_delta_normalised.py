@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kinformer.kernels.delta import delta_rule
-from kinformer.kernels.delta.normalised import normalised_delta_rule
 from kinformer.kernels.linear import LinearState
+from kinformer.kernels.linear.across import normalised_delta_rule
 
 EPS = 1e-5
 

@@ -4,16 +4,16 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.blocks.product_keys import Values
+from kinformer.blocks.feed_forward import Values
 from kinformer.core.parts import Relative
 from kinformer.core.pattern import Band
 from kinformer.kernels.attention import Gathered, Projected, Scoring, Visibility, attention
 from kinformer.kernels.delta import delta_rule
 from kinformer.kernels.linear import LinearState, linear_attention
 from kinformer.kernels.lstm import Weights, lstm
-from kinformer.patterns.strided import Strided
+from kinformer.parts.patterns.sequence import Strided
 from kinformer.runtime.errors import KinformerError
-from kinformer.testing.derivatives import agree_derivatives
+from kinformer.testing.declared import agree_derivatives
 
 TIME, WIDTH = 7, 4
 

@@ -6,8 +6,8 @@ import torch
 from kinformer.core import pattern
 from kinformer.core.parts import Relative
 from kinformer.kernels.block_sparse import chunked
-from kinformer.kernels.softmax.request import Scoring, Visibility
-from kinformer.patterns.strided import Strided
+from kinformer.kernels.softmax import Scoring, Visibility
+from kinformer.parts.patterns.sequence import Strided
 
 
 @pytest.mark.parametrize("table", ["bias", "factor"])

@@ -9,10 +9,11 @@ from torch import Tensor
 from kinformer.core.parts import Relative
 from kinformer.core.pattern import Band, Pattern
 from kinformer.kernels.attention import Scoring, Visibility, reference
-from kinformer.kernels.block_sparse import blocks, chunked
-from kinformer.kernels.block_sparse.falloff import WORTH, reaches
-from kinformer.patterns.local import Local
-from kinformer.positions.alibi import Alibi
+from kinformer.kernels.block_sparse import chunked
+from kinformer.kernels.block_sparse.chunked import Blocks
+from kinformer.kernels.block_sparse.scores import WORTH, reaches
+from kinformer.parts.patterns.sequence import Local
+from kinformer.parts.relative_positions import Alibi
 
 HEADS, KV_HEADS, TIME, PAST = 4, 2, 600, 100
 
@@ -21,14 +22,14 @@ HEADS, KV_HEADS, TIME, PAST = 4, 2, 600, 100
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by the pairs of each block of tiles that is worked on."""
     found: list[int] = []
-    every = blocks.Blocks.__iter__
+    every = Blocks.__iter__
 
-    def counted(self: blocks.Blocks):
+    def counted(self: Blocks):
         for tile, block in every(self):
             found.append((block.n.stop - block.n.start) * self.group * (tile.last - tile.first) * tile.width)
             yield tile, block
 
-    monkeypatch.setattr(blocks.Blocks, "__iter__", counted)
+    monkeypatch.setattr(Blocks, "__iter__", counted)
     return found
 
 

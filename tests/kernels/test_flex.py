@@ -10,9 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kinformer.core.parts import Relative
 from kinformer.core.pattern import Band, Pattern
 from kinformer.kernels.attention import AttentionDropout, Scoring, Visibility, attention, choose_impl, route
-from kinformer.patterns.blockwise import Blockwise
-from kinformer.patterns.fixed import Fixed
-from kinformer.patterns.strided import Strided
+from kinformer.parts.patterns.sequence import Blockwise, Fixed, Strided
 from kinformer.runtime import compiling
 
 PERMUTED = Blockwise(block=96, permutation=(1, 0))

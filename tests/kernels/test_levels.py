@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kinformer.kernels import levels as levels_module
-from kinformer.kernels.levels import LeveledTokens, leveled_attention
 from kinformer.kernels.linear import LinearState, linear_attention
+from kinformer.kernels.linear import levels as levels_module
+from kinformer.kernels.linear.levels import LeveledTokens, leveled_attention
 
 TIME = 150
 

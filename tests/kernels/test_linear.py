@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kinformer.kernels.linear import LinearState, choose_impl, linear_attention
-from kinformer.kernels.linear import blocks as blocks_module
+from kinformer.kernels.linear import chunked as blocks_module
 from kinformer.runtime.errors import KinformerError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "linear_attention.npz"

@@ -7,8 +7,7 @@ from torch.nn.functional import normalize
 from torch.utils.flop_counter import FlopCounterMode
 
 from kinformer.kernels.lookup import CoarseQuantizer, InvertedFile, MemorySlice, Search, look_up
-from kinformer.kernels.lookup.lists import assignments_of, centroids, insert
-from kinformer.kernels.lookup.numbered import Floats, Integers, numbered
+from kinformer.kernels.lookup.lists import Floats, Integers, assignments_of, centroids, insert, numbered
 from kinformer.runtime.processor import multiplies_int8
 
 HEADS, MEMORIES, WIDTH = 2, 8192, 64

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kinformer.core.pattern import Band
+from kinformer.kernels import band as chunked
 from kinformer.kernels.attention import AttentionDropout, Scoring, Visibility, attention, choose_impl, merge, route
-from kinformer.kernels.band import chunked
-from kinformer.kernels.band.tiles import Layout, limits
+from kinformer.kernels.band import Layout, limits
 from kinformer.runtime import process
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.matmul import by_onednn, few_rows

@@ -7,17 +7,13 @@ import pytest
 import torch
 
 from kinformer.core.contract import Chunk
-from kinformer.decays.fixed import Fixed
-from kinformer.decays.low_rank import LowRank
-from kinformer.decays.softplus import Softplus
-from kinformer.decays.softplus_channels import SoftplusChannels
-from kinformer.features.favor import Favor
-from kinformer.features.identity import Identity
-from kinformer.features.unit import Unit
 from kinformer.kernels.delta import DeltaTokens, delta_rule, delta_steps
-from kinformer.kernels.linear import LinearState, impls, linear_attention
+from kinformer.kernels.linear import LinearState, linear_attention
+from kinformer.kernels.linear import sequence as impls
 from kinformer.mixers.linear import LinearAttention
-from kinformer.mixers.rwkv7 import RWKV7
+from kinformer.mixers.recurrent import RWKV7
+from kinformer.parts.decays import Fixed, LowRank, Softplus, SoftplusChannels
+from kinformer.parts.feature_maps import Favor, Identity, Unit
 from kinformer.runtime.errors import KinformerError
 
 pytest.importorskip("triton")

@@ -3,8 +3,7 @@
 import numpy as np
 import torch
 
-from kinformer.datastore.store import Datastore, KeySpace
-from kinformer.datastore.writer import Writer
+from kinformer.lab.datastore.store import Datastore, KeySpace, Writer
 
 DIM, VOCAB = 8, 300_000
 ORIGIN = KeySpace(weights="w", representation="r", dim=DIM, vocab_size=VOCAB, tokenizer="bytes")

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.datastore.exact import ExactSearch
-from kinformer.datastore.store import KEYS, RECORD, TOKENS, Datastore
-from kinformer.datastore.writer import Writer
+from kinformer.lab.datastore.search import ExactSearch
+from kinformer.lab.datastore.store import KEYS, RECORD, TOKENS, Datastore, Writer
 from kinformer.runtime.errors import KinformerError
 from tests.memory.stores import DIM, ORIGIN, VOCAB, entries, write
 
@@ -50,7 +49,7 @@ def test_killed_by_the_system(tmp_path):
     """SIGKILL in the middle of a build: nothing that was flushed is lost."""
     code = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from kinformer.datastore import writer; from tests.memory.stores import write\n"
+        "from kinformer.lab.datastore import writer; from tests.memory.stores import write\n"
         "append = writer.Writer.append\n"
         "def mortal(self, keys, tokens):\n"
         "    append(self, keys, tokens)\n"
@@ -224,7 +223,7 @@ def brute(store, queries, count, stop=None):
 
 @pytest.mark.parametrize("stop", [None, 1, 7, 640])
 def test_exact_search_is_exact(tmp_path, monkeypatch, stop):
-    from kinformer.datastore import exact
+    from kinformer.lab.datastore import search as exact
 
     monkeypatch.setattr(exact, "_BLOCK", 100)
     monkeypatch.setattr(exact, "_ROWS", 7)

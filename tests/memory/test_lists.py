@@ -6,12 +6,10 @@ import sys
 import pytest
 import torch
 
-from kinformer.datastore import lists, sorting
-from kinformer.datastore.attach import searcher
-from kinformer.datastore.exact import ExactSearch
-from kinformer.datastore.lists import ListSearch
-from kinformer.datastore.sorting import build
-from kinformer.datastore.store import Datastore
+from kinformer.lab.datastore import search as sorting
+from kinformer.lab.datastore.attach import searcher
+from kinformer.lab.datastore.search import _SPARE_LISTS, ExactSearch, ListSearch, build
+from kinformer.lab.datastore.store import Datastore
 from kinformer.runtime.errors import KinformerError
 from tests.memory.stores import DIM, entries, write
 
@@ -188,7 +186,7 @@ def test_every_similarity_and_code_is_brute_force_where_all_is_searched(tmp_path
 
 
 def test_product_quantisation_finds_more_with_more_bytes_and_grows_as_it_was_made(tmp_path, faiss, monkeypatch):
-    monkeypatch.setitem(lists._SPARE, "PQ", 1)
+    monkeypatch.setitem(_SPARE_LISTS, "PQ", 1)
     write(tmp_path, 2000)
     store, shares = write(tmp_path, 2000), []
     for key_bytes in (1, 2, 8):

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.core.head import Neighbours
-from kinformer.datastore import neighbours
-from kinformer.datastore.exact import ExactSearch
-from kinformer.datastore.neighbours import NeighbourTable, neighbours_of, neighbours_without_self, others, table
+from kinformer.core.parts import Neighbours
+from kinformer.lab.datastore import neighbours
+from kinformer.lab.datastore.neighbours import NeighbourTable, neighbours_of, neighbours_without_self, others, table
+from kinformer.lab.datastore.search import ExactSearch
 from kinformer.runtime.errors import KinformerError
 from tests.memory.stores import entries, write
 

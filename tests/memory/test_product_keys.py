@@ -9,12 +9,15 @@ import pytest
 import torch
 
 import kinformer
+from kinformer.blocks.feed_forward import ProductKeys
 from kinformer.blocks.layer import DecoderLayer
-from kinformer.blocks.product_keys import ProductKeys
-from kinformer.cli.main import main
 from kinformer.core.contract import Chunk
-from kinformer.evaluation.usage import record_usage
 from kinformer.family.build import configure
+from kinformer.lab.cli.main import main
+from kinformer.lab.evaluation.depths import record_usage
+from kinformer.lab.training.distributed import Group, check_shared
+from kinformer.lab.training.optimisers import Optimiser
+from kinformer.lab.training.settings import Settings
 from kinformer.mixers.linear import LinearAttention
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import (
@@ -25,10 +28,6 @@ from kinformer.testing import (
     ModelSubject,
     examine,
 )
-from kinformer.training.distributed import Group
-from kinformer.training.engines import check_shared
-from kinformer.training.optimiser import Optimiser
-from kinformer.training.settings import Settings
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "product_key_memory.npz"
 TRAINING = "--recipe tiny --length 16 --batch-size 4 --steps 4 --validation-tokens 256"

@@ -2,13 +2,7 @@
 
 import torch
 
-from kinformer.scores.additive import Additive
-from kinformer.scores.bilinear import Bilinear
-from kinformer.scores.capped import Capped
-from kinformer.scores.dot import Dot
-from kinformer.scores.modulus import Modulus
-from kinformer.scores.scaled_dot import ScaledDot
-from kinformer.scores.sink_logit import SinkLogit
+from kinformer.parts.scores import Additive, Bilinear, Capped, Dot, Modulus, ScaledDot, SinkLogit
 
 DIM = 16
 SCORES = {

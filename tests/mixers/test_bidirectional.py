@@ -6,15 +6,9 @@ import torch
 from kinformer.core.encoder import SequenceContext
 from kinformer.family.kinds import kinds
 from kinformer.mixers.bidirectional import BidirectionalAttention
-from kinformer.patterns.columns import Columns
-from kinformer.patterns.full import Full
-from kinformer.patterns.per_head import PerHead
-from kinformer.patterns.window import Window
-from kinformer.positions.alibi import Alibi
-from kinformer.positions.rope import Rope
-from kinformer.positions.shaw import Shaw
-from kinformer.projections.convolved import Convolved
-from kinformer.projections.multi_head_global import MultiHeadGlobal
+from kinformer.parts.patterns.sequence import Columns, Full, PerHead, Window
+from kinformer.parts.projections import Convolved, MultiHeadGlobal
+from kinformer.parts.relative_positions import Alibi, Rope, Shaw
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_CHECKS, EncoderMixerSubject, verify_config
 

@@ -5,10 +5,8 @@ import torch
 
 import kinformer
 from kinformer.core.encoder import SequenceContext
-from kinformer.features.favor import Favor
-from kinformer.features.identity import Identity
-from kinformer.features.relu import Relu
-from kinformer.mixers.bidirectional_linear import BidirectionalLinear
+from kinformer.mixers.encoders import BidirectionalLinear
+from kinformer.parts.feature_maps import Favor, Identity, Relu
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_CHECKS, EncoderMixerSubject
 

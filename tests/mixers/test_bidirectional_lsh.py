@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.features.hashes import normalised
 from kinformer.kernels.bucketed import bucketed_attention, members
-from kinformer.kernels.bucketed.sorted import sorted_attention
-from kinformer.mixers.bidirectional_lsh import BidirectionalLSH
+from kinformer.kernels.bucketed.equal import sorted_attention
+from kinformer.mixers.buckets import BidirectionalLSH
+from kinformer.parts.bucketing import normalised
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_CHECKS, EncoderMixerSubject
 

@@ -6,7 +6,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import kinformer
 from kinformer.core.encoder import SequenceContext
-from kinformer.mixers.bidirectional_lstm import BidirectionalLSTM
+from kinformer.mixers.recurrent import BidirectionalLSTM
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_CHECKS, EncoderMixerSubject
 

@@ -9,9 +9,9 @@ from torch.nn.functional import normalize
 
 import kinformer
 from kinformer.core.encoder import SequenceContext
-from kinformer.features.centroids import Centroids
-from kinformer.kernels.bucketed.balanced import balanced_attention
-from kinformer.mixers.bidirectional_routing import BidirectionalRouting
+from kinformer.kernels.bucketed.equal import balanced_attention
+from kinformer.mixers.buckets import BidirectionalRouting
+from kinformer.parts.bucketing import Centroids
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_CHECKS, EncoderMixerSubject
 

@@ -5,7 +5,7 @@ import torch
 
 import kinformer
 from kinformer.core.contract import Chunk
-from kinformer.mixers.causal_sinkhorn import CausalSinkhornAttention
+from kinformer.mixers.sinkhorn import CausalSinkhornAttention
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import CHECKS, MixerSubject

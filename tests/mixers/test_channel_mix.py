@@ -8,7 +8,7 @@ import torch
 
 import kinformer
 from kinformer.core.contract import Chunk
-from kinformer.mixers.channel_mix import ChannelMix
+from kinformer.mixers.convolutions import ChannelMix
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import verify_mixer
 

@@ -10,14 +10,11 @@ from torch import nn
 
 from kinformer.core.contract import Chunk
 from kinformer.kernels.chosen import choice, chunked
+from kinformer.lab.runs.trace import site_of, weights_of
 from kinformer.mixers.chosen_blocks import ChosenBlocks
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.positions.alibi import Alibi
-from kinformer.positions.rope import Rope
-from kinformer.projections.convolved import Convolved
-from kinformer.projections.grouped import Grouped
-from kinformer.runs.tracing.sites import site_of
-from kinformer.runs.tracing.weights import weights_of
+from kinformer.parts.projections import Convolved, Grouped
+from kinformer.parts.relative_positions import Alibi, Rope
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import CHECKS, MixerSubject
 

@@ -5,14 +5,13 @@ import torch
 from torch.nn import functional
 
 import kinformer
-from kinformer.core import state as states
 from kinformer.core.contract import Chunk
+from kinformer.core.state import detach, nbytes, pop_aux
 from kinformer.generation.packed import pack
-from kinformer.mixers.compressive import Compressive
-from kinformer.mixers.compressive.compression import Convolution, DilatedConvolution, Expansion, MostUsed, Pool
+from kinformer.mixers.compressive import Compressive, Convolution, DilatedConvolution, Expansion, MostUsed, Pool
 from kinformer.mixers.segment_memory import SegmentMemory
-from kinformer.positions.xl import sinusoids
-from kinformer.projections.convolved import Convolved
+from kinformer.parts.projections import Convolved
+from kinformer.parts.relative_positions import sinusoids
 from kinformer.runtime.errors import KinformerError
 from tests.mixers.made import DIM, built, inputs
 
@@ -160,7 +159,7 @@ def test_every_weight_goes_on_learning():
     for step in range(6):
         tokens = torch.randint(23, (2, 17), generator=torch.Generator().manual_seed(step))
         logits, state = model(tokens[:, :-1], state)
-        costs, state = states.pop_aux(state)
+        costs, state = pop_aux(state)
         loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         optimiser.zero_grad()
         (loss + costs["compression"].sum()).backward()
@@ -170,7 +169,7 @@ def test_every_weight_goes_on_learning():
             if step > 1 or "compression" not in name:
                 assert parameter.grad.abs().max() > 0, name
         optimiser.step()
-        state = states.detach(state)
+        state = detach(state)
     assert (costs["compression"] > 0).all()
 
 
@@ -285,7 +284,7 @@ def test_state_is_bounded_and_tokens_one_by_one_agree():
         for index in range(120):
             y, state = mixer(Chunk(x[:, index : index + 1]), state)
             assert (y[:, 0] - want[:, index]).abs().max() < 1e-11
-            sizes.append(states.nbytes(state))
+            sizes.append(nbytes(state))
     assert set(sizes[mixer.retained :]) == {2 * mixer.state_bytes(10**6, dtype=torch.float64)}
 
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import kinformer
-from kinformer.core import state as states
 from kinformer.core.contract import Chunk
+from kinformer.core.state import difference, join_rows, repeat_rows, select_rows, select_sources
 from kinformer.family.kinds import kinds
 from kinformer.mixers.cross import CrossAttention
 from kinformer.runtime.errors import KinformerError
@@ -105,7 +105,7 @@ def test_it_is_stepped_token_by_token(pair):
     for index in range(6):
         y, state = ours(Chunk(x[:, index : index + 1]), state)
         assert (y[:, 0] - want[:, index]).abs().max() < 1e-13
-    assert states.difference(state, start) == 0.0
+    assert difference(state, start) == 0.0
 
 
 def test_padding_of_the_source_is_not_seen(pair):
@@ -127,7 +127,7 @@ def test_sequences_over_sources_of_unlike_length_are_joined(pair):
     _, ours = pair
     x, sources = random(2, 5, DIM), [random(1, length, SOURCE_DIM, seed=length) for length in (4, 7)]
     alone = [ours.initial_state(1, source=source) for source in sources]
-    y, _ = ours(Chunk(x), states.join_rows(alone))
+    y, _ = ours(Chunk(x), join_rows(alone))
     for row in (0, 1):
         assert (y[row] - ours(Chunk(x[row : row + 1]), alone[row])[0][0]).abs().max() < 1e-13
 
@@ -139,14 +139,14 @@ def test_neighbouring_rows_share_a_source(pair):
     valid = torch.arange(SOURCE) < torch.tensor([[SOURCE], [3]])
     state = ours.initial_state(2, source=source, source_valid=valid)
     y, after = ours(Chunk(x), state)
-    want, _ = ours(Chunk(x), states.repeat_rows(state, 3))
+    want, _ = ours(Chunk(x), repeat_rows(state, 3))
     assert (y - want).abs().max() < 1e-13 and len(after.k) == 2
-    shared = states.repeat_rows((state, x), 3, sources=False)
+    shared = repeat_rows((state, x), 3, sources=False)
     assert len(shared[0].k) == 2 and len(shared[1]) == 18
     rows = torch.tensor([5, 0])
-    selected = states.select_rows(shared, rows, sources=False)
+    selected = select_rows(shared, rows, sources=False)
     assert selected[0] is state and torch.equal(selected[1], shared[1][rows])
-    second = states.select_sources(shared, torch.tensor([1]))
+    second = select_sources(shared, torch.tensor([1]))
     assert torch.equal(second[0].k, state.k[1:]) and second[1] is shared[1]
 
 

@@ -4,15 +4,12 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core import state as states
 from kinformer.core.contract import Chunk
+from kinformer.core.state import form, repeat_rows
 from kinformer.family.kinds import kinds
-from kinformer.features.elu import Elu
-from kinformer.features.favor import Favor
-from kinformer.features.random_fourier import RandomFourier
-from kinformer.mixers.bidirectional_linear import BidirectionalLinear
-from kinformer.mixers.cross import CrossAttention
-from kinformer.mixers.cross_linear import LinearCrossAttention
+from kinformer.mixers.cross import CrossAttention, LinearCrossAttention
+from kinformer.mixers.encoders import BidirectionalLinear
+from kinformer.parts.feature_maps import Elu, Favor, RandomFourier
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import MixerSubject, verify_config, verify_mixer
 
@@ -113,7 +110,7 @@ def test_with_many_features_it_comes_near_exact_cross_attention():
 def test_the_state_does_not_grow_with_the_source():
     mixer = config().build(DIM)
     short, long = (mixer.initial_state(2, source=torch.randn(2, count, SOURCE_DIM)) for count in (3, 300))
-    assert states.form(short) == states.form(long)
+    assert form(short) == form(long)
     assert mixer.state_bytes(5, source_length=3) == mixer.state_bytes(5, source_length=300) == 4 * 2 * 8 * 9
 
 
@@ -124,7 +121,7 @@ def test_neighbouring_rows_share_a_source_and_padding_leaves_no_trace():
     spoilt = source.masked_fill(~valid[..., None], torch.nan).requires_grad_()
     state = mixer.initial_state(2, source=spoilt, source_valid=valid)
     y, after = mixer(Chunk(x), state)
-    want, _ = mixer(Chunk(x), states.repeat_rows(state, 3))
+    want, _ = mixer(Chunk(x), repeat_rows(state, 3))
     assert (y - want).abs().max() < 1e-13 and len(after.kv) == 2
     assert torch.equal(y[3:], mixer.out.bias.expand(3, 5, -1))
     y.sum().backward()

@@ -4,14 +4,17 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core import state as states
 from kinformer.core.contract import Chunk
+from kinformer.core.state import form, repeat_rows
 from kinformer.family.kinds import kinds
 from kinformer.mixers.bidirectional import BidirectionalAttention
-from kinformer.mixers.cross import CrossAttention
-from kinformer.mixers.cross_linformer import LinformerCrossAttention
-from kinformer.mixers.cross_local import BLOCK, LocalCrossAttention
-from kinformer.mixers.cross_predictive import PredictiveCrossAttention
+from kinformer.mixers.cross import (
+    BLOCK,
+    CrossAttention,
+    LinformerCrossAttention,
+    LocalCrossAttention,
+    PredictiveCrossAttention,
+)
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import MixerSubject, verify_config, verify_mixer
 
@@ -211,8 +214,8 @@ def test_neighbouring_rows_share_a_source_and_padding_leaves_no_trace(name):
     valid = torch.arange(SOURCE) < torch.tensor([[SOURCE], [0]])
     spoilt = source.masked_fill(~valid[..., None], torch.nan).requires_grad_()
     state = mixer.initial_state(2, source=spoilt, source_valid=valid)
-    y, _ = mixer(Chunk(x), states.repeat_rows(state, 3, sources=False))
-    want, _ = mixer(Chunk(x), states.repeat_rows(state, 3))
+    y, _ = mixer(Chunk(x), repeat_rows(state, 3, sources=False))
+    want, _ = mixer(Chunk(x), repeat_rows(state, 3))
     assert (y - want).abs().max() < 1e-13
     assert torch.equal(y[3:], mixer.out.bias.expand(3, 5, -1))
     y.sum().backward()
@@ -222,7 +225,7 @@ def test_neighbouring_rows_share_a_source_and_padding_leaves_no_trace(name):
 def test_the_state_of_summaries_does_not_grow_with_the_source():
     mixer = CONFIGS["learned"].build(DIM)
     short, long = (mixer.initial_state(2, source=torch.randn(2, count, WIDTH)) for count in (2, 9))
-    assert states.form(short) == states.form(long)
+    assert form(short) == form(long)
     assert mixer.state_bytes(5, source_length=2) == mixer.state_bytes(5, source_length=9) == 3 * (4 * 2 * 2 * 8 + 1)
     with pytest.raises(KinformerError, match="longer than max_length = 9 of the mixer cross_linformer"):
         mixer.initial_state(2, source=torch.randn(2, 10, WIDTH))

@@ -8,14 +8,11 @@ from transformers.models.diffllama import DiffLlamaConfig
 from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention, DiffLlamaRotaryEmbedding
 
 from kinformer.core.contract import Chunk
+from kinformer.lab.runs.trace import site_of
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.patterns.local import Local
-from kinformer.patterns.sinks import Sinks
-from kinformer.positions.rope import Rope
-from kinformer.positions.shaw import Shaw
-from kinformer.projections.grouped import Grouped
-from kinformer.projections.multi_head import MultiHead
-from kinformer.runs.tracing.sites import site_of
+from kinformer.parts.patterns.sequence import Local, Sinks
+from kinformer.parts.projections import Grouped, MultiHead
+from kinformer.parts.relative_positions import Rope, Shaw
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import CHECKS, MixerSubject
 

@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from kinformer.core.encoder import SequenceContext
 from kinformer.family.kinds import kinds
 from kinformer.mixers.bidirectional import BidirectionalAttention
-from kinformer.mixers.etc import EtcAttention
-from kinformer.patterns.window import Window
+from kinformer.mixers.encoders import EtcAttention
+from kinformer.parts.patterns.sequence import Window
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_CHECKS, EncoderMixerSubject
 

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from kinformer.core.contract import Chunk
+from kinformer.lab.runs.trace import site_of
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.patterns.local import Local
-from kinformer.patterns.sinks import Sinks
-from kinformer.projections.grouped import Grouped
-from kinformer.runs.tracing.sites import site_of
+from kinformer.parts.patterns.sequence import Local, Sinks
+from kinformer.parts.projections import Grouped
 from kinformer.testing import CHECKS, MixerSubject
 
 from .made import DIM, built, inputs

@@ -9,24 +9,15 @@ from torch.nn.functional import logsigmoid
 
 from kinformer.core.contract import Chunk
 from kinformer.core.pattern import Band
-from kinformer.decays.fixed import Fixed
-from kinformer.decays.low_rank import LowRank
-from kinformer.decays.sigmoid import Sigmoid
 from kinformer.kernels.attention import Scoring, Visibility, attention, decayed
+from kinformer.lab.runs.trace import weights_of
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.patterns.local import Local
-from kinformer.patterns.sinks import Sinks
-from kinformer.positions.alibi import Alibi
-from kinformer.positions.distance_aware import DistanceAware
-from kinformer.positions.shaw import Shaw
-from kinformer.projections.convolved import Convolved
-from kinformer.projections.grouped import Grouped
-from kinformer.projections.kv_shift import KVShift
-from kinformer.projections.multi_head import MultiHead
-from kinformer.projections.normalised import Normalised
-from kinformer.runs.tracing.weights import weights_of
+from kinformer.parts.decays import Fixed, LowRank, Sigmoid
+from kinformer.parts.patterns.sequence import Local, Sinks
+from kinformer.parts.projections import Convolved, Grouped, KVShift, MultiHead, Normalised
+from kinformer.parts.relative_positions import Alibi, DistanceAware, Shaw
+from kinformer.parts.scores import SinkLogit
 from kinformer.runtime.errors import KinformerError
-from kinformer.scores.sink_logit import SinkLogit
 from kinformer.testing import CHECKS, MixerSubject
 
 from .made import DIM, SCORES, built, inputs

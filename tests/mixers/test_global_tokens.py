@@ -6,16 +6,10 @@ import torch
 import kinformer
 from kinformer.core.encoder import SequenceContext
 from kinformer.mixers.bidirectional import BidirectionalAttention
-from kinformer.patterns.window import Window
-from kinformer.positions.alibi import Alibi
-from kinformer.positions.distance_aware import DistanceAware
-from kinformer.positions.none import NoPosition
-from kinformer.positions.rope import Rope
-from kinformer.positions.shaw import Shaw
-from kinformer.positions.t5 import T5
-from kinformer.positions.xl import TransformerXL
-from kinformer.projections.multi_head import MultiHead
-from kinformer.projections.multi_head_global import MultiHeadGlobal
+from kinformer.parts.patterns.sequence import Window
+from kinformer.parts.positions import NoPosition
+from kinformer.parts.projections import MultiHead, MultiHeadGlobal
+from kinformer.parts.relative_positions import T5, Alibi, DistanceAware, Rope, Shaw, TransformerXL
 from kinformer.runtime.errors import KinformerError
 from tests.mixers.made import SCORES, built, inputs
 

@@ -5,8 +5,8 @@ import pytest
 import kinformer
 from kinformer.blocks.global_input import ExtraTokens
 from kinformer.mixers.linear import LinearAttention
-from kinformer.mixers.lstm import LSTM
-from kinformer.patterns.window import Window
+from kinformer.mixers.recurrent import LSTM
+from kinformer.parts.patterns.sequence import Window
 from kinformer.runtime.errors import KinformerError
 
 

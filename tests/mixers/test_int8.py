@@ -4,18 +4,18 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core import state as states
 from kinformer.core.contract import Chunk
-from kinformer.core.int8 import Quantized, packed, unpacked
 from kinformer.core.pattern import Band
-from kinformer.decays.sigmoid import Sigmoid
-from kinformer.estimation.state_size import state_bytes
+from kinformer.core.reserved import Quantized, packed, unpacked
+from kinformer.core.state import nbytes, reserve
 from kinformer.generation.session import Session
 from kinformer.kernels import attention
-from kinformer.kernels.attention import int8
-from kinformer.kernels.softmax.request import Scoring, Visibility
+from kinformer.kernels.attention import cached as int8
+from kinformer.kernels.softmax import Scoring, Visibility
+from kinformer.lab.estimation.estimate import state_bytes
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.patterns.local import Local
+from kinformer.parts.decays import Sigmoid
+from kinformer.parts.patterns.sequence import Local
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.processor import multiplies_int8
 from kinformer.testing import CHECKS, MixerSubject
@@ -45,7 +45,7 @@ def test_a_chunk_reads_itself_exactly_and_its_past_nearly(settings):
         want, _ = full(Chunk(x), full.initial_state(2))
         whole, _ = mixer(Chunk(x), mixer.initial_state(2))
         assert torch.equal(whole, want)
-        for start in (mixer.initial_state(2), states.reserve(mixer.initial_state(2), 12)):
+        for start in (mixer.initial_state(2), reserve(mixer.initial_state(2), 12)):
             state, parts = start, []
             for part in x.split([5, 1, 1, 5], dim=1):
                 y, state = mixer(Chunk(part), state)
@@ -80,11 +80,11 @@ def test_one_query_multiplies_by_8_bits_as_it_would_by_their_numbers(heads, kv_h
 @pytest.mark.parametrize("settings", [{}, {"exclusive": True}, {"pattern": Local.Config(window=9)}])
 def test_a_session_steps_by_8_bits_as_it_does_by_their_numbers(settings, monkeypatch):
     mixer, x, read = built(CONFIG.replace(**settings)).float(), inputs(30).float(), []
-    outs, plain = [], int8.attend
+    outs, plain = [], int8.attend_int8
     monkeypatch.setattr(int8, "attend", lambda *call: read.append(call) or plain(*call))
     for least in (4, 1 << 30):
         monkeypatch.setattr(int8, "LEAST", least)
-        state, parts = states.reserve(mixer.initial_state(2), 40), []
+        state, parts = reserve(mixer.initial_state(2), 40), []
         with torch.no_grad():
             for part in x.split([9] + [1] * 21, dim=1):
                 y, state = mixer(Chunk(part), state)
@@ -112,7 +112,7 @@ def test_sessions_step_and_estimates_count_8_bits():
     assert drawn[0] == drawn[1]
     full = kinformer.build("gpt", recipe="tiny")
     with torch.no_grad():
-        held = states.nbytes(model(tokens)[1])
+        held = nbytes(model(tokens)[1])
     assert held == state_bytes(model, 20)
     # 2 layers, keys and values of 2 heads of 16 numbers: 16 + 3 bytes instead of 64
     assert state_bytes(full, 20) - held == 2 * 2 * 2 * 20 * (64 - 19)

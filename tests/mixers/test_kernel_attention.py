@@ -12,25 +12,13 @@ import pytest
 import torch
 
 from kinformer.core.contract import Chunk
-from kinformer.decays.fixed import Fixed
-from kinformer.decays.low_rank import LowRank
-from kinformer.decays.sigmoid import Sigmoid
-from kinformer.decays.softplus import Softplus
-from kinformer.decays.softplus_channels import SoftplusChannels
 from kinformer.family.kinds import kinds
-from kinformer.features.dpfp import Dpfp
-from kinformer.features.elu import Elu
-from kinformer.features.favor import Favor
-from kinformer.features.identity import Identity
-from kinformer.features.quadratic import Quadratic
-from kinformer.features.random_fourier import RandomFourier
-from kinformer.features.sum_normalised import SumNormalised
-from kinformer.features.unit import Unit
 from kinformer.mixers.linear import LinearAttention
-from kinformer.positions.alibi import Alibi
-from kinformer.positions.rope import Rope
+from kinformer.parts.decays import Fixed, LowRank, Sigmoid, Softplus, SoftplusChannels
+from kinformer.parts.feature_maps import Dpfp, Elu, Favor, Identity, Quadratic, RandomFourier, SumNormalised, Unit
+from kinformer.parts.relative_positions import Alibi, Rope
+from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.unallocated import unallocated
 from kinformer.testing import CHECKS, MixerSubject
 
 DIM = 8

@@ -9,17 +9,11 @@ from kinformer.core.contract import Chunk
 from kinformer.generation.packed import PackedLinear, pack
 from kinformer.mixers.latent import LatentAttention
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.patterns.local import Local
-from kinformer.patterns.sinks import Sinks
-from kinformer.positions.alibi import Alibi
-from kinformer.positions.none import NoPosition
-from kinformer.positions.rope import Rope
-from kinformer.positions.shaw import Shaw
-from kinformer.positions.xl import TransformerXL
+from kinformer.parts.patterns.sequence import Local, Sinks
+from kinformer.parts.positions import NoPosition
+from kinformer.parts.relative_positions import Alibi, Rope, Shaw, TransformerXL
+from kinformer.parts.scores import Additive, Capped, SinkLogit
 from kinformer.runtime.errors import KinformerError
-from kinformer.scores.additive import Additive
-from kinformer.scores.capped import Capped
-from kinformer.scores.sink_logit import SinkLogit
 from kinformer.testing import CHECKS, MixerSubject
 
 from .made import DIM, built, inputs

@@ -11,7 +11,7 @@ from kinformer.core.encoder import SequenceContext
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.mixers.bidirectional import BidirectionalAttention
-from kinformer.mixers.linformer import Linformer
+from kinformer.mixers.encoders import Linformer
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_CHECKS, EncoderMixerSubject
 

@@ -11,8 +11,8 @@ import torch
 
 from kinformer.core.encoder import SequenceContext, global_positions
 from kinformer.mixers.bidirectional import BidirectionalAttention
-from kinformer.patterns.window import Window
-from kinformer.projections.multi_head_global import MultiHeadGlobal
+from kinformer.parts.patterns.sequence import Window
+from kinformer.parts.projections import MultiHeadGlobal
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "longformer.npz"
 IMPLS = ("auto", "reference", "chunked")

@@ -8,25 +8,20 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.cli.main import main
-from kinformer.core import state as states
 from kinformer.core.attention_state import AttentionCall
 from kinformer.core.contract import Chunk
 from kinformer.core.reserved import KeysValues
+from kinformer.core.state import nbytes
 from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.lookup import CoarseQuantizer, InvertedFile, MemorySlice, Search, gathered, look_up
 from kinformer.kernels.lookup.lists import assignments_of, centroids, insert
+from kinformer.lab.cli.main import main
 from kinformer.mixers.memorizing import Memorizing, _after
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.patterns.local import Local
-from kinformer.positions.alibi import Alibi
-from kinformer.positions.distance_aware import DistanceAware
-from kinformer.positions.learned import Learned
-from kinformer.positions.rope import Rope
-from kinformer.positions.shaw import Shaw
-from kinformer.positions.t5 import T5, buckets
-from kinformer.positions.xl import TransformerXL
-from kinformer.projections.multi_head import MultiHead
+from kinformer.parts.patterns.sequence import Local
+from kinformer.parts.positions import Learned
+from kinformer.parts.projections import MultiHead
+from kinformer.parts.relative_positions import T5, Alibi, DistanceAware, Rope, Shaw, TransformerXL, buckets
 from kinformer.runtime.errors import KinformerError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "memorizing.npz"
@@ -297,7 +292,7 @@ def test_what_was_put_away_is_shared_by_states_until_more_is():
         copies += state.k.data_ptr() != last
         last = state.k.data_ptr()
     assert state.k.shape[2] == 128 and 18 <= copies <= 21
-    assert states.nbytes(state) == mixer.state_bytes(160)
+    assert nbytes(state) == mixer.state_bytes(160)
 
 
 @pytest.mark.parametrize(

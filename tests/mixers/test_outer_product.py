@@ -5,9 +5,9 @@ import torch
 
 import kinformer
 from kinformer.core.contract import Chunk
-from kinformer.features.identity import Identity
 from kinformer.mixers.linear import LinearAttention
-from kinformer.mixers.outer_product import OuterProduct
+from kinformer.mixers.recurrent import OuterProduct
+from kinformer.parts.feature_maps import Identity
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import CHECKS, MixerSubject
 

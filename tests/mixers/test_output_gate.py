@@ -7,13 +7,12 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttentio
 
 from kinformer.core.contract import Chunk
 from kinformer.core.encoder import SequenceContext
+from kinformer.lab.runs.trace import weights_of
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.patterns.local import Local
-from kinformer.positions.rope import Rope
-from kinformer.projections.grouped import Grouped
-from kinformer.projections.normalised import Normalised
-from kinformer.runs.tracing.weights import weights_of
+from kinformer.parts.patterns.sequence import Local
+from kinformer.parts.projections import Grouped, Normalised
+from kinformer.parts.relative_positions import Rope
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import CHECKS, ENCODER_CHECKS, EncoderMixerSubject, MixerSubject
 

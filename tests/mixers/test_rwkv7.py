@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.core.contract import Chunk
-from kinformer.core.first_values import FirstValues
+from kinformer.core.contract import Chunk, FirstValues
 from kinformer.kernels.linear import LinearState, linear_attention
-from kinformer.mixers.rwkv7 import RWKV7
+from kinformer.mixers.recurrent import RWKV7
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import CHECKS, MixerSubject
 

@@ -8,15 +8,13 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import kinformer
-from kinformer.core import state as states
 from kinformer.core.contract import Chunk
 from kinformer.core.reserved import ReservedSlots
+from kinformer.core.state import nbytes, reserve
 from kinformer.mixers.segment_memory import SegmentMemory
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.positions.rope import Rope
-from kinformer.positions.xl import TransformerXL, sinusoids
-from kinformer.projections.convolved import Convolved
-from kinformer.projections.multi_head import MultiHead
+from kinformer.parts.projections import Convolved, MultiHead
+from kinformer.parts.relative_positions import Rope, TransformerXL, sinusoids
 from kinformer.runtime.errors import KinformerError
 from tests.mixers.made import DIM, built, inputs
 
@@ -227,8 +225,8 @@ def test_memory_is_kept_projected_without_gradients_only():
         got, after = mixer(Chunk(inputs(9, seed=4)), with_graph)
         assert (got - want).abs().max() < 1e-12
         assert after.k.shape[2] == 9
-        assert isinstance(states.reserve(without, 5), ReservedSlots)
-        assert states.reserve(with_graph, 5) is with_graph
+        assert isinstance(reserve(without, 5), ReservedSlots)
+        assert reserve(with_graph, 5) is with_graph
 
 
 def test_generation_runs_in_constant_memory():
@@ -236,11 +234,11 @@ def test_generation_runs_in_constant_memory():
     x, held = inputs(300), []
     with torch.no_grad():
         want = outputs(mixer, x)
-        state = states.reserve(mixer.initial_state(2, dtype=torch.float64), 300)
+        state = reserve(mixer.initial_state(2, dtype=torch.float64), 300)
         for index in range(300):
             y, state = mixer(Chunk(x[:, index : index + 1]), state)
             assert (y[:, 0] - want[:, index]).abs().max() < 1e-12
-            held.append(states.nbytes(state))
+            held.append(nbytes(state))
     assert len(set(held)) == 1
 
 

@@ -5,12 +5,12 @@ import torch
 from torch.nn import functional
 
 import kinformer
-from kinformer.blocks.product_keys import ProductKeys
+from kinformer.blocks.feed_forward import ProductKeys
 from kinformer.core.contract import Chunk
 from kinformer.core.encoder import SequenceContext
-from kinformer.datastore.attached import KeyedDecoder
 from kinformer.family.build import configure
-from kinformer.mixers.separable_transition import SeparableTransition
+from kinformer.lab.datastore.attach import KeyedDecoder
+from kinformer.mixers.convolutions import SeparableTransition
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import (
     ENCODER_CHECKS,

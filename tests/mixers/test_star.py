@@ -9,7 +9,7 @@ from torch.nn.functional import leaky_relu, scaled_dot_product_attention
 
 import kinformer
 from kinformer.core.encoder import SequenceContext
-from kinformer.mixers.star import StarAttention
+from kinformer.mixers.encoders import StarAttention
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_CHECKS, EncoderMixerSubject
 

@@ -10,9 +10,8 @@ from torch import nn
 import kinformer
 from kinformer.core.contract import Chunk
 from kinformer.family.kinds import kinds
-from kinformer.mixers.tensorized import TensorizedAttention
-from kinformer.mixers.tensorized_memory import TensorizedMemory
-from kinformer.positions.xl import sinusoids
+from kinformer.mixers.tensorized import TensorizedAttention, TensorizedMemory
+from kinformer.parts.relative_positions import sinusoids
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import CHECKS, MixerSubject, verify_config
 
@@ -82,7 +81,7 @@ def test_its_last_token_is_that_of_its_authors_with_four_tokens_and_three_of_mem
     """Their class hides nothing, so that its last token alone sees what ours does."""
     with np.load(Path(__file__).parents[1] / "golden" / "tensorized.npz", allow_pickle=False) as arrays:
         golden = {name: torch.from_numpy(arrays[name]) for name in arrays}
-    monkeypatch.setattr("kinformer.mixers.tensorized_memory.sinusoids", lambda *_: golden["r"])
+    monkeypatch.setattr("kinformer.mixers.tensorized.sinusoids", lambda *_: golden["r"])
     length, batch, dim = golden["w_in"].shape
     mixer = TensorizedMemory.Config(rank=int(golden["d_head"]), segment=4, memory=3).build(dim).double()
     weights = {"qkv.weight": "w.dec_attn.qkv_net.weight", "position.weight": "w.dec_attn.r_net.weight"}

@@ -9,9 +9,9 @@ import kinformer
 from kinformer.core.encoder import SequenceContext
 from kinformer.family.build import configure
 from kinformer.mixers.windows import HOTTEST, WindowAttention, apart, cut, joined
+from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.unallocated import unallocated
-from kinformer.stacks.stages import PatchMerging
+from kinformer.stacks.sequential import PatchMerging
 
 
 def mixed(config, grid, dim=8):

@@ -5,12 +5,12 @@ import torch
 
 import kinformer
 from kinformer.blocks.residual import PreNorm
-from kinformer.core import state as states
-from kinformer.core.head import Neighbours
-from kinformer.datastore.attached import FEED_FORWARD, HIDDEN, AttachedDecoder, KeyedDecoder
+from kinformer.core.parts import Neighbours
+from kinformer.core.state import difference
 from kinformer.generation.generate import generate
 from kinformer.generation.packed import pack
-from kinformer.heads.knn import KnnMixture
+from kinformer.heads.language import KnnMixture
+from kinformer.lab.datastore.attach import FEED_FORWARD, HIDDEN, AttachedDecoder, KeyedDecoder
 
 VOCAB = 23
 
@@ -85,8 +85,8 @@ def test_cuts_and_padding_change_nothing(member):
     left, middle = model(TOKENS[:, :6])
     right, last = model(TOKENS[:, 6:], middle)
     assert (torch.cat([left, right], 1) - whole).abs().max() < 1e-9
-    assert states.difference(end, last) < 1e-9
-    assert states.difference(end, model.decoder(TOKENS)[1]) == 0
+    assert difference(end, last) < 1e-9
+    assert difference(end, model.decoder(TOKENS)[1]) == 0
     valid = torch.rand(3, 25, generator=torch.Generator().manual_seed(3)) < 2
     valid[0, 3:11], valid[1, :8], valid[2, 17:] = False, False, False
     ragged = torch.zeros(3, 25, dtype=torch.int64)

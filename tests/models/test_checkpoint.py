@@ -153,7 +153,7 @@ def test_compiled(member):
     ids=lambda s: "".join(s) or "windows",
 )
 def test_a_run_ends_with_the_same_weights(settings, tmp_path, text_file):
-    from kinformer.data import open_corpus
+    from kinformer.lab.data import open_corpus
 
     corpus = open_corpus(str(text_file))
     changes = {"member": "linear-transformer", **DROPOUT}
@@ -163,7 +163,7 @@ def test_a_run_ends_with_the_same_weights(settings, tmp_path, text_file):
 
 
 def test_a_resumed_run_ends_with_the_same_weights(tmp_path, text_file):
-    from kinformer.data import open_corpus
+    from kinformer.lab.data import open_corpus
     from tests.training.tiny import rewound
 
     corpus = open_corpus(str(text_file))

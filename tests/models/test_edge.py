@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core import state as states
+from kinformer.core.state import join_rows, reserve, select_rows, value
 from kinformer.runtime.errors import KinformerError
 from tests.members import CAUSAL
 
@@ -59,7 +59,7 @@ def test_a_state_of_other_rows_or_of_another_model_is_refused():
     _, state = model(TOKENS)
     with pytest.raises(KinformerError, match="the state has 2 rows, but the input has 1"):
         model(TOKENS[:1], state)
-    assert model(TOKENS[:1], states.select_rows(state, torch.tensor([0])))[0].shape[0] == 1
+    assert model(TOKENS[:1], select_rows(state, torch.tensor([0])))[0].shape[0] == 1
     with pytest.raises(KinformerError, match="one of 2 layers, but this model's have 1"):
         build(layers=1)(TOKENS, state)
     with pytest.raises(KinformerError, match="one of the type tuple"):
@@ -70,10 +70,10 @@ def test_a_state_of_other_rows_or_of_another_model_is_refused():
 def test_a_state_of_another_model_is_refused_whatever_it_is(member):
     model, other = build(member), build("linear-transformer" if member != "linear-transformer" else "gpt")
     with torch.no_grad():
-        for foreign in (other(TOKENS)[1], states.reserve(other(TOKENS)[1], 4)):
+        for foreign in (other(TOKENS)[1], reserve(other(TOKENS)[1], 4)):
             with pytest.raises(KinformerError, match="the state is another model's|but this model's have"):
                 model(TOKENS, foreign)
-        for own in (model(TOKENS)[1], states.reserve(model(TOKENS)[1], 6)):
+        for own in (model(TOKENS)[1], reserve(model(TOKENS)[1], 6)):
             assert model(TOKENS, own)[0].shape == (2, 6, 23)
 
 
@@ -87,7 +87,7 @@ def test_a_state_of_inference_mode_is_trained_on(member):
     model = build(member)
     with torch.inference_mode():
         state = model(TOKENS)[1]
-        kept = states.reserve(state, 6)
+        kept = reserve(state, 6)
     logits, _ = model(TOKENS, state)
     logits.sum().backward()
     with torch.no_grad():
@@ -98,12 +98,12 @@ def test_reserved_states_and_states_of_two_models_are_not_joined():
     with torch.no_grad():
         state, other = build()(TOKENS)[1], build("linear-transformer")(TOKENS)[1]
     with pytest.raises(KinformerError, match="a reserved state .* cannot be joined"):
-        states.join_rows([state, state.reserve(3)])
+        join_rows([state, state.reserve(3)])
     with pytest.raises(
         KinformerError, match="states of the types (KeysValues, KernelState|KernelState, KeysValues) cannot be joined"
     ):
-        states.join_rows([state, other])
-    assert states.join_rows([state, states.value(state.reserve(3))]).seen.shape == (4,)
+        join_rows([state, other])
+    assert join_rows([state, value(state.reserve(3))]).seen.shape == (4,)
 
 
 @pytest.mark.parametrize("member", ["gpt", "bert", "deep-char"])

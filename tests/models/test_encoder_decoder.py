@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import kinformer
-from kinformer.core import state as states
+from kinformer.core.state import pop_aux, select_rows
 from kinformer.family.build import configure
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import MODEL_CHECKS, SourceModelSubject
@@ -49,9 +49,9 @@ def test_a_universal_encoder_and_decoder_tie_their_layers():
     model = configure("universal", "tiny-translate", VOCAB).build()
     assert len(model.encoder.stack.layers) == len(model.stack.layers) == 1
     state = model.begin(*sources(5, 3))
-    assert len(state.layers) == 3 and "ponder" in states.pop_aux(state)[0]
+    assert len(state.layers) == 3 and "ponder" in pop_aux(state)[0]
     logits, state = model(torch.randint(VOCAB, (2, 6)), state)
-    assert (states.pop_aux(state)[0]["ponder"] > 0).all() and logits.shape == (2, 6, VOCAB)
+    assert (pop_aux(state)[0]["ponder"] > 0).all() and logits.shape == (2, 6, VOCAB)
 
 
 def test_every_row_is_as_alone():
@@ -90,7 +90,7 @@ def test_a_source_may_be_longer_than_what_follows():
     model = build(position={"kind": "learned", "max_length": 4})
     assert (model.max_length, model.max_source_length) == (4, None)
     state = model.begin(sources(9)[0])
-    assert states.select_rows(state, torch.tensor([0, 0])).seen.shape == (2,)
+    assert select_rows(state, torch.tensor([0, 0])).seen.shape == (2,)
     with pytest.raises(KinformerError, match="end at max_length"):
         model(torch.zeros(1, 5, dtype=torch.int64), state)
 

@@ -5,14 +5,14 @@ import torch
 from torch import nn
 
 import kinformer
-from kinformer.core import state as states
-from kinformer.core.head import Neighbours
-from kinformer.datastore.attached import KeyedDecoder
-from kinformer.datastore.retrieving import RetrievingDecoder, RetrievingState
+from kinformer.core.parts import Neighbours
+from kinformer.core.state import difference, nbytes
 from kinformer.generation.generate import generate
 from kinformer.generation.packed import pack
 from kinformer.generation.session import Session
-from kinformer.tasks.next_token.rows import NextTokenLoss, RetrievedBatch, RetrievedNextToken, TokenBatch
+from kinformer.lab.datastore.attach import KeyedDecoder
+from kinformer.lab.datastore.retrieval import RetrievingDecoder, RetrievingState
+from kinformer.lab.tasks.next_token.objectives import NextTokenLoss, RetrievedBatch, RetrievedNextToken, TokenBatch
 from kinformer.testing import MODEL_CHECKS, ModelSubject
 
 VOCAB, ENTRIES = 23, 40
@@ -106,14 +106,14 @@ def test_the_state_is_that_of_both():
     with torch.no_grad():
         state, own, other = (each(TOKENS)[1] for each in (model, model.decoder, model.retriever.decoder))
     assert isinstance(state, RetrievingState)
-    assert states.difference(state.decoder, own) == 0 and states.difference(state.retriever, other) == 0
+    assert difference(state.decoder, own) == 0 and difference(state.retriever, other) == 0
     declared = sum(
         layer.mixer.state_bytes(TOKENS.shape[1], dtype=torch.float64)
         for decoder in (model.decoder, model.retriever.decoder)
         for layer in decoder.stack.units
     )
     counters = 2 * 8
-    assert states.nbytes(state) == 3 * (declared + counters)
+    assert nbytes(state) == 3 * (declared + counters)
 
 
 def test_the_retriever_is_frozen():
@@ -142,7 +142,7 @@ def test_it_generates_token_by_token_what_the_whole_text_gives():
     session, alone = Session(model, 3), Session(model.decoder, 3)
     for each in (session, alone):
         each.feed(TOKENS)
-    assert session.state_bytes == alone.state_bytes + states.nbytes(model.retriever.decoder.initial_state(3))
+    assert session.state_bytes == alone.state_bytes + nbytes(model.retriever.decoder.initial_state(3))
 
 
 def test_narrow_weights_look_up_with_wide_keys():

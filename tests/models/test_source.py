@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core import state as states
+from kinformer.core.state import difference
 from kinformer.mixers.cross import CrossAttention
 
 DIM, LENGTH = 32, 7
@@ -39,7 +39,7 @@ def test_chunks_of_any_length_give_the_same(cut):
     left, middle = model(tokens[:, :cut], begin)
     right, last = model(tokens[:, cut:], middle)
     assert (torch.cat([left, right], 1) - whole).abs().max() < 1e-12
-    assert states.difference(end, last) < 1e-12
+    assert difference(end, last) < 1e-12
 
 
 def test_the_source_is_seen_and_its_padding_is_not():

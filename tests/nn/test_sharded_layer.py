@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kinformer.training.distributed import launch
+from kinformer.lab.training.distributed import launch
 from tests.nn.two_processes import CASES, learned, work
 
 

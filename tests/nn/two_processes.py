@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from kinformer.lab.training.distributed import Group, join
 from kinformer.nn import CausalLayer, states
-from kinformer.training.distributed import Group, join
 from tests.members import MEMBERS
 from tests.nn.layers import DIM, NAMES, extras, made, randn
 

@@ -4,26 +4,28 @@ import torch
 from hypothesis import strategies as st
 
 from kinformer.core.pattern import Band
-from kinformer.patterns.big_bird import BigBird, FirstAndLast, NearAndDrawn
-from kinformer.patterns.blocks import Blocks
-from kinformer.patterns.blockwise import Blockwise
-from kinformer.patterns.causal import Causal
-from kinformer.patterns.columns import Columns
-from kinformer.patterns.combined import Complement, Intersection, Union
-from kinformer.patterns.dilated import Dilated
-from kinformer.patterns.documents import Documents
-from kinformer.patterns.fixed import Fixed
-from kinformer.patterns.full import Full
-from kinformer.patterns.global_tokens import GlobalTokens
-from kinformer.patterns.image_1d import Image1D
-from kinformer.patterns.image_2d import Image2D
-from kinformer.patterns.local import Local
-from kinformer.patterns.per_head import PerHead
-from kinformer.patterns.random_blocks import RandomBlocks
-from kinformer.patterns.segments import Segments
-from kinformer.patterns.sinks import Sinks
-from kinformer.patterns.strided import Strided
-from kinformer.patterns.summaries import Summaries
+from kinformer.parts.patterns.big_bird import BigBird, FirstAndLast, NearAndDrawn, RandomBlocks
+from kinformer.parts.patterns.images import Image1D, Image2D
+from kinformer.parts.patterns.sequence import (
+    Blocks,
+    Blockwise,
+    Causal,
+    Columns,
+    Complement,
+    Dilated,
+    Documents,
+    Fixed,
+    Full,
+    GlobalTokens,
+    Intersection,
+    Local,
+    PerHead,
+    Segments,
+    Sinks,
+    Strided,
+    Summaries,
+    Union,
+)
 
 CONFIGS = {
     "causal": Causal.Config(),

@@ -14,12 +14,15 @@ from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.block_sparse import explain
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.patterns.big_bird import BigBird, FirstAndLast, NearAndDrawn, general_plan, paper_plan, random_table
-from kinformer.patterns.blockwise import Blockwise
-from kinformer.patterns.causal import Causal
-from kinformer.patterns.combined import Intersection
-from kinformer.patterns.full import Full
-from kinformer.patterns.per_head import PerHead
+from kinformer.parts.patterns.big_bird import (
+    BigBird,
+    FirstAndLast,
+    NearAndDrawn,
+    general_plan,
+    paper_plan,
+    random_table,
+)
+from kinformer.parts.patterns.sequence import Blockwise, Causal, Full, Intersection, PerHead
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_CHECKS, EncoderMixerSubject
 from tests.patterns.expressions import heads_of, mask_of

@@ -4,26 +4,29 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.core.overrides import override
+from kinformer.core.config import override
 from kinformer.core.pattern import Boxes
 from kinformer.family.kinds import kinds
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.patterns.blocks import Blocks
-from kinformer.patterns.blockwise import Blockwise
-from kinformer.patterns.causal import Causal
-from kinformer.patterns.columns import Columns
-from kinformer.patterns.combined import Complement, Intersection, Union
-from kinformer.patterns.dilated import Dilated
-from kinformer.patterns.documents import Documents
-from kinformer.patterns.fixed import Fixed
-from kinformer.patterns.global_tokens import GlobalTokens
-from kinformer.patterns.image_1d import Image1D
-from kinformer.patterns.image_2d import Image2D
-from kinformer.patterns.local import Local
-from kinformer.patterns.per_head import PerHead
-from kinformer.patterns.random_blocks import RandomBlocks
-from kinformer.patterns.strided import Strided
-from kinformer.patterns.summaries import Summaries
+from kinformer.parts.patterns.big_bird import RandomBlocks
+from kinformer.parts.patterns.images import Image1D, Image2D
+from kinformer.parts.patterns.sequence import (
+    Blocks,
+    Blockwise,
+    Causal,
+    Columns,
+    Complement,
+    Dilated,
+    Documents,
+    Fixed,
+    GlobalTokens,
+    Intersection,
+    Local,
+    PerHead,
+    Strided,
+    Summaries,
+    Union,
+)
 from kinformer.runtime.errors import KinformerError
 from tests.patterns.expressions import CONFIGS, heads_of, mask_of
 

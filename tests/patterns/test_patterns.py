@@ -12,9 +12,7 @@ from kinformer.core.config import from_dict, to_dict
 from kinformer.core.parts import PatternConfig
 from kinformer.core.pattern import ALL, NONE, SOME, Band, Boxes
 from kinformer.family.kinds import kinds
-from kinformer.patterns.full import Full
-from kinformer.patterns.local import Local
-from kinformer.patterns.strided import Strided
+from kinformer.parts.patterns.sequence import Full, Local, Strided
 from tests.patterns.expressions import CONFIGS, LENGTH, atoms, expressions, heads_of, mask_of
 
 each_pattern = pytest.mark.parametrize("name", CONFIGS)

@@ -10,13 +10,8 @@ import pytest
 import torch
 
 from kinformer.kernels.attention import Scoring, Visibility, attention
-from kinformer.patterns.causal import Causal
-from kinformer.patterns.columns import Columns
-from kinformer.patterns.fixed import Fixed
-from kinformer.patterns.image_1d import Image1D
-from kinformer.patterns.image_2d import Image2D
-from kinformer.patterns.local import Local
-from kinformer.patterns.strided import Strided
+from kinformer.parts.patterns.images import Image1D, Image2D
+from kinformer.parts.patterns.sequence import Causal, Columns, Fixed, Local, Strided
 from tests.patterns.expressions import heads_of, mask_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "patterns.npz"

@@ -4,24 +4,19 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core import state as states
 from kinformer.core.contract import Chunk
+from kinformer.core.state import difference
 from kinformer.generation.session import Session
 from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.nn import attention as plain_attention
-from kinformer.patterns.local import Local
-from kinformer.patterns.sinks import Sinks
-from kinformer.positions.alibi import Alibi
-from kinformer.positions.none import NoPosition
-from kinformer.positions.rope import Rope
-from kinformer.positions.t5 import T5
-from kinformer.projections.convolved import Convolved
-from kinformer.projections.grouped import Grouped
+from kinformer.parts.patterns.sequence import Local, Sinks
+from kinformer.parts.positions import NoPosition
+from kinformer.parts.projections import Convolved, Grouped
+from kinformer.parts.relative_positions import T5, Alibi, Rope
+from kinformer.parts.scores import SinkLogit, SoftSpan
 from kinformer.runtime.errors import KinformerError
-from kinformer.scores.sink_logit import SinkLogit
-from kinformer.scores.soft_span import SoftSpan
 from kinformer.testing import CHECKS, MixerSubject
 from tests.mixers.made import DIM, built, inputs
 
@@ -83,7 +78,7 @@ def test_a_reset_begins_with_first_tokens_of_its_own():
     want = torch.cat([torch.cat(alone[:2], 1), torch.cat(alone[2:], 1)])
     assert (whole - want).abs().max() < 1e-12
     cut, end = outputs(mixer, x, 1, 4, 12, 13, reset=reset)
-    assert (cut - want).abs().max() < 1e-12 and states.difference(last, end) < 1e-12
+    assert (cut - want).abs().max() < 1e-12 and difference(last, end) < 1e-12
 
 
 CONFIGS = {

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.positions.complex_order import ComplexOrder
+from kinformer.parts.positions import ComplexOrder
 from kinformer.runtime.errors import KinformerError
 
 

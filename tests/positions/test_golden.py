@@ -15,12 +15,9 @@ from kinformer.core.contract import Chunk
 from kinformer.core.pattern import Band
 from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.positions.alibi import Alibi
-from kinformer.positions.shaw import Shaw
-from kinformer.positions.t5 import T5, buckets
-from kinformer.positions.xl import TransformerXL
-from kinformer.projections.multi_head import MultiHead
-from kinformer.scores.dot import Dot
+from kinformer.parts.projections import MultiHead
+from kinformer.parts.relative_positions import T5, Alibi, Shaw, TransformerXL, buckets
+from kinformer.parts.scores import Dot
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 IMPLS = ("reference", "chunked")

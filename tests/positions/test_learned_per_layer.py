@@ -18,9 +18,8 @@ from kinformer.heads.language import LanguageModelHead
 from kinformer.inputs.tokens import Tokens
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.models.decoder import Decoder
-from kinformer.positions.learned_per_layer import LearnedPerLayer
-from kinformer.positions.none import NoPosition
-from kinformer.projections.multi_head import MultiHead
+from kinformer.parts.positions import LearnedPerLayer, NoPosition
+from kinformer.parts.projections import MultiHead
 from kinformer.runtime.errors import KinformerError
 
 RENAMED = {

@@ -11,14 +11,8 @@ import kinformer
 from kinformer.core.contract import Chunk
 from kinformer.core.parts import Position, PositionConfig, Relative
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.positions.alibi import Alibi
-from kinformer.positions.distance_aware import DistanceAware
-from kinformer.positions.learned import Learned
-from kinformer.positions.none import NoPosition
-from kinformer.positions.shaw import Shaw
-from kinformer.positions.sinusoidal import Sinusoidal
-from kinformer.positions.t5 import T5
-from kinformer.positions.xl import TransformerXL
+from kinformer.parts.positions import Learned, NoPosition, Sinusoidal
+from kinformer.parts.relative_positions import T5, Alibi, DistanceAware, Shaw, TransformerXL
 from kinformer.runtime.errors import KinformerError
 
 DIM, HEADS, WIDTH, TIME = 16, 2, 8, 21

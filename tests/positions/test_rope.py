@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.positions.rope import Rope, frequencies
+from kinformer.parts.relative_positions import Rope, frequencies
 from kinformer.runtime.errors import KinformerError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "rope.npz"

@@ -13,10 +13,10 @@ import torch
 from kinformer.core.contract import Chunk
 from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.patterns.full import Full
-from kinformer.projections.complex import Complex
+from kinformer.parts.patterns.sequence import Full
+from kinformer.parts.projections import Complex
+from kinformer.parts.scores import Modulus
 from kinformer.runtime.errors import KinformerError
-from kinformer.scores.modulus import Modulus
 
 
 def golden():

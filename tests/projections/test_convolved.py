@@ -12,12 +12,10 @@ import torch
 from torch import nn
 
 from kinformer.blocks.feed_forward import MLP
-from kinformer.core import state as states
 from kinformer.core.contract import Chunk
+from kinformer.core.state import nbytes
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.projections.convolved import Convolved
-from kinformer.projections.grouped import Grouped
-from kinformer.projections.multi_head import MultiHead
+from kinformer.parts.projections import Convolved, Grouped, MultiHead
 from kinformer.runtime.errors import KinformerError
 
 PARTS = ("query", "key", "value")
@@ -121,7 +119,7 @@ def test_remembers_as_many_tokens_as_it_looks_back_at():
     sizes = [run(mixer, torch.randn(2, length, 16))[1].recent.shape[2] for length in (1, 2, 3, 9)]
     assert sizes == [1, 2, 2, 2]
     state = run(mixer, torch.randn(2, 9, 16))[1]
-    assert states.nbytes(state) == 2 * mixer.state_bytes(9)
+    assert nbytes(state) == 2 * mixer.state_bytes(9)
     plain = CONFIG.replace(projection=MultiHead.Config()).build(16)
     assert mixer.state_bytes(9) - plain.state_bytes(9) == 2 * 6 * 8 * 4
 

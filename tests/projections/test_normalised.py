@@ -3,8 +3,7 @@
 import torch
 from torch.nn.functional import rms_norm
 
-from kinformer.projections.grouped import Grouped
-from kinformer.projections.normalised import Normalised
+from kinformer.parts.projections import Grouped, Normalised
 
 
 def test_it_is_the_formula_and_keys_alone_are_the_same():

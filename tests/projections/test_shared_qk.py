@@ -9,9 +9,7 @@ from kinformer.blocks.layer import DecoderLayer
 from kinformer.blocks.residual import PreNorm, ResPostNorm
 from kinformer.core.contract import Chunk
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.projections.convolved import Convolved
-from kinformer.projections.multi_head import MultiHead
-from kinformer.projections.shared_qk import SharedQK
+from kinformer.parts.projections import Convolved, MultiHead, SharedQK
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import CHECKS, MixerSubject
 

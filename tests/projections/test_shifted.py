@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from kinformer.projections import shifted
-from kinformer.projections.shifted import shifted_sum
+from kinformer.parts import projections as shifted
+from kinformer.parts.projections import shifted_sum
 
 
 def inputs(width, dtype=torch.float64, rows=2, heads=3, time=11, channels=2):

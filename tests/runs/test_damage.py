@@ -8,10 +8,10 @@ import shutil
 import pytest
 
 import kinformer
-from kinformer.data.tokenizer import ByteTokenizer
+from kinformer.lab.data.tokenizer import ByteTokenizer
+from kinformer.lab.training.checkpoint import Checkpoints, _digest
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import load_tensors, read_json, signed
-from kinformer.training.checkpoint import Checkpoints, _digest
 
 SMALL = {"recipe": "tiny", "steps": 2, "length": 16, "batch_size": 4, "validation_tokens": 64, "device": "cpu"}
 VALUES = (None, -1, 0, 10**9, 10**400, 1e308, True, "", "../../x", [], {}, [[]], {"kind": []}, {"kind": "nothing"})

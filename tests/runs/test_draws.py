@@ -68,7 +68,7 @@ def test_every_function_that_draws_takes_the_generator():
 
 
 def test_a_run_is_read_without_a_change_of_the_global_generator(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("kinformer.runs.estimate.interpreter_bytes", lambda: 1 << 28)  # a process of two seconds
+    monkeypatch.setattr("kinformer.lab.runs.describe.interpreter_bytes", lambda: 1 << 28)  # a process of two seconds
     state = torch.get_rng_state()
     with watched() as calls:
         kinformer.load(run.folder)

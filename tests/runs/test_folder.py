@@ -10,21 +10,20 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.runs.folder import writing
-from kinformer.runs.generate import generate
-from kinformer.runs.options import GenerateOptions
+from kinformer.lab.runs.inference import generate
+from kinformer.lab.runs.options import GenerateOptions
+from kinformer.lab.runs.run import writing
+from kinformer.lab.training.checkpoint import Checkpoint, Checkpoints
+from kinformer.lab.training.loop import Trainer
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.files import partial_of, save_tensors, write_json
-from kinformer.runtime.lock import locked
-from kinformer.training.checkpoint import Checkpoint, Checkpoints
-from kinformer.training.loop import Trainer
+from kinformer.runtime.files import locked, partial_of, save_tensors, write_json
 
 SMALL = {"recipe": "tiny", "steps": 4, "length": 16, "batch_size": 4, "validation_tokens": 256, "device": "cpu"}
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from kinformer.runtime.lock import locked
+from kinformer.runtime.files import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
@@ -87,7 +86,7 @@ def test_a_creation_that_fails_removes_only_what_it_made(tmp_path, text_file, mo
         (out / "mine.txt").write_text("dear")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kinformer.runs.create.staged_rows", fail)
+    monkeypatch.setattr("kinformer.lab.runs.create.staged_rows", fail)
     with pytest.raises(KeyboardInterrupt):
         kinformer.train("gpt", data=text_file, out=out, **SMALL)
     assert [path.name for path in out.iterdir()] == ["mine.txt"]

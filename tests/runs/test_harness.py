@@ -12,7 +12,7 @@ from lm_eval.models.huggingface import HFLM
 import kinformer
 from kinformer import harness
 from kinformer.harness import KinformerLM
-from kinformer.runs.harness.texts import Drawing, drawing_of
+from kinformer.lab.runs.harness import Drawing, drawing_of
 from kinformer.runtime.errors import KinformerError
 
 EOS, CONTEXT = 188, 48  # the byte 0 of a byte-level tokenizer, which is in no text
@@ -242,7 +242,7 @@ def test_mistakes_are_one_sentence(runs, tasks, cli, words, sentence):
 
 
 def test_a_missing_harness_is_one_sentence(monkeypatch):
-    monkeypatch.delitem(sys.modules, "kinformer.runs.harness.lm")
+    monkeypatch.delitem(sys.modules, "kinformer.lab.runs.harness")
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
     with pytest.raises(KinformerError, match=r"pip install 'kinformer\[harness\]'"):
-        import kinformer.runs.harness.lm  # noqa: F401
+        import kinformer.lab.runs.harness  # noqa: F401

@@ -9,11 +9,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import kinformer
-from kinformer.runs.generate import generate
-from kinformer.runs.options import GenerateOptions
+from kinformer.lab.runs.inference import generate
+from kinformer.lab.runs.options import GenerateOptions
+from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import load_tensors, signed
-from kinformer.training.settings import Settings
 
 SMALL = {"recipe": "tiny", "steps": 4, "length": 16, "batch_size": 4, "validation_tokens": 256, "device": "cpu"}
 

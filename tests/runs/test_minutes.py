@@ -11,17 +11,17 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.cli.main import main
-from kinformer.core.overrides import override
+from kinformer.core.config import override
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.family.table import FAMILY, member
-from kinformer.runs.minutes import REREAD, SIZES, resized, rotated
-from kinformer.runs.run import open_run
+from kinformer.lab.cli.main import main
+from kinformer.lab.runs.minutes import REREAD, SIZES, resized, rotated
+from kinformer.lab.runs.run import open_run
+from kinformer.lab.training.loop import Updater
+from kinformer.lab.training.settings import Settings
+from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.unallocated import unallocated
-from kinformer.training.settings import Settings
-from kinformer.training.update import Updater
 
 TEXT = ("It was the best of times, it was the worst of times; " * 40 + "and so on to the end of the page.\n") * 60
 
@@ -64,7 +64,7 @@ def chosen(book: Path, **given: Any) -> Any:
     """The run that ``given`` options begin; it is stopped before its first step."""
     options = {"data": str(book), "out": str(book.parent / "run"), "minutes": 10} | given
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kinformer.runs.train.work", stop)
+        patch.setattr("kinformer.lab.runs.train.work", stop)
         with pytest.raises(StopError):
             kinformer.train(options.pop("member", "gpt"), quiet=True, **options)
     return open_run(options["out"])
@@ -100,7 +100,7 @@ def test_the_flags_that_are_told_choose_the_same(book: Path, steps_of: Any, caps
     steps_of(0.05)
     told, again = tmp_path / "told", tmp_path / "again"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kinformer.runs.train.work", stop)
+        patch.setattr("kinformer.lab.runs.train.work", stop)
         common = ["train", "gpt", "--data", str(book), "--minutes", "10"]
         with pytest.raises(StopError):
             main([*common, "--out", str(told)])
@@ -134,7 +134,7 @@ def test_images_get_a_recipe_and_rows_that_fit_the_time(
 def stopped(*arguments: str) -> Any:
     """The run that a command begins; it is stopped before its first step."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kinformer.runs.train.work", stop)
+        patch.setattr("kinformer.lab.runs.train.work", stop)
         with pytest.raises(StopError):
             main(["train", *arguments])
     return open_run(arguments[arguments.index("--out") + 1])

@@ -6,20 +6,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kinformer.comparison.entrants import entrants
-from kinformer.comparison.options import CompareOptions
-from kinformer.comparison.plan import _base, contestants, with_length
-from kinformer.comparison.training import command_of
 from kinformer.family.build import configure
 from kinformer.family.table import MEMBERS
-from kinformer.runs.create import checked
-from kinformer.runs.options import TrainOptions
-from kinformer.runs.planning import Planner, planner_for
+from kinformer.lab.comparison.options import CompareOptions
+from kinformer.lab.comparison.plan import _base, contestants, entrants, with_length
+from kinformer.lab.comparison.training import command_of
+from kinformer.lab.runs.create import Planner, checked, planner_for
+from kinformer.lab.runs.options import TrainOptions
+from kinformer.lab.tasks.table import task_for
+from kinformer.lab.training.data_module import ObjectiveModule
+from kinformer.lab.training.distributed import Group
+from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.table import task_for
-from kinformer.training.distributed import Group
-from kinformer.training.objective import ObjectiveModule
-from kinformer.training.settings import Settings
 
 FOR_IMAGES = {("image-transformer", "tiny-2d"), ("image-transformer", "small-2d")}
 """Recipes whose usual task is next-token, but whose pattern is for images: they name the task to give."""

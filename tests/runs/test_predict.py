@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.data.filterbank import Filterbank
-from kinformer.data.images import read_images
-from kinformer.data.wav import read_sound
+from kinformer.inputs.filterbank import Filterbank
+from kinformer.lab.data.images import read_images
+from kinformer.lab.data.waves import read_sound
+from kinformer.lab.tasks.speech.work import features_of
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.speech.rows import features_of
 from tests.cli.conftest import gpt_run, make_run  # noqa: F401 (fixtures)
 from tests.data.test_sound import tone
 from tests.data.test_sound import write as write_sound
@@ -80,7 +80,7 @@ def test_predictions_are_those_that_evaluation_counts(classes_run):
 
 
 def test_a_stream_is_predicted_as_it_comes_and_in_order(classes_run):
-    from kinformer.tasks.shared.arriving import in_batches
+    from kinformer.lab.tasks.shared.records import in_batches
 
     taken = []
 

@@ -13,11 +13,8 @@ import kinformer
 from kinformer.core.contract import Chunk
 from kinformer.family.build import build
 from kinformer.family.kinds import kinds
+from kinformer.lab.runs.trace import NO_WEIGHTS, SITES, _recording, mean_distance, perplexity, site_of, weights_of
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.runs.tracing.sites import NO_WEIGHTS, SITES, site_of
-from kinformer.runs.tracing.trace import _recording
-from kinformer.runs.tracing.weights import weights_of
-from kinformer.runs.tracing.write import mean_distance, perplexity
 from kinformer.runtime.errors import KinformerError
 from tests.cli.conftest import gpt_run, make_run  # noqa: F401 (fixtures)
 from tests.comparison.browser import Browser
@@ -207,7 +204,7 @@ def test_mistakes_are_one_sentence(cli, gpt_run, arguments, words):  # noqa: F81
 
 
 def test_a_run_that_reads_no_text_is_refused(make_run, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("kinformer.runs.run.Run.tokenizer", None)
+    monkeypatch.setattr("kinformer.lab.runs.run.Run.tokenizer", None)
     with pytest.raises(KinformerError, match="reads no text to trace"):
         kinformer.trace(make_run("gpt"), TEXT)
 

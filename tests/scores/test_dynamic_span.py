@@ -4,22 +4,18 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core import state as states
 from kinformer.core.contract import Chunk
+from kinformer.core.state import nbytes, pop_aux
 from kinformer.family.build import configure
 from kinformer.kernels.attention import spans
+from kinformer.lab.drawing.runs import span_panel
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.patterns.local import Local
-from kinformer.positions.alibi import Alibi
-from kinformer.positions.distance_keys import DistanceKeys
-from kinformer.positions.none import NoPosition
-from kinformer.positions.rope import Rope
-from kinformer.projections.convolved import Convolved
-from kinformer.projections.grouped import Grouped
-from kinformer.runs.drawing.spans import span_panel
+from kinformer.parts.patterns.sequence import Local
+from kinformer.parts.positions import NoPosition
+from kinformer.parts.projections import Convolved, Grouped
+from kinformer.parts.relative_positions import Alibi, DistanceKeys, Rope
+from kinformer.parts.scores import DynamicSpan, SoftSpan
 from kinformer.runtime.errors import KinformerError
-from kinformer.scores.dynamic_span import DynamicSpan
-from kinformer.scores.soft_span import SoftSpan
 from kinformer.testing import CHECKS, MODEL_CHECKS, MixerSubject, ModelSubject
 
 SPAN, RAMP, DIM, HEADS = 10, 4, 16, 4
@@ -172,7 +168,7 @@ def test_bounded_spans_cut_the_state_and_change_no_output(monkeypatch):
     y, state = absorbed(mixer, x)
     size = max(mixer.span.windows)
     assert size < 20 and state.attention.k.shape[2] == size
-    assert states.nbytes(state) == 2 * mixer.state_bytes(150, dtype=torch.float64)
+    assert nbytes(state) == 2 * mixer.state_bytes(150, dtype=torch.float64)
     steps, state = [], mixer.initial_state(2, dtype=x.dtype)
     for piece in x.split(7, 1):
         part, state = mixer(Chunk(piece), state)
@@ -207,7 +203,7 @@ def test_spans_cost_their_mean_over_heads():
     _, state = mixer(Chunk(x, valid), mixer.initial_state(2, dtype=x.dtype))
     z = SPAN * torch.sigmoid(x @ mixer.span.weight.mT + mixer.span.bias)
     want = 0.5 * torch.where(valid, z.mean(-1), 0).sum(1)
-    costs, _ = states.pop_aux(state)
+    costs, _ = pop_aux(state)
     assert torch.allclose(costs["span"], want)
     costs["span"].sum().backward()
     assert (mixer.span.bias.grad > 0).all()

@@ -12,21 +12,11 @@ from kinformer.kernels import attention as kernels
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.segment_memory import SegmentMemory
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.patterns.causal import Causal
-from kinformer.patterns.local import Local
-from kinformer.positions.alibi import Alibi
-from kinformer.positions.distance_aware import DistanceAware
-from kinformer.positions.none import NoPosition
-from kinformer.positions.shaw import Shaw
-from kinformer.positions.t5 import T5
-from kinformer.positions.xl import TransformerXL, sinusoids
+from kinformer.parts.patterns.sequence import Causal, Local
+from kinformer.parts.positions import NoPosition
+from kinformer.parts.relative_positions import T5, Alibi, DistanceAware, Shaw, TransformerXL, sinusoids
+from kinformer.parts.scores import Additive, Bilinear, Capped, Dot, Modulus, ScaledDot
 from kinformer.runtime.errors import KinformerError
-from kinformer.scores.additive import Additive
-from kinformer.scores.bilinear import Bilinear
-from kinformer.scores.capped import Capped
-from kinformer.scores.dot import Dot
-from kinformer.scores.modulus import Modulus
-from kinformer.scores.scaled_dot import ScaledDot
 from kinformer.testing import CHECKS, MixerSubject
 from tests.mixers.made import SCORES
 

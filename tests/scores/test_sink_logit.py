@@ -13,18 +13,12 @@ from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.cross import CrossAttention
 from kinformer.mixers.segment_memory import SegmentMemory
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.patterns.dilated import Dilated
-from kinformer.patterns.local import Local
-from kinformer.positions.alibi import Alibi
-from kinformer.positions.none import NoPosition
-from kinformer.projections.grouped import Grouped
-from kinformer.projections.multi_head import MultiHead
+from kinformer.parts.patterns.sequence import Dilated, Local
+from kinformer.parts.positions import NoPosition
+from kinformer.parts.projections import Grouped, MultiHead
+from kinformer.parts.relative_positions import Alibi
+from kinformer.parts.scores import Additive, Capped, DynamicSpan, ScaledDot, SinkLogit
 from kinformer.runtime.errors import KinformerError
-from kinformer.scores.additive import Additive
-from kinformer.scores.capped import Capped
-from kinformer.scores.dynamic_span import DynamicSpan
-from kinformer.scores.scaled_dot import ScaledDot
-from kinformer.scores.sink_logit import SinkLogit
 from kinformer.testing import CHECKS, ENCODER_CHECKS, EncoderMixerSubject, MixerSubject
 
 DIM, HEADS, TIME = 16, 4, 11

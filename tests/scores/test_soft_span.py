@@ -7,22 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.core import state as states
 from kinformer.core.contract import Chunk
 from kinformer.core.learning import Regularized, regularization_metrics
 from kinformer.core.model import modules_of
+from kinformer.core.state import nbytes
 from kinformer.family.build import build
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.patterns.dilated import Dilated
-from kinformer.patterns.local import Local
-from kinformer.patterns.strided import Strided
-from kinformer.positions.alibi import Alibi
-from kinformer.positions.distance_keys import DistanceKeys
-from kinformer.positions.none import NoPosition
-from kinformer.positions.shaw import Shaw
-from kinformer.projections.multi_head import MultiHead
+from kinformer.parts.patterns.sequence import Dilated, Local, Strided
+from kinformer.parts.positions import NoPosition
+from kinformer.parts.projections import MultiHead
+from kinformer.parts.relative_positions import Alibi, DistanceKeys, Shaw
+from kinformer.parts.scores import SoftSpan
 from kinformer.runtime.errors import KinformerError
-from kinformer.scores.soft_span import SoftSpan
 from kinformer.testing import CHECKS, MixerSubject
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "adaptive_span.npz"
@@ -55,7 +51,7 @@ def random(*shape, seed=2):
 
 @pytest.mark.parametrize("ramp", [1, 32])
 def test_the_nearest_key_counts_whatever_the_span(ramp):
-    """A step of one query relies on it (``kernels.attention.one_query``): a row without a key would be NaN there."""
+    """A step of one query relies on it (``kernels.attention.cached``): a row without a key would be NaN there."""
     for share in (-1.0, 0.0, 0.4, 2.0):
         span = mixer_of(ramp=ramp).build(DIM).span
         with torch.no_grad():
@@ -188,7 +184,7 @@ def test_windows_and_the_state_follow_the_spans():
             short, _ = outputs(mixer, x[:, -2 * max(windows) :])
         assert mixer.span.windows == windows
         assert mixer.retained == state.k.shape[2] == max(windows)
-        assert mixer.state_bytes(250, dtype=torch.float64) == states.nbytes(state) // 2
+        assert mixer.state_bytes(250, dtype=torch.float64) == nbytes(state) // 2
         assert (y[:, -1] - short[:, -1]).abs().max() < 1e-12
 
     check([0.0, 0.0], (8, 8))  # 200 less three times 64, and 4 are needed

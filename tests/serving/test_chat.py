@@ -8,8 +8,11 @@ from kinformer.runtime.errors import KinformerError
 from tests.interop.peers import blank_tokenizer
 
 pytest.importorskip("jinja2")
-from kinformer.serving.chat import MOST_CHARACTERS, ChatTemplate  # noqa: E402
-from kinformer.serving.fields import FieldError  # noqa: E402
+from kinformer.lab.serving.fields import (  # noqa: E402
+    MOST_CHARACTERS,
+    ChatTemplate,
+    FieldError,  # noqa: E402
+)
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<unk>"}
 TURNS = [

@@ -4,10 +4,8 @@ import pytest
 import torch
 
 import kinformer
+from kinformer.lab.serving.engine import ROOM, BusyError, Engine, Limits, row_bytes
 from kinformer.runtime.errors import KinformerError
-from kinformer.serving.admission import BusyError, Limits
-from kinformer.serving.batch import ROOM, row_bytes
-from kinformer.serving.engine import Engine
 
 from ..generation.conftest import tiny
 from ..members import CAUSAL

@@ -16,9 +16,9 @@ from urllib.request import Request, urlopen
 import pytest
 
 import kinformer
+from kinformer.lab.serving import fields
+from kinformer.lab.serving.options import ServeOptions
 from kinformer.runtime.errors import KinformerError
-from kinformer.serving import fields
-from kinformer.serving.options import ServeOptions
 from tests.comparison.browser import Browser
 
 openai = pytest.importorskip("openai")
@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
 
 
 def built(folder, **options):
-    from kinformer.serving.server import Server
+    from kinformer.lab.serving.server import Server
 
     return Server(folder, ServeOptions(port=0, quiet=True, threads=1, device="cpu", **options))
 
@@ -255,7 +255,7 @@ def test_brackets_of_a_text_are_not_counted():
 
 
 def test_a_stream_that_is_not_read_ends_its_connection(folder, monkeypatch):
-    from kinformer.serving.server import Connection
+    from kinformer.lab.serving.server import Connection
 
     monkeypatch.setattr(Connection, "unread_seconds", 0.2)
     data = json.dumps({"model": "run", "prompt": "a", "max_tokens": 1 << 20, "logprobs": 20, "stream": True})
@@ -270,7 +270,7 @@ def test_a_stream_that_is_not_read_ends_its_connection(folder, monkeypatch):
 
 
 def test_a_head_that_does_not_come_ends_its_connection(folder, monkeypatch):
-    from kinformer.serving.server import Connection
+    from kinformer.lab.serving.server import Connection
 
     monkeypatch.setattr(Connection, "head_seconds", 0.2)
     with serving(folder) as server:
@@ -285,7 +285,7 @@ def test_a_head_that_does_not_come_ends_its_connection(folder, monkeypatch):
 
 
 def test_a_body_that_does_not_come_ends_its_request(folder, monkeypatch):
-    monkeypatch.setattr("kinformer.serving.app.BODY_SECONDS", 0.2)
+    monkeypatch.setattr("kinformer.lab.serving.server.BODY_SECONDS", 0.2)
     with serving(folder) as server, socket.create_connection(server.socket.getsockname(), timeout=20) as client:
         head = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
         client.sendall(head + b"content-length: 100\r\n\r\n{")
@@ -382,7 +382,7 @@ def test_under_nohup_a_server_stays(folder):
 
 
 def test_without_descriptors_the_log_gets_a_line_a_second():
-    from kinformer.serving.server import sparing
+    from kinformer.lab.serving.server import sparing
 
     class Loop:
         now, others = 5.0, 0
@@ -413,7 +413,7 @@ def test_requests_without_a_seed_have_the_servers(folder):
 
 
 def test_where_it_listens_is_printed_as_json(cli, folder, monkeypatch):
-    monkeypatch.setattr("kinformer.serving.server.Server.run", lambda self: self.socket.close())
+    monkeypatch.setattr("kinformer.lab.serving.server.Server.run", lambda self: self.socket.close())
     code, out, _ = cli("serve", folder, "--port", "0", "--json")
     printed = json.loads(out)
     assert code == 0 and printed["model"] == "run" and printed["url"].startswith("http://127.0.0.1:")

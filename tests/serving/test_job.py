@@ -6,13 +6,12 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.data.tokenizer import ByteTokenizer
+from kinformer.lab.data.tokenizer import ByteTokenizer
+from kinformer.lab.serving import fields, job
+from kinformer.lab.serving.answers import Answer, ChatAnswer
+from kinformer.lab.serving.engine import Engine, Limits
+from kinformer.lab.serving.job import Job
 from kinformer.runtime.errors import KinformerError
-from kinformer.serving import fields, job
-from kinformer.serving.admission import Limits
-from kinformer.serving.answers import Answer, ChatAnswer
-from kinformer.serving.engine import Engine
-from kinformer.serving.job import Job
 
 
 class CountingTokenizer(ByteTokenizer):

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core import state as states
+from kinformer.core.state import detach, difference
 from kinformer.runtime.errors import KinformerError
-from kinformer.stacks.confidence import ExitClassifier, Saturation, SoftmaxResponse
-from kinformer.stacks.exit_rules import AtExit
+from kinformer.stacks.exit_rules import AtExit, ExitClassifier, Saturation, SoftmaxResponse
 from kinformer.stacks.exits import _Running
 from kinformer.testing import MODEL_CHECKS, ModelSubject
 
@@ -49,7 +48,7 @@ def test_without_exits_it_is_the_sequential_stack(rule):
     model, plain = build(rule), build(None, stack="sequential")
     tokens = torch.randint(23, (2, 17))
     (want, end), (got, state) = plain(tokens), model(tokens)
-    assert torch.equal(got, want) and states.difference(end, state) == 0
+    assert torch.equal(got, want) and difference(end, state) == 0
     other = build("softmax")
     assert (other(tokens)[0] - want).abs().max() > 1e-3
     assert torch.equal(other.train()(tokens)[0], want)
@@ -85,13 +84,13 @@ def test_skipping_changes_nothing(name, monkeypatch):
         y, state = model(tokens)
         y.square().sum().backward()
         slopes = [torch.zeros(()) if weight.grad is None else weight.grad.clone() for weight in model.parameters()]
-        return y.detach(), states.detach(state), slopes
+        return y.detach(), detach(state), slopes
 
     (y, state, slopes), exits = exits_of(model, run)
     assert len(exits.unique()) > 1
     monkeypatch.setattr(_Running, "output_mask", None)
     want, end, others = run()
-    assert (y - want).abs().max() < 1e-12 and states.difference(state, end) < 1e-12
+    assert (y - want).abs().max() < 1e-12 and difference(state, end) < 1e-12
     assert max(float((a - b).abs().max()) for a, b in zip(slopes, others, strict=True)) < 1e-9
 
 

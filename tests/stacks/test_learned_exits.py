@@ -6,11 +6,9 @@ import pytest
 import torch
 
 import kinformer
+from kinformer.lab.tasks.next_token.objectives import ExitLosses, TokenBatch
 from kinformer.runtime.errors import KinformerError
-from kinformer.stacks.exit_rules import AllExits, AtExit
-from kinformer.stacks.learned_exits import Geometric, Multinomial, oracle, smoothed
-from kinformer.tasks.next_token.exit_losses import ExitLosses
-from kinformer.tasks.next_token.rows import TokenBatch
+from kinformer.stacks.exit_rules import AllExits, AtExit, Geometric, Multinomial, oracle, smoothed
 
 EXITS, BATCH, TIME, DIM = 4, 2, 7, 6
 

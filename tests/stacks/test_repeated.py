@@ -8,11 +8,10 @@ from torch import nn
 
 import kinformer
 from kinformer.core.config import from_dict, to_dict
-from kinformer.core.model_config import ModelConfig
-from kinformer.core.stack import Stack, StackConfig
-from kinformer.estimation.estimate import estimate
-from kinformer.family import kinds as table
+from kinformer.core.stack import ModelConfig, Stack, StackConfig
 from kinformer.family.build import configure
+from kinformer.family.kinds import kinds
+from kinformer.lab.estimation.estimate import estimate
 from kinformer.testing import MODEL_CHECKS, ModelSubject
 
 MEMBERS = ("gpt", "linear-transformer", "transformer-xl", "deep-char")
@@ -35,7 +34,7 @@ class Repeated(Stack):
 
 @pytest.fixture(autouse=True)
 def in_the_table(monkeypatch):
-    monkeypatch.setitem(table.kinds()["stack"].builtin, "repeated", Repeated.Config)
+    monkeypatch.setitem(kinds()["stack"].builtin, "repeated", Repeated.Config)
 
 
 def build(member, stack="repeated", **changes):
@@ -72,7 +71,7 @@ def test_it_is_a_stack_of_tied_layers():
 def test_it_trains_is_checkpointed_and_is_written_and_read():
     model = build("gpt", {"kind": "repeated", "times": 3, "checkpoint": True}).train()
     config = model.config
-    assert from_dict(ModelConfig, to_dict(config), table.kinds()) == config
+    assert from_dict(ModelConfig, to_dict(config), kinds()) == config
     tokens = torch.randint(23, (2, 9))
     model(tokens)[0].square().mean().backward()
     kept = [parameter.grad.clone() for parameter in model.parameters()]

@@ -8,19 +8,17 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import kinformer
 from kinformer.blocks.layer import DecoderLayer
-from kinformer.core import state as states
 from kinformer.core.contract import Chunk
 from kinformer.core.encoder import SequenceContext
-from kinformer.estimation.checkpoint import Live
-from kinformer.estimation.estimate import estimate
+from kinformer.core.state import map_tensors, reserve, tensors
 from kinformer.family.build import configure
+from kinformer.lab.estimation.estimate import Live, estimate
+from kinformer.lab.training.distributed import Group, check_shared
 from kinformer.mixers.cross import CrossAttention
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.runtime.errors import KinformerError
 from kinformer.stacks.reversible import Reversible
 from kinformer.testing import ENCODER_MODEL_CHECKS, MODEL_CHECKS, EncoderModelSubject, ModelSubject
-from kinformer.training.distributed import Group
-from kinformer.training.engines import check_shared
 
 MEAN = {"kind": "reversible", "join": "mean"}
 WIDE = {"stack": "reversible", "head.tied": False}
@@ -72,7 +70,7 @@ def agree(model, run, tolerance=1e-9):
 
 
 def floats(state):
-    return [leaf for leaf in states.tensors(state) if leaf.is_floating_point()]
+    return [leaf for leaf in tensors(state) if leaf.is_floating_point()]
 
 
 def absorbed(cuts, taps=()):
@@ -141,9 +139,9 @@ def test_of_inputs_initial_states_and_a_source():
         start = stack.initial_state(2, dtype=torch.float64, source=source)
         with torch.no_grad():
             begun = stack.absorb(Chunk(past), start, lambda x, _: x)[1]
-        leaves = [leaf.detach().requires_grad_(leaf.is_floating_point()) for leaf in states.tensors(begun)]
+        leaves = [leaf.detach().requires_grad_(leaf.is_floating_point()) for leaf in tensors(begun)]
         rest = iter(leaves)
-        joined = [(states.map_tensors(lambda _: next(rest), own), own[1]) for own in begun]
+        joined = [(map_tensors(lambda _: next(rest), own), own[1]) for own in begun]
         state = tuple((own[0], first[1]) for (own, _), first in zip(joined, start, strict=True))
         y, after, _ = stack.absorb(Chunk(x), state, lambda x, _: x)
         ends = [y, *floats(after)]
@@ -257,7 +255,7 @@ def test_a_reserved_state_under_gradients_is_refused_in_a_sentence():
     model = build("gpt")
     tokens = torch.zeros(1, 3, dtype=torch.int64)
     with torch.no_grad():
-        reserved = states.reserve(model(tokens)[1], 8)
+        reserved = reserve(model(tokens)[1], 8)
     with pytest.raises(KinformerError, match="a reserved state holds no graph; step it under"):
         model(tokens, reserved)
 

@@ -3,10 +3,10 @@
 import pytest
 
 from kinformer.core.stack import StackConfig
-from kinformer.estimation.parts import distinct, layer_keys
 from kinformer.family.build import configure
+from kinformer.lab.estimation.parts import distinct, layer_keys
 from kinformer.stacks.reversible import Reversible
-from kinformer.stacks.stages import Stages
+from kinformer.stacks.sequential import Stages
 from kinformer.stacks.universal import Universal
 
 

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 import kinformer
-from kinformer.core.stochastic_depth import Droppable, drop_rates
+from kinformer.core.stack import Droppable, drop_rates
 from kinformer.family.build import configure
 from kinformer.interop.native import native_form
+from kinformer.lab.training.context_parallel import check_time
 from kinformer.runtime.errors import KinformerError
-from kinformer.training.context_parallel import check_time
 from tests.training.tiny import gap, rewound, train
 
 RATE = {"stack.stochastic_depth": 0.5}
@@ -111,7 +111,7 @@ def test_processes_that_share_a_row_cannot_drop_it():
 
 
 def test_a_resumed_run_ends_with_the_same_weights(tmp_path, text_file):
-    from kinformer.data import open_corpus
+    from kinformer.lab.data import open_corpus
 
     corpus, options = open_corpus(str(text_file)), {"model": {"member": "rope", **RATE}}
     train(corpus, tmp_path / "once", **options)

@@ -8,14 +8,12 @@ import torch
 from torch import nn
 
 import kinformer
-from kinformer.core import state as states
 from kinformer.core.contract import Chunk
-from kinformer.core.state import pop_aux
-from kinformer.evaluation.adaptive_computation import noting_steps
-from kinformer.positions.timing import Timing
+from kinformer.core.state import detach, difference, pop_aux
+from kinformer.lab.evaluation.depths import noting_steps
+from kinformer.parts.positions import Timing
 from kinformer.runtime.errors import KinformerError
-from kinformer.stacks.act import ACT
-from kinformer.stacks.universal import Universal
+from kinformer.stacks.universal import ACT, Universal
 from kinformer.testing import MODEL_CHECKS, ModelSubject
 
 
@@ -115,7 +113,7 @@ def test_without_halting_it_is_a_stack_of_tied_layers(layers):
     deep.load_state_dict(weights)
     tokens = torch.randint(23, (2, 17))
     (want, end), (got, state) = deep(tokens), tied(tokens)
-    assert torch.equal(got, want) and states.difference(end, state) == 0 and len(state.layers) == 3 * layers
+    assert torch.equal(got, want) and difference(end, state) == 0 and len(state.layers) == 3 * layers
 
 
 def test_tokens_that_halt_at_once_take_one_step():
@@ -159,13 +157,13 @@ def test_skipping_changes_nothing(name, monkeypatch):
         model.zero_grad()
         y, state = model(tokens)
         (y.square().sum() + pop_aux(state)[0]["ponder"].sum()).backward()
-        return y.detach(), states.detach(state), [weight.grad.clone() for weight in model.parameters()]
+        return y.detach(), detach(state), [weight.grad.clone() for weight in model.parameters()]
 
     (y, state, slopes), steps = steps_of(model, run)
     assert len(steps.unique()) > 1 and steps.max() > 2
     monkeypatch.setattr(Universal, "_output_mask", lambda *_: None)
     want, end, others = run()
-    assert (y - want).abs().max() < 1e-12 and states.difference(state, end) < 1e-12
+    assert (y - want).abs().max() < 1e-12 and difference(state, end) < 1e-12
     assert max(float((a - b).abs().max()) for a, b in zip(slopes, others, strict=True)) < 1e-10
 
 

@@ -9,13 +9,12 @@ from torch import nn
 import kinformer
 from kinformer.core.encoder import SequenceContext
 from kinformer.core.learning import AuxLoss, gather_aux_losses
-from kinformer.evaluation.adaptive_computation import noting_steps
 from kinformer.family.build import configure
-from kinformer.positions.timing import Timing
-from kinformer.stacks.act import ACT
-from kinformer.stacks.universal import Universal
+from kinformer.lab.evaluation.depths import noting_steps
+from kinformer.lab.training.data_module import ObjectiveModule
+from kinformer.parts.positions import Timing
+from kinformer.stacks.universal import ACT, Universal
 from kinformer.testing import ENCODER_MODEL_CHECKS, EncoderModelSubject
-from kinformer.training.objective import ObjectiveModule
 
 from .test_universal import Block, golden
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kinformer.data.images import read_images
+from kinformer.lab.data.images import read_images
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,12 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.data.algorithms import ALGORITHMS, END, SYMBOLS, AlgorithmData, carried
-from kinformer.evaluation.depths import noting_depths
-from kinformer.evaluation.early_exit import noting_exits
+from kinformer.lab.data.algorithms import ALGORITHMS, END, SYMBOLS, AlgorithmData, carried
+from kinformer.lab.evaluation.depths import noting_depths
+from kinformer.lab.evaluation.exits import noting_exits
+from kinformer.lab.tasks.algorithm.work import AlgorithmLoss, ByDifficulty, solved
+from kinformer.lab.tasks.shared.answers import ScoredBatch, answers
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.algorithm.difficulty import ByDifficulty
-from kinformer.tasks.algorithm.rows import AlgorithmLoss, solved
-from kinformer.tasks.shared.answer_rows import ScoredBatch, answers
 from tests.members import CAUSAL
 
 SMALL = {"task": "algorithm", "recipe": "tiny", "length": 32, "batch_size": 4, "steps": 2, "threads": 1}
@@ -158,8 +157,8 @@ def test_positions_that_end_are_left_out(tmp_path):
 
 
 def main_generate(folder, prompt):
-    from kinformer.tasks.algorithm.evaluate import answer
-    from kinformer.tasks.runs import LoadedRun
+    from kinformer.lab.tasks.algorithm.work import answer
+    from kinformer.lab.tasks.runs import LoadedRun
 
     run = kinformer.open_run(folder)
     return answer(LoadedRun(run, run.model()), prompt)

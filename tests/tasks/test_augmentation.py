@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from kinformer.tasks.shared.augmentation import (
+from kinformer.lab.tasks.shared.images import (
     ALONE,
+    CHANGES,
     CUTMIX,
     MIXED,
     Augmented,
@@ -15,10 +16,10 @@ from kinformer.tasks.shared.augmentation import (
     flip,
     jitter,
     mixup,
+    rand_augment,
     resized_crop,
 )
-from kinformer.tasks.shared.rand_augment import CHANGES, rand_augment
-from kinformer.tasks.vision.options import AUGMENTATIONS
+from kinformer.lab.tasks.vision import AUGMENTATIONS
 
 
 def drawn(seed=0):

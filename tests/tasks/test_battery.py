@@ -8,8 +8,8 @@ import pytest
 
 from kinformer.family.kinds import kinds
 from kinformer.family.table import MEMBERS
-from kinformer.tasks.record import EvaluationNeeds
-from kinformer.tasks.table import TASKS
+from kinformer.lab.tasks.table import TASKS
+from kinformer.lab.tasks.task import EvaluationNeeds
 from kinformer.testing import TASK_CHECKS, ContractError, verify_task
 
 from . import toy_task

@@ -8,20 +8,18 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.control.environments.environment import Box, Discrete
-from kinformer.control.online.data import open_environment
-from kinformer.control.online.options import ControlOptions
-from kinformer.control.online.ppo import ControlRows, PolicyLoss, PolicyShift
-from kinformer.control.online.rollout import Actor, Transition, advantages_of
-from kinformer.control.policies import entropy, log_density
-from kinformer.core import state as states
-from kinformer.core.overrides import override
+from kinformer.core.config import override
+from kinformer.core.state import difference, tensors
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
+from kinformer.lab.control.acting import entropy, log_density
+from kinformer.lab.control.environments import Box, Discrete
+from kinformer.lab.control.online import Actor, ControlRows, PolicyLoss, PolicyShift, Transition, advantages_of
+from kinformer.lab.control.options import ControlOptions, open_environment
+from kinformer.lab.tasks.control.work import fitted
+from kinformer.lab.tasks.table import TASKS
+from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.control.fit import fitted
-from kinformer.tasks.table import TASKS
-from kinformer.training.settings import Settings
 
 SMALL = {"task": "control", "recipe": "tiny", "length": 6, "batch_size": 2, "environments": 4, "ppo_epochs": 2}
 SMALL |= {"env": "t-maze:2", "threads": 1, "device": "cpu", "quiet": True, "validate_every": 0}
@@ -57,11 +55,11 @@ def test_what_acted_is_what_learns(member):
             said, after = rows.model(batch.observations, batch.state, reset=batch.begun)
         found = log_density(said[..., :-1], batch.actions, rows.data.actions)
         assert torch.allclose(found, batch.log_densities, atol=1e-5)
-        assert states.difference(after, rows.actor.state) < 1e-4
+        assert difference(after, rows.actor.state) < 1e-4
         torch.manual_seed(seed)
         for parameter in rows.model.parameters():
             parameter.data += 0.05 * torch.randn_like(parameter)
-    slots = [leaf.shape[2] for leaf in states.tensors(batch.state) if leaf.dim() == 4]
+    slots = [leaf.shape[2] for leaf in tensors(batch.state) if leaf.dim() == 4]
     assert all(count <= 24 for count in slots), "what no row can see is let go of"
 
 

@@ -7,19 +7,26 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.cli.main import main
 from kinformer.family.build import configure
+from kinformer.lab.cli.main import main
+from kinformer.lab.tasks.dino import TASK, DinoOptions
+from kinformer.lab.tasks.dino.work import (
+    DinoBatch,
+    DinoRows,
+    Pieces,
+    Prototypes,
+    SelfDistillation,
+    grids,
+    nearest_classes,
+    vectors_of,
+    view_nats,
+    views_of_features,
+    views_of_pixels,
+)
+from kinformer.lab.tasks.shared.images import ASPECTS, box, keep_features
+from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import load_tensors
-from kinformer.tasks.dino import TASK
-from kinformer.tasks.dino.evaluate import nearest_classes, vectors_of
-from kinformer.tasks.dino.loss import Prototypes, SelfDistillation, view_nats
-from kinformer.tasks.dino.options import DinoOptions
-from kinformer.tasks.dino.rows import DinoBatch, DinoRows, Pieces
-from kinformer.tasks.dino.views import grids, views_of_features, views_of_pixels
-from kinformer.tasks.shared.augmentation import ASPECTS, box
-from kinformer.tasks.shared.image_features import keep_features
-from kinformer.training.settings import Settings
 
 SMALL = {"recipe": "tiny", "batch_size": 8, "threads": 1, "device": "cpu", "quiet": True}
 FEW = {"prototypes": 16, "local_views": 2}

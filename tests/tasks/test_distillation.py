@@ -7,12 +7,12 @@ from torch.nn import functional
 import kinformer
 from kinformer.core.encoder import SequenceContext
 from kinformer.family.build import configure
-from kinformer.mixers.separable_convolution import SeparableConvolution
-from kinformer.runs.rows import teacher_of
-from kinformer.runs.run import open_run
+from kinformer.lab.runs.create import teacher_of
+from kinformer.lab.runs.run import open_run
+from kinformer.lab.tasks.vision import VisionOptions
+from kinformer.lab.tasks.vision.work import Distillation, ImageBatch, ImageClassification
+from kinformer.mixers.convolutions import SeparableConvolution
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.vision.options import VisionOptions
-from kinformer.tasks.vision.rows import Distillation, ImageBatch, ImageClassification
 
 SMALL = {"recipe": "tiny", "batch_size": 16, "threads": 1, "device": "cpu", "quiet": True}
 pytestmark = pytest.mark.usefixtures("cache")

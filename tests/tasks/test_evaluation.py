@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from kinformer.runs.options import EvaluateOptions, TrainOptions
+from kinformer.lab.runs.options import EvaluateOptions, TrainOptions
+from kinformer.lab.tasks.evaluation import EvaluationReport, EvaluationSettings, by_group, evaluated
+from kinformer.lab.tasks.runs import LoadedRun
+from kinformer.lab.tasks.table import TASKS, refuse_options
+from kinformer.lab.training.logging import ACCURACY, BITS_PER_LABEL
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.evaluation import EvaluationReport, EvaluationSettings, by_group, evaluated
-from kinformer.tasks.runs import LoadedRun
-from kinformer.tasks.table import TASKS, refuse_options
-from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
 
 
 def test_metrics_facts_and_text_are_of_the_same_numbers():

@@ -6,12 +6,10 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.data import BosEos, open_corpus
-from kinformer.data.masked_text import MaskedText
-from kinformer.data.masking import Masking, ordinary
-from kinformer.tasks.mlm import TASK
-from kinformer.tasks.mlm.evaluate import has_global_input, measure_global_input, silenced
-from kinformer.tasks.mlm.rows import MaskedBatch
+from kinformer.lab.data import BosEos, open_corpus
+from kinformer.lab.data.masking import MaskedText, Masking, ordinary
+from kinformer.lab.tasks.mlm import TASK
+from kinformer.lab.tasks.mlm.work import MaskedBatch, has_global_input, measure_global_input, silenced
 
 LENGTH, ROWS = 34, 5
 

@@ -9,21 +9,17 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.cli.main import main
-from kinformer.core.config import to_dict
-from kinformer.core.overrides import override
-from kinformer.data.image_floors import floors
-from kinformer.data.images import ImageData, Images, read_images
+from kinformer.core.config import override, to_dict
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
-from kinformer.inputs.pixels import Pixels
-from kinformer.runs.run import open_run
+from kinformer.inputs.images import Pixels
+from kinformer.lab.cli.main import main
+from kinformer.lab.data.images import ImageData, Images, floors, read_images
+from kinformer.lab.runs.run import open_run
+from kinformer.lab.tasks.image import TASK
+from kinformer.lab.tasks.image.work import Sequences, check_image, class_nats, grid, labelled, nats_of, shifted
+from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.unallocated import unallocated
-from kinformer.tasks.image import TASK
-from kinformer.tasks.image.fit import check_image
-from kinformer.tasks.image.generate import grid
-from kinformer.tasks.image.rows import Sequences, class_nats, labelled, nats_of, shifted
 from tests.members import CAUSAL
 
 TINY = ["--task", "image", "--recipe", "tiny", "--steps", "3", "--batch-size", "4", "--threads", "1"]

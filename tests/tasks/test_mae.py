@@ -6,12 +6,18 @@ import torch
 
 import kinformer
 from kinformer.family.build import configure
+from kinformer.lab.tasks.mae import MaeOptions
+from kinformer.lab.tasks.mae.work import (
+    MaeBatch,
+    MaskedPatches,
+    _pixels,
+    fitted_to_masks,
+    masked_of,
+    predict_patches,
+    seen_patches,
+    targets_of,
+)
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.mae.fit import fitted_to_masks
-from kinformer.tasks.mae.generate import _pixels
-from kinformer.tasks.mae.loss import MaskedPatches, masked_of, predict_patches, targets_of
-from kinformer.tasks.mae.options import MaeOptions
-from kinformer.tasks.mae.rows import MaeBatch, seen_patches
 
 QUICK = {"recipe": "tiny", "steps": 2, "batch_size": 4, "threads": 1, "device": "cpu", "quiet": True}
 pytestmark = pytest.mark.usefixtures("cache")

@@ -5,9 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kinformer.data import IGNORED, BosEos, Split, open_corpus
-from kinformer.data.masked_text import MaskedText
-from kinformer.data.masking import Masking, ordinary
+from kinformer.lab.data import IGNORED, BosEos, Split, open_corpus
+from kinformer.lab.data.masking import MaskedText, Masking, ordinary
 from kinformer.runtime.errors import KinformerError
 
 MASKING = Masking(256, ordinary(256, set()))

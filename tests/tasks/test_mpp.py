@@ -5,15 +5,21 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.data.images import read_images
 from kinformer.family.build import configure
 from kinformer.family.table import MEMBERS
+from kinformer.lab.data.images import read_images
+from kinformer.lab.tasks.mpp.work import (
+    MASKED,
+    MppBatch,
+    PatchColours,
+    colours_of,
+    corrupted_patches,
+    counted_colours,
+    fitted_to_colours,
+    predict_colours,
+)
+from kinformer.lab.tasks.table import TASKS
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.mpp.evaluate import counted_colours
-from kinformer.tasks.mpp.fit import fitted_to_colours
-from kinformer.tasks.mpp.loss import PatchColours, colours_of, predict_colours
-from kinformer.tasks.mpp.rows import MASKED, MppBatch, corrupted_patches
-from kinformer.tasks.table import TASKS
 
 QUICK = {"recipe": "tiny", "steps": 2, "batch_size": 4, "threads": 1, "device": "cpu", "quiet": True}
 pytestmark = pytest.mark.usefixtures("cache")

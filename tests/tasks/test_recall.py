@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.cli.main import main
-from kinformer.data.mqar import Recall
+from kinformer.lab.cli.main import main
+from kinformer.lab.data.mqar import Recall
+from kinformer.lab.tasks.recall.work import RecallLoss, accuracy_of
+from kinformer.lab.tasks.shared.answers import ScoredBatch, answers
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.recall.rows import RecallLoss, accuracy_of
-from kinformer.tasks.shared.answer_rows import ScoredBatch, answers
 from tests.members import CAUSAL
 
 SMALL = {"task": "recall", "recipe": "tiny", "length": 24, "batch_size": 4, "steps": 2, "threads": 1, "device": "cpu"}

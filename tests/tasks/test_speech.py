@@ -10,15 +10,15 @@ import torch
 
 import kinformer
 from kinformer.core.model import CausalModel
-from kinformer.data.dtmf import COUNTS, RATE, Calls
-from kinformer.data.sound import SoundOptions, open_sound
-from kinformer.evaluation.transcripts import count_errors
 from kinformer.family.build import configure
-from kinformer.runs.generate import generate
-from kinformer.runs.options import GenerateOptions
+from kinformer.lab.data.sound import SoundOptions, open_sound
+from kinformer.lab.data.waves import COUNTS, RATE, Calls
+from kinformer.lab.evaluation.transcripts import count_errors
+from kinformer.lab.runs.inference import generate
+from kinformer.lab.runs.options import GenerateOptions
+from kinformer.lab.tasks.speech.predict import Listener
+from kinformer.lab.tasks.speech.work import CTC, IGNORED, Rows
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.speech.generate import Listener
-from kinformer.tasks.speech.rows import CTC, IGNORED, Rows
 from tests.data.test_sound import tone, write
 
 SMALL = {"steps": 2, "length": 64, "batch_size": 4, "threads": 1, "device": "cpu", "validation_tokens": 64}

@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import Generator
 
-from kinformer.data.dtmf import COUNTS
-from kinformer.data.sound import SoundOptions, open_sound
 from kinformer.family.build import configure
+from kinformer.lab.data.sound import SoundOptions, open_sound
+from kinformer.lab.data.waves import COUNTS
+from kinformer.lab.tasks.speech import SpeechOptions
+from kinformer.lab.tasks.speech.work import SpeechRows, masked, with_speed
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.speech import SpeechOptions
-from kinformer.tasks.speech.augment import masked, with_speed
-from kinformer.tasks.speech.rows import SpeechRows
 
 RATE = 8000
 

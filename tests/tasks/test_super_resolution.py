@@ -9,12 +9,11 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.cli.main import main
-from kinformer.data.image_floors import floor_over_source, floors, reduced
-from kinformer.data.images import read_images
-from kinformer.runs.run import open_run
-from kinformer.tasks.image.rows import class_nats, shifted
-from kinformer.tasks.super_resolution.rows import EnlargingSequences
+from kinformer.lab.cli.main import main
+from kinformer.lab.data.images import floor_over_source, floors, read_images, reduced
+from kinformer.lab.runs.run import open_run
+from kinformer.lab.tasks.image.work import class_nats, shifted
+from kinformer.lab.tasks.super_resolution.work import EnlargingSequences
 
 TRAIN = ("train", "image-transformer", "--recipe", "tiny-super-resolution", "--steps", "2", "--batch-size", "4")
 TRAIN += ("--validation-tokens", "300", "--threads", "1")

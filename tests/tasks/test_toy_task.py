@@ -9,9 +9,9 @@ import torch
 import kinformer
 from kinformer.family.kinds import kinds
 from kinformer.family.table import MEMBERS
+from kinformer.lab.tasks.table import TASKS
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import load_tensors
-from kinformer.tasks.table import TASKS
 
 from . import toy_task
 
@@ -55,7 +55,7 @@ def test_from_python(tmp_path):
     assert found.metrics.keys() == {"mean_squared_error"} and found.units[0].lower_is_better
     assert found.baselines["of_the_mean"] > 0
     assert kinformer.load(tmp_path / "run")(torch.zeros(2, 8)).shape == (2,)
-    assert kinformer.tasks()[-1] is toy_task.TASK
+    assert kinformer.lab.tasks()[-1] is toy_task.TASK
 
 
 def test_a_resumed_run_ends_with_the_same_weights(tmp_path):

@@ -10,17 +10,15 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.control.acting import ActionSampler, rollouts
-from kinformer.control.decision.agent import TrajectoryAgent
-from kinformer.control.decision.data import open_data
-from kinformer.control.decision.options import TrajectoryOptions, targets_of
-from kinformer.control.decision.rows import ActionLoss, TrajectoryRows, rows_of
-from kinformer.control.environments.environment import Box, Discrete
-from kinformer.control.random_walks import random_walks
-from kinformer.inputs.steps import ACTION, RETURN, STATE
+from kinformer.inputs.signals import ACTION, RETURN, STATE
+from kinformer.lab.control.acting import ActionSampler, rollouts
+from kinformer.lab.control.decision import ActionLoss, TrajectoryAgent, TrajectoryRows, rows_of
+from kinformer.lab.control.environments import Box, Discrete
+from kinformer.lab.control.options import TrajectoryOptions, targets_of
+from kinformer.lab.control.trajectories import open_data, random_walks
+from kinformer.lab.tasks.trajectories.work import facts_correlation
+from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.trajectories.evaluate import facts_correlation
-from kinformer.training.settings import Settings
 
 SMALL = {"task": "trajectories", "recipe": "tiny", "length": 72, "batch_size": 4, "steps": 2, "threads": 1}
 SMALL |= {"device": "cpu", "trajectories": 30, "validation_tokens": 72, "quiet": True}

@@ -13,15 +13,13 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import kinformer
-from kinformer.data import IGNORED, BosEos, ByteTokenizer
-from kinformer.data.pairs import Pairs
-from kinformer.runs.generate import generate
-from kinformer.runs.options import GenerateOptions
+from kinformer.lab.data import IGNORED, BosEos, ByteTokenizer
+from kinformer.lab.data.pairs import Pairs
+from kinformer.lab.runs.inference import generate
+from kinformer.lab.runs.options import GenerateOptions
+from kinformer.lab.tasks.shared.records import arriving
+from kinformer.lab.tasks.translate.work import EncodedPairs, TranslationLoss, lines_of, scores
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.shared.arriving import arriving
-from kinformer.tasks.translate.evaluate import scores
-from kinformer.tasks.translate.generate import lines_of
-from kinformer.tasks.translate.rows import EncodedPairs, TranslationLoss
 
 TINY = {
     "recipe": "tiny", "steps": 4, "length": 40, "batch_size": 4, "validation_tokens": 200, "device": "cpu",
@@ -231,9 +229,9 @@ def test_a_source_beyond_the_models_positions_is_told(run, pairs, tmp_path):
 
 
 def test_the_schedule_and_the_mean_of_checkpoints(tmp_path):
+    from kinformer.lab.training.averaging import mean_weights, replaced
+    from kinformer.lab.training.schedule import Schedule
     from kinformer.runtime.files import load_tensors, save_tensors
-    from kinformer.training.averaging import mean_weights, replaced
-    from kinformer.training.schedule import Schedule
 
     schedule = Schedule(2.0, 0.1, 9, 100, "inverse-sqrt")
     assert schedule(8) < schedule(9) == 2.0 and abs(schedule(39) - 1.0) < 1e-12 and schedule(10**6) == 0.2

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 import kinformer
-from kinformer.evaluation.calibration import dissimilarity
-from kinformer.runs.run import open_run
+from kinformer.lab.evaluation.exits import dissimilarity
+from kinformer.lab.runs.run import open_run
 from kinformer.runtime.errors import KinformerError
 
 FEW = {"prompts": 20, "risk": 0.3, "confidence": 0.7, "thresholds": 4, "device": "cpu", "threads": 1}
@@ -35,7 +35,7 @@ def run(tmp_path_factory, pairs):
 @pytest.fixture
 def cheap(monkeypatch):
     """What is saved is not measured but a tenth."""
-    from kinformer.tasks.translate import generate
+    from kinformer.lab.tasks.translate import work as generate
 
     monkeypatch.setattr(generate, "saved", lambda model, exits, *_, **__: replace(exits, flops_saved=0.1))
 
@@ -57,8 +57,8 @@ def test_the_threshold_is_kept_and_its_loss_is_that_of_the_translations(run, pai
 
 
 def written(folder, lines, thresholds):
-    from kinformer.runs.generate import generate
-    from kinformer.runs.options import GenerateOptions
+    from kinformer.lab.runs.inference import generate
+    from kinformer.lab.runs.options import GenerateOptions
 
     options = GenerateOptions(
         device="cpu", threads=1, set={"stack.rule.thresholds": thresholds}, task_options={"beam": 1}
@@ -81,7 +81,7 @@ def test_evaluate_and_generate_report_what_left(cli, run):
 
 
 def test_a_threshold_that_makes_the_run_dearer_is_not_kept(cli, run, monkeypatch):
-    from kinformer.tasks.translate import generate
+    from kinformer.lab.tasks.translate import work as generate
 
     monkeypatch.setattr(generate, "saved", lambda model, exits, *_, **__: replace(exits, flops_saved=-0.25))
     flags = [f"--{name}={value}" for name, value in FEW.items()]

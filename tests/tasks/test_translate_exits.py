@@ -5,13 +5,12 @@ import torch
 from torch.nn import functional
 
 import kinformer
-from kinformer.core import state as states
-from kinformer.data import IGNORED
-from kinformer.evaluation.early_exit import Exited, saved
+from kinformer.core.state import repeat_rows
 from kinformer.family.build import configure
+from kinformer.lab.data import IGNORED
+from kinformer.lab.evaluation.exits import Exited, saved
+from kinformer.lab.tasks.translate.work import PairBatch, TranslationExits, TranslationLoss, padded
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.translate.exit_losses import TranslationExits
-from kinformer.tasks.translate.rows import PairBatch, TranslationLoss, padded
 from kinformer.testing import MODEL_CHECKS, SourceModelSubject
 
 EXITS = {"layers": 3, "head.tied": False, "stack": {"kind": "exits", "classifiers": "separate"}}
@@ -128,7 +127,7 @@ def test_all_tokens_of_a_translation_leave_by_one_exit(batch):
     want = model.stack.rule.linear(state.source.mean).argmax(-1)
     assert torch.equal(left[0], want[:, None].expand_as(left[0])) and len(set(want.tolist())) == 2
     assert after.source is state.source
-    model(batch.target.repeat_interleave(3, 0)[:, :1], states.repeat_rows(state, 3, sources=False))
+    model(batch.target.repeat_interleave(3, 0)[:, :1], repeat_rows(state, 3, sources=False))
     assert torch.equal(left[1][:, 0], want.repeat_interleave(3))
     hook.remove()
     plain = made().eval()

@@ -9,19 +9,24 @@ import torch
 from torch.nn import functional
 
 import kinformer
-from kinformer.cli.main import main
-from kinformer.core.overrides import override
-from kinformer.data import IGNORED, ImageData, Images
+from kinformer.core.config import override
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
+from kinformer.lab.cli.main import main
+from kinformer.lab.data import IGNORED, ImageData, Images
+from kinformer.lab.tasks.vision import AUGMENTATIONS, TASK, VisionOptions
+from kinformer.lab.tasks.vision.work import (
+    ImageBatch,
+    ImageClassification,
+    ImageRows,
+    calibration_error,
+    chosen,
+    fitted,
+    moments,
+)
+from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import load_tensors
-from kinformer.tasks.vision import TASK
-from kinformer.tasks.vision.evaluate import calibration_error
-from kinformer.tasks.vision.fit import fitted, moments
-from kinformer.tasks.vision.options import AUGMENTATIONS, VisionOptions
-from kinformer.tasks.vision.rows import ImageBatch, ImageClassification, ImageRows, chosen
-from kinformer.training.settings import Settings
 
 SMALL = {"recipe": "tiny", "batch_size": 16, "threads": 1, "device": "cpu", "quiet": True}
 ALL = ",".join(AUGMENTATIONS)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.cli.main import main
-from kinformer.data import read_images
-from kinformer.data.image_files import decode
+from kinformer.lab.cli.main import main
+from kinformer.lab.data import read_images
+from kinformer.lab.data.images import decode
 
 Image = pytest.importorskip("PIL.Image")
 

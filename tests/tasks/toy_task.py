@@ -10,23 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kinformer.blocks.encoder_layer import EncoderLayer
-from kinformer.core.input import Input, InputConfig
+from kinformer.blocks.layer import EncoderLayer
 from kinformer.core.model import WholeModel, device_of
-from kinformer.core.model_config import HeadConfig
+from kinformer.core.parts import Input, InputConfig
+from kinformer.core.stack import HeadConfig
 from kinformer.family.record import Member
+from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings
+from kinformer.lab.tasks.runs import LoadedRun
+from kinformer.lab.tasks.task import DataNeeds, EvaluationNeeds, Models, Source, Task, TrainingPlan
+from kinformer.lab.training.data_module import DataModule, ObjectiveOutput, map_fields
+from kinformer.lab.training.logging import Metric
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.models.encoder import Encoder
-from kinformer.positions.learned import Learned
+from kinformer.parts.positions import Learned
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.record import DataNeeds, EvaluationNeeds, Models
-from kinformer.tasks.runs import LoadedRun
-from kinformer.tasks.task import Source, Task, TrainingPlan
-from kinformer.training.batch import map_fields
-from kinformer.training.data_module import DataModule
-from kinformer.training.metric import Metric
-from kinformer.training.objective import ObjectiveOutput
 
 ERROR = Metric("mean_squared_error", "squared hertz")
 PERIOD = 4096

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kinformer.data import Corpus, open_corpus
+from kinformer.lab.data import Corpus, open_corpus
 
 
 @pytest.fixture(autouse=True)

@@ -19,19 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from kinformer.core import state as states
 from kinformer.core.crossing import Crosses
-from kinformer.data import IGNORED, open_corpus
+from kinformer.core.state import map_tensors, tensors
 from kinformer.family.build import build
 from kinformer.family.kinds import kinds
-from kinformer.heads.classification import ClassificationHead
-from kinformer.tasks.classify.rows import Classification, LabelledBatch
-from kinformer.tasks.mlm.rows import MaskedBatch, MaskedLanguage
-from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch
-from kinformer.tasks.translate.rows import PairBatch, TranslationLoss
-from kinformer.training.context_parallel import groups_of, mixers_of, share_time
-from kinformer.training.distributed import Group
-from kinformer.training.objective import ObjectiveModule
+from kinformer.heads.classes import ClassificationHead
+from kinformer.lab.data import IGNORED, open_corpus
+from kinformer.lab.tasks.classify.work import Classification, LabelledBatch
+from kinformer.lab.tasks.mlm.work import MaskedBatch, MaskedLanguage
+from kinformer.lab.tasks.next_token.objectives import NextTokenLoss, TokenBatch
+from kinformer.lab.tasks.translate.work import PairBatch, TranslationLoss
+from kinformer.lab.training.context_parallel import groups_of, mixers_of, share_time
+from kinformer.lab.training.data_module import ObjectiveModule
+from kinformer.lab.training.distributed import Group
 from tests.members import TINY
 from tests.training.measured import Collectives
 from tests.training.sharded import together
@@ -261,18 +261,18 @@ def absorbed(step: ObjectiveModule, segments: list[TokenBatch], learns: list[boo
     state, results = None, {}
     for index, batch in enumerate(segments):
         if state is not None:
-            state = states.map_tensors(_leaf, state)
+            state = map_tensors(_leaf, state)
         before = state
         loss, _, state = step(batch, state, 0.0)
         results[f"loss {index}"] = loss.detach() / count
         of_mixers = [mixer_state for layer in state.layers for mixer_state in layer]
         for mixer_state, learnt in zip(of_mixers, learns, strict=bool(learns)):
-            floats = [leaf for leaf in states.tensors(mixer_state) if leaf.is_floating_point()]
+            floats = [leaf for leaf in tensors(mixer_state) if leaf.is_floating_point()]
             loss = loss + (0.01 * sum(leaf.square().sum() for leaf in floats) if learnt else 0)
         (loss / count).backward()
         if learns:
-            results |= {f"state {index} {n}": leaf.detach() for n, leaf in enumerate(states.tensors(state))}
-        for number, leaf in enumerate(states.tensors(before) if before is not None else ()):
+            results |= {f"state {index} {n}": leaf.detach() for n, leaf in enumerate(tensors(state))}
+        for number, leaf in enumerate(tensors(before) if before is not None else ()):
             if leaf.requires_grad:
                 results[f"before {number}"] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
     return results | {

@@ -20,10 +20,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import SGD
 
-from kinformer.data import open_corpus
 from kinformer.family.kinds import kinds
-from kinformer.training.distributed import Group
-from kinformer.training.loop import Trainer
+from kinformer.lab.data import open_corpus
+from kinformer.lab.training.distributed import Group
+from kinformer.lab.training.loop import Trainer
 from tests.training.measured import Collectives
 from tests.training.sharded import together
 from tests.training.tiny import CPU, rewound, train, trainer

@@ -21,11 +21,11 @@ import torch.distributed.fsdp  # noqa: F401
 import torch.utils.tensorboard  # noqa: F401
 from torch.distributed import TCPStore
 
-import kinformer.runs.train  # noqa: F401
-import kinformer.training.loop  # noqa: F401
-from kinformer.cli.main import main
+import kinformer.lab.runs.train  # noqa: F401
+import kinformer.lab.training.loop  # noqa: F401
 from kinformer.family.kinds import kinds
-from kinformer.training.update import Updater, UpdateResult
+from kinformer.lab.cli.main import main
+from kinformer.lab.training.loop import Updater, UpdateResult
 
 KILLED_BEFORE, PROCESSES, LATE = 5, 2, 2
 

@@ -21,9 +21,9 @@ import torch
 import torch._dynamo  # noqa: F401
 import torch.utils.tensorboard  # noqa: F401
 
-from kinformer.data import Corpus, open_corpus
 from kinformer.family.kinds import kinds
-from kinformer.training.update import Updater, UpdateResult
+from kinformer.lab.data import Corpus, open_corpus
+from kinformer.lab.training.loop import Updater, UpdateResult
 from tests.training.tiny import train
 
 STEPS = 6

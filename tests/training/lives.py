@@ -18,11 +18,11 @@ from pathlib import Path
 import torch._dynamo  # noqa: F401
 import torch.utils.tensorboard  # noqa: F401
 
-import kinformer.runs.train  # noqa: F401
-import kinformer.training.loop  # noqa: F401
-from kinformer.cli.main import main
+import kinformer.lab.runs.train  # noqa: F401
+import kinformer.lab.training.loop  # noqa: F401
 from kinformer.family.kinds import kinds
-from kinformer.training.interrupt import Interrupt
+from kinformer.lab.cli.main import main
+from kinformer.lab.training.interrupt import Interrupt
 
 STEPS, KILLS, PATIENCE = 120, 12, 120.0
 INSIDE_A_WRITE = {2: "before-fsync", 4: "before-rename", 6: "before-fsync", 8: "before-rename", 10: "before-rename"}

@@ -13,8 +13,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kinformer.data import open_corpus
-from kinformer.training.distributed import Group
+from kinformer.lab.data import open_corpus
+from kinformer.lab.training.distributed import Group
 from tests.training.tiny import trainer
 
 MESHES = {"tp=2": ("ddp", 2), "fsdp=2": ("fsdp", 1), "dp=2": ("ddp", 1)}

@@ -26,14 +26,13 @@ import torch.distributed.fsdp  # noqa: F401
 import torch.utils.tensorboard  # noqa: F401
 from torch import Tensor, distributed
 
-from kinformer.data import open_corpus
 from kinformer.family.kinds import kinds
+from kinformer.lab.data import open_corpus
+from kinformer.lab.training.checkpoint import Best, Checkpoint, Checkpoints, best_of, best_weights
+from kinformer.lab.training.distributed import Group, shutdown
+from kinformer.lab.training.logging import Metric
+from kinformer.lab.training.shards import part_of
 from kinformer.runtime.errors import KinformerError
-from kinformer.training.best import Best, best_of, best_weights
-from kinformer.training.checkpoint import Checkpoint, Checkpoints
-from kinformer.training.distributed import Group, shutdown
-from kinformer.training.metric import Metric
-from kinformer.training.shards import part_of
 from tests.training.kills import live, watched
 from tests.training.tiny import CPU, rewound, train, trainer
 

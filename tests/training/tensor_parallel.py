@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed.tensor.parallel  # noqa: F401
 
-from kinformer.data import open_corpus
 from kinformer.family.kinds import kinds
-from kinformer.training.distributed import Group
+from kinformer.lab.data import open_corpus
+from kinformer.lab.training.distributed import Group
 from tests.training.measured import measured
 from tests.training.sharded import together
 from tests.training.tiny import rewound, train

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.training.optimiser import ClippedAdagrad, Optimiser
-from kinformer.training.settings import Settings
+from kinformer.lab.training.optimisers import ClippedAdagrad, Optimiser
+from kinformer.lab.training.settings import Settings
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "adagrad_clip.npz"
 

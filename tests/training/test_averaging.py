@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from kinformer.data import Corpus
+from kinformer.lab.data import Corpus
+from kinformer.lab.training.averaging import MovingAverage
+from kinformer.lab.training.checkpoint import Checkpoints
 from kinformer.runtime.files import load_tensors
-from kinformer.training.averaging import MovingAverage
-from kinformer.training.checkpoint import Checkpoints
 from tests.training.tiny import curve, gap, train, trainer
 
 

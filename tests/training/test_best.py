@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kinformer.training.best import Best, best_of
-from kinformer.training.metric import ACCURACY, Metric
+from kinformer.lab.training.checkpoint import Best, best_of
+from kinformer.lab.training.logging import ACCURACY, Metric
 
 BITS = Metric("bits", "bits per label")
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.cli.main import main
-from kinformer.runs.run import open_run
+from kinformer.lab.cli.main import main
+from kinformer.lab.runs.run import open_run
 from tests.training.tiny import curve
 
 SETTINGS = "--recipe tiny --length 16 --batch-size 4 --steps 6 --validation-tokens 256 --threads 1"
@@ -20,8 +20,8 @@ TINY = SETTINGS.split()
 
 SPARSE = """
 import json, os, resource, sys
-import kinformer.training.loop
-from kinformer.cli.main import main
+import kinformer.lab.training.loop
+from kinformer.lab.cli.main import main
 import torch._dynamo, torch.utils.tensorboard
 pages = int(open("/proc/self/statm").read().split()[0])
 limit = pages * resource.getpagesize() + (2 << 30)
@@ -126,7 +126,7 @@ def test_compiled_training_follows_eager(text: Path, tmp_path: Path) -> None:
 
 
 def test_options_are_read_without_torch() -> None:
-    program = "import kinformer.cli.train, sys; print('torch' in sys.modules)"
+    program = "import kinformer.lab.cli.train, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from kinformer.data import Corpus
-from kinformer.estimation.device_part import Part, Shared
-from kinformer.estimation.mesh import Mesh
 from kinformer.family.build import build
-from kinformer.runs.parallel import parallel_of
+from kinformer.lab.data import Corpus
+from kinformer.lab.estimation.cluster import Mesh, Part, Shared
+from kinformer.lab.runs.options import parallel_of
+from kinformer.lab.tasks.next_token.objectives import TokenBatch
+from kinformer.lab.training.context_parallel import check_time
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.next_token.rows import TokenBatch
-from kinformer.training.context_parallel import check_time
 from tests.members import CAUSAL, ENCODERS, SOURCE, TINY
 from tests.training.context_parallel import LAWS, ROWS, RUNS, TIME, TWO_SIDED
 from tests.training.tiny import curve, gap

@@ -5,11 +5,10 @@ import torch
 from torch.nn import functional
 
 import kinformer
-from kinformer.data import IGNORED
+from kinformer.lab.data import IGNORED
+from kinformer.lab.tasks.mlm import TASK
+from kinformer.lab.tasks.mlm.work import WEIGHT, MaskedBatch, MaskedLanguage, MaskedLanguageCpc, contrasted, restored
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.mlm import TASK
-from kinformer.tasks.mlm.cpc import WEIGHT, MaskedLanguageCpc, contrasted, restored
-from kinformer.tasks.mlm.rows import MaskedBatch, MaskedLanguage
 
 MASK, FIRST, LAST = 58, 59, 60
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
 from kinformer.family.build import configure
+from kinformer.lab.tasks.next_token.objectives import NextTokenLoss, TokenBatch
+from kinformer.lab.training import cross_entropy as pieces
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch
-from kinformer.training import cross_entropy as pieces
 
 ROWS, DIM, VOCAB = 23, 6, 11
 

@@ -13,15 +13,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import kinformer
-from kinformer.cli.main import main
-from kinformer.data import Corpus
 from kinformer.family.build import build, configure
 from kinformer.family.table import MEMBERS
-from kinformer.runs.run import open_run
+from kinformer.lab.cli.main import main
+from kinformer.lab.data import Corpus
+from kinformer.lab.runs.run import open_run
+from kinformer.lab.tasks.next_token import TASK
+from kinformer.lab.tasks.next_token.objectives import DeepSupervision, NextTokenLoss, TokenBatch
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.next_token import TASK
-from kinformer.tasks.next_token.deep_supervision import DeepSupervision
-from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch
 from tests.training.tiny import curve, gap, rewound, train, trainer, weights
 
 DEEP: dict[str, Any] = {"member": "deep-char", "layers": 4}

@@ -15,14 +15,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim import SGD
 
-from kinformer.data import Corpus
 from kinformer.family.build import build
-from kinformer.runs.parallel import Parallel, parallel_of, spread
+from kinformer.lab.data import Corpus
+from kinformer.lab.runs.options import Parallel, parallel_of, spread
+from kinformer.lab.training.checkpoint import Checkpoints
+from kinformer.lab.training.diloco import MOMENTUM, WORKERS, check_rounds
+from kinformer.lab.training.distributed import Group
+from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError
-from kinformer.training.checkpoint import Checkpoints
-from kinformer.training.diloco import MOMENTUM, WORKERS, check_rounds
-from kinformer.training.distributed import Group
-from kinformer.training.settings import Settings
 from tests.training.diloco import ROUNDS
 from tests.training.tiny import curve, gap, weights
 

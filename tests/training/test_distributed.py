@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from kinformer.cli.main import main
-from kinformer.data import Corpus
+from kinformer.lab.cli.main import main
+from kinformer.lab.data import Corpus
+from kinformer.lab.training.checkpoint import Checkpoints
+from kinformer.lab.training.distributed import launch
 from kinformer.runtime.errors import KinformerError
-from kinformer.training.checkpoint import Checkpoints
-from kinformer.training.distributed import launch
 from tests.training import two_processes
 from tests.training.tiny import curve, gap, rewound, train, weights
 from tests.training.two_processes import AGAIN, FRESH, OPTIONS
@@ -87,7 +87,7 @@ def test_begun_by_two_resumed_by_one(runs: tuple[Path, dict[str, Any]], corpus: 
 
 
 def test_processes_see_disjoint_rows_of_one_batch(runs: tuple[Path, dict[str, Any]], corpus: Corpus) -> None:
-    from kinformer.data import RandomWindows
+    from kinformer.lab.data import RandomWindows
 
     first, second = runs[1]["rows"]
     whole = RandomWindows(corpus.splits["train"], 4, 16, 7).batch(0).tolist()

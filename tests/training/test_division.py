@@ -11,8 +11,8 @@ from torch import nn
 
 from kinformer.core.contract import CausalMixer, Chunk, ReadsSource
 from kinformer.family.build import build
+from kinformer.lab.training.tensor_parallel import Cut, divide
 from kinformer.runtime.errors import KinformerError
-from kinformer.training.division import Cut, divide
 from tests.members import MEMBERS, TINY
 
 PARTS = 2

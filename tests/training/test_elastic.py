@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import Store, TCPStore
 
-from kinformer.cli.main import main
-from kinformer.training.rendezvous import of_this_start
+from kinformer.lab.cli.main import main
+from kinformer.lab.training.distributed import of_this_start
 from tests.training.tiny import curve, rewound
 
 OPTIONS = "--recipe tiny --length 16 --batch-size 4 --steps 8 --checkpoint-every 2 --validate-every 0 --seed 3"

@@ -10,17 +10,15 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kinformer.data import IGNORED, Corpus, open_corpus
-from kinformer.data.bigrams import Bigrams
 from kinformer.family.build import build
-from kinformer.heads.classification import TokenClassificationHead
-from kinformer.tasks.classify import rows as label_rows
-from kinformer.tasks.classify.evaluate import measure_labels
-from kinformer.tasks.classify.rows import Classification, LabelledBatch, Labels
-from kinformer.tasks.mlm.evaluate import measure_masked
-from kinformer.tasks.mlm.rows import MaskedBatch, MaskedLanguage, MaskedTokens
-from kinformer.training.objective import ObjectiveModule
-from kinformer.training.validation import Validation
+from kinformer.heads.classes import TokenClassificationHead
+from kinformer.lab.data import IGNORED, Corpus, open_corpus
+from kinformer.lab.data.masking import Bigrams
+from kinformer.lab.tasks.classify import work as label_rows
+from kinformer.lab.tasks.classify.work import Classification, LabelledBatch, Labels, measure_labels
+from kinformer.lab.tasks.mlm.work import MaskedBatch, MaskedLanguage, MaskedTokens, measure_masked
+from kinformer.lab.training.data_module import ObjectiveModule
+from kinformer.lab.training.loop import Validation
 from tests.training.tiny import CPU, SETTINGS, curve, gap, labelled, rewound, rows, train, trainer, weights
 
 MASKED: dict[str, Any] = {"model": {"member": "bert"}, "objective": "masked-language"}

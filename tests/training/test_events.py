@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from kinformer.training.logging import EVENTS, METRICS, EventFile, Log
+from kinformer.lab.training.logging import EVENTS, METRICS, EventFile, Log
 
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 

@@ -5,9 +5,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import kinformer
+from kinformer.lab.tasks.next_token.objectives import ExitLosses, TokenBatch
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.next_token.exit_losses import ExitLosses
-from kinformer.tasks.next_token.rows import TokenBatch
 
 TOKENS = torch.randint(23, (4, 13), generator=torch.Generator().manual_seed(0))
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kinformer.cli.main import main
-from kinformer.data import Corpus
+from kinformer.lab.cli.main import main
+from kinformer.lab.data import Corpus
+from kinformer.lab.training.checkpoint import Checkpoints
 from kinformer.runtime.errors import KinformerError
-from kinformer.training.checkpoint import Checkpoints
 from tests.training.tiny import rewound, train, trainer, weights
 
 SETTINGS = "--recipe tiny --length 16 --batch-size 4 --steps 4 --validate-every 0 --checkpoint-every 2 --threads 1"
@@ -231,5 +231,5 @@ def test_no_pickle_is_written_or_read(run: Path) -> None:
         ".jsonl",
         ".safetensors",
     }
-    sources = Path(sys.modules["kinformer.training.loop"].__file__ or "").parent.glob("*.py")
+    sources = Path(sys.modules["kinformer.lab.training.loop"].__file__ or "").parent.glob("*.py")
     assert not any("torch.load" in path.read_text() or "torch.save" in path.read_text() for path in sources)

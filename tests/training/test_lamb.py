@@ -4,9 +4,8 @@ import torch
 from torch import nn
 
 from kinformer.family.build import build
-from kinformer.training.lamb import EPS, Lamb
-from kinformer.training.optimiser import Optimiser
-from kinformer.training.settings import Settings
+from kinformer.lab.training.optimisers import EPS, Lamb, Optimiser
+from kinformer.lab.training.settings import Settings
 
 
 def test_it_is_the_algorithm():

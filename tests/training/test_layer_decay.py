@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 from kinformer.family.build import build
+from kinformer.lab.training.optimisers import Optimiser, rate_factors
+from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError
-from kinformer.training.layer_decay import rate_factors
-from kinformer.training.optimiser import Optimiser
-from kinformer.training.settings import Settings
 from tests.training.tiny import gap, rewound, train
 
 
@@ -76,7 +75,7 @@ def test_every_optimiser_moves_layers_by_their_factor(kind):
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_resumed_run_ends_with_the_same_weights(kind, tmp_path, text_file):
-    from kinformer.data import open_corpus
+    from kinformer.lab.data import open_corpus
 
     corpus, options = open_corpus(str(text_file)), {"optimizer": kind, "layer_decay": 0.7}
     train(corpus, tmp_path / "once", **options)

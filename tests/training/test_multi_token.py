@@ -4,13 +4,12 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from kinformer.cli.main import main
 from kinformer.family.build import build
-from kinformer.runs.run import open_run
+from kinformer.lab.cli.main import main
+from kinformer.lab.runs.run import open_run
+from kinformer.lab.tasks.next_token import TASK
+from kinformer.lab.tasks.next_token.objectives import MultiToken, NextTokenLoss, TokenBatch
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.next_token import TASK
-from kinformer.tasks.next_token.multi_token import MultiToken
-from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.optim import Muon
 
-from kinformer.training import muon
-from kinformer.training.muon import StackedMuon
+from kinformer.lab.training import optimisers as muon
+from kinformer.lab.training.optimisers import StackedMuon
 
 SHAPES = [(16, 16), (48, 16), (16, 16), (16, 48), (48, 16), (5, 3)]
 

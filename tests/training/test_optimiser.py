@@ -7,8 +7,8 @@ SCRIPT = """
 import sys
 import torch
 import kinformer
-from kinformer.training.optimiser import Optimiser
-from kinformer.training.settings import Settings
+from kinformer.lab.training.optimisers import Optimiser
+from kinformer.lab.training.settings import Settings
 
 for kind in ("adamw", "muon", "adafactor", "adagrad", "sgd", "lamb", "radam"):
     torch.manual_seed(0)

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from kinformer.data import Corpus
-from kinformer.training.loop import Result
-from kinformer.training.pace import PROBES, Course, seconds_per_step
-from kinformer.training.settings import Settings
-from kinformer.training.update import UpdateResult
+from kinformer.lab.data import Corpus
+from kinformer.lab.training.loop import Result, UpdateResult
+from kinformer.lab.training.schedule import PROBES, Course, seconds_per_step
+from kinformer.lab.training.settings import Settings
 from tests.training.tiny import train, trainer
 
 
@@ -63,9 +62,9 @@ class Life(NamedTuple):
 
 def live(clock: Clock, monkeypatch: pytest.MonkeyPatch, corpus: Corpus, folder: Path, **changes: Any) -> Life:
     """A run of ten minutes in which nothing but steps (by ``clock``) and validations (20 s) takes time."""
-    monkeypatch.setattr("kinformer.training.loop.time", clock)
-    monkeypatch.setattr("kinformer.training.update.time", clock)
-    monkeypatch.setattr("kinformer.training.pace.time", clock)
+    monkeypatch.setattr("kinformer.lab.training.loop.time", clock)
+    monkeypatch.setattr("kinformer.lab.training.loop.time", clock)
+    monkeypatch.setattr("kinformer.lab.training.schedule.time", clock)
     run = trainer(corpus, folder, steps=None, minutes=10.0, **{"checkpoint_every": 0, "validate_every": 0} | changes)
     update, validation, rates = run.update, run.validation, list[float]()
     done = UpdateResult(torch.tensor(1.0), torch.tensor(1.0), torch.ones(1), 64)

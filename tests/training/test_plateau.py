@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from kinformer.data import Corpus
-from kinformer.estimation.optimizer_state import optimizer_bytes
 from kinformer.family.build import build
 from kinformer.family.table import MEMBERS
+from kinformer.lab.data import Corpus
+from kinformer.lab.estimation.estimate import optimizer_bytes
+from kinformer.lab.training.schedule import Plateau
+from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError
-from kinformer.training.schedule import Plateau
-from kinformer.training.settings import Settings
 from tests.training.tiny import curve, gap, rewound, train
 
 

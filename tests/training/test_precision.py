@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.cli.main import main
+from kinformer.lab.cli.main import main
 from kinformer.runtime import process
 
 SCRIPT = """

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kinformer.data import Corpus
+from kinformer.lab.data import Corpus
+from kinformer.lab.training.checkpoint import Checkpoint, Checkpoints, Saves
+from kinformer.lab.training.loop import Updater, UpdateResult
+from kinformer.lab.training.shards import Shards, part_of
 from kinformer.runtime.errors import KinformerError
-from kinformer.training.checkpoint import Checkpoint, Checkpoints
-from kinformer.training.saves import Saves
-from kinformer.training.shards import Shards, part_of
-from kinformer.training.update import Updater, UpdateResult
 from tests.training.sharded import tensors_of, world_of_one
 from tests.training.tiny import CPU, gap, train, trainer
 

@@ -16,12 +16,19 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.data import Corpus
+from kinformer.lab.data import Corpus
+from kinformer.lab.training.checkpoint import (
+    Best,
+    Checkpoint,
+    Checkpoints,
+    _digest,
+    best_of,
+    best_weights,
+    place_of_best,
+)
+from kinformer.lab.training.logging import Metric
+from kinformer.lab.training.shards import part_of
 from kinformer.runtime.errors import KinformerError
-from kinformer.training.best import Best, best_of, best_weights, place_of_best
-from kinformer.training.checkpoint import Checkpoint, Checkpoints, _digest
-from kinformer.training.metric import Metric
-from kinformer.training.shards import part_of
 from tests.training import sharded
 from tests.training.sharded import OPTIONS, tensors_of, world_of_one
 from tests.training.tiny import CPU, curve, gap, rewound, train

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from kinformer.data import Corpus
+from kinformer.lab.data import Corpus
+from kinformer.lab.training.checkpoint import Checkpoints
+from kinformer.lab.training.distributed import launch
+from kinformer.lab.training.interrupt import SIGNALS, Interrupt
 from kinformer.runtime.progress import Tolerant, tolerant
-from kinformer.training.checkpoint import Checkpoints
-from kinformer.training.distributed import launch
-from kinformer.training.interrupt import SIGNALS, Interrupt
 from tests.process_state import process_state
 from tests.training.tiny import trainer
 

@@ -13,14 +13,12 @@ import pytest
 import kinformer
 from kinformer.family.build import configure, weight_shapes
 from kinformer.family.table import MEMBERS
-from kinformer.runs.planning import plan_of
-from kinformer.runs.rows import staged_rows
-from kinformer.runs.run import open_run
-from kinformer.runs.staging import config_of
+from kinformer.lab.runs.create import config_of, plan_of, staged_rows
+from kinformer.lab.runs.run import open_run
+from kinformer.lab.training.loop import Updater, UpdateResult
+from kinformer.lab.training.settings import Settings
+from kinformer.lab.training.stages import stage_at, stages_of
 from kinformer.runtime.errors import KinformerError
-from kinformer.training.settings import Settings
-from kinformer.training.stages import stage_at, stages_of
-from kinformer.training.update import Updater, UpdateResult
 from tests.training.tiny import curve, gap
 
 WINDOWS = "layers.*.mixer.pattern.window"

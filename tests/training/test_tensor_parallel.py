@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kinformer.data import Corpus
-from kinformer.estimation.device_part import Part, Shared
-from kinformer.estimation.mesh import Mesh
 from kinformer.family.build import configure
-from kinformer.training.checkpoint import Checkpoints
+from kinformer.lab.data import Corpus
+from kinformer.lab.estimation.cluster import Mesh, Part, Shared
+from kinformer.lab.training.checkpoint import Checkpoints
 from tests.training.measured import FOUR, LENGTH, MEMBERS, MESHES, ROWS
 from tests.training.tensor_parallel import BY_TWO, RUNS
 from tests.training.tiny import curve, gap, weights

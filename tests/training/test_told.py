@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kinformer.cli.main import main
-from kinformer.training import logging
-from kinformer.training.logging import TrainingProgress
+from kinformer.lab.cli.main import main
+from kinformer.lab.training import logging
+from kinformer.lab.training.logging import TrainingProgress
 
 TINY = [
     "--recipe",

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kinformer.core import state as states
-from kinformer.data import Corpus, SegmentStreams
+from kinformer.core.state import tensors
 from kinformer.family.build import build
+from kinformer.lab.data import Corpus, SegmentStreams
+from kinformer.lab.tasks.next_token.objectives import NextTokenLoss, NextTokens, TokenBatch
+from kinformer.lab.training.data_module import ObjectiveModule
+from kinformer.lab.training.loop import Validation
+from kinformer.lab.training.optimisers import Optimiser
+from kinformer.lab.training.schedule import Schedule
+from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.next_token.rows import NextTokenLoss, NextTokens, TokenBatch
-from kinformer.training.objective import ObjectiveModule
-from kinformer.training.optimiser import Optimiser
-from kinformer.training.schedule import Schedule
-from kinformer.training.settings import Settings
-from kinformer.training.validation import Validation
 from tests.training.tiny import CPU, SETTINGS, curve, gap, rewound, train, trainer, weights
 
 LINEAR = {"member": "linear-transformer"}
@@ -217,7 +217,7 @@ def test_validation_lets_go_of_each_state_before_the_next_batch(corpus: Corpus) 
     def objective(model: nn.Module, batch: Any, state: Any, progress: float) -> Any:
         assert all(one() is None for one in alive), "a state of 64,000 tokens may be larger than the activations"
         outcome = NextTokenLoss()(model, batch, state, progress)
-        alive.extend(weakref.ref(leaf) for leaf in states.tensors(outcome[2]))
+        alive.extend(weakref.ref(leaf) for leaf in tensors(outcome[2]))
         return outcome
 
     data = NextTokens(corpus, SETTINGS)
@@ -277,7 +277,7 @@ def test_side_costs_enter_the_loss_per_token_and_leave_the_state() -> None:
     loss, metrics, state = step(TokenBatch(torch.zeros(3, 5, dtype=torch.int64)), None, 0.0)
     assert loss.item() == pytest.approx(math.log(5) + 1.5)
     assert float(metrics["ponder"]) == pytest.approx(3 * 4 * 1.5)
-    assert all(float(leaf.abs().max()) == 0.0 for leaf in states.tensors(state))
+    assert all(float(leaf.abs().max()) == 0.0 for leaf in tensors(state))
 
 
 def test_invalid_tokens_do_not_count() -> None:

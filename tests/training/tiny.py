@@ -11,22 +11,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from kinformer.data import BosEos, Corpus, Examples, Labelled
-from kinformer.data.masking import Masking, ordinary
-from kinformer.data.pairs import Languages, Pairs, Parallel
-from kinformer.data.tokenizer import ByteTokenizer
 from kinformer.family.build import build
-from kinformer.heads.classification import ClassificationHead
-from kinformer.tasks.classify.rows import Labels
-from kinformer.tasks.mlm.rows import MaskedTokens
-from kinformer.tasks.next_token.rows import NextTokens
-from kinformer.tasks.table import TASKS
-from kinformer.tasks.translate.rows import TranslationPairs
-from kinformer.training.checkpoint import Checkpoints
-from kinformer.training.data_module import DataModule
-from kinformer.training.distributed import Group
-from kinformer.training.loop import Result, Trainer
-from kinformer.training.settings import Settings
+from kinformer.heads.classes import ClassificationHead
+from kinformer.lab.data import BosEos, Corpus, Examples, Labelled
+from kinformer.lab.data.masking import Masking, ordinary
+from kinformer.lab.data.pairs import Languages, Pairs, Parallel
+from kinformer.lab.data.tokenizer import ByteTokenizer
+from kinformer.lab.tasks.classify.work import Labels
+from kinformer.lab.tasks.mlm.work import MaskedTokens
+from kinformer.lab.tasks.next_token.objectives import NextTokens
+from kinformer.lab.tasks.table import TASKS
+from kinformer.lab.tasks.translate.work import TranslationPairs
+from kinformer.lab.training.checkpoint import Checkpoints
+from kinformer.lab.training.data_module import DataModule
+from kinformer.lab.training.distributed import Group
+from kinformer.lab.training.loop import Result, Trainer
+from kinformer.lab.training.settings import Settings
 
 Overrides = dict[str, Any] | None
 CPU = Group(torch.device("cpu"))

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from kinformer.data import open_corpus
+from kinformer.lab.data import open_corpus
+from kinformer.lab.training.distributed import Group, join
 from kinformer.runtime.errors import KinformerError
-from kinformer.training.distributed import Group, join
 from tests.training.tiny import rewound, train, trainer
 
 LINEAR = {"member": "linear-transformer"}

@@ -27,9 +27,8 @@ from torch.nn import functional
 from kinformer.blocks.feed_forward import SwiGLU
 from kinformer.core.contract import select_valid
 from kinformer.core.division import divided, in_blocks
-from kinformer.core.feed_forward import FeedForwardConfig, PartlyUsed, ReadsPadding, Selection
 from kinformer.core.learning import AuxLoss, OnlineLearner
-from kinformer.core.parts import UnpackedLinear, wide_product
+from kinformer.core.parts import FeedForwardConfig, PartlyUsed, ReadsPadding, Selection, UnpackedLinear, wide_product
 from kinformer.kernels.grouped import IMPLS, grouped_products
 from kinformer.kernels.impls import GroupedImpl
 from kinformer.runtime.compiling import uncompiled

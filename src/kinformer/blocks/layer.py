@@ -1,24 +1,161 @@
-"""The standard layer of a decoder: sequence mixers, most often one, and a feed-forward."""
+"""The sublayers of layers: a mixer or a feed-forward, each in a residual."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack
+from typing import Protocol, TypeVar, Unpack
 
+import torch
 from torch import Tensor, nn
 
 from kinformer.blocks.feed_forward import MLP
-from kinformer.blocks.norms import LayerNorm, NormConfig
-from kinformer.blocks.residual import PreNorm, Residual, ResidualConfig
-from kinformer.blocks.sublayers import Sublayers, fed, feed_forward_branch, mixed, mixing
+from kinformer.blocks.residual import LayerNorm, NoNorm, NormConfig, PostNorm, PreNorm, Residual, ResidualConfig
 from kinformer.core.config import Config
-from kinformer.core.contract import CausalMixer, ChecksChunk, Chunk, MixerConfig, PartialOutput, initial_states
-from kinformer.core.feed_forward import FeedForwardConfig
-from kinformer.core.source import StateOptions
+from kinformer.core.contract import (
+    CausalMixer,
+    ChecksChunk,
+    Chunk,
+    MixerConfig,
+    PartialOutput,
+    RecomputesKV,
+    initial_states,
+)
+from kinformer.core.encoder import (
+    ChecksInput,
+    EncoderLayerConfig,
+    EncoderMixer,
+    EncoderMixerConfig,
+    SequenceContext,
+    StateOptions,
+)
+from kinformer.core.parts import FeedForwardConfig, ReadsPadding
 from kinformer.core.stack import Branch
 from kinformer.core.state import State
+from kinformer.runtime.dropout import Dropout
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import is_empty_mask
+
+R = TypeVar("R")
+
+
+class SublayersConfig(Protocol):
+    """The fields of a layer's config that its sublayers read."""
+
+    @property
+    def norm(self) -> NormConfig: ...
+
+    @property
+    def residual(self) -> ResidualConfig: ...
+
+    @property
+    def feed_forward_residual(self) -> ResidualConfig | None: ...
+
+    @property
+    def dropout(self) -> float: ...
+
+
+class Sublayers(nn.Module):
+    """A mixer and a feed-forward, both built; ``config`` has norm, residuals and dropout."""
+
+    def __init__(self, config: SublayersConfig, mixer: nn.Module, feed_forward: nn.Module, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.mixer = mixer
+        self.feed_forward = feed_forward
+        self.mixer_residual: Residual = config.residual.build(dim, config.norm, config.dropout)
+        residual = config.feed_forward_residual or config.residual
+        if config.feed_forward_residual == config.residual:
+            raise KinformerError(
+                f"feed_forward_residual is {config.residual.kind!r}, which residual is already; leave it out (null)."
+            )
+        self.feed_forward_residual: Residual = residual.build(dim, config.norm, config.dropout)
+
+
+def mixed(
+    mixer: CausalMixer, chunk: Chunk, state: State, norm: nn.Module, output_mask: Tensor | None = None
+) -> tuple[Tensor, State]:
+    """Apply ``mixer`` to a chunk behind ``norm``: return outputs, at least those in
+    ``output_mask``, and the state after."""
+    if isinstance(mixer, RecomputesKV):
+        return mixer(chunk, state, norm)
+    chunk = chunk._replace(x=norm(chunk.x))
+    return (
+        mixer(chunk, state, output_mask)
+        if output_mask is not None and isinstance(mixer, PartialOutput)
+        else mixer(chunk, state)
+    )
+
+
+def fed(residual: Residual, feed_forward: nn.Module, x: Tensor, valid: Tensor | None, share: float = 1.0) -> Tensor:
+    """Return the stream x [batch, time, dim] after ``feed_forward``, ``share`` of whose output is added."""
+    return residual.leave(x, _fed(residual, feed_forward, x, valid), share)
+
+
+def fed_output(residual: Residual, feed_forward: nn.Module, x: Tensor, valid: Tensor | None) -> Tensor:
+    """Return what ``feed_forward`` adds to the stream x [batch, time, dim], in an additive residual."""
+    return residual.added(_fed(residual, feed_forward, x, valid))
+
+
+def _fed(residual: Residual, feed_forward: nn.Module, x: Tensor, valid: Tensor | None) -> Tensor:
+    y = residual.enter(x)
+    if isinstance(feed_forward, EncoderMixer):
+        return feed_forward(y, SequenceContext(valid))
+    return feed(feed_forward, y, valid)
+
+
+def feed(feed_forward: nn.Module, x: Tensor, valid: Tensor | None) -> Tensor:
+    """Return what a feed-forward makes of each token of x [batch, time, dim]."""
+    return feed_forward(x, valid) if isinstance(feed_forward, ReadsPadding) else feed_forward(x)
+
+
+def tokenwise(config: FeedForwardConfig, dim: int) -> nn.Module:
+    """Return the feed-forward of ``config``; refuse one that looks at other tokens."""
+    feed_forward = config.build(dim)
+    if isinstance(feed_forward, EncoderMixer):
+        raise KinformerError(
+            f"the feed-forward {config.kind!r} looks at other tokens, for which this layer has no place; use the layer "
+            "'decoder' or 'encoder', or another feed-forward (mlp)."
+        )
+    return feed_forward
+
+
+def mixing(mixer: CausalMixer, residual: Residual) -> Branch:
+    """Return the branch of a decoder's mixer."""
+
+    def run(x: Tensor, chunk: Chunk, state: State) -> tuple[Tensor, State]:
+        y, state = mixed(mixer, chunk._replace(x=x), state, residual)
+        return residual.added(y), state
+
+    return Branch(_additive(residual, run), mixes=True)
+
+
+def encode_branch(mixer: nn.Module, residual: Residual) -> Branch:
+    """Return the branch of an encoder's mixer."""
+
+    def run(x: Tensor, text: SequenceContext, state: State) -> tuple[Tensor, State]:
+        return residual.added(mixer(residual.enter(x), text)), state
+
+    return Branch(_additive(residual, run), mixes=False)
+
+
+def feed_forward_branch(residual: Residual, feed_forward: nn.Module, share: float = 1.0) -> Branch:
+    """Return the branch of a feed-forward, ``share`` of whose output is added."""
+
+    def run(x: Tensor, context: Chunk | SequenceContext, state: State) -> tuple[Tensor, State]:
+        return residual.added(_fed(residual, feed_forward, x, context.valid), share), state
+
+    return Branch(_additive(residual, run), mixes=False)
+
+
+def _additive(residual: Residual, run: R) -> R:
+    """Return ``run``, a sublayer; refuse a ``residual`` behind which its output cannot be taken away again."""
+    if residual.additive:
+        return run
+    raise KinformerError(
+        "the layer's residual changes the sum of stream and sublayer (by a norm or a gate behind it), so that no "
+        "sublayer can be taken away again; use the residual 'pre' (`set` layers.*.residual=pre), or the stack "
+        "'sequential'."
+    )
 
 
 class LayerConfig(Config):
@@ -37,7 +174,9 @@ class LayerConfig(Config):
 
 
 class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
-    """The layer: ``mixer``, then any ``further_mixers`` (such as cross-attention), then the feed-forward, each in a
+    """The standard layer of a decoder: sequence mixers, most often one, and a feed-forward.
+
+    The layer: ``mixer``, then any ``further_mixers`` (such as cross-attention), then the feed-forward, each in a
     residual.
 
     A feed-forward that looks at earlier tokens is the last of the ``mixers``, whose states are the layer's. The
@@ -141,3 +280,268 @@ def causal(config: MixerConfig, dim: int) -> CausalMixer:
             "use it in an encoder."
         )
     return mixer
+
+
+class EncoderLayer(ChecksInput, PartialOutput, Sublayers):
+    """The layer of an encoder: a mixer over the full sequence and a feed-forward.
+
+    The mixer, then the feed-forward, post-norm unless set otherwise (Devlin et al. 2018).
+
+    ``mixer_norm``: whether the mixer's residual has a norm. The first layer of ModernBERT (Warner et al. 2024) has
+    none there, as its input has one already. The feed-forward's residual is ``feed_forward_residual`` (None: as the
+    mixer's).
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(EncoderLayerConfig):
+        kind = "encoder"
+        mixer: EncoderMixerConfig
+        feed_forward: FeedForwardConfig = MLP.Config()
+        norm: NormConfig = LayerNorm()
+        mixer_norm: bool = True
+        residual: ResidualConfig = PostNorm.Config()
+        feed_forward_residual: ResidualConfig | None = None
+        dropout: float = 0.0
+
+        def build(self, dim: int) -> EncoderLayer:
+            return EncoderLayer(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__(config, config.mixer.build(dim), config.feed_forward.build(dim), dim)
+        if not config.mixer_norm:
+            self.mixer_residual = config.residual.build(dim, NoNorm(), config.dropout)
+
+    def branches(self) -> tuple[Branch, ...]:
+        """Return the sublayers without their residual sums, in order."""
+        return (
+            encode_branch(self.mixer, self.mixer_residual),
+            feed_forward_branch(self.feed_forward_residual, self.feed_forward),
+        )
+
+    def _mixed(self, x: Tensor, text: SequenceContext) -> Tensor:
+        """Return the stream x after the mixer."""
+        return self.mixer_residual.leave(x, self.mixer(self.mixer_residual.enter(x), text))
+
+    def forward(self, x: Tensor, text: SequenceContext, output_mask: Tensor | None = None) -> Tensor:
+        if output_mask is None or isinstance(self.feed_forward, EncoderMixer):  # which needs every token
+            y = fed(self.feed_forward_residual, self.feed_forward, self._mixed(x, text), text.valid)
+            return y if output_mask is None else torch.where(output_mask[..., None], y, x)
+        y = self.mixer(self.mixer_residual.enter(x), text)
+        some = self.mixer_residual.leave(x[output_mask], y[output_mask])
+        some = fed(self.feed_forward_residual, self.feed_forward, some, None)
+        return x.to(some.dtype).index_put((output_mask,), some)
+
+
+# Layers that are their mixers and nothing else: no residual, no feed-forward (Guo et al. 2019).
+
+
+class BareLayer(ChecksInput, nn.Module):
+    """The layer (x [batch, time, dim], text) -> dropout(mixer(x, text))."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(EncoderLayerConfig):
+        kind = "bare"
+        mixer: EncoderMixerConfig
+        dropout: float = 0.0
+
+        def build(self, dim: int) -> BareLayer:
+            return BareLayer(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.mixer = config.mixer.build(dim)
+        self.dropout = Dropout(config.dropout) if config.dropout else nn.Identity()
+
+    def forward(self, x: Tensor, text: SequenceContext) -> Tensor:
+        return self.dropout(self.mixer(x, text))
+
+
+class BareDecoderLayer(ChecksChunk, nn.Module):
+    """The layer (chunk, state) -> dropout(mixer(chunk)), then the same of any ``further_mixers``, such as
+    cross-attention. Its state is the tuple of theirs."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(LayerConfig):
+        kind = "bare"
+        mixer: MixerConfig
+        further_mixers: tuple[MixerConfig, ...] = ()
+        dropout: float = 0.0
+
+        def build(self, dim: int) -> BareDecoderLayer:
+            return BareDecoderLayer(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.mixer = causal(config.mixer, dim)
+        self.further_mixers = nn.ModuleList(causal(mixer, dim) for mixer in config.further_mixers)
+        self.dropout = Dropout(config.dropout) if config.dropout else nn.Identity()
+
+    @property
+    def mixers(self) -> tuple[CausalMixer, ...]:
+        return (self.mixer, *self.further_mixers)
+
+    def initial_state(self, batch: int, **options: Unpack[StateOptions]) -> tuple[State, ...]:
+        """Return the states of the mixers; ``options`` as of ``core.contract.initial_states``."""
+        return initial_states(self.mixers, batch, **options)
+
+    def forward(self, chunk: Chunk, state: tuple[State, ...]) -> tuple[Tensor, tuple[State, ...]]:
+        after = []
+        for mixer, mixer_state in zip(self.mixers, state, strict=True):
+            y, mixer_state = mixer(chunk, mixer_state)
+            chunk = chunk._replace(x=self.dropout(y))
+            after.append(mixer_state)
+        return chunk.x, tuple(after)
+
+
+# Layers whose mixer and feed-forward read the same stream (Wang and Komatsuzaki 2021, GPT-J; GPT-NeoX).
+#
+#     x + mixer(norm(x)) + F(norm'(x))
+#
+# Neither waits for the other. Each has its own norm, as in GPT-NeoX.
+
+
+class ParallelLayer(DecoderLayer):
+    """The decoder's layer of a mixer and a feed-forward side by side, whose outputs are added to the stream."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(DecoderLayer.Config):
+        kind = "parallel"
+
+        def __post_init__(self) -> None:
+            if self.further_mixers:
+                raise KinformerError(
+                    "the layer 'parallel' has no place for further_mixers, which read the output of the first; use the "
+                    "layer 'decoder'."
+                )
+
+        def build(self, dim: int) -> ParallelLayer:
+            return ParallelLayer(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__(config, dim)
+        if self._transition:
+            tokenwise(config.feed_forward, dim)
+        _require_sums(self, config)
+
+    def branches(self) -> tuple[Branch, ...]:
+        raise _one_step("decoder")
+
+    def forward(
+        self, chunk: Chunk, state: tuple[State, ...], output_mask: Tensor | None = None
+    ) -> tuple[Tensor, tuple[State, ...]]:
+        x, after = self._mixed(chunk, state)
+        x = x + fed_output(self.feed_forward_residual, self.feed_forward, chunk.x, chunk.valid)
+        return x if output_mask is None else torch.where(output_mask[..., None], x, chunk.x), after
+
+
+class ParallelEncoderLayer(EncoderLayer):
+    """The encoder's layer of a mixer and a feed-forward side by side, whose outputs are added to the stream."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(EncoderLayer.Config):
+        kind = "parallel"
+        residual: ResidualConfig = PreNorm.Config()
+
+        def build(self, dim: int) -> ParallelEncoderLayer:
+            return ParallelEncoderLayer(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__(config, dim)
+        _require_sums(self, config)
+
+    def branches(self) -> tuple[Branch, ...]:
+        raise _one_step("encoder")
+
+    def forward(self, x: Tensor, text: SequenceContext, output_mask: Tensor | None = None) -> Tensor:
+        y = self._mixed(x, text) + fed_output(self.feed_forward_residual, self.feed_forward, x, text.valid)
+        return y if output_mask is None else torch.where(output_mask[..., None], y, x)
+
+
+def _require_sums(layer: Sublayers, config: DecoderLayer.Config | EncoderLayer.Config) -> None:
+    """Refuse residuals behind which the stream is no sum."""
+    kinds = config.residual.kind, (config.feed_forward_residual or config.residual).kind
+    for residual, kind in zip((layer.mixer_residual, layer.feed_forward_residual), kinds, strict=True):
+        if not residual.additive:
+            raise KinformerError(
+                f"the layer 'parallel' adds its sublayers to one stream, which the residual {kind!r} changes; "
+                "use pre, res_post, sandwich or reordered."
+            )
+
+
+def _one_step(standard: str) -> KinformerError:
+    return KinformerError(
+        "the layer 'parallel' has one step, where a reversible stack needs two that take turns; use the layer "
+        f"{standard!r}, or the stack 'sequential'."
+    )
+
+
+# The Macaron layers (Lu et al. 2019, section 4): the mixer between two half steps of feed-forwards.
+#
+#     x + F1(x) / 2,   then x + mixer(x),   then x + F2(x) / 2
+#
+# A layer is one step of a differential equation of particles that move (F) and meet (the mixer). Transport,
+# interaction, transport with halves outside (Strang splitting) is exact to one order more than one after the other.
+# Every sublayer has its own norm, before it or after its residual sum. With F1 = 0 and F2 twice as large it is the
+# standard layer.
+
+HALF = 0.5
+
+
+class MacaronLayer(DecoderLayer):
+    """The decoder's layer of feed-forward, mixer and feed-forward. ``feed_forward`` describes each of the two: at half
+    the usual ``hidden_dim`` the layer has as many weights as the standard one."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(DecoderLayer.Config):
+        kind = "macaron"
+
+        def build(self, dim: int) -> MacaronLayer:
+            return MacaronLayer(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__(config, dim)
+        self.first_feed_forward = tokenwise(config.feed_forward, dim)
+        residual = config.feed_forward_residual or config.residual
+        self.first_residual = residual.build(dim, config.norm, config.dropout)
+
+    def branches(self) -> tuple[Branch, ...]:
+        first = feed_forward_branch(self.first_residual, self.first_feed_forward, HALF)
+        *mixers, _ = super().branches()
+        return (first, *mixers, feed_forward_branch(self.feed_forward_residual, self.feed_forward, HALF))
+
+    def forward(
+        self, chunk: Chunk, state: tuple[State, ...], output_mask: Tensor | None = None
+    ) -> tuple[Tensor, tuple[State, ...]]:
+        x = fed(self.first_residual, self.first_feed_forward, chunk.x, chunk.valid, HALF)
+        x, after = self._mixed(chunk._replace(x=x), state)
+        x = fed(self.feed_forward_residual, self.feed_forward, x, chunk.valid, HALF)
+        return x if output_mask is None else torch.where(output_mask[..., None], x, chunk.x), after
+
+
+class MacaronEncoderLayer(EncoderLayer):
+    """The encoder's layer of feed-forward, mixer and feed-forward; ``feed_forward`` describes each of the two."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(EncoderLayer.Config):
+        kind = "macaron"
+
+        def build(self, dim: int) -> MacaronEncoderLayer:
+            return MacaronEncoderLayer(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__(config, dim)
+        self.first_feed_forward = config.feed_forward.build(dim)
+        residual = config.feed_forward_residual or config.residual
+        self.first_residual = residual.build(dim, config.norm, config.dropout)
+
+    def branches(self) -> tuple[Branch, ...]:
+        first = feed_forward_branch(self.first_residual, self.first_feed_forward, HALF)
+        mixer, _ = super().branches()
+        return (first, mixer, feed_forward_branch(self.feed_forward_residual, self.feed_forward, HALF))
+
+    def forward(self, x: Tensor, text: SequenceContext, output_mask: Tensor | None = None) -> Tensor:
+        y = fed(self.first_residual, self.first_feed_forward, x, text.valid, HALF)
+        y = fed(self.feed_forward_residual, self.feed_forward, self._mixed(y, text), text.valid, HALF)
+        return y if output_mask is None else torch.where(output_mask[..., None], y, x)

@@ -1,24 +1,147 @@
-"""Residuals: where a sublayer's norm stands, and how its output joins the stream.
-
-    pre-norm    x + F(norm(x))       (Xiong et al. 2020; needs a final norm after the stack)
-    post-norm   norm(x + F(x))       (Vaswani et al. 2017; needs a warm-up)
-    res-post    x + norm(F(x))       (Liu et al. 2022)
-    sandwich    x + norm'(F(norm(x)))    (Ding et al. 2021, CogView, section 2.4; Gemma 2)
-
-Dropout falls on F's output, before the residual sum, and so does stochastic depth, which drops it for whole sequences.
-"""
+"""Residuals, norms, and the initialisation of weights."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from kinformer.blocks.norms import NormConfig
-from kinformer.core.config import Config
-from kinformer.core.stochastic_depth import Droppable
+from kinformer.core.config import Config, check_unused
+from kinformer.core.parts import ResidualOutput
+from kinformer.core.stack import Droppable
 from kinformer.runtime.dropout import Dropout
+from kinformer.runtime.errors import KinformerError
+
+# One module for every slice of a token, such as the real and the imaginary half of complex numbers.
+
+
+class PerSlice(nn.Module):
+    """The map [..., count * width] -> [..., count * out]: ``inner`` [..., width] ->
+    [..., out] on each of ``count`` slices."""
+
+    def __init__(self, inner: nn.Module, count: int) -> None:
+        super().__init__()
+        self.inner, self.count = inner, count
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.unflatten(-1, (self.count, -1))).flatten(-2)
+
+
+def per_slice(build: Callable[[int], nn.Module], dim: int, count: int) -> nn.Module:
+    """Return ``build(dim)``, or with ``count`` above 1 one ``build(dim / count)`` for all slices of a token."""
+    if count < 1 or dim % count:
+        raise KinformerError(f"slices = {count} does not divide dim = {dim}; choose a divisor.")
+    return build(dim) if count == 1 else PerSlice(build(dim // count), count)
+
+
+# Normalisation over the width of a token.
+
+
+class NormConfig(Config):
+    """The config of a norm; ``build(dim)`` returns a module [..., dim] -> [..., dim]."""
+
+    slot = "norm"
+
+    def build(self, dim: int) -> nn.Module:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNorm(NormConfig):
+    """The norm of Ba et al. 2016: centred, scaled, with weight and bias; each of
+    ``slices`` equal parts of a token by itself."""
+
+    kind = "layer_norm"
+    eps: float = 1e-5
+    bias: bool = True
+    slices: int = 1
+
+    def build(self, dim: int) -> nn.Module:
+        return per_slice(lambda width: nn.LayerNorm(width, eps=self.eps, bias=self.bias), dim, self.slices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RMSNorm(NormConfig):
+    """The norm of Zhang and Sennrich 2019: scaled by the root mean square, with a weight."""
+
+    kind = "rms_norm"
+    eps: float = 1e-6
+
+    def build(self, dim: int) -> nn.Module:
+        return nn.RMSNorm(dim, eps=self.eps)
+
+
+class NoNorm(NormConfig):
+    """The identity, for a sublayer that has no norm; a layer says so itself."""
+
+    def build(self, dim: int) -> nn.Module:
+        return nn.Identity()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Initialisation(Config):
+    """The initialisation of weights.
+
+    The initialisation by name. ``normal``: every product and embedding N(0, std), biases 0. ``framework``: PyTorch's
+    defaults, as in the Linear Transformer's code (embeddings N(0, 1), products uniform in 1/sqrt(fan-in)).
+    ``xavier``: products uniform with variance 2 / (fan-in + fan-out) (Glorot and Bengio 2010), embeddings N(0, 1 /
+    dim), biases 0, as the original Transformer.
+
+    ``residual`` says how the products that write into the residual stream differ: ``plain``, not at all; ``scaled``,
+    those of ``normal`` are divided by the root of their number (GPT-2); ``zero``, so that every layer begins as the
+    identity.
+    """
+
+    kind = ""
+    scheme: Literal["normal", "framework", "xavier"] = "normal"
+    std: float = 0.02
+    residual: Literal["scaled", "plain", "zero"] = "scaled"
+
+    def apply(self, model: nn.Module) -> None:
+        """Initialise every linear product and embedding of ``model`` in place, but those of a model inside it, which
+        has an initialisation of its own."""
+        initialised = {
+            part for module in model.modules() if getattr(module, "initialised", False) for part in module.modules()
+        }
+        modules = [
+            module
+            for module in model.modules()
+            if isinstance(module, (nn.Linear, nn.Embedding)) and module not in initialised
+        ]
+        outputs = [module for module in modules if isinstance(module, ResidualOutput)]
+        with torch.no_grad():
+            if self.scheme != "framework":
+                for module in modules:
+                    self._begin(module, len(outputs))
+            if self.residual == "zero":
+                for module in outputs:
+                    module.weight.zero_()
+
+    def _begin(self, module: nn.Linear | nn.Embedding, outputs: int) -> None:
+        if self.scheme == "normal":
+            shrink = self.residual == "scaled" and isinstance(module, ResidualOutput)
+            # GPT-2: the residual stream sums ``outputs`` products, whose variances then add up to that of one.
+            module.weight.normal_(0.0, self.std / outputs**0.5 if shrink else self.std)
+        elif isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+        else:
+            module.weight.normal_(0.0, module.embedding_dim**-0.5)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            module.bias.zero_()
+
+
+# Residuals: where a sublayer's norm stands, and how its output joins the stream.
+#
+#     pre-norm    x + F(norm(x))       (Xiong et al. 2020; needs a final norm after the stack)
+#     post-norm   norm(x + F(x))       (Vaswani et al. 2017; needs a warm-up)
+#     res-post    x + norm(F(x))       (Liu et al. 2022)
+#     sandwich    x + norm'(F(norm(x)))    (Ding et al. 2021, CogView, section 2.4; Gemma 2)
+#
+# Dropout falls on F's output, before the residual sum, and so does stochastic depth, which drops it for whole
+# sequences.
 
 
 class Residual(Droppable):
@@ -136,3 +259,95 @@ class Sandwich(ResPostNorm):
 
     def enter(self, x: Tensor) -> Tensor:
         return self.inner_norm(x)
+
+
+# Residuals of acting Transformers (Parisotto et al. 2019, Stabilizing Transformers for Reinforcement Learning).
+#
+# A sublayer F reads the normed stream, so that the stream itself goes through all layers untouched (identity map
+# reordering, section 3.1), and its output is y = relu(F(norm(x))). The stream after it is x + y (TrXL-I), or one of
+# the gates of section 3.2:
+#
+#     gru        r = s(W_r y + U_r x);  z = s(W_z y + U_z x - b);  h = tanh(W_h y + U_h (r x));  (1 - z) x + z h
+#     input      s(W x) x + y
+#     output     x + s(W x - b) y
+#     highway    s(W x + b) x + (1 - s(W x + b)) y
+#     sigtanh    x + s(W y - b) tanh(U y)
+#
+# s is the sigmoid; b is learnt, a number for each feature, and begins at ``bias``: above 0 every layer begins near the
+# identity, which is what makes training stable (section 4.3).
+
+Gate = Literal["gru", "input", "output", "highway", "sigtanh"]
+
+
+class Reordered(Residual):
+    """The residual x + relu(F(norm(x))), TrXL-I."""
+
+    additive = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(ResidualConfig):
+        kind = "reordered"
+
+        def build(self, dim: int, norm: NormConfig, dropout: float) -> Reordered:
+            return Reordered(dim, norm, dropout)
+
+    def enter(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+    def add(self, y: Tensor) -> Tensor:
+        return super().add(y.relu())
+
+
+class Gated(Reordered):
+    """The residual gate(x, relu(F(norm(x)))), GTrXL."""
+
+    additive = False
+    undroppable = "a gate of the residual 'gated' does not leave the stream as it is where a sublayer gives nothing"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(ResidualConfig):
+        kind = "gated"
+        gate: Gate = "gru"
+        bias: float = 2.0
+
+        def __post_init__(self) -> None:
+            if self.gate == "input":
+                check_unused(self, "with the gate 'input', which has none", "bias")
+
+        def build(self, dim: int, norm: NormConfig, dropout: float) -> Gated:
+            return Gated(self, dim, norm, dropout)
+
+    def __init__(self, config: Config, dim: int, norm: NormConfig, dropout: float) -> None:
+        super().__init__(dim, norm, dropout)
+        self.gate = config.gate
+        of_x, of_y = {"gru": (2, 3), "sigtanh": (0, 2)}.get(config.gate, (1, 0))
+        self.of_x = nn.Linear(dim, of_x * dim, bias=False) if of_x else None
+        self.of_y = nn.Linear(dim, of_y * dim, bias=False) if of_y else None
+        self.of_reset = nn.Linear(dim, dim, bias=False) if config.gate == "gru" else None
+        self.bias = nn.Parameter(torch.full((dim,), float(config.bias))) if config.gate != "input" else None
+
+    def leave(self, x: Tensor, y: Tensor, share: float = 1.0) -> Tensor:
+        y = self.added(y, share)
+        if self.of_reset is not None:
+            return self._gru(x, y)
+        if self.gate == "sigtanh":
+            assert self.of_y is not None
+            opening, candidate = self.of_y(y).chunk(2, dim=-1)
+            return x + (opening - self.bias).sigmoid() * candidate.tanh()
+        assert self.of_x is not None
+        if self.gate == "input":
+            return self.of_x(x).sigmoid() * x + y
+        if self.gate == "output":
+            return x + (self.of_x(x) - self.bias).sigmoid() * y
+        gate = (self.of_x(x) + self.bias).sigmoid()
+        return gate * x + (1 - gate) * y
+
+    def _gru(self, x: Tensor, y: Tensor) -> Tensor:
+        assert self.of_x is not None and self.of_y is not None and self.of_reset is not None
+        reset_y, update_y, candidate_y = self.of_y(y).chunk(3, dim=-1)
+        reset_x, update_x = self.of_x(x).chunk(2, dim=-1)
+        # z = s(W_z y + U_z x - b), near 0 at first, so that the layer begins near the identity
+        update = (update_y + update_x - self.bias).sigmoid()
+        candidate = (candidate_y + self.of_reset((reset_y + reset_x).sigmoid() * x)).tanh()
+        # (1 - z) x + z h
+        return torch.lerp(x, candidate.to(x.dtype), update.to(x.dtype))

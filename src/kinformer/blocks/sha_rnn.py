@@ -16,14 +16,19 @@ from typing import Unpack
 from torch import Tensor, nn
 
 from kinformer.blocks.feed_forward import Boom
-from kinformer.blocks.layer import LayerConfig, causal
-from kinformer.blocks.norms import LayerNorm, NormConfig
-from kinformer.blocks.sublayers import feed, mixed, tokenwise
+from kinformer.blocks.layer import LayerConfig, causal, feed, mixed, tokenwise
+from kinformer.blocks.residual import LayerNorm, NormConfig
 from kinformer.core.config import Config
 from kinformer.core.contract import CausalMixer, ChecksChunk, Chunk, MixerConfig, initial_states
-from kinformer.core.encoder import ChecksInput, EncoderLayerConfig, EncoderMixer, EncoderMixerConfig, SequenceContext
-from kinformer.core.feed_forward import FeedForwardConfig
-from kinformer.core.source import StateOptions
+from kinformer.core.encoder import (
+    ChecksInput,
+    EncoderLayerConfig,
+    EncoderMixer,
+    EncoderMixerConfig,
+    SequenceContext,
+    StateOptions,
+)
+from kinformer.core.parts import FeedForwardConfig
 from kinformer.core.state import State
 from kinformer.runtime.dropout import Dropout
 

@@ -1,12 +1,4 @@
-"""Configs: frozen, keyword-only dataclasses that build one thing each, to and from plain dicts, with overrides.
-
-A config class belongs to a *slot* (what kind of part it is) and has a *kind* (its name within the slot). Which kinds
-a slot has is one explicit table that the caller passes (``Kinds``); nothing registers itself on import. Unknown keys
-and wrong types are errors that name the place and the nearest valid names.
-
-A config object may stand wherever its data may, also one of a class that no table has. In data, a part of another
-package carries the name of that ``package`` beside its ``kind`` (see ``runtime.plugins``).
-"""
+"""The way to the table of kinds of parts, for parts that are named in Python: core itself knows no kind."""
 
 from __future__ import annotations
 
@@ -18,11 +10,23 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
-from kinformer.core import kind_table
 from kinformer.runtime.errors import KinformerError, nearest
 from kinformer.runtime.fields import require_ranges
 from kinformer.runtime.parsing import parse_count, parse_json
 from kinformer.runtime.plugins import KINFORMER, PARTS, package_of, require_package
+
+find: Callable[[], Mapping[str, Mapping[str, Any]]] = dict
+"""Return the table, slot -> kind -> config class; the package puts its own function here."""
+
+
+# Configs: frozen, keyword-only dataclasses that build one thing each, to and from plain dicts, with overrides.
+#
+# A config class belongs to a *slot* (what kind of part it is) and has a *kind* (its name within the slot). Which kinds
+# a slot has is one explicit table that the caller passes (``Kinds``); nothing registers itself on import. Unknown keys
+# and wrong types are errors that name the place and the nearest valid names.
+#
+# A config object may stand wherever its data may, also one of a class that no table has. In data, a part of another
+# package carries the name of that ``package`` beside its ``kind`` (see ``runtime.plugins``).
 
 Kinds = Mapping[str, Mapping[str, type["Config"]]]
 _hints: Callable[[type], dict[str, object]] = cache(typing.get_type_hints)  # Python evaluates every type at each call
@@ -38,7 +42,7 @@ class _Typed(type):
             kind = types.get(name, Any)
             if (names_part := _names_part(value) and _takes_part(kind)) or not _fits(kind, value):
                 place = f"{name} of {describe(typing.cast(type[Config], cls))}"
-                values[name] = parse(kind, value, kind_table.find() if names_part else {}, place)
+                values[name] = parse(kind, value, find() if names_part else {}, place)
         return super().__call__(*arguments, **values)
 
 
@@ -278,3 +282,72 @@ def _parse_plain(kind: object, value: object, place: str) -> Any:
         return read
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     raise KinformerError(f"{place}: {value!r} is not {names.get(kind, kind)}.")
+
+
+# Changes of configs by dotted paths, as in ``--set layers.*.mixer.num_heads=8``.
+
+LONGEST = 10_000
+"""Items that a list may be repeated to; more layers than any model has."""
+
+
+def override(config: C, changes: Mapping[str, object], kinds: Kinds) -> C:
+    """Return a copy with dotted ``path -> value`` changes, as in ``{"layers.*.mixer.num_heads": 8}``.
+
+    ``*`` means every item of a list. Values may be text (as typed on a command line) or Python values. A part is
+    replaced by its kind (``"pattern": "local"``) or by an object (``{"kind": "local", "window": 64}``), and a list is
+    repeated or cut to a length by an integer (``"layers": 6``). The path of a kind (``"layers.*.kind": "parallel"``)
+    changes it and keeps the fields that both kinds have.
+    """
+    for path, value in changes.items():
+        config = _replace(config, path.split("."), value, kinds, f"`set` {path}")
+    return config
+
+
+def _replace(node: object, keys: list[str], value: object, kinds: Kinds, path: str) -> Any:
+    key, rest = keys[0], keys[1:]
+    if isinstance(node, tuple):
+        chosen = range(len(node)) if key == "*" else [_index(key, node, path)]
+        return tuple(
+            (_replace(item, rest, value, kinds, path) if rest else parse(type(item), value, kinds, path))
+            if i in chosen
+            else item
+            for i, item in enumerate(node)
+        )
+    if not isinstance(node, Config):
+        raise KinformerError(
+            f"{path}: {key!r} is looked for inside {node!r}, which is a plain value; drop it from the path."
+        )
+    fields = field_types(type(node))
+    if key == "kind" and not rest:
+        return parse_slot(type(node).slot, _retyped(node, value, kinds), kinds, path)
+    if key not in fields:
+        raise KinformerError(f"{path}: {key!r} is not a field of {describe(node)}; {nearest(key, fields)}")
+    current = getattr(node, key)
+    if rest:
+        new = _replace(current, rest, value, kinds, path)
+    elif isinstance(current, tuple) and isinstance(count := plain(value), int) and not isinstance(count, bool):
+        new = _cycle(current, count, path)
+    else:
+        new = parse(fields[key], value, kinds, path)
+    return checked(lambda: node.replace(**{key: new}), path)
+
+
+def _retyped(node: Config, kind: object, kinds: Kinds) -> dict[str, object]:
+    """Return the data of a part of ``kind`` with the fields of ``node`` that it has too, of the same type."""
+    new = kinds.get(type(node).slot, {}).get(str(kind))
+    shared = field_types(type(node)).items() & (field_types(new).items() if new else ())
+    return {"kind": kind} | {name: getattr(node, name) for name, _ in shared}
+
+
+def _index(key: str, node: tuple[object, ...], path: str) -> int:
+    if key.isdigit() and int(key) < len(node):
+        return int(key)
+    raise KinformerError(
+        f"{path}: {key!r} is no item of a list of {len(node)}; use 0 to {len(node) - 1}, or * for all."
+    )
+
+
+def _cycle(items: tuple[object, ...], count: int, path: str) -> tuple[object, ...]:
+    if not 1 <= count <= LONGEST or not items:
+        raise KinformerError(f"{path}: {count} is no length for this list; give a whole number of 1 to {LONGEST:,}.")
+    return tuple(items[i % len(items)] for i in range(count))

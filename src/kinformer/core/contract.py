@@ -1,20 +1,4 @@
-"""The one contract of every causal sequence mixer: a chunk and a state in, an output and a state out.
-
-    y, state = mixer(Chunk(x, valid, reset), state)
-
-The law (partition invariance): for every way of cutting a sequence into chunks, the joined outputs, the
-gradients and the final state are those of one chunk. In code, for every ``0 < t < time``::
-
-    y, end = mixer(Chunk(x), start)
-    left, middle = mixer(Chunk(x[:, :t]), start)
-    right, last = mixer(Chunk(x[:, t:]), middle)
-    assert allclose(y, cat([left, right], 1)) and allclose(end, last)
-
-Semantic boundaries (windows, segments, blocks) come from the position counter inside the state, never from the
-length of the chunk that a caller happened to pass. ``kinformer.testing`` checks all of this for any mixer.
-
-Shapes: batch first, ``x [batch, time, dim]``, ``valid`` and ``reset`` ``[batch, time]`` bool, ``seen [batch]`` int64.
-"""
+"""What later layers read of the first: a channel between the layers of one token, which a stack opens for each pass."""
 
 from __future__ import annotations
 
@@ -27,11 +11,66 @@ from torch.nn import functional
 
 from kinformer.core.config import Config
 from kinformer.core.division import Divisible
-from kinformer.core.first_values import FirstValues
 from kinformer.core.state import State, require_rows
-from kinformer.runtime.autocast import autocast_dtype
+from kinformer.runtime.autograd import autocast_dtype
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import checks_calls
+
+
+class FirstValues:
+    """The values [batch, kv_heads, time, head_dim] of the first mixer that shares its own."""
+
+    def __init__(self) -> None:
+        self._values: Tensor | None = None
+
+    def of(self, v: Tensor) -> Tensor:
+        """Return the first values, which are ``v`` in the first call. A recomputed layer reads those of its forward."""
+        if self._values is None:
+            self._values = v
+        return self._values
+
+
+class SharesValues:
+    """Mixin of modules that read the first values; ``value_shape`` (kv_heads, head_dim) is that of their own."""
+
+    value_shape: tuple[int, int]
+
+
+def shares_values(layers: Iterable[nn.Module], kind: str, opens: bool) -> bool:
+    """Return whether modules in ``layers`` read first values; refuse it in a stack ``kind`` that has no channel for
+    them (``opens`` False), and layers whose values differ in shape."""
+    shapes = {module.value_shape for layer in layers for module in layer.modules() if isinstance(module, SharesValues)}
+    if shapes and not opens:
+        raise KinformerError(
+            f"value_residual reads the values of the first layer, which the stack {kind!r} does not hand on; use the "
+            "stack 'sequential', or leave it out."
+        )
+    if len(shapes) > 1:
+        shown = " and ".join(f"{heads} x {width}" for heads, width in sorted(shapes))
+        raise KinformerError(
+            f"value_residual mixes the values of all layers, which are {shown} (heads x width) here; give every such "
+            "layer the same number of key heads and the same head_dim."
+        )
+    return bool(shapes)
+
+
+# The one contract of every causal sequence mixer: a chunk and a state in, an output and a state out.
+#
+#     y, state = mixer(Chunk(x, valid, reset), state)
+#
+# The law (partition invariance): for every way of cutting a sequence into chunks, the joined outputs, the
+# gradients and the final state are those of one chunk. In code, for every ``0 < t < time``::
+#
+#     y, end = mixer(Chunk(x), start)
+#     left, middle = mixer(Chunk(x[:, :t]), start)
+#     right, last = mixer(Chunk(x[:, t:]), middle)
+#     assert allclose(y, cat([left, right], 1)) and allclose(end, last)
+#
+# Semantic boundaries (windows, segments, blocks) come from the position counter inside the state, never from the
+# length of the chunk that a caller happened to pass. ``kinformer.testing`` checks all of this for any mixer.
+#
+# Shapes: batch first, ``x [batch, time, dim]``, ``valid`` and ``reset`` ``[batch, time]`` bool, ``seen [batch]``
+# int64.
 
 
 class Chunk(NamedTuple):

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from kinformer.core.input import Input
-    from kinformer.core.model_config import ModelConfig
-    from kinformer.core.stack import Stack
+    from kinformer.core.parts import Input
+    from kinformer.core.stack import ModelConfig, Stack
     from kinformer.core.state import State
 
 M = TypeVar("M")

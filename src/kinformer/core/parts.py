@@ -6,18 +6,18 @@ Kernel attention = feature map x update rule. Every part has a :class:`Config` o
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.core.config import Config, describe
 from kinformer.core.contract import state_dtype
-from kinformer.core.division import undivided
+from kinformer.core.division import Divisible, undivided
 from kinformer.core.pattern import Pattern
-from kinformer.runtime.autocast import no_autocast
-from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.words import plural
+from kinformer.runtime.autograd import no_autocast
+from kinformer.runtime.errors import KinformerError, plural
 
 
 class Relative(NamedTuple):
@@ -331,3 +331,282 @@ def head_width(dim: int, num_heads: int) -> int:
 def merge_heads(y: Tensor) -> Tensor:
     """Return [batch, heads, time, head_dim] as [batch, time, heads * head_dim]."""
     return y.transpose(1, 2).flatten(2)
+
+
+# The interface of a feature map, which replaces the exponential of softmax attention so that attention is a sum.
+
+
+class FeatureMap(nn.Module):
+    """A map of queries and keys [batch, heads, time, head_dim] to features [..., size]; ``size(head_dim)`` is the
+    width.
+
+    ``signed``: products of features may be negative or vanish, so that their sum normalises nothing. ``negative``:
+    features themselves may be. ``positive_on_average``: products are positive on average alone, so that a sum of a few
+    may vanish. ``bounded``: no token's features are longer than 1, which keeps the delta rule stable.
+    ``scaled``: the result of ``keys`` lacks a factor, whose logarithm comes with it, as it may be too large or too
+    small for a number; the result of ``queries`` may lack any factor, as only quotients are used.
+    """
+
+    signed: bool = False
+    negative: bool = False
+    positive_on_average: bool = False
+    bounded: bool = False
+    scaled: bool = False
+
+    def size(self, head_dim: int) -> int:
+        return head_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the features of queries and keys, where they are alike."""
+        raise NotImplementedError
+
+    def queries(self, q: Tensor) -> Tensor:
+        return self(q)
+
+    def keys(self, k: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return features, and the logarithm [batch, heads, time] of the factor
+        that they lack (None: they lack none)."""
+        return self(k), None
+
+
+def check_normaliser(feature_map: FeatureMap, kind: str, floor: float, otherwise: str = "") -> None:
+    """Refuse the ``feature_map`` of this ``kind`` under a normaliser that sums its products, no less than ``floor``;
+    ``otherwise`` is a further remedy."""
+    if feature_map.signed or (feature_map.positive_on_average and not floor):
+        remedy = "" if feature_map.signed else "floor = 0.1, or "
+        raise KinformerError(
+            f"the feature map {kind!r} has products of either sign, whose sum may vanish, but the normaliser divides "
+            f"by it; use {remedy}a feature map of positive features (elu, relu, favor){otherwise}."
+        )
+
+
+class FeatureMapConfig(Config):
+    slot = "feature_map"
+
+    def build(self, head_dim: int) -> FeatureMap:
+        raise NotImplementedError
+
+    def build_heads(self, num_heads: int, head_dim: int) -> FeatureMap:
+        """Build the map for a mixer of ``num_heads`` heads, where heads differ."""
+        return self.build(head_dim)
+
+
+# The interface of the feed-forwards of layers.
+
+
+class ReadsPadding:
+    """Mixin of a feed-forward whose ``forward`` also takes ``valid`` [...] bool or None, because what it does or counts
+    depends on which tokens are real."""
+
+
+class FeedForwardConfig(Divisible, Config):
+    """The config; ``build(dim)`` returns a module [..., dim] -> [..., dim]. ``hidden_dim`` defaults to 4 * dim.
+
+    A :class:`ReadsPadding` also takes ``valid``. One that looks at other tokens is a mixer: ``build`` gives an
+    ``EncoderMixer``, and ``build_causal``, for layers of decoders, a ``CausalMixer``.
+    """
+
+    slot = "feed_forward"
+
+    def build(self, dim: int) -> nn.Module:
+        raise NotImplementedError
+
+    def build_causal(self, dim: int) -> nn.Module:
+        return self.build(dim)
+
+
+class PartlyUsed:
+    """Mixin of a feed-forward of whose weights every token uses a part: a table, a mixture of experts."""
+
+    @property
+    def unused_parameters(self) -> int:
+        """Return how many of its weights one token does not use."""
+        raise NotImplementedError
+
+
+def active_parameters(model: nn.Module) -> int:
+    """Return how many parameters of ``model`` one token uses."""
+    unused = sum(part.unused_parameters for part in model.modules() if isinstance(part, PartlyUsed))
+    return sum(parameter.numel() for parameter in model.parameters()) - unused
+
+
+class Selection(nn.Module):
+    """A module that is called with the experts chosen among ``size`` and does nothing, for hooks that measure usage."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, chosen: Tensor, weights: Tensor) -> None:
+        """Take the experts ``chosen`` [..., n] int64 and their ``weights`` [..., n]."""
+
+
+# The input of a model: the values of a position, and how they become a vector.
+
+
+class Input(nn.Module):
+    """The map of values [batch, time, ...] to [batch, time, dim]: token ids, frames of sound, patches, typed values,
+    ...
+
+    ``vocab_size``: values are ids below it; None where they are no ids. ``values_per_position``: how many of them stand
+    at one position and are predicted there.
+    """
+
+    vocab_size: int | None = None
+
+    @property
+    def levels(self) -> int | None:
+        """Return how many intensities there are, for heads that predict those: as
+        many as ids, where values are numbers."""
+        return self.vocab_size
+
+    @property
+    def values_per_position(self) -> int:
+        return 1
+
+    @property
+    def table(self) -> Any:
+        """Return the table that a tied head takes as its output matrix, such as
+        [vocab_size, dim]; None where there is none."""
+        return None
+
+    @property
+    def lower(self) -> tuple[Any, ...]:
+        """Return the models that encode parts of a value before this input does,
+        the lowest first; none of most inputs."""
+        return ()
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the weights."""
+        return next(self.parameters()).device
+
+    def check(self, values: Tensor) -> None:
+        """Raise ``KinformerError`` where ``values`` have another shape than this input takes."""
+        raise NotImplementedError
+
+    def length(self, values: Tensor) -> int:
+        """Return how many positions ``values`` become: their second axis, unless the input is whole."""
+        return values.shape[1]
+
+    def predicted(self, values: Tensor) -> Tensor:
+        """Return what of ``values`` a head predicts: all, unless a position also holds what it is conditioned on."""
+        return values
+
+    def grid(self, values: Tensor) -> tuple[int, int] | None:
+        """Return rows and columns of the patches of images, which are the last
+        positions; None where there are no patches."""
+        return None
+
+    def forward(self, values: Tensor, positions: Tensor, **others: Tensor) -> Tensor:
+        """Return vectors of ``values`` at ``positions`` [batch, time] int64;
+        ``others`` are further inputs, such as types."""
+        raise NotImplementedError
+
+    def without_padding(self, values: Tensor, valid: Tensor) -> Tensor:
+        """Return ``values`` with zeros where not ``valid`` [batch, time]: padding may be no input at all."""
+        return values.masked_fill(~valid.reshape(*valid.shape, *([1] * (values.dim() - 2))), 0)
+
+    def example(self, batch: int, time: int, device: torch.device | str | None = None) -> Tensor:
+        """Return some ``values`` of ``batch`` rows and ``time`` positions, to look at shapes with."""
+        raise NotImplementedError
+
+
+class InputConfig(Config):
+    """The config; ``build(dim)`` returns the input of a model of width ``dim``.
+
+    ``whole``: values are read at once, such as images, so that no decoder can absorb them piece by piece.
+    ``length``: how many positions they have by themselves, None where that is free.
+    """
+
+    slot = "input"
+    whole: ClassVar[bool] = False
+
+    @property
+    def length(self) -> int | None:
+        return None
+
+    def build(self, dim: int) -> Input:
+        raise NotImplementedError
+
+
+# The interfaces of heads beside logits: a product with a table, a distribution of values, a search in a store.
+
+
+class VocabularyShare(Protocol):
+    """The tokens of a vocabulary that one process has the logits of."""
+
+    def nats(self, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+        """Return the sum of the cross-entropies of ``targets`` [rows] for x [rows, dim], a scalar, in all processes."""
+        ...
+
+
+class OutputProduct(nn.Module):
+    """A head whose logits are x W^T + b. ``vocabulary_part``: where processes share the vocabulary, which tokens W has
+    (``lab.training.tensor_parallel``)."""
+
+    vocabulary_part: VocabularyShare | None = None
+
+    def product(self, input: Input) -> tuple[Tensor, Tensor | None] | None:
+        """Return W [vocab, dim] and b [vocab] or None; ``input`` is the model's, whose table may be W. Return None
+        where an adapter adds to the product, so that the head must be called."""
+        raise NotImplementedError
+
+
+class Likelihood(nn.Module):
+    """A head that predicts ordered values by a distribution: its logits [batch, time, parameters] are the parameters.
+
+    ``draws``: how many uniform numbers it takes to draw one position.
+    """
+
+    draws: int
+
+    def nats(self, logits: Tensor, values: Tensor) -> Tensor:
+        """Return -ln p(values), float32 at least: [...] of ``logits`` [..., parameters] and ``values`` int64 [...], or
+        [..., channels] where a position holds several, which are then scored together."""
+        raise NotImplementedError
+
+    def draw(self, logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
+        """Draw values int64 like those of :meth:`nats`, by ``uniform`` [..., draws] from [0, 1); ``temperature`` 1
+        draws as the head predicts, 0 takes the most probable value, or one near it."""
+        raise NotImplementedError
+
+
+class NeedsStore:
+    """Mixin of the config of a head that searches a datastore while it is trained, such as SPALM.
+
+    Its ``forward`` also takes ``neighbours`` [batch, time, k] int64, the tokens that followed the nearest entries of a
+    datastore, -1 where there is none, or None without a datastore. ``datastore`` supplies them, in training too.
+    """
+
+
+class Neighbours(NamedTuple):
+    """The entries of a store nearest to each of n queries, nearest first; k is at most the number that was requested.
+
+    ``distances`` [n, k] float32, squared L2; ``tokens`` [n, k] int64, the token that followed; ``entries`` [n, k]
+    int64, numbers in the store. Where a query has fewer than k neighbours, the last ones are (infinity, 0, -1).
+    """
+
+    distances: Tensor
+    tokens: Tensor
+    entries: Tensor
+
+
+class Searcher(Protocol):
+    """A store of (key, next token) entries that a head searches.
+
+    A store outlives every sequence: it is a read-only attachment of a head, never part of a state. ``bytes_read``
+    counts the bytes that all searches so far have read from its files.
+    """
+
+    @property
+    def bytes_read(self) -> int: ...
+
+    @property
+    def entries(self) -> int:
+        """Return how many entries a search may return."""
+        ...
+
+    def search(self, queries: Tensor, neighbours: int) -> Neighbours:
+        """Return the nearest entries of ``queries`` [n, dim], on their device."""
+        ...

@@ -1,26 +1,76 @@
-"""The stack of a model: which layer is applied when, what is stored between, and the states of its uses."""
+"""Stochastic depth (Huang et al. 2016): in training a sublayer adds nothing to some sequences, redrawn each time.
+
+    x + b F(x) / (1 - p),   b ~ Bernoulli(1 - p) for each sequence;     p_l = p l / (L - 1),   l = 0 .. L - 1
+
+So the expectation of what is added is F(x), which is what is added outside of training. The probability rises linearly
+with depth from 0 in the first layer to p in the last, as in the code of DeiT and Swin (Huang et al. count from the
+input, p l / L), and every sublayer of a layer draws for itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kinformer.core import state as states
 from kinformer.core.config import Config
-from kinformer.core.contract import Chunk, PartialOutput
-from kinformer.core.first_values import FirstValues, shares_values
-from kinformer.core.stochastic_depth import drop_sublayers
+from kinformer.core.contract import Chunk, FirstValues, PartialOutput, shares_values
+from kinformer.core.parts import Input, InputConfig, PositionConfig
+from kinformer.core.state import map_tensors
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
-    from kinformer.core.encoder import SequenceContext
-    from kinformer.core.source import StateOptions
+    from kinformer.core.encoder import SequenceContext, StateOptions
     from kinformer.core.state import State
+
+
+class Droppable(nn.Module):
+    """A sublayer's way into the stream, which can drop what the sublayer gives.
+
+    ``drop_rate``: with which probability, per sequence, set by the stack; ``undroppable``: why it cannot, if so.
+    """
+
+    drop_rate: float = 0.0
+    undroppable: str | None = None
+
+    def dropped(self, y: Tensor) -> Tensor:
+        """Return the sublayer's output ``y`` [batch, time, dim], zero for the sequences that drop it."""
+        if not (self.training and self.drop_rate):
+            return y
+        assert y.dim() == 3, "some tokens of a sequence alone"
+        remain = torch.rand(len(y), 1, 1, device=y.device) >= self.drop_rate
+        # Not a product: the scale would be rounded to the type of y.
+        return torch.where(remain, y / (1 - self.drop_rate), y.new_zeros(()))
+
+
+def drop_rates(peak: float, layers: int) -> tuple[float, ...]:
+    """Return the probability of each of ``layers`` layers, rising to ``peak`` in the last."""
+    return tuple(peak if layers == 1 else peak * layer / (layers - 1) for layer in range(layers))
+
+
+def drop_sublayers(layers: nn.ModuleList, peak: float) -> None:
+    """Let the sublayers of ``layers`` be dropped with a probability that rises with depth up to ``peak``."""
+    for layer, rate in zip(layers, drop_rates(peak, len(layers)), strict=True):
+        droppable = [module for module in layer.modules() if isinstance(module, Droppable)]
+        if not droppable:
+            raise KinformerError(
+                f"stack.stochastic_depth is {peak:g}, but {type(layer).__name__} has no residual sum past which its "
+                "sublayers could be dropped; use the layer 'decoder' or 'encoder', or stack.stochastic_depth = 0."
+            )
+        for sublayer in droppable:
+            if sublayer.undroppable is not None:
+                raise KinformerError(
+                    f"stack.stochastic_depth is {peak:g}, but {sublayer.undroppable}; use another residual (pre), or "
+                    "stack.stochastic_depth = 0."
+                )
+            sublayer.drop_rate = rate
+
+
+# The stack of a model: which layer is applied when, what is stored between, and the states of its uses.
 
 Use = Callable[[nn.Module, Tensor, int], Tensor]
 """(layer, x [batch, time, dim], number of the use) -> the layer's output; the state of a decoder is taken care of."""
@@ -58,7 +108,7 @@ class StackConfig(Config):
     With ``checkpoint`` a training step keeps each use's input and computes the rest a second time in the backward, with
     the same random masks: less memory, about a third more work, equal gradients (Chen et al. 2016).
     ``stochastic_depth``: the probability with which a training step drops a sublayer of the last layer for a sequence,
-    linearly less in layers before (``core.stochastic_depth``).
+    linearly less in layers before (``core.stack``).
     """
 
     slot = "stack"
@@ -239,7 +289,7 @@ class Stack(nn.Module):
 def _owning(layer: nn.Module, *inputs: object) -> tuple[Tensor, State]:
     """Return a layer's result with a state of its own memory: a view would keep the tensors that it is a part of."""
     x, state = layer(*inputs)
-    return x, states.map_tensors(torch.Tensor.clone, state)
+    return x, map_tensors(torch.Tensor.clone, state)
 
 
 def units_of(model: nn.Module) -> tuple[nn.Module, ...]:
@@ -275,3 +325,95 @@ def share(layers: nn.ModuleList) -> nn.ModuleList:
                 delattr(owner, name)
                 object.__setattr__(owner, name, shared.setdefault(key, part))
     return nn.ModuleList(shared.values())
+
+
+# The configs of whole models and of the parts that only models have: embeddings and heads.
+
+
+class EmbeddingConfig(Config):
+    """The config; ``build(vocab_size, dim)`` returns a table (tokens, positions), both [batch, time] int64, -> [batch,
+    time, dim].
+
+    A tied head reads its ``weight`` [vocab_size, ...]. ``bounded_by_training``: as of positions (``core.parts``).
+    ``by_vocabulary``: whether it is a look-up in ``weight`` alone, which may be cut by rows.
+    """
+
+    slot = "embedding"
+    bounded_by_training: ClassVar[bool] = False
+    by_vocabulary: ClassVar[bool] = False
+
+    def build(self, vocab_size: int, dim: int) -> nn.Embedding:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Config):
+    """The config; ``build()`` returns a whole model: ``input``, ``position``, the ``layers`` and the ``stack`` that
+    applies them, and ``head``.
+
+    ``protocol`` says what can be done with it: ``core.model.CausalModel``, ``WholeModel`` or ``SourceModel``.
+    """
+
+    slot = "model"
+    protocol: ClassVar[type]
+
+    input: InputConfig
+    dim: int
+    layers: tuple[Any, ...]
+    stack: StackConfig
+    position: PositionConfig
+    head: HeadConfig
+
+    def build(self) -> Any:
+        raise NotImplementedError
+
+    @property
+    def uses(self) -> tuple[Config, ...]:
+        """Return the config of the layer of every use, in order."""
+        return tuple(self.layers[index] for index in self.stack.uses(len(self.layers)))
+
+    @property
+    def width(self) -> int:
+        """Return the width of the hidden states that the head receives."""
+        return self.stack.width(self.dim)
+
+
+class HeadConfig(Config):
+    """The config; ``build(dim, input)`` returns a module (hidden_states [batch, time, dim], input, valid or None) ->
+    logits.
+
+    ``input`` is the model's ``core.parts.Input``; a tied head reads its table. Logits are of positions [batch, time,
+    ...] or, with ``per_position`` False, of whole inputs [batch, ...], which a decoder must not have.
+    """
+
+    slot = "head"
+    per_position: ClassVar[bool] = True
+
+    def check(self, dim: int, input: Input) -> None:
+        """Refuse a model of width ``dim`` whose ``input`` has a table that this head, where it is tied, cannot use."""
+
+    def build(self, dim: int, input: Input) -> nn.Module:
+        raise NotImplementedError
+
+
+def check_table(head: HeadConfig, dim: int, input: Input) -> None:
+    """Refuse an ``input`` whose table is no output matrix [vocab_size, dim] for the tied ``head``."""
+    expected, table = [vocab_size_of(input, head), dim], input.table
+    shape = list(table.shape) if isinstance(table, Tensor) else None
+    if shape != expected:
+        has = f"is {shape}" if shape else "is none" if table is None else "is in clusters"
+        untied = "give the head a matrix of its own (tied = false), or" if hasattr(head, "tied") else "give"
+        raise KinformerError(
+            f"the head {head.kind!r} is tied to the input's table, which must be [vocab_size, width] = {expected} but "
+            f"{has}; {untied} the input another embedding."
+        )
+
+
+def vocab_size_of(input: Input, head: HeadConfig) -> int:
+    """Return how many token ids ``input`` takes, for a ``head`` that predicts them; refuse one that takes none."""
+    if input.vocab_size is None:
+        raise KinformerError(
+            f"the head {head.kind!r} predicts token ids, which the input of this model does not know; use the input "
+            "tokens, or another head."
+        )
+    return input.vocab_size

@@ -9,15 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 if TYPE_CHECKING:
     from kinformer.blocks.feed_forward import Activation
     from kinformer.blocks.global_input import GlobalInputConfig
-    from kinformer.blocks.initialise import Initialisation
-    from kinformer.blocks.norms import NormConfig
-    from kinformer.blocks.residual import ResidualConfig
+    from kinformer.blocks.residual import Initialisation, NormConfig, ResidualConfig
     from kinformer.core.contract import MixerConfig
     from kinformer.core.encoder import EncoderMixerConfig
-    from kinformer.core.input import InputConfig
-    from kinformer.core.model_config import HeadConfig
-    from kinformer.core.parts import PositionConfig
-    from kinformer.core.stack import StackConfig
+    from kinformer.core.parts import InputConfig, PositionConfig
+    from kinformer.core.stack import HeadConfig, StackConfig
     from kinformer.models.decoder import Decoder
     from kinformer.models.encoder import Encoder
     from kinformer.models.encoder_decoder import EncoderDecoder
@@ -95,9 +91,9 @@ def encoder(
     The last three ids of the vocabulary are the mask, [CLS] and [SEP]; ``types``: of tokens. ``settings`` are further
     fields of the config.
     """
-    from kinformer.blocks.encoder_layer import EncoderLayer
     from kinformer.blocks.feed_forward import MLP
-    from kinformer.heads.masked_language import MaskedLanguageHead
+    from kinformer.blocks.layer import EncoderLayer
+    from kinformer.heads.language import MaskedLanguageHead
     from kinformer.inputs.tokens import Tokens
     from kinformer.models.encoder import Encoder
 
@@ -141,7 +137,7 @@ def encoder_decoder(
     """
     from dataclasses import fields
 
-    from kinformer.blocks.encoder_layer import EncoderLayer
+    from kinformer.blocks.layer import EncoderLayer
     from kinformer.mixers.cross import CrossAttention
     from kinformer.models.encoder_decoder import EncoderDecoder, SourceEncoder
 
@@ -176,12 +172,11 @@ def image_encoder(
 ) -> Encoder.Config:
     """Return an encoder of ``shape.depth`` equal layers over patches, with a norm behind the last. ``stack`` None is
     the sequential one."""
-    from kinformer.blocks.encoder_layer import EncoderLayer
     from kinformer.blocks.feed_forward import MLP
-    from kinformer.blocks.initialise import Initialisation
-    from kinformer.blocks.norms import LayerNorm
+    from kinformer.blocks.layer import EncoderLayer
+    from kinformer.blocks.residual import Initialisation, LayerNorm
     from kinformer.models.encoder import Encoder
-    from kinformer.positions.none import NoPosition
+    from kinformer.parts.positions import NoPosition
     from kinformer.stacks.sequential import Sequential
 
     norm = LayerNorm(eps=1e-6)
@@ -207,17 +202,14 @@ def recogniser(
 
     ``convolutions``: each halves the number of positions. ``bare``: the layers are mixers alone, without positions.
     """
-    from kinformer.blocks.bare import BareLayer
-    from kinformer.blocks.encoder_layer import EncoderLayer
     from kinformer.blocks.feed_forward import MLP
-    from kinformer.blocks.initialise import Initialisation
-    from kinformer.blocks.norms import LayerNorm
+    from kinformer.blocks.layer import BareLayer, EncoderLayer
+    from kinformer.blocks.residual import Initialisation, LayerNorm
     from kinformer.core.encoder import EncoderLayerConfig
-    from kinformer.heads.ctc import CTCHead
-    from kinformer.inputs.frames import Frames
+    from kinformer.heads.classes import CTCHead
+    from kinformer.inputs.signals import Frames
     from kinformer.models.encoder import Encoder
-    from kinformer.positions.none import NoPosition
-    from kinformer.positions.sinusoidal import Sinusoidal
+    from kinformer.parts.positions import NoPosition, Sinusoidal
 
     feed_forward = MLP.Config(hidden_dim=shape.hidden_dim or 4 * shape.dim, activation=shape.activation)
     layer: EncoderLayerConfig = BareLayer.Config(mixer=mixer)
@@ -249,12 +241,12 @@ def decoder(
     A head or initialisation that is not given is GPT-2's, the head tied to the embeddings; no position adds none.
     """
     from kinformer.blocks.feed_forward import MLP
-    from kinformer.blocks.initialise import Initialisation
     from kinformer.blocks.layer import DecoderLayer
+    from kinformer.blocks.residual import Initialisation
     from kinformer.heads.language import LanguageModelHead
     from kinformer.inputs.tokens import Tokens
     from kinformer.models.decoder import Decoder
-    from kinformer.positions.none import NoPosition
+    from kinformer.parts.positions import NoPosition
 
     layer = DecoderLayer.Config(
         mixer=mixer,

@@ -6,9 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from kinformer.core.config import describe, from_dict, parts_in, to_dict
-from kinformer.core.model_config import ModelConfig
-from kinformer.core.overrides import override
+from kinformer.core.config import describe, from_dict, override, parts_in, to_dict
+from kinformer.core.stack import ModelConfig
 from kinformer.family.kinds import kinds
 from kinformer.family.table import member
 from kinformer.runtime.errors import KinformerError, choose, require
@@ -89,7 +88,7 @@ def storable(config: ModelConfig) -> dict[str, object]:
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of everything that a model of ``config`` stores, by name; nothing is allocated."""
-    from kinformer.runtime.unallocated import unallocated
+    from kinformer.runtime.compiling import unallocated
 
     with unallocated():
         return {name: tuple(weight.shape) for name, weight in config.build().state_dict().items()}

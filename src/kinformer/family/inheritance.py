@@ -8,15 +8,21 @@ its recipe.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kinformer.core.config import Config, field_types
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
-    from kinformer.core.model_config import ModelConfig
+    from torch import Tensor
+
+    from kinformer.core.stack import ModelConfig
+
 
 PLAIN: Mapping[str, frozenset[str]] = {
     "layer": frozenset({"decoder", "encoder", "parallel"}),
@@ -143,3 +149,283 @@ def _chosen(base: Config, recipe: Config) -> Config:
 
 def _fields(config: Config) -> dict[str, Any]:
     return {name: getattr(config, name) for name in field_types(type(config))}
+
+
+# The weights that a model takes from a run of another: which, from where, and which are new or left.
+#
+# A weight is taken where its name, its shape and the part that it belongs to are those of the run. Queries, keys and
+# values are taken head by head, wherever both have them (see ``LAYOUTS``). A table of positions that is to reach
+# farther is copied over and over (Beltagy et al. 2020, section 5), and what is projected twice begins as two copies
+# (section 3.1).
+
+POSITIONS, HEAD = "position.table", "head."
+TABLE = "input.embedding.weight"
+UNTIED = re.compile(r"(head|exit_heads\.\d+)\.output\.weight")
+"""What a tied head has in its table of embeddings."""
+MIXER = re.compile(r"((?:encoder\.)?stack\.layers\.(\d+)\.(?:further_mixers\.\d+|\w+))\.(.+)\.(weight|bias)")
+LAYOUTS: Mapping[str, Mapping[str, str]] = {
+    "projection": {"projection.qkv": "qkv"},
+    "sinkhorn": {"projection.qkv": "qkv"},
+    "memorizing": {"qkv": "qkv"},
+    "linear": {"qkv": "qkv"},
+    "delta": {"qkv": "heads"},
+    "linformer": {"query": "q", "key": "k", "value": "v"},
+    "windows": {"query": "q", "key": "k", "value": "v"},
+    "lsh": {"qv": "kv"},
+    "etc": {"projection.qkv": "qkv"},
+}
+"""Projections by kind of mixer ("projection": one with such a part; "delta": the linear one by that rule), and whose
+rows they hold, all heads of the queries first. "heads": head by head, with the strength of writing behind the value.
+The shared queries and keys of LSH are keys."""
+FURTHER: Mapping[str, Mapping[str, str]] = {
+    "multi_head_global": {f"projection.of_global.{name}": name[0] for name in ("query", "key", "value")},
+    "etc": {"projection.of_global.qkv": "qkv", "projection.l2g": "kv", "projection.g2l": "kv"},
+}
+"""Second copies, by kind of mixer or projection."""
+OUTPUTS = ("out", "global_out")
+
+Shape = tuple[int, ...]
+
+
+class Rows(NamedTuple):
+    """Rows ``first`` to ``last`` of the run's weight ``name``."""
+
+    name: str
+    first: int
+    last: int
+
+
+class Block(NamedTuple):
+    """The rows of head number ``head`` of ``heads`` in a projection; ``role``: q, k, v or beta."""
+
+    role: str
+    head: int
+    heads: int
+    size: int
+
+
+Origin = str | tuple[Rows | int, ...]
+"""A whole weight of the run, or rows of such weights and numbers of new rows."""
+
+
+@dataclass(frozen=True)
+class Inheritance:
+    """What a model of ``shapes`` takes from a run whose weights have the shapes ``base``: ``origins`` by weight."""
+
+    base: Mapping[str, Shape]
+    shapes: Mapping[str, Shape]
+    origins: Mapping[str, Origin]
+
+    @property
+    def new(self) -> tuple[str, ...]:
+        """Return the weights without an origin."""
+        return tuple(name for name in self.shapes if name not in self.origins)
+
+    @property
+    def partly_new(self) -> tuple[str, ...]:
+        """Return the weights of which some rows have no origin."""
+        return tuple(
+            name
+            for name, origin in self.origins.items()
+            if not isinstance(origin, str) and any(isinstance(item, int) for item in origin)
+        )
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """Return the run's weights that nothing comes from."""
+        used: set[str] = set()
+        for origin in self.origins.values():
+            used |= {origin} if isinstance(origin, str) else {item.name for item in origin if isinstance(item, Rows)}
+        return tuple(name for name in self.base if name not in used)
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """Return the names of what is ``new``, ``partly_new`` and ``left``, and how many weights and numbers are taken
+        of how many."""
+        sizes = {name: prod(shape) for name, shape in self.shapes.items()}
+        fresh = sum(sizes[name] for name in self.new)
+        for name, origin in self.origins.items():
+            rows = sum(item for item in origin if isinstance(item, int))
+            fresh += rows * sizes[name] // self.shapes[name][0] if rows else 0
+        return {
+            "weights": len(self.shapes),
+            "copied": len(self.origins),
+            "numbers": sum(sizes.values()),
+            "copied_numbers": sum(sizes.values()) - fresh,
+            "new": list(self.new),
+            "partly_new": list(self.partly_new),
+            "left": list(self.left),
+        }
+
+    def weights(self, tensors: Mapping[str, Tensor], fresh: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the model's weights from the run's ``tensors``; what is new is as in ``fresh``."""
+        return {name: self._weight(name, tensors, weight) for name, weight in fresh.items()}
+
+    def _weight(self, name: str, tensors: Mapping[str, Tensor], fresh: Tensor) -> Tensor:
+        import torch
+
+        origin = self.origins.get(name)
+        if origin is None:
+            return fresh
+        if isinstance(origin, str):
+            return tensors[origin]
+        parts, at = [], 0
+        for item in origin:
+            rows = fresh[at : at + item] if isinstance(item, int) else tensors[item.name][item.first : item.last]
+            parts.append(rows.to(fresh.dtype))
+            at += len(rows)
+        return torch.cat(parts)
+
+
+def inheritance(base: ModelConfig, config: ModelConfig, place: Path | str, head: bool = True) -> Inheritance:
+    """Return what a model of ``config`` takes from the run at ``place``, whose model is of ``base``; without ``head``
+    its head is new. Nothing is allocated.
+
+    Errors: ``KinformerError`` where the widths or the vocabularies differ, or no matrix can be taken.
+    """
+    require_width(base, config, place)
+    (before, shared_before), (after, shared) = _described(base), _described(config)
+    if not head:
+        before = {name: shape for name, shape in before.items() if not name.startswith(HEAD)}
+    origins: dict[str, Origin] = {}
+    for name, shape in after.items():
+        key = name
+        if name.startswith("stack.shared."):
+            number, rest = name.split(".", 3)[2:]
+            same = [other for other, part in shared_before.items() if part == shared[number]]
+            key = f"stack.shared.{same[0]}.{rest}" if same else ""
+        elif _part(base, name) != _part(config, name):
+            key = ""
+        origin: Origin | None = key if key and before.get(key) == shape else None
+        if origin is None and name == POSITIONS == key and name in before and before[name][1:] == shape[1:]:
+            origin = _repeated(name, before[name][0], shape[0])
+        if origin is None and UNTIED.fullmatch(name) and getattr(getattr(base, "head", None), "tied", False):
+            origin = TABLE if before.get(TABLE) == shape else None
+        if origin is None and (match := MIXER.fullmatch(name)):
+            origin = _projected(match, (base, config), before, shape)
+        if origin is not None:
+            origins[name] = origin
+    result = Inheritance(before, after, origins)
+    if not any(len(after[name]) > 1 for name in origins):
+        raise KinformerError(
+            f"{place}: none of its matrices fits the model to be trained; begin with a run of a nearer member, or with "
+            "none."
+        )
+    return result
+
+
+def require_width(base: ModelConfig, config: ModelConfig, place: Path | str) -> None:
+    """Refuse a model of ``config`` whose width or vocabulary is not that of ``base``, of the run at ``place``."""
+    for what, old, new in (
+        ("dim", base.dim, config.dim),
+        ("input.vocab_size", *(getattr(model.input, "vocab_size", None) for model in (base, config))),
+    ):
+        if old != new:
+            raise KinformerError(
+                f"{place}: has {what} = {old}, but the model to be trained has {new}; what begins with another run "
+                "keeps its width and its vocabulary, so leave such a `set` out, or begin with none."
+            )
+
+
+def _described(config: ModelConfig) -> tuple[dict[str, Shape], dict[str, tuple[type, Config]]]:
+    """Return the shape of every weight by its name, and the config of every shared part by its number."""
+    from kinformer.runtime.compiling import unallocated
+
+    with unallocated():
+        model = config.build()
+        shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+        shared = getattr(getattr(model, "stack", None), "shared", ())
+        return shapes, {str(number): (type(part), part.config) for number, part in enumerate(shared)}
+
+
+def _part(config: Any, name: str) -> str:
+    """Return the slot and kind of the innermost part of ``config`` that has the weight ``name``; "" for a layer's and
+    the model's own, such as those of norms."""
+    keys, node = name.split("."), config
+    while keys:
+        if keys[0] == "stack" and hasattr(node, "layers"):
+            keys = keys[1:]
+            if keys[0] != "layers":
+                node = node.stack
+        child = node[int(keys[0])] if isinstance(node, tuple) and keys[0].isdigit() else getattr(node, keys[0], None)
+        if not isinstance(child, tuple) and not hasattr(child, "slot"):
+            break
+        if isinstance(child, tuple) and len(keys) > 1 and keys[1].isdigit() and int(keys[1]) >= len(child):
+            break
+        keys, node = keys[1:], child
+    slot = getattr(node, "slot", "")
+    return "" if slot in ("", "layer", "model") else f"{slot}.{node.kind}"
+
+
+def _repeated(name: str, rows: int, count: int) -> Origin:
+    """Return ``count`` rows of a table of ``rows``, from its first one again where it ends."""
+    return tuple(Rows(name, 0, min(rows, count - first)) for first in range(0, count, rows))
+
+
+def _projected(
+    match: re.Match[str], configs: tuple[ModelConfig, ModelConfig], before: Mapping[str, Shape], shape: Shape
+) -> Origin | None:
+    """Return the origin of a mixer's projection of ``shape`` in the mixer of the same layer of the run."""
+    prefix, layer, name, kind = match.groups()
+    if not prefix.endswith(f".{layer}.mixer") or prefix.startswith("encoder."):
+        return None
+    layers = [model.layers for model in configs]
+    if int(layer) >= min(map(len, layers)):
+        return None
+    base, mixer = (item[int(layer)].mixer for item in layers)
+    sources, targets = (_layouts(item, model.dim) for item, model in zip((base, mixer), configs, strict=True))
+    if name in OUTPUTS and sources[0] and targets[0]:
+        source = f"{prefix}.out.{kind}"
+        return source if before.get(source) == shape else None
+    blocks = (targets[0] | targets[1]).get(name)
+    if blocks is None or sum(block.size for block in blocks) != shape[0]:
+        return None
+    rows: dict[str, list[Rows]] = {}
+    for source, items in sources[0].items():
+        at, whole = 0, f"{prefix}.{source}.{kind}"
+        for block in items if whole in before and before[whole][1:] == shape[1:] else ():
+            rows.setdefault(block.role, []).append(Rows(whole, at, at + block.size))
+            at += block.size
+    origin = tuple(_block(block, rows) for block in blocks)
+    return origin if any(isinstance(item, Rows) for item in origin) else None
+
+
+def _block(block: Block, rows: Mapping[str, list[Rows]]) -> Rows | int:
+    """Return the rows of ``block``: a head that several query heads share is copied for them; new ones where the run
+    has none of that size."""
+    heads = rows.get(block.role) or (rows.get("k", []) if block.role == "q" else [])
+    if not heads or block.heads % len(heads):
+        return block.size
+    chosen = heads[block.head * len(heads) // block.heads]
+    return chosen if chosen.last - chosen.first == block.size else block.size
+
+
+def _layouts(mixer: Any, dim: int) -> tuple[dict[str, list[Block]], dict[str, list[Block]]]:
+    """Return the blocks of the projections of ``mixer``, and of its second copies, by their names."""
+    projection: Any = getattr(mixer, "projection", None)
+    kind, inner = mixer.kind, ""
+    while hasattr(projection, "inner"):
+        projection, inner = projection.inner, f"{inner}.inner"
+    if projection is not None:
+        kind = "projection" if projection.kind in ("multi_head", "grouped", "multi_head_global") else ""
+    elif getattr(mixer, "rule", None) == "delta":
+        kind = "delta"
+    grouped = getattr(mixer, "key_heads", None) or getattr(mixer, "steps", 1) > 1
+    if kind not in LAYOUTS or grouped:
+        return {}, {}
+    further = FURTHER.get(mixer.kind if projection is None else projection.kind, {})
+    heads = mixer.num_heads
+    width = mixer.head_dim or dim // heads
+    value = getattr(mixer, "value_dim", None) or width
+    shared = getattr(projection, "num_kv_heads", heads)
+    roles = {"q": (heads, width), "k": (shared, width), "v": (shared, value), "b": (heads, 1)}
+
+    def blocks(template: str) -> list[Block]:
+        if template == "heads":
+            return [Block(role, head, heads, roles[role][1]) for head in range(heads) for role in "qkvb"]
+        return [
+            Block(role, head, roles[role][0], roles[role][1]) for role in template for head in range(roles[role][0])
+        ]
+
+    first = {name.replace("projection", f"projection{inner}"): blocks(item) for name, item in LAYOUTS[kind].items()}
+    return first, {name: blocks(item) for name, item in further.items()}

@@ -1,12 +1,166 @@
-"""Every kind of part by slot and name: the one explicit table that reads and writes configs (with ``model_kinds``)."""
+"""Kinds of models: what they read, how their layers are applied, layers, heads. Part of the table of kinds."""
 
 from __future__ import annotations
 
 from functools import cache
 
 from kinformer.core.config import Config
-from kinformer.family.model_kinds import blocks, encoders, models
 from kinformer.runtime.plugins import PARTS, Registry, entry_points_of
+
+
+def models() -> list[type[Config]]:
+    """Return the models, their inputs, their stacks and their heads."""
+    from kinformer.heads import language
+    from kinformer.heads.classes import ContinuousActions, CTCHead, DiscreteActions, PolicyAndValue
+    from kinformer.heads.images import LogisticMixture
+    from kinformer.heads.language import AdaptiveSoftmax, ModulusHead, SpalmHead
+    from kinformer.inputs import tokens
+    from kinformer.inputs.images import Patches, Pixels, Tiles
+    from kinformer.inputs.signals import Frames, Observations, Steps
+    from kinformer.inputs.tokens import AdaptiveEmbedding, Lookup
+    from kinformer.models import decoder, encoder_decoder
+    from kinformer.stacks import exits, reversible, sequential, universal
+    from kinformer.stacks.exit_rules import (
+        ExitClassifier,
+        Geometric,
+        Multinomial,
+        Saturation,
+        SequenceMultinomial,
+        SoftmaxResponse,
+    )
+    from kinformer.stacks.sequential import Stages
+    from kinformer.stacks.universal import ACT
+
+    return [
+        decoder.Decoder.Config,
+        encoder_decoder.EncoderDecoder.Config,
+        tokens.Tokens.Config,
+        Pixels.Config,
+        Steps.Config,
+        Observations.Config,
+        Patches.Config,
+        Tiles.Config,
+        Frames.Config,
+        Lookup.Config,
+        AdaptiveEmbedding.Config,
+        sequential.Sequential.Config,
+        reversible.Reversible.Config,
+        Stages.Config,
+        universal.Universal.Config,
+        ACT.Config,
+        exits.Exits.Config,
+        SoftmaxResponse.Config,
+        Saturation.Config,
+        ExitClassifier.Config,
+        Multinomial.Config,
+        Geometric.Config,
+        SequenceMultinomial.Config,
+        AdaptiveSoftmax.Config,
+        language.LanguageModelHead.Config,
+        LogisticMixture.Config,
+        ModulusHead.Config,
+        CTCHead.Config,
+        SpalmHead.Config,
+        DiscreteActions.Config,
+        ContinuousActions.Config,
+        PolicyAndValue.Config,
+    ]
+
+
+def encoders() -> list[type[Config]]:
+    from kinformer.blocks import global_input, sha_rnn
+    from kinformer.blocks.layer import BareLayer, EncoderLayer, MacaronEncoderLayer, ParallelEncoderLayer
+    from kinformer.mixers import bidirectional, sinkhorn, tensorized, windows
+    from kinformer.mixers.buckets import BidirectionalLSH, BidirectionalRouting
+    from kinformer.mixers.convolutions import SeparableConvolution
+    from kinformer.mixers.encoders import BidirectionalLinear, EtcAttention, Linformer, StarAttention
+    from kinformer.mixers.recurrent import BidirectionalLSTM
+    from kinformer.models import encoder
+    from kinformer.parts.projections import MultiHeadGlobal
+
+    return [
+        encoder.Encoder.Config,
+        EncoderLayer.Config,
+        MacaronEncoderLayer.Config,
+        ParallelEncoderLayer.Config,
+        BareLayer.Config,
+        sha_rnn.ShaRnnEncoderLayer.Config,
+        global_input.ExtraTokens.Config,
+        global_input.Sentences.Config,
+        bidirectional.BidirectionalAttention.Config,
+        BidirectionalLinear.Config,
+        BidirectionalLSH.Config,
+        BidirectionalLSTM.Config,
+        BidirectionalRouting.Config,
+        EtcAttention.Config,
+        Linformer.Config,
+        StarAttention.Config,
+        tensorized.BidirectionalTensorized.Config,
+        sinkhorn.SinkhornAttention.Config,
+        SeparableConvolution.Config,
+        windows.WindowAttention.Config,
+        MultiHeadGlobal.Config,
+        *_encoder_heads(),
+    ]
+
+
+def _encoder_heads() -> list[type[Config]]:
+    from kinformer.heads.classes import (
+        ClassificationHead,
+        DistilledHead,
+        LinearClassificationHead,
+        PooledHead,
+        TokenClassificationHead,
+    )
+    from kinformer.heads.images import MaskedPatchesHead, PatchColoursHead
+    from kinformer.heads.language import MaskedLanguageHead
+
+    return [
+        MaskedLanguageHead.Config,
+        MaskedPatchesHead.Config,
+        PatchColoursHead.Config,
+        ClassificationHead.Config,
+        LinearClassificationHead.Config,
+        DistilledHead.Config,
+        PooledHead.Config,
+        TokenClassificationHead.Config,
+    ]
+
+
+def blocks() -> list[type[Config]]:
+    """Return the layers, residuals, norms and feed-forwards."""
+    from kinformer.blocks import experts, feed_forward, layer, residual, sha_rnn
+    from kinformer.blocks.feed_forward import ProductKeys
+    from kinformer.blocks.layer import BareDecoderLayer, MacaronLayer, ParallelLayer
+    from kinformer.blocks.residual import Gated, LayerNorm, Reordered, RMSNorm
+    from kinformer.mixers.convolutions import ChannelMix, SeparableTransition
+
+    return [
+        layer.DecoderLayer.Config,
+        MacaronLayer.Config,
+        ParallelLayer.Config,
+        sha_rnn.ShaRnnLayer.Config,
+        BareDecoderLayer.Config,
+        residual.PreNorm.Config,
+        residual.PostNorm.Config,
+        residual.ResPostNorm.Config,
+        residual.Sandwich.Config,
+        Reordered.Config,
+        Gated.Config,
+        feed_forward.MLP.Config,
+        feed_forward.SwiGLU.Config,
+        feed_forward.GeGLU.Config,
+        feed_forward.Boom.Config,
+        SeparableTransition,
+        ChannelMix,
+        ProductKeys.Config,
+        experts.Experts.Config,
+        LayerNorm,
+        RMSNorm,
+    ]
+
+
+# Every kind of part by slot and name: the one explicit table that reads and writes configs (with ``model_kinds``).
 
 
 def kinds() -> dict[str, Registry[type[Config]]]:
@@ -47,210 +201,202 @@ def _builtin_kinds() -> dict[str, dict[str, type[Config]]]:
 def _mixers() -> list[type[Config]]:
     """Return the causal mixers and the compressions of memories."""
     from kinformer.mixers import (
-        causal_sinkhorn,
         chosen_blocks,
         compressive,
         latent,
         linear,
-        lsh,
-        lstm,
         memorizing,
-        outer_product,
-        routing,
-        rwkv7,
         segment_memory,
-        single_head,
         softmax,
         tensorized,
-        tensorized_memory,
     )
-    from kinformer.mixers.compressive import compression
+    from kinformer.mixers.buckets import LSHAttention, RoutingAttention
+    from kinformer.mixers.compressive import Convolution, DilatedConvolution, MostUsed, Pool
+    from kinformer.mixers.latent import SingleHead
+    from kinformer.mixers.recurrent import LSTM, RWKV7, OuterProduct
+    from kinformer.mixers.sinkhorn import CausalSinkhornAttention
+    from kinformer.mixers.tensorized import TensorizedMemory
 
     return [
         softmax.SoftmaxAttention.Config,
         segment_memory.SegmentMemory.Config,
         compressive.Compressive.Config,
-        causal_sinkhorn.CausalSinkhornAttention.Config,
+        CausalSinkhornAttention.Config,
         chosen_blocks.ChosenBlocks.Config,
         latent.LatentAttention.Config,
         linear.LinearAttention.Config,
-        rwkv7.RWKV7.Config,
-        lsh.LSHAttention.Config,
-        lstm.LSTM.Config,
-        single_head.SingleHead.Config,
+        RWKV7.Config,
+        LSHAttention.Config,
+        LSTM.Config,
+        SingleHead.Config,
         memorizing.Memorizing.Config,
-        outer_product.OuterProduct.Config,
-        routing.RoutingAttention.Config,
+        OuterProduct.Config,
+        RoutingAttention.Config,
         tensorized.TensorizedAttention.Config,
-        tensorized_memory.TensorizedMemory.Config,
-        compression.Pool.Config,
-        compression.Convolution.Config,
-        compression.DilatedConvolution.Config,
-        compression.MostUsed.Config,
+        TensorizedMemory.Config,
+        Pool.Config,
+        Convolution.Config,
+        DilatedConvolution.Config,
+        MostUsed.Config,
     ]
 
 
 def _mixers_over_a_source() -> list[type[Config]]:
-    from kinformer.mixers import cross, cross_linear, cross_linformer, cross_local, cross_predictive
+    from kinformer.mixers import cross
+    from kinformer.mixers.cross import (
+        LinearCrossAttention,
+        LinformerCrossAttention,
+        LocalCrossAttention,
+        PredictiveCrossAttention,
+    )
 
     return [
         cross.CrossAttention.Config,
-        cross_linear.LinearCrossAttention.Config,
-        cross_linformer.LinformerCrossAttention.Config,
-        cross_local.LocalCrossAttention.Config,
-        cross_predictive.PredictiveCrossAttention.Config,
+        LinearCrossAttention.Config,
+        LinformerCrossAttention.Config,
+        LocalCrossAttention.Config,
+        PredictiveCrossAttention.Config,
     ]
 
 
 def _scores_and_projections() -> list[type[Config]]:
     """Return the scores, spans and projections."""
-    from kinformer.projections import complex, convolved, grouped, kv_shift, multi_head, normalised, shared_qk
-    from kinformer.scores import (
-        additive,
-        bilinear,
-        capped,
-        dot,
-        dynamic_span,
-        modulus,
-        scaled_dot,
-        sink_logit,
-        soft_span,
+    from kinformer.parts.projections import Complex, Convolved, Grouped, KVShift, MultiHead, Normalised, SharedQK
+    from kinformer.parts.scores import (
+        Additive,
+        Bilinear,
+        Capped,
+        Dot,
+        DynamicSpan,
+        Modulus,
+        ScaledDot,
+        SinkLogit,
+        SoftSpan,
     )
 
     return [
-        scaled_dot.ScaledDot.Config,
-        dot.Dot.Config,
-        bilinear.Bilinear.Config,
-        capped.Capped.Config,
-        sink_logit.SinkLogit.Config,
-        additive.Additive.Config,
-        modulus.Modulus.Config,
-        soft_span.SoftSpan.Config,
-        dynamic_span.DynamicSpan.Config,
-        multi_head.MultiHead.Config,
-        grouped.Grouped.Config,
-        normalised.Normalised.Config,
-        convolved.Convolved.Config,
-        complex.Complex.Config,
-        shared_qk.SharedQK.Config,
-        kv_shift.KVShift.Config,
+        ScaledDot.Config,
+        Dot.Config,
+        Bilinear.Config,
+        Capped.Config,
+        SinkLogit.Config,
+        Additive.Config,
+        Modulus.Config,
+        SoftSpan.Config,
+        DynamicSpan.Config,
+        MultiHead.Config,
+        Grouped.Config,
+        Normalised.Config,
+        Convolved.Config,
+        Complex.Config,
+        SharedQK.Config,
+        KVShift.Config,
     ]
 
 
 def _features_and_decays() -> list[type[Config]]:
     """Return the feature maps and decays of kernel attention."""
-    from kinformer.decays import fixed, low_rank, sigmoid, softplus, softplus_channels
-    from kinformer.features import (
-        dpfp,
-        elu,
-        favor,
-        identity,
-        quadratic,
-        random_fourier,
-        relu,
-        sum_normalised,
-        unit,
+    from kinformer.parts import decays as fixed
+    from kinformer.parts.decays import LowRank, Sigmoid, Softplus, SoftplusChannels
+    from kinformer.parts.feature_maps import (
+        Dpfp,
+        Elu,
+        Favor,
+        Identity,
+        Quadratic,
+        RandomFourier,
+        Relu,
+        SumNormalised,
+        Unit,
     )
 
     return [
-        elu.Elu.Config,
-        relu.Relu.Config,
-        dpfp.Dpfp.Config,
-        quadratic.Quadratic.Config,
-        identity.Identity.Config,
-        unit.Unit.Config,
-        sum_normalised.SumNormalised.Config,
-        favor.Favor.Config,
-        random_fourier.RandomFourier.Config,
+        Elu.Config,
+        Relu.Config,
+        Dpfp.Config,
+        Quadratic.Config,
+        Identity.Config,
+        Unit.Config,
+        SumNormalised.Config,
+        Favor.Config,
+        RandomFourier.Config,
         fixed.Fixed.Config,
-        sigmoid.Sigmoid.Config,
-        softplus.Softplus.Config,
-        low_rank.LowRank.Config,
-        softplus_channels.SoftplusChannels.Config,
+        Sigmoid.Config,
+        Softplus.Config,
+        LowRank.Config,
+        SoftplusChannels.Config,
     ]
 
 
 def _positions() -> list[type[Config]]:
-    from kinformer.positions import (
-        alibi,
-        complex_order,
-        distance_aware,
-        distance_keys,
-        learned,
-        learned_per_layer,
-        none,
-        rope,
-        shaw,
-        sinusoidal,
-        t5,
-        timing,
-        xl,
-    )
+    from kinformer.parts.positions import ComplexOrder, Learned, LearnedPerLayer, NoPosition, Sinusoidal, Timing
+    from kinformer.parts.relative_positions import T5, Alibi, DistanceAware, DistanceKeys, Rope, Shaw, TransformerXL
 
     return [
-        complex_order.ComplexOrder.Config,
-        none.NoPosition.Config,
-        sinusoidal.Sinusoidal.Config,
-        learned.Learned.Config,
-        learned_per_layer.LearnedPerLayer.Config,
-        timing.Timing.Config,
-        rope.Rope.Config,
-        shaw.Shaw.Config,
-        xl.TransformerXL.Config,
-        t5.T5.Config,
-        alibi.Alibi.Config,
-        distance_aware.DistanceAware.Config,
-        distance_keys.DistanceKeys.Config,
+        ComplexOrder.Config,
+        NoPosition.Config,
+        Sinusoidal.Config,
+        Learned.Config,
+        LearnedPerLayer.Config,
+        Timing.Config,
+        Rope.Config,
+        Shaw.Config,
+        TransformerXL.Config,
+        T5.Config,
+        Alibi.Config,
+        DistanceAware.Config,
+        DistanceKeys.Config,
     ]
 
 
 def _patterns() -> list[type[Config]]:
-    from kinformer.patterns import (
-        big_bird,
-        blocks,
-        blockwise,
-        causal,
-        columns,
-        combined,
-        dilated,
-        documents,
-        fixed,
-        full,
-        global_tokens,
-        image_1d,
-        image_2d,
-        local,
-        per_head,
-        random_blocks,
-        segments,
-        sinks,
-        strided,
-        summaries,
-        window,
+    from kinformer.parts.patterns import big_bird
+    from kinformer.parts.patterns import sequence as blocks
+    from kinformer.parts.patterns import sequence as fixed
+    from kinformer.parts.patterns.big_bird import RandomBlocks
+    from kinformer.parts.patterns.images import Image1D, Image2D
+    from kinformer.parts.patterns.sequence import (
+        Blockwise,
+        Causal,
+        Columns,
+        Complement,
+        Dilated,
+        Documents,
+        Full,
+        GlobalTokens,
+        Intersection,
+        Local,
+        PerHead,
+        Segments,
+        Sinks,
+        Strided,
+        Summaries,
+        Union,
+        Window,
     )
 
     return [
-        full.Full.Config,
-        causal.Causal.Config,
-        local.Local.Config,
-        sinks.Sinks.Config,
-        dilated.Dilated.Config,
-        columns.Columns.Config,
-        strided.Strided,
+        Full.Config,
+        Causal.Config,
+        Local.Config,
+        Sinks.Config,
+        Dilated.Config,
+        Columns.Config,
+        Strided,
         blocks.Blocks.Config,
-        segments.Segments.Config,
-        summaries.Summaries.Config,
+        Segments.Config,
+        Summaries.Config,
         fixed.Fixed,
-        global_tokens.GlobalTokens.Config,
-        random_blocks.RandomBlocks.Config,
+        GlobalTokens.Config,
+        RandomBlocks.Config,
         big_bird.BigBird.Config,
-        blockwise.Blockwise.Config,
-        image_1d.Image1D,
-        image_2d.Image2D.Config,
-        documents.Documents.Config,
-        per_head.PerHead.Config,
-        window.Window,
-        combined.Union,
-        combined.Intersection,
-        combined.Complement,
+        Blockwise.Config,
+        Image1D,
+        Image2D.Config,
+        Documents.Config,
+        PerHead.Config,
+        Window,
+        Union,
+        Intersection,
+        Complement,
     ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 from kinformer.runtime.errors import spelled
 
 if TYPE_CHECKING:
-    from kinformer.core.model_config import ModelConfig
+    from kinformer.core.stack import ModelConfig
     from kinformer.models.decoder import Decoder
 
 Growth = Literal["none", "constant", "window", "linear", "store"]
@@ -51,11 +51,11 @@ class Member:
     same weights, and the test that says so. ``results``: those of ``benchmarks/results`` that measured it without
     naming it. ``recipes``: name -> function of a vocabulary size (None: the recipe's own) that gives a model config; it
     imports what it assembles when called. ``objective``: what training it minimises unless set otherwise (see
-    ``training.settings``). ``needs``: options of training without which it is not itself, such as ``{"segments":
-    True}``; a budget of minutes chooses the others (see ``runs.minutes``). ``cost``: how the operations of a whole
+    ``lab.training.settings``). ``needs``: options of training without which it is not itself, such as ``{"segments":
+    True}``; a budget of minutes chooses the others (see ``lab.runs.minutes``). ``cost``: how the operations of a whole
     sequence grow with its length, where that does not follow from the growth (see :attr:`growth_of_cost`).
     ``use_when``, ``avoid_when``: clauses that say when to take it and when not, by its cost and by what was measured.
-    ``training``: the options of training (``training.settings``) with which the paper trained a recipe, by its name;
+    ``training``: the options of training (``lab.training.settings``) with which the paper trained a recipe, by its name;
     they hold where nothing else is given. ``task``: what it is usually trained for, where that is neither the next
     token nor masked tokens. ``layer``: the number of the layer that shows its mechanism in the recipe ``small``, where
     layers differ.

@@ -1,26 +1,28 @@
-"""Beam search over a causal model that continues a source (Vaswani et al. 2017, section 6.1; Wu et al. 2016).
-
-    score(y) = log p(y | source) / ((5 + |y|) / 6)^alpha          |y| counts EOS
-
-A hypothesis is finished where EOS is among the best ``beam`` continuations of its sentence. A sentence is done when it
-has ``beam`` finished ones, or when none of the running ones could become better than its best. A beam of 1 is greedy.
-"""
+"""Search for probable outputs: beams over a causal model, and connectionist temporal classification."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from math import exp, inf, log, log1p
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
-from kinformer.core import state as states
-from kinformer.core.model import CausalModel
-from kinformer.core.state import State
-from kinformer.runtime.errors import KinformerError, require_finite
+from kinformer.core.model import CausalModel, device_of
+from kinformer.core.state import State, join_rows, nbytes, repeat_rows, reserve, select_rows, select_sources, tensors
+from kinformer.runtime.errors import KinformerError, plural, require_finite
 from kinformer.runtime.matmul import few_rows
-from kinformer.runtime.words import plural
+
+# Beam search over a causal model that continues a source (Vaswani et al. 2017, section 6.1; Wu et al. 2016).
+#
+#     score(y) = log p(y | source) / ((5 + |y|) / 6)^alpha          |y| counts EOS
+#
+# A hypothesis is finished where EOS is among the best ``beam`` continuations of its sentence. A sentence is done when
+# it has ``beam`` finished ones, or when none of the running ones could become better than its best. A beam of 1 is
+# greedy.
 
 
 class Hypothesis(NamedTuple):
@@ -76,7 +78,7 @@ def beam_search(model: CausalModel, state: State, search: Search, limits: Sequen
         raise KinformerError(
             f"a beam of {search.beam} must be 1 or more, and fewer than the {plural(model.vocab_size, 'id')}."
         )
-    device = next(states.tensors(state)).device
+    device = next(tensors(state)).device
     with few_rows(device):
         return _searched(model, state, search, limits, device)
 
@@ -89,8 +91,8 @@ def _searched(
     begin = torch.full((rows, 1), search.bos, device=device)
     inputs, state = model.head_inputs(begin, state)
     running = _Running(torch.arange(rows), torch.empty(rows, 1, 0, dtype=torch.int64), torch.zeros(rows, 1))
-    size = states.nbytes(state)
-    state, width = states.reserve(states.repeat_rows(state, search.beam, sources=False), max(limits)), 1
+    size = nbytes(state)
+    state, width = reserve(repeat_rows(state, search.beam, sources=False), max(limits)), 1
     while True:
         logits, before = model.logits(inputs)[:, -1].float().cpu(), running.sentences
         running, origin = _continued(running, logits, search, width, hypotheses, limits)
@@ -98,15 +100,15 @@ def _searched(
             return BeamResult([max(item, key=lambda hypothesis: hypothesis.score) for item in hypotheses], size)
         some_end = len(running.sentences) < len(before)
         if width == search.beam and not torch.equal(origin, torch.arange(len(logits))):
-            state = states.select_rows(state, origin, sources=False)
+            state = select_rows(state, origin, sources=False)
         elif width != search.beam and some_end:
             fresh_rows = (running.sentences[:, None] * search.beam + torch.arange(search.beam)).flatten()
-            state = states.select_rows(state, fresh_rows, sources=False)
+            state = select_rows(state, fresh_rows, sources=False)
         if some_end:
-            state = states.select_sources(state, torch.searchsorted(before, running.sentences))
+            state = select_sources(state, torch.searchsorted(before, running.sentences))
         width = search.beam
         inputs, state = model.head_inputs(running.tokens[:, :, -1].reshape(-1, 1).to(device), state)
-        size = max(size, states.nbytes(state))
+        size = max(size, nbytes(state))
 
 
 def _continued(
@@ -160,3 +162,197 @@ def _done(
 
 def _penalty(length: int, search: Search) -> float:
     return ((5 + length) / 6) ** search.length_penalty
+
+
+# How probable symbols are after one another by a causal language model, for prefixes of a beam, stepped in batch.
+#
+# A symbol is one token or several. The model reads ``begin``, then the tokens of the symbols; a whole text ends with
+# ``end``. Every prefix is absorbed once: its state is that of the prefix without its last symbol, continued.
+
+Prefix = tuple[int, ...]
+
+
+class Texts(NamedTuple):
+    """The tokens of symbols: ``first`` of each where a text begins, ``later`` of each after another; ``begin`` and
+    ``end`` of a text."""
+
+    first: Sequence[Sequence[int]]
+    later: Sequence[Sequence[int]]
+    begin: Sequence[int]
+    end: Sequence[int]
+
+
+class _Entry(NamedTuple):
+    """A prefix: its ``state``, of one row; the ``total`` log-probability of its symbols; the log-probabilities of every
+    symbol ``after`` it, and of the end of the text last."""
+
+    state: State
+    total: float
+    after: list[float]
+
+
+class SymbolModel:
+    """The log-probabilities of prefixes, tuples of symbols counted from 1, by ``model``, in eval mode."""
+
+    def __init__(self, model: CausalModel, texts: Texts) -> None:
+        self.model, self.texts, self.device = model, texts, device_of(model)
+        self._entries: dict[Prefix, _Entry] = {}
+        start = model.initial_state(1, device=self.device)
+        self._add([()], [start], [0.0], [texts.begin])
+
+    def total(self, prefix: Prefix) -> float:
+        """Return log p of the symbols of ``prefix``, which was read or extends one that was by one symbol."""
+        if prefix in self._entries:
+            return self._entries[prefix].total
+        parent = self._entries[prefix[:-1]]
+        return parent.total + parent.after[prefix[-1] - 1]
+
+    def end(self, prefix: Prefix) -> float:
+        """Return the log-probability that the text ends after ``prefix``, which was read."""
+        return self._entries[prefix].after[-1]
+
+    def read(self, prefixes: Iterable[Prefix]) -> None:
+        """Read ``prefixes``, each of which was read before or extends one that was by one symbol, and forget all
+        others but the empty one."""
+        wanted = list(prefixes)
+        if new := [prefix for prefix in wanted if prefix not in self._entries]:
+            before = [self._entries[prefix[:-1]].state for prefix in new]
+            tokens = [(self.texts.later if len(prefix) > 1 else self.texts.first)[prefix[-1] - 1] for prefix in new]
+            self._add(new, before, [self.total(prefix) for prefix in new], tokens)
+        self._entries = {prefix: self._entries[prefix] for prefix in dict.fromkeys([(), *wanted])}
+
+    @torch.inference_mode()
+    def _add(
+        self, prefixes: list[Prefix], before: list[State], totals: list[float], tokens: list[Sequence[int]]
+    ) -> None:
+        with few_rows(self.device):
+            logits, state = self._absorb(join_rows(before), tokens)
+            last = torch.tensor([len(item) - 1 for item in tokens], device=self.device)
+            following = logits[torch.arange(len(tokens), device=self.device), last]
+            after = self._after(following, state, later=prefixes != [()])
+        for number, (prefix, total) in enumerate(zip(prefixes, totals, strict=True)):
+            row = select_rows(state, torch.tensor([number], device=self.device))
+            self._entries[prefix] = _Entry(row, total, after[number])
+
+    def _absorb(self, state: State, tokens: Sequence[Sequence[int]]) -> tuple[Tensor, State]:
+        """Return log-probabilities [rows, time, vocab] and the state after ``tokens``, as many as each row has."""
+        longest = max(map(len, tokens))
+        padded = [[*item, *[0] * (longest - len(item))] for item in tokens]
+        valid = [[True] * len(item) + [False] * (longest - len(item)) for item in tokens]
+        ragged = any(len(item) < longest for item in tokens)
+        marks = {"valid": torch.tensor(valid, device=self.device)} if ragged else {}
+        logits, state = self.model(torch.tensor(padded, device=self.device), state, **marks)
+        return logits.double().log_softmax(-1), state
+
+    def _after(self, following: Tensor, state: State, later: bool) -> list[list[float]]:
+        """Return the log-probabilities of all symbols, and of the end last, after every row of ``state``, whose next
+        tokens have the log-probabilities ``following`` [rows, vocab]."""
+        texts = [*(self.texts.later if later else self.texts.first), self.texts.end]
+        result = following[:, [item[0] for item in texts]]
+        if long := [number for number, item in enumerate(texts) if len(item) > 1]:
+            tokens = [texts[number] for number in long]
+            rows = len(following)
+            logits, _ = self._absorb(repeat_rows(state, len(long)), [item[:-1] for item in tokens] * rows)
+            scores = logits.unflatten(0, (rows, len(long)))
+            for place, (number, item) in enumerate(zip(long, tokens, strict=True)):
+                rest = torch.tensor(item[1:], device=self.device)
+                result[:, number] += scores[:, place, torch.arange(len(rest), device=self.device), rest].sum(-1)
+        return result.tolist()
+
+
+# Decoding of connectionist temporal classification: symbols from the class at each position (Graves et al. 2006).
+#
+# A path gives a class to every position; its labelling drops repeats, then blanks. ``greedy`` takes the labelling of
+# the most probable path, ``prefix_beam`` the labelling whose paths are most probable together, as far as its beam
+# finds it. With a language model the labelling y with the greatest sum is sought (Hannun et al. 2014):
+#
+#     log p(y | sound) + alpha log p(y) + beta |y|
+
+BLANK = 0
+LEAST_PROBABILITY = 1e-4
+
+
+class Greedy:
+    """The most probable path, decoded part by part."""
+
+    def __init__(self) -> None:
+        self._last = BLANK
+
+    def feed(self, logits: Tensor) -> list[int]:
+        """Return the symbols that ``logits`` [time, classes] add to the earlier ones."""
+        path = logits.argmax(-1).tolist()
+        before = [self._last, *path][: len(path)]
+        self._last = path[-1] if path else self._last
+        return [symbol for symbol, last in zip(path, before, strict=True) if symbol not in (last, BLANK)]
+
+
+def greedy(logits: Tensor) -> list[int]:
+    """Return the labelling of the most probable path through ``logits`` [time, classes]."""
+    return Greedy().feed(logits)
+
+
+class Fusion(NamedTuple):
+    """The share of a language model in the score of a labelling: ``alpha`` times the log-probability of its symbols by
+    ``model``, and ``beta`` for each symbol. A model of None adds no probability."""
+
+    model: SymbolModel | None = None
+    alpha: float = 0.0
+    beta: float = 0.0
+
+    def added(self, prefix: tuple[int, ...]) -> float:
+        """Return what is added to the log-probability of a prefix's paths."""
+        likely = 0.0 if self.model is None else self.alpha * self.model.total(prefix)
+        return likely + self.beta * len(prefix)
+
+    def ended(self, prefix: tuple[int, ...]) -> float:
+        """Return what is added to the log-probability of a labelling whose text ends."""
+        return self.added(prefix) + (0.0 if self.model is None else self.alpha * self.model.end(prefix))
+
+
+ALONE = Fusion()
+
+
+def prefix_beam(logits: Tensor, beam: int, fusion: Fusion = ALONE) -> list[int]:
+    """Return the best labelling of ``logits`` [time, classes] among the best ``beam`` prefixes at every position: the
+    most probable one, or the one with the greatest sum by ``fusion``.
+
+    Classes below 1 in 10,000 at a position are passed over.
+    """
+    log_probabilities = logits.double().log_softmax(-1)
+    likely = log_probabilities > log(LEAST_PROBABILITY)
+    prefixes: dict[tuple[int, ...], tuple[float, float]] = {(): (0.0, -inf)}
+    for row, mask in zip(log_probabilities, likely, strict=True):
+        classes = torch.nonzero(mask)[:, 0].tolist()
+        prefixes = _step(prefixes, dict(zip(classes, row[mask].tolist(), strict=True)))
+        best = sorted(prefixes.items(), key=lambda item: -_sum(*item[1]) - fusion.added(item[0]))[:beam]
+        prefixes = dict(best)
+        if fusion.model is not None:
+            fusion.model.read(prefixes)
+    return list(max(prefixes.items(), key=lambda item: _sum(*item[1]) + fusion.ended(item[0]))[0])
+
+
+def _step(
+    prefixes: dict[tuple[int, ...], tuple[float, float]], classes: dict[int, float]
+) -> dict[tuple[int, ...], tuple[float, float]]:
+    """Return the prefixes after one more position: of each the log-probabilities of its
+    paths that end in a blank, or do not."""
+    blanks: dict[tuple[int, ...], float] = defaultdict(lambda: -inf)
+    others: dict[tuple[int, ...], float] = defaultdict(lambda: -inf)
+    for prefix, (blank, other) in prefixes.items():
+        both = _sum(blank, other)
+        for symbol, probability in classes.items():
+            if symbol == BLANK:
+                blanks[prefix] = _sum(blanks[prefix], both + probability)
+                continue
+            longer, repeats = (*prefix, symbol), bool(prefix) and prefix[-1] == symbol
+            # A repeated symbol is a new one only after a blank; without a blank it prolongs the same one.
+            others[longer] = _sum(others[longer], (blank if repeats else both) + probability)
+            if repeats:
+                others[prefix] = _sum(others[prefix], other + probability)
+    return {prefix: (blanks[prefix], others[prefix]) for prefix in blanks.keys() | others.keys()}
+
+
+def _sum(a: float, b: float) -> float:
+    """Return log(exp a + exp b) without overflow."""
+    low, high = min(a, b), max(a, b)
+    return high if low == -inf else high + log1p(exp(low - high))

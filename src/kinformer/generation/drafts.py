@@ -1,20 +1,27 @@
-"""Drafts: guesses of the next tokens of a text, which a session checks many at a time (``generation.drafted``).
-
-A guess is no sample. The model draws every token as it would without drafts, and a guess only decides how many tokens
-one chunk gives. A guess is therefore the token that is most probable by the draft, whatever the sampling.
-"""
+"""Speculative decoding: drafts guess the next tokens, and a session checks several guesses in one chunk."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from kinformer.core.model import CausalModel, device_of
-from kinformer.generation.session import Session
-from kinformer.runtime.errors import KinformerError
+from kinformer.core.reserved import cropped
+from kinformer.core.state import State
+from kinformer.generation.recording import RecordedStep, Recording, UnrecordableError, record_ways, recordings_of
+from kinformer.generation.sampling import SamplingOptions
+from kinformer.generation.session import EARLY, LATE, LONG, Entry, Session, joined
+from kinformer.runtime.errors import KinformerError, require
+from kinformer.runtime.host import trusted_arguments
+from kinformer.runtime.matmul import FEW, few_rows
+
+# Drafts: guesses of the next tokens of a text, which a session checks many at a time (``generation.drafts``).
+#
+# A guess is no sample. The model draws every token as it would without drafts, and a guess only decides how many
+# tokens one chunk gives. A guess is therefore the token that is most probable by the draft, whatever the sampling.
 
 LEAST_MATCH, MOST_MATCH = 3, 64
 """Tokens of the text's end that must have been there before, and how many are compared."""
@@ -163,3 +170,232 @@ class AheadDraft:
 
     def fork(self, copies: int) -> AheadDraft:
         return self
+
+
+# A session that checks guesses of the next tokens, several in one chunk: speculative decoding.
+#
+# Leviathan et al. 2023 ("Fast inference from transformers via speculative decoding") and Chen et al. 2023 accept a
+# guess that was sampled from q with probability min(1, p / q) and resample from what is left of p. Here a draft
+# guesses without sampling, q is 1 for its guess, and the rule becomes: draw from p, by the random number that the
+# token has anyway, and continue while what is drawn is what was guessed. A text is therefore token for token the one
+# that the model draws without a draft, for every sampling and seed.
+#
+# A pass absorbs what was drawn but not absorbed, and guesses, together as many tokens at every pass, so that it can be
+# recorded. Where all guesses are right the state behind it is that of the text. Otherwise keys and values are cropped;
+# a state that holds anything else goes back to where it was, and the next pass has fewer guesses behind those that
+# were right, which it absorbs again. So a round takes one pass of the model whatever its mechanisms.
+
+
+class SessionOptions(SamplingOptions, total=False):
+    """The keywords of :class:`~kinformer.generation.session.Session`."""
+
+    stop: Sequence[Sequence[int]]
+    chunk: int
+    room: int
+    recorded: bool
+    rewind: int
+
+
+class Drafting(NamedTuple):
+    """The effect of drafts: ``passes`` of the model that drew tokens, how many tokens of a row they gave (``drawn``),
+    and how many were ``guessed``, of which ``accepted`` were right."""
+
+    passes: int
+    drawn: int
+    guessed: int
+    accepted: int
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """Return these numbers as data for JSON."""
+        return self._asdict() | {"tokens_per_pass": self.drawn / max(1, self.passes)}
+
+    @property
+    def text(self) -> str:
+        """Return these numbers as a sentence."""
+        share = self.accepted / max(1, self.guessed)
+        return (
+            f"drafts: {self.drawn / max(1, self.passes):.2f} tokens a pass of the model; {self.accepted} of "
+            f"{self.guessed} guesses right ({share:.0%})"
+        )
+
+
+class DraftedSession(Session):
+    """A :class:`Session` whose tokens come several at a time where ``draft`` guesses them; ``length`` is how many it
+    guesses at most. Rows keep step: a pass gives as many tokens as the row with the fewest right guesses has."""
+
+    def __init__(
+        self, model: CausalModel, draft: Draft, batch: int = 1, *, length: int = 4, **options: Unpack[SessionOptions]
+    ) -> None:
+        require("draft_length", length, 1)
+        self._bound = options.get("rewind", 0)
+        options["rewind"], options["room"] = self._bound + length, options.get("room", 256) + length + 1
+        super().__init__(model, batch, **options)
+        self.draft, self._length = draft, length
+        self._passes = Passes(model, length + 1, self.room, self._stepping.recorded)
+        self._texts = [""] * batch
+        self._queue: list[Tensor] = []
+        self._drafting_counts = [0, 0, 0, 0]
+
+    @property
+    def drafting(self) -> Drafting:
+        """Return what the drafts did so far."""
+        return Drafting(*self._drafting_counts)
+
+    @property
+    def length(self) -> int:
+        return super().length - len(self._queue)
+
+    @property
+    def finished(self) -> bool:
+        return super().finished and not self._queue
+
+    def require(self, draws: int, counts: Sequence[int] = ()) -> None:
+        super().require(draws - len(self._queue), counts)
+
+    def feed(self, tokens: Tensor, valid: Tensor | None = None) -> None:
+        self._unread()
+        super().feed(tokens, valid)
+
+    def rewind(self, tokens: int | Sequence[int] = 1) -> None:
+        self._unread()
+        super().rewind(tokens)
+
+    def step(self) -> Tensor:
+        if not self._queue:
+            self._round()
+        return self._queue.pop(0).clone()
+
+    def fork(self, copies: int = 1) -> DraftedSession:
+        sampling = self._sampler.sampling
+        forked = DraftedSession(
+            self.model, self.draft.fork(copies), self.batch * copies, length=self._length, chunk=self.chunk,
+            room=self.room, recorded=self._stepping.recorded, rewind=self._bound, seed=sampling.seed,
+        )  # fmt: skip
+        self._copy_into(forked, copies)
+        forked._texts = [text for text in self._texts for _ in range(copies)]
+        forked._queue = [tokens.repeat_interleave(copies) for tokens in self._queue]
+        return forked
+
+    def _unread(self) -> None:
+        """Take back the tokens that no step has returned yet, and their random numbers."""
+        ahead, self._queue = len(self._queue), []
+        if ahead:
+            self._take_back([ahead] * self.batch)
+            self._sampler.undraw(ahead)
+
+    def _limits(self) -> list[int]:
+        return [min(self._bound, limit - len(self._queue)) for limit in super()._limits()]
+
+    def _take_back(self, counts: Sequence[int]) -> None:
+        super()._take_back(counts)
+        self._texts = [text[: len(text) - count] for text, count in zip(self._texts, counts, strict=True)]
+
+    def _note(self, entry: Entry) -> None:
+        super()._note(entry)
+        rows = zip(entry.tokens.tolist(), [None] * self.batch if entry.valid is None else entry.valid.tolist())
+        for row, (tokens, valid) in enumerate(rows):
+            real = tokens if valid is None else [token for token, counts in zip(tokens, valid, strict=True) if counts]
+            self._texts[row] += "".join(map(chr, real))
+
+    def _round(self) -> None:
+        """Draw the next token, and those after it as far as they were guessed."""
+        guesses = self._guesses()
+        if guesses is not None:
+            with torch.inference_mode():
+                self._check(guesses)
+            return
+        if self._pending and self.draft.reads_hidden:
+            with torch.inference_mode():
+                self._absorb_pending()
+        self._queue.append(super().step())
+        self._count(1, 0)
+
+    def _guesses(self) -> Tensor | None:
+        """Return guesses [batch, n] of what follows the last token that was drawn, as many as the pass has room for
+        behind what is pending; None where the next token is better drawn alone."""
+        last = self._pending[-1] if self._pending else None
+        limit = self._length + 1 - sum(entry.tokens.shape[1] for entry in self._pending)
+        if last is None or last.valid is not None or last.tokens.shape[1] > 1 or limit < 0:
+            return None
+        if self.model.max_length is not None:
+            limit = min(limit, self.model.max_length - super().length)
+        if limit < 1:
+            return last.tokens[:, :0]
+        with torch.inference_mode(), few_rows(self._device):
+            ends = self._ends if self.draft.reads_hidden else None
+            hidden = ends if isinstance(ends, Tensor) else getattr(ends, "hidden_states", None)
+            guesses = self.draft.guess(self._texts, limit, hidden)
+        if guesses is None:
+            return None
+        guesses = guesses.to(self._device)
+        if any(self._stops.ended):
+            ended = torch.tensor(self._stops.ended, device=self._device)
+            guesses = torch.where(ended[:, None], last.tokens, guesses)
+        return guesses
+
+    def _check(self, guesses: Tensor) -> None:
+        """Absorb what is pending and ``guesses`` [batch, n], draw what follows each, and keep what is right."""
+        self.mark()
+        number = guesses.shape[1]
+        tokens, valid = joined([*self._pending, Entry(guesses, None, [number] * self.batch, None)])
+        self._pending = []
+        logits, hidden, self._state = self._passes.go(tokens, valid, self._state)
+        logits, hidden = logits[:, -number - 1 :], hidden[:, -number - 1 :]
+        right = 0
+        for right in range(number + 1):
+            drawn = self._drawn(logits[:, right])
+            self._queue.append(drawn)
+            if right == number or super().finished or not torch.equal(drawn, guesses[:, right]):
+                break
+        state = cropped(self._state, number - right)
+        if state is None:
+            self._return()
+        else:
+            self._state, self._logits, self._pending = state, logits[:, right], self._pending[-1:]
+        self._ends = hidden[:, right : right + 1]
+        self._count(right + 1, number)
+
+    def _count(self, drawn: int, guessed: int) -> None:
+        added = (1, drawn, guessed, drawn - 1)
+        self._drafting_counts = [old + new for old, new in zip(self._drafting_counts, added, strict=True)]
+
+
+class Passes:
+    """Passes of ``model`` over the tokens that a session checks; those over ``time`` tokens are recorded as steps are
+    (``generation.recording``) where that is possible and pays with the ``room`` tokens that are expected."""
+
+    def __init__(self, model: CausalModel, time: int, room: int, recorded: bool) -> None:
+        self.model, self.time, self.recorded = model, time, recorded
+        self._made, self._record_at = 0, EARLY if room >= LONG else LATE
+
+    def go(self, tokens: Tensor, valid: Tensor | None, state: State) -> tuple[Tensor, Tensor, State]:
+        """Return the logits [batch, time, vocab] and the hidden states [batch, time, width] of ``tokens`` [batch,
+        time], of which those ``valid`` count (None: all), and the state behind them."""
+        with few_rows(tokens.device, tokens.numel() < FEW), trusted_arguments():
+            if self.recorded and valid is None and tokens.shape[1] == self.time:
+                self._made += 1
+                running = self._recorded(tokens, state)
+                if running is not None:
+                    logits, hidden = running.go(tokens, 0)
+                    return logits, hidden, running.release()
+            (logits, hidden), state = self._pass(tokens, state, valid)
+            return logits, hidden, state
+
+    def _pass(self, tokens: Tensor, state: State, valid: Tensor | None = None) -> tuple[tuple[Tensor, ...], State]:
+        inputs, state = self.model.head_inputs(tokens, state, valid=valid)
+        return (self.model.logits(inputs), getattr(inputs, "hidden_states", inputs)), state
+
+    def _recorded(self, tokens: Tensor, state: State) -> RecordedStep | None:
+        """Return the pass from ``state`` on, recorded before or now; None where that is not worth it or cannot be."""
+        for recording in recordings_of(self.model):
+            if isinstance(recording, Recording) and (running := recording.begin(state, self.time)) is not None:
+                return running
+        if self._made > self._record_at:
+            try:
+                recording = record_ways([self._pass], [self.model], tokens, state)
+                recordings_of(self.model).keep(recording)
+                return recording.begin(state, self.time)
+            except UnrecordableError as refused:
+                self._record_at = self._made + (refused.steps or 7 * self._made) - 1
+        return None

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.model import CausalModel
-from kinformer.generation.drafted import DraftedSession
-from kinformer.generation.drafts import draft_of
+from kinformer.generation.drafts import DraftedSession, draft_of
 from kinformer.generation.sampling import SamplingOptions
 from kinformer.generation.session import Session
 from kinformer.runtime.errors import KinformerError, require

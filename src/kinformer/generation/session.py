@@ -1,39 +1,327 @@
-"""A session: a model, the state of some sequences, and the next token of each."""
+"""What generation requires of a model and of what it is to continue."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Unpack
+from dataclasses import dataclass, replace
+from typing import Any, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from kinformer.core import state as states
-from kinformer.core.model import CausalModel, device_of
-from kinformer.core.state import State
-from kinformer.generation.checks import require_continuing, require_ids, require_positions
-from kinformer.generation.history import Entry, HeadInputs, History, Snapshot, joined, repeated
-from kinformer.generation.sampling import SamplingOptions, TokenSampler, sampling_of
-from kinformer.generation.steps import Steps
-from kinformer.generation.stops import StopTokens
-from kinformer.runtime.errors import KinformerError, require
+from kinformer.core.model import CausalModel, Model, device_of
+from kinformer.core.state import ReservedState, State, map_tensors, nbytes, rebuilt, reclaimed, repeat_rows, reserve
+from kinformer.generation.recording import (
+    RunningSteps,
+    StepRecording,
+    UnrecordableError,
+    leaves_early,
+    logits_after,
+    record,
+    record_exits,
+    recordings_of,
+)
+from kinformer.generation.sampling import Noted, SamplingOptions, StopTokens, TokenSampler, Watched, sampling_of
+from kinformer.runtime.errors import KinformerError, plural, require
+from kinformer.runtime.host import trusted_arguments
 from kinformer.runtime.matmul import FEW, few_rows
-from kinformer.runtime.words import plural
+
+
+def require_continuing(model: object) -> None:
+    """Raise unless ``model`` can continue texts: a causal model in eval mode."""
+    if not isinstance(model, nn.Module):
+        raise KinformerError(f"model is {model!r} but must be a model; kinformer.load gives that of a run.")
+    if not hasattr(model, "initial_state"):
+        raise KinformerError(
+            f"a model of type {type(model).__name__} reads whole texts and continues none; give a causal one."
+        )
+    if model.training:
+        raise KinformerError("the model is in training mode, with its random masks; call model.eval() first.")
+
+
+def require_positions(model: CausalModel, needed: int) -> None:
+    """Raise unless the positions of ``model`` suffice for ``needed`` tokens of a row."""
+    limit = model.max_length
+    if limit is not None and needed > limit:
+        raise KinformerError(
+            f"{plural(needed, 'token')} are to be absorbed, but this model's positions end at max_length = "
+            f"{limit}; shorten the prompt, ask for fewer new tokens, or take a member whose positions do not end."
+        )
+
+
+def require_ids(model: CausalModel, low: int, high: int) -> None:
+    """Raise unless ``model`` knows the tokens ``low`` and ``high``, the least and the greatest of a prompt."""
+    if low < 0 or high >= model.vocab_size:
+        raise KinformerError(
+            f"the prompt holds token {low if low < 0 else high}, but this model knows 0 to "
+            f"{model.vocab_size - 1}; encode it with the tokenizer that the model was trained with."
+        )
+
+
+# The recent text of a session and states within it, to which the session can go back.
+#
+# A mark holds a state and the text since. Going back takes the state of a mark, which costs nothing (values never
+# change, reserved parts are reclaimed), and leaves the rest of the text to be absorbed with whatever comes next, as
+# one chunk. By partition invariance that is as if what was taken back had never been there, whatever the mechanism.
+
+HeadInputs = Tensor | tuple[Tensor, ...]
+"""What ``CausalModel.head_inputs`` returns: a tensor or a NamedTuple of tensors [batch, time, ...]."""
+
+Snapshot = tuple[Noted, Watched]
+"""What the sampler and the stops of a session know of its text."""
+
+_APART = 32
+"""Tokens between the marks of a session that steps: stepping on from a mark takes the time of about one step."""
+
+
+@dataclass
+class Entry:
+    """Some of the text: ``tokens`` [batch, time] of which ``valid`` [batch, time] count (None: all), ``counts`` of each
+    row, and what sampler and stops knew ``before`` it (None in a session that cannot go back)."""
+
+    tokens: Tensor
+    valid: Tensor | None
+    counts: list[int]
+    before: Snapshot | None
+
+    def split(self, counts: Sequence[int]) -> tuple[Entry, Entry]:
+        """Return the entry without the last ``counts`` tokens of each row, and these."""
+        left = [count - last for count, last in zip(self.counts, counts, strict=True)]
+        if self.valid is None and len(set(left)) == 1:
+            cut = left[0]
+            return (
+                replace(self, tokens=self.tokens[:, :cut], counts=left),
+                replace(self, tokens=self.tokens[:, cut:], counts=list(counts)),
+            )
+        valid = torch.ones_like(self.tokens, dtype=torch.bool) if self.valid is None else self.valid
+        first = valid.cumsum(dim=1) <= torch.tensor(left, device=valid.device)[:, None]
+        return replace(self, valid=valid & first, counts=left), replace(self, valid=valid & ~first, counts=list(counts))
+
+    def fork(self, copies: int) -> Entry:
+        """Return the entry with each row ``copies`` times."""
+        return Entry(*(repeated(item, copies) for item in (self.tokens, self.valid, self.counts, self.before)))
+
+
+def repeated(item: Any, copies: int) -> Any:
+    """Return a tensor, a list with an item per row, or a tuple of these or None, with each row ``copies`` times."""
+    if isinstance(item, Tensor):
+        return item.repeat_interleave(copies, dim=0)
+    if isinstance(item, list):
+        return [row for row in item for _ in range(copies)]
+    if item is None:
+        return None
+    return rebuilt(item, [repeated(part, copies) for part in item])
+
+
+def joined(entries: Sequence[Entry]) -> tuple[Tensor, Tensor | None]:
+    """Return the tokens [batch, time] of all entries, and which of them count, None for all."""
+    if len(entries) == 1:
+        return entries[0].tokens, entries[0].valid
+    tokens = torch.cat([entry.tokens for entry in entries], dim=1)
+    if all(entry.valid is None for entry in entries):
+        return tokens, None
+    valid = [torch.ones_like(e.tokens, dtype=torch.bool) if e.valid is None else e.valid for e in entries]
+    return tokens, torch.cat(valid, dim=1)
+
+
+@dataclass
+class Mark:
+    """A ``state`` (None: of new sequences), the ``logits`` and head inputs (``ends``) behind it, and the ``entries``
+    that follow."""
+
+    state: State
+    logits: Tensor | None
+    ends: HeadInputs | None
+    entries: list[Entry]
+
+    def fork(self, copies: int) -> Mark:
+        """Return the mark with each row ``copies`` times."""
+        state = None if self.state is None else repeat_rows(reclaimed(self.state), copies)
+        entries = [entry.fork(copies) for entry in self.entries]
+        return Mark(state, repeated(self.logits, copies), repeated(self.ends, copies), entries)
+
+
+class History:
+    """The marks of a session that can go back by up to ``bound`` tokens of each row; the oldest is that far back."""
+
+    def __init__(self, bound: int, batch: int) -> None:
+        self.bound, self.batch = bound, batch
+        self.marks: list[Mark] = []
+
+    @property
+    def rewindable(self) -> list[int]:
+        """Return how many tokens each row can go back."""
+        return [min(self.bound, count) for count in self._since(self.marks[0])] if self.marks else [0] * self.batch
+
+    def is_due(self, pending: Sequence[Entry]) -> bool:
+        """Return whether a mark is to be made before ``pending`` is absorbed."""
+        if not self.marks:
+            return True
+        absorbed = min(self._since(self.marks[-1])) - sum(min(entry.counts) for entry in pending)
+        return absorbed >= max(self.bound, _APART)
+
+    def mark(self, state: State, logits: Tensor | None, ends: HeadInputs | None, pending: Sequence[Entry]) -> None:
+        """Make a mark at ``state``, which has not absorbed ``pending`` yet."""
+        self.marks.append(Mark(state, logits, ends, list(pending)))
+        self._forget()
+
+    def note(self, entry: Entry) -> None:
+        """Note text that follows what was there."""
+        for mark in self.marks:
+            mark.entries.append(entry)
+        self._forget()
+
+    def drop(self, counts: Sequence[int]) -> list[Entry]:
+        """Drop the last ``counts`` tokens of each row, and the marks within them; return what is dropped, the last
+        first."""
+        while any(map(int.__lt__, self._since(self.marks[-1]), counts)):
+            self.marks.pop()
+        retained: list[Entry] = []
+        dropped: list[Entry] = []
+        left = list(counts)
+        for entry in reversed(self.marks[-1].entries):
+            gone = [min(pair) for pair in zip(left, entry.counts, strict=True)]
+            left = [rest - count for rest, count in zip(left, gone, strict=True)]
+            dropped.append(replace(entry, counts=gone))
+            retained.insert(0, entry.split(gone)[0] if any(gone) else entry)
+        retained = [entry for entry in retained if any(entry.counts)]
+        for mark in self.marks:
+            mark.entries[len(mark.entries) - len(dropped) :] = retained
+        return dropped
+
+    def fork(self, copies: int) -> History:
+        """Return the history with each row ``copies`` times; the session's state must be reclaimed afterwards."""
+        forked = History(self.bound, self.batch * copies)
+        forked.marks = [mark.fork(copies) for mark in self.marks]
+        return forked
+
+    def _since(self, mark: Mark) -> list[int]:
+        """Return how many tokens of each row follow ``mark``."""
+        return list(map(sum, zip([0] * self.batch, *(entry.counts for entry in mark.entries), strict=True)))
+
+    def _forget(self) -> None:
+        """Forget marks that lie further back than any rewinding."""
+        while len(self.marks) > 1 and min(self._since(self.marks[1])) >= self.bound:
+            del self.marks[0]
+
+
+LONG = 48
+"""Expected tokens for which a recording is worth its time, that of some seven steps, which some twenty make up for."""
+EARLY, LATE = 1, 24
+"""Steps before one is tried, where that many tokens are expected and where they are not."""
+_LOOKS_EVERY = 16
+
+
+class Steps:
+    """The steps of a session: in Python, and in long generation by a recording of one.
+
+    The steps of ``model``, of which ``room`` are expected; with ``recorded`` they are recorded where possible.
+    """
+
+    def __init__(self, model: CausalModel, room: int, recorded: bool) -> None:
+        self.model, self.recorded = model, recorded
+        self._dtype = _dtype(model)
+        self.made, self.record_at = 0, EARLY if room >= LONG else LATE
+        self.running: RunningSteps | None = None
+        self._looks_back: bool | None = None
+        self._recording: StepRecording | None = None
+
+    def step(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
+        """Return logits [batch, vocab] behind ``tokens`` [batch, 1], which the model drew, and the state there.
+
+        While a recording runs it holds the state; the state returned stands for it until :meth:`settled` resolves it.
+        """
+        self.made += 1
+        if self._looks_back is None:
+            self._looks_back = _has_slots(state)
+        with few_rows(tokens.device, tokens.shape[0] < FEW or self._looks_back):
+            if self.running is not None and self.running.goes_on:
+                return self.running.step(tokens), state
+            self.require_dtype()
+            state = self.settled(state)
+            with trusted_arguments():
+                self.running = self._recorded(tokens, state)
+                if self.running is None:
+                    return logits_after(self.model, tokens, state)
+            return self.running.step(tokens), state
+
+    def require_dtype(self) -> None:
+        """Raise where the weights no longer have the dtype of when the session began, which its state has."""
+        if (now := _dtype(self.model)) != self._dtype:
+            raise KinformerError(
+                f"the model's weights are {now}, but this session began with {self._dtype}, which its state has; begin "
+                "a new session after you convert a model."
+            )
+
+    def settled(self, state: State) -> State:
+        """Return the state behind all steps; ``state`` is the one that the last step returned."""
+        if self.running is not None:
+            state, self.running = self.running.release(), None
+        return state
+
+    def abandon(self) -> None:
+        """Leave the state of a recording that runs, for an earlier one."""
+        self.running = None
+
+    def _recorded(self, tokens: Tensor, state: State) -> RunningSteps | None:
+        """Return the step from ``state`` on, recorded before or now; None where that is not worth it or cannot be."""
+        if not self.recorded:
+            return None
+        for recording in self._earlier():
+            if (running := recording.begin(state)) is not None:
+                self._recording = recording
+                return running
+        if self.made > self.record_at:
+            try:
+                model = self.model
+                self._recording = (
+                    record_exits(model, tokens, state) if leaves_early(model) else record(model, tokens, state)
+                )
+                recordings_of(model).keep(self._recording)
+                return self._recording.begin(state)
+            except UnrecordableError as refused:
+                self.record_at = self.made + (refused.steps or 7 * self.made) - 1
+        return None
+
+    def _earlier(self) -> Sequence[StepRecording]:
+        """Return recordings that may serve: this session's last one, and now and then those of others of the model."""
+        if self._recording is not None and not self._recording.holds():
+            self._recording, self.record_at = None, self.made + _LOOKS_EVERY
+        if self._recording is not None:
+            return (self._recording,)
+        looks = self.made <= 2 or self.made % _LOOKS_EVERY == 1 or self.made > self.record_at
+        return recordings_of(self.model) if looks else ()
+
+
+def _dtype(model: Model) -> torch.dtype | None:
+    """Return the dtype of the first weight that is not an integer."""
+    return next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), None)
+
+
+def _has_slots(state: State) -> bool:
+    """Return whether each row attends to slots of its own."""
+    if isinstance(state, Tensor):
+        return False
+    return isinstance(state, ReservedState) or bool(getattr(state, "slots", ())) or any(map(_has_slots, state))
+
 
 _MOST_RESERVED = 4096
 _CHECKED_EVERY = 256
 
 
 class Session:
-    """A session of ``batch`` sequences that grow in parallel: :meth:`feed` text of any length, then :meth:`step` token
+    """A session: a model, the state of some sequences, and the next token of each.
+
+    A session of ``batch`` sequences that grow in parallel: :meth:`feed` text of any length, then :meth:`step` token
     by token.
 
-    A step draws from the logits of what was absorbed before, so a token is drawn before it is absorbed itself, and the
-    last one never is. ``stop`` holds token sequences that end a row, ``chunk`` is how many tokens of a prompt the model
-    sees at a time, ``room`` how many more are expected (a hint); the rest is :class:`Sampling`.
+    A step draws from the logits of what was absorbed before, so a token is drawn before it is absorbed itself, and
+    the last one never is. ``stop`` holds token sequences that end a row, ``chunk`` is how many tokens of a prompt
+    the model sees at a time, ``room`` how many more are expected (a hint); the rest is :class:`Sampling`.
 
-    With ``recorded`` steps of long generation are recorded where that can be (see ``generation.recorded``), and then
-    take less time; what is drawn is the same. ``rewind`` is by how many tokens :meth:`rewind` is to go back at most.
+    With ``recorded`` steps of long generation are recorded where that can be (see ``generation.recording``), and
+    then take less time; what is drawn is the same. ``rewind`` is by how many tokens :meth:`rewind` is to go back at
+    most.
     """
 
     def __init__(
@@ -89,7 +377,7 @@ class Session:
     @property
     def state_bytes(self) -> int:
         """Return the bytes that the state holds now for all rows, reserved room included."""
-        return 0 if self._state is None else states.nbytes(self._state)
+        return 0 if self._state is None else nbytes(self._state)
 
     @property
     def rewindable(self) -> int:
@@ -202,12 +490,12 @@ class Session:
         with torch.inference_mode():
             self._state = self._stepping.settled(self._state)
             if self._state is not None:
-                forked._state = states.repeat_rows(self._state, copies)
+                forked._state = repeat_rows(self._state, copies)
             forked._logits, forked._ends = repeated(self._logits, copies), repeated(self._ends, copies)
             forked._pending = [entry.fork(copies) for entry in self._pending]
             if self._history is not None:
                 forked._history = self._history.fork(copies)
-                self._state = None if self._state is None else states.reclaimed(self._state)
+                self._state = None if self._state is None else reclaimed(self._state)
 
     def _snapshot(self) -> Snapshot | None:
         """Return what sampler and stops know now, where a rewinding may need it."""
@@ -241,7 +529,7 @@ class Session:
         assert self._history is not None
         mark = self._history.marks[-1]
         self._stepping.abandon()
-        self._state = mark.state = None if mark.state is None else states.reclaimed(mark.state)
+        self._state = mark.state = None if mark.state is None else reclaimed(mark.state)
         self._logits, self._ends, self._pending = mark.logits, mark.ends, list(mark.entries)
 
     def _absorb_pending(self, by_step: bool = False) -> None:
@@ -256,7 +544,7 @@ class Session:
             return
         self._state = self._stepping.settled(self._state)
         if self._state is None:
-            self._state = states.reserve(self.model.initial_state(self.batch), tokens.shape[1] + self.room)
+            self._state = reserve(self.model.initial_state(self.batch), tokens.shape[1] + self.room)
         for start in range(0, tokens.shape[1], self.chunk):
             part = slice(start, start + self.chunk)
             self._absorb(tokens[:, part], None if valid is None else valid[:, part])
@@ -266,14 +554,14 @@ class Session:
         if valid is None:
             with few_rows(tokens.device, tokens.numel() < FEW):
                 inputs, self._state = self.model.head_inputs(tokens, self._state)
-                self._ends = states.map_tensors(lambda x: x[:, -1:], inputs)
+                self._ends = map_tensors(lambda x: x[:, -1:], inputs)
                 self._logits = self.model.logits(self._ends)[:, 0]
             return
         inputs, self._state = self.model.head_inputs(tokens, self._state, valid=valid)
         numbers = torch.arange(1, tokens.shape[1] + 1, device=valid.device) * valid
         last = (numbers.amax(dim=1) - 1).clamp_min(0)
         rows = torch.arange(len(last), device=last.device)
-        self._ends = states.map_tensors(lambda x: x[rows, last][:, None], inputs)
+        self._ends = map_tensors(lambda x: x[rows, last][:, None], inputs)
         logits = self.model.logits(self._ends)[:, 0]
         before = torch.zeros_like(logits) if self._logits is None else self._logits
         self._logits = torch.where(valid.any(dim=1, keepdim=True), logits, before)

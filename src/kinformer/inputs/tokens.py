@@ -1,27 +1,44 @@
-"""Token ids: a table of vectors, and the ids that stand for a mask and for the ends of a sequence."""
+"""The plain token embedding: token ids to vectors."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
 
-from kinformer.core.input import Input, InputConfig
-from kinformer.core.model_config import EmbeddingConfig
-from kinformer.inputs.lookup import Lookup
-from kinformer.runtime.errors import KinformerError
+from kinformer.core.parts import Input, InputConfig
+from kinformer.core.stack import EmbeddingConfig
+from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.host import arguments_trusted
 
 
+class Lookup(nn.Embedding):
+    """The table of one vector per token, wherever it stands."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(EmbeddingConfig):
+        kind = "lookup"
+        by_vocabulary = True
+
+        def build(self, vocab_size: int, dim: int) -> Lookup:
+            return Lookup(vocab_size, dim)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(tokens)
+
+
 class Tokens(Input):
-    """The input tokens [batch, time] int64 -> [batch, time, dim]: embedding (times sqrt(dim) with ``scale``) + type.
+    """Token ids: a table of vectors, and the ids that stand for a mask and for the ends of a sequence.
+
+    The input tokens [batch, time] int64 -> [batch, time, dim]: embedding (times sqrt(dim) with ``scale``) + type.
 
     ``scale``: as Vaswani et al. 2017, section 3.4. ``types``: how many token types (segments) there are, as BERT's;
-    tokens are of type 0 where the caller gives none. ``mask_token``, ``bos_token`` ([CLS]) and ``eos_token`` ([SEP]):
-    the ids of a mask and of a sequence's ends; data is prepared with them, the model treats them as any other. What a
-    decoder continues ends with an ``eos_token``, of which it may have several.
+    tokens are of type 0 where the caller gives none. ``mask_token``, ``bos_token`` ([CLS]) and ``eos_token``
+    ([SEP]): the ids of a mask and of a sequence's ends; data is prepared with them, the model treats them as any
+    other. What a decoder continues ends with an ``eos_token``, of which it may have several.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -105,3 +122,123 @@ class Tokens(Input):
 
     def example(self, batch: int, time: int, device: torch.device | str | None = None) -> Tensor:
         return torch.zeros(batch, time, dtype=torch.int64, device=device)
+
+
+# A vocabulary in clusters of falling frequency, as adaptive embeddings and softmaxes have it (Grave et al. 2017).
+
+
+class Tables(NamedTuple):
+    """The tables that a tied adaptive head shares in place of one weight: of each cluster the table [size, width] and
+    the projection [dim, width], None where there is none."""
+
+    tables: tuple[Tensor, ...]
+    projections: tuple[Tensor | None, ...]
+
+    @property
+    def device(self) -> torch.device:
+        return self.tables[0].device
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """The clusters of a vocabulary: token ids [0, cutoffs[0]), [cutoffs[0], cutoffs[1]), ..., the last up to
+    ``vocab_size``; cluster i has vectors of ``width // divisor ** i``."""
+
+    cutoffs: tuple[int, ...]
+    vocab_size: int
+    width: int
+    divisor: int
+
+    def __post_init__(self) -> None:
+        if self.cutoffs and self.cutoffs[-1] >= self.vocab_size:
+            raise KinformerError(
+                f"cutoffs end at {self.cutoffs[-1]}, but there are {plural(self.vocab_size, 'token')}; give cutoffs "
+                "below that."
+            )
+        if min(self.widths) < 1:
+            raise KinformerError(
+                f"a width of {self.width} divided by {self.divisor} for each of {len(self.cutoffs)} further clusters "
+                "leaves nothing; give a smaller divisor or fewer cutoffs."
+            )
+
+    @property
+    def limits(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the first tokens of all clusters, and the tokens after their last."""
+        return (0, *self.cutoffs), (*self.cutoffs, self.vocab_size)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(high - low for low, high in zip(*self.limits, strict=True))
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return tuple(self.width // self.divisor**index for index in range(len(self.cutoffs) + 1))
+
+
+def check_clusters(cutoffs: tuple[int, ...], divisor: int, width: int | None) -> None:
+    """Refuse cutoffs, divisors and widths by which no vocabulary could be cut."""
+    if list(cutoffs) != sorted(set(cutoffs)) or (cutoffs and cutoffs[0] < 1):
+        raise KinformerError(f"cutoffs must be rising token ids from 1 on, but are {list(cutoffs)}.")
+    if divisor < 1:
+        raise KinformerError(f"divisor must be 1 (all clusters of one width) or more, but is {divisor}.")
+    if width is not None and width < 1:
+        raise KinformerError(f"width must be 1 or more, or none (that of the model), but is {width}.")
+
+
+PROJECTION_STD = 0.01
+
+
+class AdaptiveEmbedding(nn.Module):
+    """Token ids to vectors whose width falls with the token's frequency (Baevski and Auli 2019; Dai et al. 2019).
+
+    The embedding (tokens, positions) [batch, time] -> [batch, time, dim]: P_i E_i[token - start_i] for a token of
+    cluster i.
+
+    Tokens are numbered by falling frequency, cluster i ending before ``cutoffs[i]``; its vectors have ``width //
+    divisor ** i`` features. With ``divisor = 1`` all clusters have one projection, none if ``width`` is dim. They
+    begin at N(0, 0.01), as the authors'.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(EmbeddingConfig):
+        kind = "adaptive"
+        cutoffs: tuple[int, ...] = (20000, 40000, 200000)
+        divisor: int = 4
+        width: int | None = None
+
+        def __post_init__(self) -> None:
+            check_clusters(self.cutoffs, self.divisor, self.width)
+
+        def build(self, vocab_size: int, dim: int) -> nn.Module:  # type: ignore[override]
+            return AdaptiveEmbedding(self, vocab_size, dim)
+
+    def __init__(self, config: Config, vocab_size: int, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.clusters = Clusters(config.cutoffs, vocab_size, config.width or dim, config.divisor)
+        shapes = zip(self.clusters.sizes, self.clusters.widths, strict=True)
+        self.tables = nn.ModuleList(nn.Embedding(size, width) for size, width in shapes)
+        widths = self.clusters.widths[: 1 if config.divisor == 1 else None]
+        self.projections = nn.ParameterList(
+            torch.randn(dim, width) * PROJECTION_STD for width in widths if (width, config.divisor) != (dim, 1)
+        )
+
+    @property
+    def weight(self) -> Tables:
+        """Return the tables that a tied adaptive head shares."""
+        projections = list(self.projections) or [None]
+        last = len(projections) - 1
+        tables = tuple(table.weight for table in self.tables)
+        return Tables(tables, tuple(projections[min(index, last)] for index in range(len(tables))))  # type: ignore[arg-type]
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        vectors_so_far: Tensor | None = None
+        for low, high, table, projection in zip(*self.clusters.limits, *self.weight, strict=True):
+            inside = (tokens >= low) & (tokens < high)
+            vectors = embedding((tokens - low).where(inside, 0), table)
+            vectors = vectors if projection is None else linear(vectors, projection)
+            vectors_so_far = (
+                vectors if vectors_so_far is None else torch.where(inside[..., None], vectors, vectors_so_far)
+            )
+        assert vectors_so_far is not None
+        return vectors_so_far

@@ -15,8 +15,7 @@ from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
     from kinformer.interop.patching.convert import Conversion, Phase, convert
-    from kinformer.interop.patching.module import PatchedLayer
-    from kinformer.interop.patching.patch import patch, patched_layers
+    from kinformer.interop.patching.patch import PatchedLayer, patch, patched_layers
 
 __all__ = [
     "Conversion",

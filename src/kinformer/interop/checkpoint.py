@@ -12,31 +12,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kinformer.interop import (
-    bert,
-    big_bird,
     decision,
     decoders,
     deepseek,
     deit,
     encoder_decoders,
-    encoder_keys,
     experts,
     fla,
     gpt2,
     hybrids,
     images,
-    language_part,
     llama,
-    longformer,
     marian,
     modernbert,
     swin,
     vit,
 )
-from kinformer.interop.architecture import add_ends, context_length
-from kinformer.interop.encoder import Family, has_no_types, plainly
-from kinformer.interop.layouts import ConfigData, ConfigView
-from kinformer.interop.settings import Settings
+from kinformer.interop import encoders as encoder_keys
+from kinformer.interop.architecture import Settings, add_ends, context_length
+from kinformer.interop.encoders import BERT, BIG_BIRD, LONGFORMER, ROBERTA, Family, has_no_types, plainly
+from kinformer.interop.hybrids import PARTS, settings, tensors_of
+from kinformer.interop.key_map import ConfigData, ConfigView
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import load_tensors, read_json, reading
 
@@ -89,10 +85,10 @@ class _Format:
 MASKS = re.compile(r"(.*\.)?attn\.(bias|masked_bias)")
 """Masks of old checkpoints of decoders, which may be no numbers at all."""
 FAMILIES = {
-    "bert": bert.BERT,
-    "roberta": bert.ROBERTA,
-    "longformer": longformer.LONGFORMER,
-    "big_bird": big_bird.BIG_BIRD,
+    "bert": BERT,
+    "roberta": ROBERTA,
+    "longformer": LONGFORMER,
+    "big_bird": BIG_BIRD,
 }
 """Encoders of texts, by ``model_type``."""
 FORMATS = {
@@ -162,14 +158,14 @@ def _imported(folder: Path) -> Imported:
     if not isinstance(config, dict):
         raise KinformerError(f"{folder / CONFIG}: is no table of settings; restore it from a copy.")
     kind = config.get("model_type")
-    importable = (*FORMATS, *language_part.PARTS, OURS)
+    importable = (*FORMATS, *PARTS, OURS)
     if not isinstance(kind, str) or kind not in importable:
         raise KinformerError(
             f"{folder / CONFIG}: the model_type {kind!r} cannot be imported; what can: {', '.join(importable)}."
         )
-    is_part = kind in language_part.PARTS
+    is_part = kind in PARTS
     if is_part:
-        config = language_part.settings(config, folder / CONFIG)
+        config = settings(config, folder / CONFIG)
         kind = config["model_type"]
     if config.get("quantization_config") is not None:
         raise KinformerError(
@@ -181,7 +177,7 @@ def _imported(folder: Path) -> Imported:
     model, notes = form.model_config(config, folder / CONFIG), tuple[str, ...]()
     tensors, left_out = _weights(_tensors(folder), form.buffers, folder), tuple[str, ...]()
     if is_part:
-        tensors, left_out = language_part.tensors_of(tensors)
+        tensors, left_out = tensors_of(tensors)
     if form.family is not None:
         model, weights, notes = _text_encoder(form.family, tensors, config, folder)
     else:

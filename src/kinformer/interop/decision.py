@@ -11,11 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kinformer.interop.architecture import Architecture
+from kinformer.interop.architecture import Architecture, Settings, integer
 from kinformer.interop.gpt2 import GPT2, KEYS, REQUIRED
-from kinformer.interop.key_map import KeyMap, key
-from kinformer.interop.layouts import ConfigData, ConfigView
-from kinformer.interop.settings import Settings, integer
+from kinformer.interop.key_map import ConfigData, ConfigView, KeyMap, key
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:

@@ -6,13 +6,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from kinformer.interop.architecture import Architecture
-from kinformer.interop.expert_keys import experts_of, feed_forward_keys
-from kinformer.interop.key_map import KeyMap, key
-from kinformer.interop.layouts import ConfigData, ConfigView
+from kinformer.interop.architecture import (
+    Architecture,
+    Settings,
+    choice,
+    integer,
+    magnitude,
+    number,
+    parameters,
+    positive,
+    require,
+    rope,
+    switch,
+)
+from kinformer.interop.experts import experts_of, feed_forward_keys
+from kinformer.interop.key_map import ConfigData, ConfigView, KeyMap, key
 from kinformer.interop.llama import DEFAULTS, like_llama
-from kinformer.interop.rotary import magnitude, parameters, rope
-from kinformer.interop.settings import Settings, choice, integer, number, positive, require, switch
 from kinformer.runtime.errors import KinformerError
 
 DEEPSEEK: Mapping[str, object] = {

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kinformer.interop import images, vit
-from kinformer.interop.key_map import KeyMap, key
-from kinformer.interop.layouts import ConfigData, ConfigView
-from kinformer.interop.settings import Settings
+from kinformer.interop.architecture import Settings
+from kinformer.interop.key_map import ConfigData, ConfigView, KeyMap, key
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:

@@ -13,12 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kinformer.interop.architecture import DEPTH
-from kinformer.interop.encoder import ACTIVATIONS
-from kinformer.interop.key_map import Key, KeyMap, key
-from kinformer.interop.layouts import CROSS_KV, GATE_UP, QKV, Behind, ConfigData, ConfigView
+from kinformer.interop.architecture import DEPTH, Settings, choice, complete, integer, number, require, switch
+from kinformer.interop.encoders import ACTIVATIONS
+from kinformer.interop.key_map import CROSS_KV, GATE_UP, QKV, Behind, ConfigData, ConfigView, Key, KeyMap, key
 from kinformer.interop.marian import NAMES
-from kinformer.interop.settings import Settings, choice, complete, integer, number, require, switch
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:

@@ -10,17 +10,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kinformer.interop import deit, encoder_keys, swin, vit
+from kinformer.interop import deit, swin, vit
+from kinformer.interop.architecture import Settings
 from kinformer.interop.checkpoint import FAMILIES
-from kinformer.interop.encoder import ACTIVATIONS
-from kinformer.interop.layouts import ConfigData, ConfigView
+from kinformer.interop.encoders import ACTIVATIONS, write
+from kinformer.interop.key_map import ConfigData, ConfigView
 from kinformer.interop.routes import PLACE, Padding, Route, Weights, ends
-from kinformer.interop.settings import Settings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kinformer.interop.encoder import Family
+    from kinformer.interop.encoders import Family
 
 THEIRS = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
 """Our name of an activation to theirs."""
@@ -141,7 +141,7 @@ def _read_text(family: Family, settings: Settings, ours: ConfigView) -> ConfigDa
 
 
 def _write_text(family: Family, weights: Weights, model: ConfigView, settings: Settings) -> dict[str, Tensor]:
-    return encoder_keys.write(family.key_map(settings, PLACE, model["head"]["kind"]), weights, model)
+    return write(family.key_map(settings, PLACE, model["head"]["kind"]), weights, model)
 
 
 def _text_notes(kind: str, model: ConfigView) -> list[str]:

@@ -10,11 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from reprlib import repr as excerpt
 
-from kinformer.interop.architecture import Architecture
-from kinformer.interop.key_map import GATED, Key, KeyMap, key
-from kinformer.interop.layouts import DELTA, KERNEL_QKV, QKV, TAPS, ConfigData, ConfigView
+from kinformer.interop.architecture import Architecture, Settings, choice, integer, number, positive, switch
+from kinformer.interop.key_map import DELTA, GATED, KERNEL_QKV, QKV, TAPS, ConfigData, ConfigView, Key, KeyMap, key
 from kinformer.interop.llama import attention
-from kinformer.interop.settings import Settings, choice, integer, number, positive, switch
 from kinformer.runtime.errors import KinformerError
 
 DEFAULTS: Mapping[str, object] = {

@@ -10,11 +10,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from kinformer.interop.architecture import Architecture
-from kinformer.interop.encoder import ACTIVATIONS
-from kinformer.interop.key_map import KeyMap, key
-from kinformer.interop.layouts import TRANSPOSED, ConfigData
-from kinformer.interop.settings import Settings, choice, integer, number, switch
+from kinformer.interop.architecture import Architecture, Settings, choice, integer, number, switch
+from kinformer.interop.encoders import ACTIVATIONS
+from kinformer.interop.key_map import TRANSPOSED, ConfigData, KeyMap, key
 from kinformer.runtime.errors import KinformerError
 
 DEFAULTS: Mapping[str, object] = {

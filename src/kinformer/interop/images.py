@@ -11,12 +11,10 @@ from pathlib import Path
 from reprlib import repr as excerpt
 from typing import TYPE_CHECKING
 
-from kinformer.interop.key_map import key
-from kinformer.interop.layouts import ConfigData, ConfigView, Layout
-from kinformer.interop.settings import integer
-from kinformer.runtime.errors import KinformerError
+from kinformer.interop.architecture import integer
+from kinformer.interop.key_map import ConfigData, ConfigView, Layout, key
+from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.files import read_json
-from kinformer.runtime.words import plural
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,11 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from kinformer.interop.architecture import Architecture
-from kinformer.interop.key_map import GATED, Key, KeyMap, key
-from kinformer.interop.layouts import ONE_PLUS, QKV, SAME, ConfigData, ConfigView, Layout
-from kinformer.interop.rotary import rope
-from kinformer.interop.settings import FULL, WINDOW, Settings, choice, integer, number, positive, switch
+from kinformer.interop.architecture import (
+    FULL,
+    WINDOW,
+    Architecture,
+    Settings,
+    choice,
+    integer,
+    number,
+    positive,
+    rope,
+    switch,
+)
+from kinformer.interop.key_map import GATED, ONE_PLUS, QKV, SAME, ConfigData, ConfigView, Key, KeyMap, Layout, key
 from kinformer.runtime.errors import KinformerError
 
 DEFAULTS: Mapping[str, object] = {

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kinformer.interop.key_map import KeyMap, key
-from kinformer.interop.layouts import CROSS_KV, QKV, ConfigData, ConfigView
-from kinformer.interop.settings import Settings, choice, complete, integer, number
+from kinformer.interop.architecture import Settings, choice, complete, integer, number
+from kinformer.interop.key_map import CROSS_KV, QKV, ConfigData, ConfigView, KeyMap, key
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:

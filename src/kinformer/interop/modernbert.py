@@ -10,14 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kinformer.interop.architecture import Architecture
-from kinformer.interop.encoder import ACTIVATIONS, special_tokens
-from kinformer.interop.encoder_keys import NEW_HEAD, new_head
-from kinformer.interop.key_map import KeyMap, key
-from kinformer.interop.layouts import ConfigData
+from kinformer.interop.architecture import FULL, WINDOW, Architecture, Settings, choice, integer, number, rope, switch
+from kinformer.interop.encoders import ACTIVATIONS, NEW_HEAD, new_head, special_tokens
+from kinformer.interop.key_map import ConfigData, KeyMap, key
 from kinformer.interop.llama import layer_types
-from kinformer.interop.rotary import rope
-from kinformer.interop.settings import FULL, WINDOW, Settings, choice, integer, number, switch
 
 if TYPE_CHECKING:
     from torch import Tensor

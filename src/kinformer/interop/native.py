@@ -1,27 +1,67 @@
-"""The architecture of the library transformers that a model of ours is exactly, and its ``config.json``.
+"""The uses that transformers has classes for, and what a model of ours is used for.
 
-Every architecture's settings are computed from our config and then read again by the import. A model *is* an
-architecture if that gives our config back, so export and import cannot disagree.
+A use ends the name of a class: ``CausalLM`` is that of ``AutoModelForCausalLM``, and of our ``KinformerForCausalLM``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kinformer.core import kind_table
-from kinformer.core.config import from_dict, to_dict
-from kinformer.core.model import CausalModel
-from kinformer.core.model_config import ModelConfig
+from kinformer.core.config import find, from_dict, to_dict
+from kinformer.core.model import CausalModel, SourceModel, WholeModel
+from kinformer.core.stack import ModelConfig
 from kinformer.interop import encoder_routes, images, routes, trajectory_routes, translator_routes
-from kinformer.interop.layouts import ConfigView
+from kinformer.interop.architecture import Settings
+from kinformer.interop.key_map import ConfigView
 from kinformer.interop.routes import Padding, Weights
-from kinformer.interop.settings import Settings
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+GENERATE = ("CausalLM", "Seq2SeqLM")
+"""The uses that generate."""
+
+
+def use_of(config: ModelConfig) -> str | None:
+    """Return the use of a model of ``config``; None for one that transformers has no class for."""
+    model: Any = config
+    reads_ids = model.input.kind == "tokens"
+    if model.input.kind == "frames":
+        return "CTC" if model.head.kind == "ctc" else None
+    if model.protocol is CausalModel:
+        return "CausalLM" if reads_ids else None
+    if model.protocol is SourceModel:
+        source = model.encoder.input
+        return "Seq2SeqLM" if reads_ids and (source is None or source.kind == "tokens") else None
+    if model.protocol is not WholeModel:
+        return None
+    if model.head.kind == "masked_language":
+        return "MaskedLM" if reads_ids else None
+    if not hasattr(model.head, "classes") or not (reads_ids or model.input.whole):
+        return None
+    if model.head.per_position:
+        return "TokenClassification" if reads_ids else None
+    return "SequenceClassification" if reads_ids else "ImageClassification"
+
+
+def auto_class_of(use: str) -> str:
+    """Return the class of transformers that loads models of a ``use``."""
+    return f"AutoModelFor{use}"
+
+
+def model_class_of(use: str) -> str:
+    """Return our class for a ``use``."""
+    return f"KinformerFor{use}"
+
+
+# The architecture of the library transformers that a model of ours is exactly, and its ``config.json``.
+#
+# Every architecture's settings are computed from our config and then read again by the import. A model *is* an
+# architecture if that gives our config back, so export and import cannot disagree.
 
 ROUTES = routes.ROUTES | encoder_routes.ROUTES | translator_routes.ROUTES | trajectory_routes.ROUTES
 UNCOMPUTED = {"dropout", "initialisation", "impl", "std", "checkpoint", "chunks"}
@@ -80,7 +120,7 @@ def native_form(config: ModelConfig, length: int | None = None, padding: Padding
         try:
             model = route.order(data)
             written = route.settings(model, length, padding)
-            read = from_dict(ModelConfig, route.read(written, model), kind_table.find())
+            read = from_dict(ModelConfig, route.read(written, model), find())
         except (KinformerError, KeyError, TypeError, ValueError, AttributeError):
             continue
         ours, theirs = dict(_leaves(model)), dict(_leaves(to_dict(read)))

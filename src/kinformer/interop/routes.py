@@ -8,10 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kinformer.interop import decoders, deepseek, experts, gpt2, hybrids, inverse, inverse_experts, llama
+from kinformer.interop import decoders, deepseek, experts, gpt2, hybrids, inverse, llama
+from kinformer.interop.architecture import Settings
 from kinformer.interop.checkpoint import CONFIG
-from kinformer.interop.layouts import ConfigData, ConfigView
-from kinformer.interop.settings import Settings
+from kinformer.interop.inverse import EXPERT_SETTINGS
+from kinformer.interop.key_map import ConfigData, ConfigView
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,7 +81,7 @@ DECODERS: dict[str, Architecture] = (
     | experts.ARCHITECTURES
     | deepseek.ARCHITECTURES
 )
-SETTINGS = inverse.SETTINGS | inverse_experts.SETTINGS
+SETTINGS = inverse.SETTINGS | EXPERT_SETTINGS
 """The ``model_type`` to its settings for a config of ours; Qwen3-Next without experts is a Qwen3.5."""
 CAUSAL = {
     "llama": "LlamaForCausalLM",
@@ -126,7 +127,7 @@ def _halved(weights: Weights, model: ConfigView) -> dict[str, Tensor]:
     """Return ``weights`` whose rows of queries and keys pair feature i with i + width / 2 instead of 2i with 2i + 1."""
     import torch
 
-    from kinformer.interop.layouts import head_rows
+    from kinformer.interop.key_map import head_rows
 
     changed = dict(weights)
     for number, layer in enumerate(model["layers"]):

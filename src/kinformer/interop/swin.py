@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kinformer.interop import images
-from kinformer.interop.encoder import ACTIVATIONS
-from kinformer.interop.key_map import KeyMap, key
-from kinformer.interop.layouts import ConfigData, ConfigView
-from kinformer.interop.settings import choice, complete, integer, number
-from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.words import plural
+from kinformer.interop.architecture import choice, complete, integer, number
+from kinformer.interop.encoders import ACTIVATIONS
+from kinformer.interop.key_map import ConfigData, ConfigView, KeyMap, key
+from kinformer.runtime.errors import KinformerError, plural
 
 if TYPE_CHECKING:
     from torch import Tensor

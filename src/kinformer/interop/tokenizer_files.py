@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kinformer.interop.checkpoint import TOKENIZER
-from kinformer.interop.encoder import ids_of
-from kinformer.interop.layouts import ConfigView
+from kinformer.interop.encoder_routes import labels_of
+from kinformer.interop.encoders import ids_of
+from kinformer.interop.images import PREPROCESSOR
+from kinformer.interop.key_map import ConfigView
 from kinformer.interop.routes import Padding
+from kinformer.lab.data.sound import CHARACTERS
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import read_json, reading, write_json
 from kinformer.runtime.parsing import JsonObject
@@ -168,7 +171,9 @@ def write_tokenizer(
     texts = {number: text for text, number in ids_of(changed).items()}
     spelled = {role: texts[number] for role, (number, _) in special.roles.items() if number in texts}
     pad = spelled.get(special.pad or "", special.pad if special.pad in texts.values() else None)
-    write_json(folder / TOKENIZER_CONFIG, {**settings, **spelled, **({} if pad is None else {"pad_token": pad}), **named})
+    write_json(
+        folder / TOKENIZER_CONFIG, {**settings, **spelled, **({} if pad is None else {"pad_token": pad}), **named}
+    )
 
 
 def _with_special(data: JsonObject, special: Special) -> JsonObject:
@@ -229,3 +234,25 @@ def byte_tokenizer() -> dict[str, object]:
         "decoder": level,
         "model": {"type": "BPE", "vocab": {sign: byte for byte, sign in enumerate(signs)}, "merges": []},
     }
+
+
+# The files of a folder of speech recognition: how sound is prepared, and which symbols are written.
+
+BLANK = "<pad>"
+"""What transformers calls class 0, which is no symbol."""
+VOCABULARY = "vocab.json"
+
+
+def write_speech(folder: Path, symbols: Sequence[str], unit: str, rate: int) -> dict[str, object]:
+    """Write into ``folder`` how sound of ``rate`` samples a second is prepared, and of characters a tokenizer; return
+    the settings of ``config.json``."""
+    prepared: dict[str, object] = {"feature_size": 1, "sampling_rate": rate, "padding_value": 0.0}
+    prepared |= {"feature_extractor_type": "Wav2Vec2FeatureExtractor", "do_normalize": False}
+    write_json(folder / PREPROCESSOR, prepared | {"return_attention_mask": True})
+    names = [BLANK, *symbols]
+    if unit == CHARACTERS:
+        write_json(folder / VOCABULARY, {name: number for number, name in enumerate(names)})
+        tokens = {"pad_token": BLANK, "unk_token": BLANK, "bos_token": None, "eos_token": None}
+        settings = {"tokenizer_class": "Wav2Vec2CTCTokenizer", "word_delimiter_token": " "}
+        write_json(folder / TOKENIZER_CONFIG, settings | tokens)
+    return {"sampling_rate": rate, "pad_token_id": 0, **labels_of(names)}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kinformer.interop import decision
+from kinformer.interop.architecture import Settings
 from kinformer.interop.inverse import SETTINGS
-from kinformer.interop.layouts import ConfigView
+from kinformer.interop.key_map import ConfigView
 from kinformer.interop.routes import PLACE, Padding, Route, Weights
-from kinformer.interop.settings import Settings
 
 if TYPE_CHECKING:
     from torch import Tensor

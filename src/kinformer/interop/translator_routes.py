@@ -6,9 +6,9 @@ import re
 from typing import TYPE_CHECKING
 
 from kinformer.interop import marian
-from kinformer.interop.layouts import ConfigData, ConfigView
+from kinformer.interop.architecture import Settings
+from kinformer.interop.key_map import ConfigData, ConfigView
 from kinformer.interop.routes import PLACE, Padding, Route, Weights
-from kinformer.interop.settings import Settings
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kinformer.interop import images
-from kinformer.interop.encoder import ACTIVATIONS
-from kinformer.interop.key_map import Key, KeyMap, key
-from kinformer.interop.layouts import QKV, ConfigData
-from kinformer.interop.settings import choice, complete, integer, number
+from kinformer.interop.architecture import choice, complete, integer, number
+from kinformer.interop.encoders import ACTIVATIONS
+from kinformer.interop.key_map import QKV, ConfigData, Key, KeyMap, key
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:

@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING
 
 from kinformer.core.config import to_dict
 from kinformer.core.model import PROTOCOLS, SourceModel
-from kinformer.core.model_config import ModelConfig
+from kinformer.core.stack import ModelConfig
+from kinformer.interop.architecture import Settings
 from kinformer.interop.checkpoint import CONFIG, INDEX, OURS, WEIGHTS
 from kinformer.interop.encoder_routes import labels
-from kinformer.interop.forms import GENERATE, auto_class_of, model_class_of, use_of
 from kinformer.interop.images import PREPROCESSOR, preprocessor
-from kinformer.interop.layouts import ConfigView
-from kinformer.interop.native import Native, native_form
+from kinformer.interop.key_map import ConfigView
+from kinformer.interop.native import GENERATE, Native, auto_class_of, model_class_of, native_form, use_of
 from kinformer.interop.routes import Padding
-from kinformer.interop.settings import Settings
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import partial_of, require_utf8, save_tensors, write_json
 from kinformer.runtime.parsing import JsonObject

@@ -33,8 +33,7 @@ from kinformer.core.parts import (
     is_plain,
     merge_heads,
 )
-from kinformer.core.pattern import Pattern
-from kinformer.core.raster import check_grid
+from kinformer.core.pattern import Pattern, check_grid
 from kinformer.kernels.attention import (
     Attended,
     AttentionDropout,
@@ -46,17 +45,15 @@ from kinformer.kernels.attention import (
     check_impl,
     merge,
 )
-from kinformer.kernels.attention.picked import allowed_pairs, at_slots, index_of
-from kinformer.kernels.attention.stretch import of_stretch
+from kinformer.kernels.attention.spans import allowed_pairs, at_slots, index_of, of_stretch
 from kinformer.kernels.impls import AttentionImpl
-from kinformer.patterns.full import Full
-from kinformer.positions.none import NoPosition
-from kinformer.projections.multi_head import MultiHead
-from kinformer.projections.output_gate import Gate, build_gate
-from kinformer.projections.value_residual import ValueResidual
+from kinformer.parts.output_parts import Gate, ValueResidual, build_gate
+from kinformer.parts.patterns.sequence import Full
+from kinformer.parts.positions import NoPosition
+from kinformer.parts.projections import MultiHead
+from kinformer.parts.scores import ScaledDot
 from kinformer.runtime.compiling import uncompiled
 from kinformer.runtime.errors import KinformerError
-from kinformer.scores.scaled_dot import ScaledDot
 
 _STEP = 64
 """Texts whose lengths differ by fewer tokens are computed to the same length, where each has its own pattern."""

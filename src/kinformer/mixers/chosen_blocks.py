@@ -9,7 +9,7 @@ means of their keys, after the position has turned them (``kernels.chosen.choice
 
 ``compression`` attends to a summary of the keys and values of each complete block, o_slc is the attention above, whose
 blocks are those of the largest probabilities there, and ``window`` attends to the last tokens. Summaries are means, or
-what a perceptron makes of a block (``projections.block_summary``). It sees keys as the position turns them from the
+what a perceptron makes of a block (``parts.projections``). It sees keys as the position turns them from the
 block's first token on, and what it makes stands where that token does: a summary knows no more of where the block lies
 than its mean would. Summaries of ``summary_length`` tokens begin every ``summary_stride`` tokens and may overlap; the
 importance of a block then is that of the summaries that share tokens with it (NSA, equation 9).
@@ -50,11 +50,10 @@ from kinformer.kernels.chosen import (
     chosen_attention,
     reference,
 )
-from kinformer.kernels.chosen.means import Means, Place, averages, means_of
+from kinformer.kernels.chosen.choice import Means, Place, averages, means_of
 from kinformer.kernels.impls import AttentionImpl, ChosenImpl
-from kinformer.positions.none import NoPosition
-from kinformer.projections.block_summary import BlockSummary
-from kinformer.projections.multi_head import MultiHead
+from kinformer.parts.positions import NoPosition
+from kinformer.parts.projections import BlockSummary, MultiHead
 from kinformer.runtime import errors
 from kinformer.runtime.host import HostDriven
 

@@ -41,11 +41,10 @@ from kinformer.kernels.impls import AttentionImpl
 from kinformer.kernels.lookup import CoarseQuantizer, Search
 from kinformer.kernels.lookup.lists import centroids
 from kinformer.kernels.lookup.store import Evicted, Store, StoreSizes, Subsequence, join
-from kinformer.positions.none import NoPosition
+from kinformer.parts.positions import NoPosition
 from kinformer.runtime.compiling import uncompiled
-from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.host import HostDriven, host_ints
-from kinformer.runtime.words import plural
 
 _BLOCKS = 16
 """How many times the memory is copied while it fills: tokens leave the window in this many blocks."""

@@ -53,12 +53,12 @@ from kinformer.kernels.attention import (
     merge,
 )
 from kinformer.kernels.impls import AttentionImpl
-from kinformer.patterns.segments import Segments, check_sizes
-from kinformer.positions.xl import TransformerXL
-from kinformer.projections.multi_head import MultiHead
+from kinformer.parts.patterns.sequence import Segments, check_sizes
+from kinformer.parts.projections import MultiHead
+from kinformer.parts.relative_positions import TransformerXL
+from kinformer.parts.scores import ScaledDot
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import host_ints
-from kinformer.scores.scaled_dot import ScaledDot
 
 
 class SegmentState(NamedTuple):

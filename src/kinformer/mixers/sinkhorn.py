@@ -1,37 +1,53 @@
-"""Sparse Sinkhorn attention: blocks see themselves and one that a learned, soft sorting brings (Tay et al. 2020).
-
-    R_i = W_2 relu(W_1 sum of the tokens in block i)        sort logits of block i for every block, head by head
-    S   = exp of N normalisations of (R + Gumbel noise) / temperature in the log domain, of rows and columns in turns
-    K'_i = sum_j S_ij K_j,   V'_i = sum_j S_ij V_j          blocks of keys, and values with them
-    y   = softmax(q [K'_i; K_i]^T / sqrt(head_dim)) [V'_i; V_i]   for the queries of block i
-
-With SortCut (their section 3.4) all queries see the first ``cut`` sorted blocks alone. Scores cost time * 2 block (or
-time * cut * block), sorting time^2 / block products of width head_dim, which few blocks keep small.
-
-Where the last block is not full, what is missing has no weight in a sorted block: the others' weights at that slot are
-scaled up to the sum that all would have. Noise is drawn in training only.
-"""
+"""Sparse Sinkhorn attention (Tay et al. 2020), of an encoder and causal."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from kinformer.core.contract import in_range, select_valid, state_dtype
+from kinformer.core.contract import (
+    CausalMixer,
+    Chunk,
+    MixerConfig,
+    activation_dtype,
+    advance,
+    in_range,
+    newest,
+    positions_of,
+    real_resets,
+    select_valid,
+    state_dtype,
+)
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global, within
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
+from kinformer.core.pattern import Band
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
 from kinformer.kernels.impls import AttentionImpl
-from kinformer.kernels.sinkhorn import check_sorting, sinkhorn, with_gumbel_noise
-from kinformer.projections.multi_head import MultiHead
+from kinformer.kernels.sinkhorn import check_sorting, sinkhorn, sorted_within_the_past, with_gumbel_noise
+from kinformer.parts.projections import MultiHead
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.host import has_data
 
 
 class SinkhornAttention(EncoderMixer):
-    """The mixer x [batch, time, dim] -> y [batch, time, dim], time <= ``max_length``. ``head_dim`` defaults to dim /
+    """Sparse Sinkhorn attention: blocks see themselves and one that a learned, soft sorting brings (Tay et al. 2020).
+
+        R_i = W_2 relu(W_1 sum of the tokens in block i)        sort logits of block i for every block, head by head
+        S   = exp of N normalisations of (R + Gumbel noise) / temperature in the log domain, of rows and columns in turns
+        K'_i = sum_j S_ij K_j,   V'_i = sum_j S_ij V_j          blocks of keys, and values with them
+        y   = softmax(q [K'_i; K_i]^T / sqrt(head_dim)) [V'_i; V_i]   for the queries of block i
+
+    With SortCut (their section 3.4) all queries see the first ``cut`` sorted blocks alone. Scores cost time * 2
+    block (or time * cut * block), sorting time^2 / block products of width head_dim, which few blocks keep small.
+
+    Where the last block is not full, what is missing has no weight in a sorted block: the others' weights at that
+    slot are scaled up to the sum that all would have. Noise is drawn in training only.
+
+    The mixer x [batch, time, dim] -> y [batch, time, dim], time <= ``max_length``. ``head_dim`` defaults to dim /
     num_heads.
 
     ``iterations``: N, each of rows and then of columns; ``cut``: 0 without SortCut.
@@ -148,3 +164,219 @@ def _sorted(weights: Tensor, k: Tensor, v: Tensor, present: Tensor | None) -> tu
         mixed = (weights.to(tensor.dtype) @ tensor.flatten(3)).unflatten(3, tensor.shape[3:])
         parts.append((mixed if present is None else mixed * scaled.to(mixed.dtype).unsqueeze(-1)).to(dtype))
     return parts[0], parts[1]
+
+
+class SortedState(NamedTuple):
+    """The state: ``k``, ``v`` [batch, heads, past, head_dim], right-aligned; ``sums`` [batch, blocks, dim], those of
+    the tokens of every block, in float32 or better; ``seen`` [batch] int64."""
+
+    k: Tensor
+    v: Tensor
+    sums: Tensor
+    seen: Tensor
+
+    slots = ("k", "v")  # type: ignore[misc]
+
+
+class Rows(NamedTuple):
+    """Sequences of a chunk as rows: sequence i stands in row ``row[i]`` after others; ``places`` [n, time]
+    are its tokens' in the chunk flattened, ``valid`` [n, time] where there is one; ``continues`` [n] whether it
+    continues what the row's state holds; ``last`` [batch]: the last sequence of every row."""
+
+    row: Tensor
+    places: Tensor
+    valid: Tensor
+    continues: Tensor
+    last: Tensor
+
+
+class CausalSinkhornAttention(CausalMixer):
+    """Sparse Sinkhorn attention for decoders, where blocks are sorted within the past (after Tay et al. 2020, section
+    3.3).
+
+        c_i = sum of all tokens before block i                  R_i = W_2 relu(W_1 c_i)   logits for every block, by head
+        S^i = balanced(R_1..i, 0..i-1)                          the square of rows 1 to i and of the blocks 0 to i - 1
+        K'_i = sum_{j < i} S^i_ij K_j,   V'_i = sum_{j < i} S^i_ij V_j
+        y_t = softmax(q_t [K'_i; K_i, up to t]^T / sqrt(head_dim)) [V'_i; V_i, up to t]       for t in block i
+
+    The published form balances one matrix of all blocks under a causal mask: what block i takes of a block is
+    divided by a sum over what later blocks take of it, so that its outputs know the future (tested in
+    tests/mixers/test_sinkhorn.py). Here each block has a ranking of its past alone, S^i, in which only it and
+    earlier blocks compete. The first block sees itself. A token costs 2 block scores, a block a sum over its past
+    and ``iterations`` passes over i^2 logits.
+
+    The mixer x [batch, time, dim] -> y [batch, time, dim], for sequences of at most ``max_length`` tokens.
+    ``head_dim`` defaults to dim / num_heads.
+
+    ``iterations``: of balancing, each of rows and then of columns. Gumbel noise is drawn in training alone.
+    """
+
+    growth = "linear"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(MixerConfig):
+        kind = "causal_sinkhorn"
+        indivisible = "its sorting draws the noise of all heads at once"
+        num_heads: int = 4
+        head_dim: int | None = None
+        block: int = 64
+        max_length: int = 512
+        iterations: int = 5
+        temperature: float = 0.75
+        noise: bool = True
+        bias: bool = True
+        dropout: float = 0.0  # of the attention probabilities
+        impl: AttentionImpl = "auto"
+
+        def __post_init__(self) -> None:
+            check_sorting(self.block, self.max_length, self.iterations, self.temperature)
+
+        def build(self, dim: int) -> CausalSinkhornAttention:
+            return CausalSinkhornAttention(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.config, self.dim = config, dim
+        self.max_length: int = config.max_length
+        self.head_dim = config.head_dim or head_width(dim, config.num_heads)
+        check_impl(config.impl, Needs(sets=False, dropout=config.dropout > 0), config.kind)
+        self.scale, self.blocks = self.head_dim**-0.5, config.max_length // config.block
+        self.projection = MultiHead.Config(bias=config.bias).build(dim, config.num_heads, self.head_dim)
+        self.inner = nn.Linear(dim, dim)
+        self.outer = nn.Linear(dim, config.num_heads * self.blocks)
+        self.out = ResidualOutput(config.num_heads * self.head_dim, dim, bias=config.bias)
+        self.pattern = Band()  # query r of a block stands at slot block + r of its keys
+
+    def initial_state(
+        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> SortedState:
+        like: Tensor = self.out.weight
+        device, dtype = device or like.device, dtype or activation_dtype(like)
+        empty = torch.zeros(batch, self.config.num_heads, 0, self.head_dim, device=device, dtype=dtype)
+        sums = torch.zeros(batch, self.blocks, self.dim, device=device, dtype=state_dtype(dtype))
+        return SortedState(empty, empty, sums, torch.zeros(batch, dtype=torch.int64, device=device))  # type: ignore[call-arg]
+
+    def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
+        slots = 2 * length * self.config.num_heads * self.head_dim * dtype.itemsize
+        return slots + self.blocks * self.dim * state_dtype(dtype).itemsize + 8
+
+    def forward(self, chunk: Chunk, state: SortedState) -> tuple[Tensor, SortedState]:
+        reset = real_resets(chunk)
+        if reset is None or not has_data(reset):
+            return self._absorb(chunk, state)
+        rows = _sequences(reset, chunk.valid)
+        x = chunk.x.flatten(0, 1)[rows.places]
+        y, after = self._absorb(Chunk(x, rows.valid), _continued(state, rows))
+        joined = y.new_zeros(chunk.x.shape[0] * chunk.x.shape[1], y.shape[-1])
+        joined = joined.index_put((rows.places[rows.valid],), y[rows.valid])
+        return joined.unflatten(0, chunk.x.shape[:2]), SortedState(*(leaf[rows.last] for leaf in after))
+
+    def _absorb(self, chunk: Chunk, state: SortedState) -> tuple[Tensor, SortedState]:
+        """Absorb a chunk that goes on with the sequences of ``state``."""
+        chunk = chunk._replace(reset=None)
+        positions = positions_of(chunk, state.seen)
+        seen, x = advance(state.seen, chunk, positions), select_valid(chunk.x, chunk.valid)
+        self._check(state, x.shape[1], seen)
+        q, k, v = self.projection(x)
+        past = state.k.shape[2]
+        if past:
+            k, v = torch.cat([state.k.to(k.dtype), k], 2), torch.cat([state.v.to(v.dtype), v], 2)
+        number = (positions // self.config.block).clamp(max=self.blocks - 1)
+        sums = state.sums.scatter_add(1, number[..., None].expand(-1, -1, self.dim), x.to(state.sums.dtype))
+        y = self._attend(q, k, v, sums, state.seen)
+        k, v = (newest(chunk, slots, seen, None) for slots in (k, v))
+        return select_valid(self.out(merge_heads(y)), chunk.valid), SortedState(k, v, sums, seen)  # type: ignore[call-arg]
+
+    def _check(self, state: SortedState, time: int, seen: Tensor) -> None:
+        """Raise where a sequence ends beyond ``max_length``; the host looks only where that is possible."""
+        if state.k.shape[2] + time > self.max_length and has_data(seen) and not torch.compiler.is_compiling():
+            longest = int(seen.max())
+            if longest > self.max_length:
+                raise KinformerError(
+                    f"a sequence has {longest} tokens, but the mixer causal_sinkhorn ends at max_length = "
+                    f"{self.max_length}; give shorter sequences, or a model that is built and trained with more."
+                )
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, seen: Tensor) -> Tensor:
+        """Return what queries [batch, heads, time, head_dim] read of all slots; ``seen`` [batch] before the chunk."""
+        block, time = self.config.block, q.shape[2]
+        past = k.shape[2] - time
+        first, lead = seen // block, seen % block
+        # blocks that the chunk touches: of any row, as it may begin anywhere in its first one
+        number = first[:, None] + torch.arange((time + block - 2) // block + 1, device=q.device)
+        count = min((k.shape[2] + block - 1) // block, self.blocks)
+        number = number.clamp(max=count - 1)
+        k, v = (self._by_position(slots, past - seen if past else None, count) for slots in (k, v))
+        logits = self.outer(self.inner(_before(sums[:, :count]).to(q.dtype)).relu())
+        logits = logits.unflatten(-1, (self.config.num_heads, -1))[..., :count].transpose(1, 2).to(sums.dtype)
+        if self.config.noise and self.training:
+            logits = with_gumbel_noise(logits)
+        weights = sorted_within_the_past(logits / self.config.temperature, number, self.config.iterations).to(k.dtype)
+        at = number[:, None, :, None, None].expand(-1, k.shape[1], -1, block, k.shape[-1])
+        k, v = (
+            torch.cat([(weights @ slots.flatten(3)).unflatten(3, slots.shape[3:]), slots.gather(2, at)], 3)
+            for slots in (k, v)
+        )
+        return self._within(q, k, v, number, lead)
+
+    def _within(self, q: Tensor, k: Tensor, v: Tensor, number: Tensor, lead: Tensor) -> Tensor:
+        """Attend from the queries to the sorted block and to theirs, both in k, v [batch, heads, m, 2 block, head_dim];
+        ``lead`` [batch]: tokens of the first block before the chunk."""
+        block, (batch, heads, time, _) = self.config.block, q.shape
+        sorted_ = torch.arange(2 * block, device=q.device) < block
+        hidden = sorted_ & (number == 0)[..., None]  # the first block has none
+        scoring = Scoring(self.scale, dropout=AttentionDropout.drawn(self.config.dropout, self.training))
+        if time == 1:
+            hidden = hidden[:, 0] | (torch.arange(-block, block, device=q.device) > lead[:, None])
+            seen = Visibility(key_padding_mask=hidden)
+            return attention(q, k[:, :, 0], v[:, :, 0], seen, scoring, impl=self.config.impl).out
+        place = torch.arange(time, device=q.device) + lead[:, None]
+        at = place[:, None, :, None].expand(-1, heads, -1, q.shape[-1])
+        lines = q.new_zeros(batch, heads, number.shape[1] * block, q.shape[-1]).scatter(2, at, q)
+        tiles = lines.unflatten(2, (-1, block))
+        rows = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (tiles, k, v)]
+        visibility = Visibility(self.pattern, key_padding_mask=hidden.flatten(0, 1))
+        y = attention(rows[0], rows[1], rows[2], visibility, scoring, impl=self.config.impl).out
+        y = y.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)
+        return y.gather(2, at)
+
+    def _by_position(self, slots: Tensor, shift: Tensor | None, count: int) -> Tensor:
+        """Return slots [batch, heads, slots, width] as blocks [batch, heads, count, block, width] by position, zero
+        where there is no token; slot s of a row holds position s - ``shift`` [batch] (None: 0)."""
+        length = count * self.config.block
+        if shift is None:
+            slots = pad(slots[:, :, :length], (0, 0, 0, max(0, length - slots.shape[2])))
+        else:
+            at = torch.arange(length, device=slots.device) + shift[:, None]
+            there = (at < slots.shape[2])[:, None, :, None]
+            at = at.clamp(max=slots.shape[2] - 1)[:, None, :, None].expand(-1, slots.shape[1], -1, slots.shape[3])
+            slots = torch.where(there, slots.gather(2, at), slots.new_zeros(()))
+        return slots.unflatten(2, (count, self.config.block))
+
+
+def _before(sums: Tensor) -> Tensor:
+    """Return c [batch, blocks, dim], the sum of all tokens before each block."""
+    return pad(sums.cumsum(1)[:, :-1], (0, 0, 1, 0))
+
+
+def _sequences(reset: Tensor, valid: Tensor | None) -> Rows:
+    """Return the sequences of a chunk whose resets are ``reset`` [batch, time] bool."""
+    batch, time = reset.shape
+    starts = reset.clone()
+    starts[:, 0] = True
+    row, first = starts.nonzero(as_tuple=True)
+    following = torch.cat([row[1:] == row[:-1], row.new_zeros(1, dtype=torch.bool)])
+    end = torch.where(following, first.roll(-1), time)
+    index = first[:, None] + torch.arange(int((end - first).max()), device=reset.device)
+    there, index = index < end[:, None], row[:, None] * time + index.clamp(max=time - 1)
+    there = there if valid is None else there & valid.flatten()[index]
+    return Rows(row, index, there, ~reset[row, first], starts.sum(1).cumsum(0) - 1)
+
+
+def _continued(state: SortedState, rows: Rows) -> SortedState:
+    """Return the states in which the sequences ``rows`` begin: those of their rows, or new ones."""
+    state = SortedState(*(leaf[rows.row] for leaf in state))
+    k, v, sums = (
+        torch.where(rows.continues.view(-1, *[1] * (leaf.dim() - 1)), leaf, leaf.new_zeros(())) for leaf in state[:3]
+    )
+    return SortedState(k, v, sums, torch.where(rows.continues, state.seen, 0))  # type: ignore[call-arg]

@@ -7,7 +7,7 @@ a difference of slots is a difference of positions for every row, and ``seen`` s
 With a learnt ``span`` the pattern, and with it the state, is cut to what the heads look at as the weights are now.
 Where each token has spans of its own, their cost adds up in the state. Where the pattern pins the first tokens, the
 state holds these too, and attention to them is merged with that to the others. A ``decay`` by head lowers scores by
-what lies between query and key (``decays.of_scores``), and the state holds its sums.
+what lies between query and key (``parts.decays``), and the state holds its sums.
 """
 
 from __future__ import annotations
@@ -60,23 +60,26 @@ from kinformer.core.parts import (
 from kinformer.core.pattern import Pattern
 from kinformer.core.reserved import DecayedKeysValues, KeysValues, ReservedSlots
 from kinformer.core.span import SpanConfig, TokenSpan, relative_of
-from kinformer.decays.decay import DecayConfig
-from kinformer.decays.of_scores import build_score_decay, sums_of
 from kinformer.kernels.attention import Attended, AttentionDropout, Needs, Scoring, Visibility, check_impl, merge, spans
-from kinformer.kernels.attention import pinned as pinned_tokens
 from kinformer.kernels.attention.ring import around
+from kinformer.kernels.attention.spans import attend_with_pinned, ranks, renewed
 from kinformer.kernels.impls import AttentionImpl
-from kinformer.patterns.causal import Causal
-from kinformer.patterns.spanned import spanned
-from kinformer.positions.none import NoPosition
-from kinformer.projections.differential import build_differential
-from kinformer.projections.exclusive import Exclusive
-from kinformer.projections.multi_head import MultiHead
-from kinformer.projections.output_gate import Gate, build_gate, written
-from kinformer.projections.output_norm import OutputNormKind, build_norm
-from kinformer.projections.value_residual import ValueResidual
+from kinformer.parts.decays import DecayConfig, build_score_decay, sums_of
+from kinformer.parts.output_parts import (
+    Exclusive,
+    Gate,
+    OutputNormKind,
+    ValueResidual,
+    build_differential,
+    build_gate,
+    build_norm,
+    written,
+)
+from kinformer.parts.patterns.sequence import Causal, spanned
+from kinformer.parts.positions import NoPosition
+from kinformer.parts.projections import MultiHead
+from kinformer.parts.scores import ScaledDot
 from kinformer.runtime.host import is_empty_mask
-from kinformer.scores.scaled_dot import ScaledDot
 
 
 class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
@@ -241,7 +244,7 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
             recent = newest(chunk, tokens, seen, past + min(self.projection.context - past, q.shape[2]))
         far = None
         if call.first is not None:
-            far = self.position.rotate(q, k, pinned_tokens.ranks(positions, *self.pins))[0]
+            far = self.position.rotate(q, k, ranks(positions, *self.pins))[0]
         q, k = self.position.rotate(q, k, positions)
         return NewTokens(q, k, self._values(v, chunk), far, recent)
 
@@ -261,11 +264,11 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
             scoring = Scoring.of(self.score, self.position.relative(0, count + window - 1), dropout)
             if self.differential is not None:
                 kv, first = (one._replace(v=self.differential.values(one.v)) for one in (kv, first))
-            attended = pinned_tokens.attend(
+            attended = attend_with_pinned(
                 self.score.queries(new.far), kv, first, positions, window, chunk.reset is not None,
                 scoring._replace(sink=None), self.impl,
             )  # fmt: skip
-        return pinned_tokens.renewed(call.first, Pinned(new.k, new.v), chunk.valid, seen), attended
+        return renewed(call.first, Pinned(new.k, new.v), chunk.valid, seen), attended
 
     def _attend(
         self,
@@ -289,7 +292,7 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
         v = v if self.differential is None else self.differential.values(v)
         if isinstance(self.span, TokenSpan):
             assert call.z is not None
-            y = spans.attend(q, k, v, call.z, self.span, visibility, scoring, self.impl)
+            y = spans.attend_within_spans(q, k, v, call.z, self.span, visibility, scoring, self.impl)
         else:
             how = scoring, self.impl, self.crossing if self.goes_round else None
             attended = around((q, k, v), visibility, *how, lse=pinned is not None)

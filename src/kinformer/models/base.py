@@ -9,15 +9,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from kinformer.blocks.initialise import Initialisation
-from kinformer.blocks.norms import NormConfig
+from kinformer.blocks.residual import Initialisation, NormConfig
 from kinformer.core.config import Config
 from kinformer.core.contract import CausalMixer, select_valid
 from kinformer.core.encoder import EncoderMixer
-from kinformer.core.input import Input
-from kinformer.core.model_config import ModelConfig
-from kinformer.core.parts import PositionConfig
-from kinformer.core.stack import StackConfig
+from kinformer.core.parts import Input, PositionConfig
+from kinformer.core.stack import ModelConfig, StackConfig
 from kinformer.runtime.dropout import Dropout
 from kinformer.runtime.errors import KinformerError
 from kinformer.stacks.sequential import Sequential

@@ -1,4 +1,4 @@
-"""The decoder: a chunk of tokens in, next-token logits out, with a state that carries all earlier tokens."""
+"""The state of a decoder: of its layers, of its counters, and what its stack reads of a source."""
 
 from __future__ import annotations
 
@@ -12,16 +12,50 @@ from torch import Tensor, nn
 
 from kinformer.blocks.ahead import Ahead
 from kinformer.blocks.layer import LayerConfig
-from kinformer.blocks.norms import LayerNorm, NormConfig
+from kinformer.blocks.residual import LayerNorm, NormConfig
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk, ReadsSource, advance, left_align, positions_of, select_valid
 from kinformer.core.model import CausalModel, Hidden, SourceModel
 from kinformer.core.stack import BeforeUse
+from kinformer.core.state import form, require_rows
 from kinformer.models.base import CommonConfig, CommonModel
-from kinformer.models.decoder_state import DecoderState, source_means
-from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.host import arguments_trusted, has_data
-from kinformer.runtime.words import plural
+
+
+class SourceMean(NamedTuple):
+    """The mean vector of each row's source, ``mean`` [batch, dim]; n neighbouring rows of a chunk share one, as
+    hypotheses of a beam do."""
+
+    mean: Tensor
+
+    outlives_reset = True  # type: ignore[misc]
+
+
+class DecoderState(NamedTuple):
+    """The state: ``layers``, one state per use of a layer, ``seen`` [batch] int64, the tokens of each row's sequence,
+    and ``source``, what the stack itself reads of a source (``()``: nothing)."""
+
+    layers: tuple[states.State, ...]
+    seen: Tensor
+    source: SourceMean | tuple[()] = ()
+
+    def reserve(self, length: int) -> DecoderState:
+        """Return a single-owner state with room for ``length`` more tokens (see ``core.state.reserve``)."""
+        return self._replace(layers=states.reserve(self.layers, length))
+
+    def fork(self) -> DecoderState:
+        """Return an independent copy of the state."""
+        return states.fork(self)
+
+
+def source_means(state: DecoderState, rows: int) -> Tensor | None:
+    """Return the mean of each row's source, [rows, dim]; None where the stack reads none."""
+    if not isinstance(state.source, SourceMean):
+        return None
+    mean = state.source.mean
+    count = mean.shape[0]
+    return mean if count == rows else mean.repeat_interleave(rows // count, dim=0)
 
 
 class Left(NamedTuple):
@@ -33,12 +67,14 @@ class Left(NamedTuple):
 
 
 class Decoder(CommonModel):
-    """A decoder: input -> stack -> norm -> head.
+    """The decoder: a chunk of tokens in, next-token logits out, with a state that carries all earlier tokens.
+
+    A decoder: input -> stack -> norm -> head.
 
     ``logits, state = model(tokens, state)`` with tokens [batch, time] int64 (or whatever else the input takes) and
-    logits [batch, time, vocab]; ``state=None`` begins new sequences. Chunks may have any length: a prompt, a segment,
-    or one token. With ``ahead`` the model has parts that predict that many tokens beyond the next (:class:`Ahead`); the
-    objective multi-token trains them, and generation may use them as drafts.
+    logits [batch, time, vocab]; ``state=None`` begins new sequences. Chunks may have any length: a prompt, a
+    segment, or one token. With ``ahead`` the model has parts that predict that many tokens beyond the next
+    (:class:`Ahead`); the objective multi-token trains them, and generation may use them as drafts.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -203,7 +239,7 @@ class Decoder(CommonModel):
         """Return the form of this model's states; None of one with a source, whose states also depend on its length."""
         if any(isinstance(module, ReadsSource) for module in self.modules()):
             return None
-        return states.form(self.stack.initial_state(1, device=torch.device("meta")))
+        return form(self.stack.initial_state(1, device=torch.device("meta")))
 
     def _checked_state(self, state: DecoderState | None, values: Tensor) -> DecoderState:
         """Return ``state`` for use here, a copy where its tensors may not be shared, or one of new sequences; refuse
@@ -221,10 +257,10 @@ class Decoder(CommonModel):
                 f"the state is one of {what}, but this model's have {plural(len(self.stack.order), 'layer')}; give "
                 "what this model returned, or None to begin new sequences."
             )
-        states.require_rows(state, batch, values.device)
+        require_rows(state, batch, values.device)
         if torch.compiler.is_compiling():
             return state
-        if self._form is not None and states.form(state.layers) != self._form:
+        if self._form is not None and form(state.layers) != self._form:
             raise KinformerError(
                 "the state is another model's (its layers' states are of other types or sizes); give what this model "
                 "returned, or None to begin new sequences."

@@ -1,25 +1,211 @@
-"""The encoder: full sequences in, a prediction for every token or every sequence out; no state."""
+"""The trunk of encoders: it left-aligns rows, places global tokens and a global input, and applies its stack."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from kinformer.blocks.initialise import Initialisation
-from kinformer.core.contract import select_valid
-from kinformer.core.encoder import EncoderLayerConfig
-from kinformer.core.model import WholeModel
-from kinformer.models.base import CommonConfig, CommonModel
-from kinformer.models.reader import Reader, ReaderConfig
+from kinformer.blocks.global_input import GlobalInputConfig
+from kinformer.blocks.residual import Initialisation, LayerNorm, NormConfig
+from kinformer.core.config import Config
+from kinformer.core.contract import Alignment, left_align, select_valid
+from kinformer.core.crossing import Crossing, Row
+from kinformer.core.encoder import (
+    NEEDS_PATCHES,
+    EncoderLayerConfig,
+    EncoderMixer,
+    GridOnly,
+    SequenceContext,
+    global_positions,
+)
+from kinformer.core.model import Encoded, WholeModel
+from kinformer.models.base import CommonConfig, CommonModel, Trunk, TrunkConfig
+from kinformer.runtime.errors import KinformerError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReaderConfig(Config):
+    """The fields of all encoders of full sequences. Without ``kinds`` the first ``global_tokens`` tokens are global."""
+
+    layers: tuple[EncoderLayerConfig, ...]
+    global_tokens: int = 0
+    global_input: GlobalInputConfig | None = None
+    embedding_norm: NormConfig | None = LayerNorm()
+
+    def __post_init__(self) -> None:
+        if self.global_tokens < 0:
+            raise KinformerError(f"global_tokens must be 0 or more, but is {self.global_tokens}.")
+
+
+class ReaderFields(TrunkConfig, Protocol):
+    """The fields of a config with :class:`ReaderConfig` that a reader reads."""
+
+    @property
+    def global_tokens(self) -> int: ...
+
+    @property
+    def global_input(self) -> GlobalInputConfig | None: ...
+
+    @property
+    def embedding_norm(self) -> NormConfig | None: ...
+
+
+class Reader(Trunk):
+    """A trunk of encoder layers, whose ``config`` has the fields of :class:`ReaderConfig` too.
+
+    ``crossing``: where it reads one stretch of each row, the processes that have the others. What is valid of a row
+    is then its first tokens.
+    """
+
+    config: ReaderFields
+    crossing: Crossing | None = None
+
+    def _build_entrance(self, dim: int) -> None:
+        config = self.config
+        self.global_tokens = config.global_tokens
+        self.global_input = config.global_input.build(dim) if config.global_input else None
+        self.embedding_norm = config.embedding_norm.build(dim) if config.embedding_norm else nn.Identity()
+
+    def _check_mixers(self) -> None:
+        """Refuse mixers that cannot take such global tokens, and a stack without mixers."""
+        input = getattr(self.input, "config", None)
+        patches_only = getattr(input, "whole", False) and not getattr(input, "before", 0)
+        for mixer in self.stack.modules():
+            if isinstance(mixer, EncoderMixer):
+                mixer.check(self.config.global_tokens > 0, self.config.global_input is not None)
+                if isinstance(mixer, GridOnly) and not patches_only:
+                    raise KinformerError(f"the mixer {type(mixer).__name__} {NEEDS_PATCHES}")
+        if isinstance(self.stack, GridOnly) and not patches_only:
+            raise KinformerError(f"the stack {self.config.stack.kind!r} {NEEDS_PATCHES}")
+
+    def hidden(
+        self,
+        values: Tensor,
+        *,
+        valid: Tensor | None = None,
+        kinds: Tensor | None = None,
+        types: Tensor | None = None,
+        sentences: Tensor | None = None,
+        taps: Sequence[int] = (),
+    ) -> Encoded:
+        """Return the last hidden states, and the outputs of the layers in ``taps``."""
+        self._check(values, {"valid": valid}, {"kinds": kinds, "types": types, "sentences": sentences})
+        row = Row.of(self.crossing, valid)
+        order = None if valid is None or bool(valid.all()) else left_align(valid)
+        if order is not None and self.input.grid(values) is not None:
+            raise KinformerError("valid: an image has no padding, as all of its patches are real; leave it out.")
+        valid = None if order is None else order.valid
+        if order is not None:
+            values = order.align(values)
+            kinds, types, sentences = (
+                None if item is None else order.align(item) for item in (kinds, types, sentences)
+            )
+        length = self.input.length(values)
+        begin = 0 if row is None else row.begin(length)
+        positions = torch.arange(begin, begin + length, device=values.device).expand(len(values), -1)
+        positions = positions if valid is None else positions.masked_fill(~valid, 0)
+        global_positions = self._global_positions(values, kinds, valid)
+        x, text = self._enter(values, positions, valid, types, sentences, global_positions)
+        text, count = text._replace(row=row), text.num_global
+
+        def before(x: Tensor, use: int) -> Tensor:
+            added = self.position.layer_input(positions, use)
+            return x if added is None else select_valid(x + pad(added.to(x.dtype), (0, 0, count, 0)), text.valid)
+
+        x, tapped = self.stack.read(x, text, before, taps)
+        outputs = [_restored(item[:, count:], order) for item in (self.norm(x), *tapped)]
+        global_input = x[:, :count] if count else None
+        standing = text.valid[:, :count] if count and text.valid is not None else None
+        return Encoded(outputs[0], global_input, standing, tuple(outputs[1:]))
+
+    def hidden_of(self, values: Tensor, chosen: Tensor | None = None, **others: Tensor) -> Tensor:
+        """Return the last hidden states [batch, n, dim] of ``values`` without padding or global tokens.
+
+        chosen: int64 [batch, n], the positions that there are, as if there were no others; None for all. Where some are
+        chosen, mixers must know where a token stands by its vector alone. others: what else the input reads.
+        """
+        self._check(values, {}, {})
+        positions = torch.arange(self.input.length(values), device=values.device).expand(len(values), -1)
+        x, text = self._embedded(values, positions, None, **others), SequenceContext(grid=self.input.grid(values))
+        if chosen is not None:
+            x, positions, text = x.gather(1, chosen[..., None].expand(-1, -1, x.shape[-1])), chosen, SequenceContext()
+
+        def before(x: Tensor, use: int) -> Tensor:
+            added = self.position.layer_input(positions, use)
+            return x if added is None else x + added.to(x.dtype)
+
+        x, _ = self.stack.read(self._entered(self.embedding_norm(x), None), text, before)
+        return self.norm(x)
+
+    def _global_positions(self, values: Tensor, kinds: Tensor | None, valid: Tensor | None) -> Tensor | None:
+        if kinds is not None:
+            return global_positions(kinds, valid)
+        count = min(self.global_tokens, self.input.length(values))
+        if not count:
+            return None
+        first = torch.arange(count, device=values.device).expand(len(values), -1)
+        return first if valid is None else torch.where(valid[:, :count], first, -1)
+
+    def _enter(
+        self,
+        values: Tensor,
+        positions: Tensor,
+        valid: Tensor | None,
+        types: Tensor | None,
+        sentences: Tensor | None,
+        global_positions: Tensor | None,
+    ) -> tuple[Tensor, SequenceContext]:
+        """Return the vectors of the tokens, those of the global input first, and their :class:`SequenceContext`."""
+        batch, time = len(values), self.input.length(values)
+        x = self._embedded(values, positions, valid, **({} if types is None else {"types": types}))
+        text = SequenceContext(valid, global_positions, grid=self.input.grid(values))
+        if self.global_input is not None:
+            has_sentences = sentences is not None
+            sentences = sentences if has_sentences else self.global_input.sentences(batch, time, values.device)
+            sentences = sentences if sentences is None or valid is None else sentences.masked_fill(~valid, -1)
+            count = self.global_input.count(sentences if has_sentences else None, time)
+            x = torch.cat([self.global_input.embed(batch, count).to(x.dtype), x], dim=1)
+            text = _with_global_input(text, sentences, count, positions, has_sentences)
+        return self._entered(self.embedding_norm(x), text.valid), text
+
+
+def _with_global_input(
+    text: SequenceContext, sentences: Tensor | None, count: int, positions: Tensor, has_sentences: bool
+) -> SequenceContext:
+    """Return the context ``text`` after ``count`` global tokens; where these stand for
+    sentences, those that have one are valid."""
+    batch, time = positions.shape
+    valid = text.valid if text.valid is not None else torch.ones(batch, time, dtype=torch.bool, device=positions.device)
+    if sentences is None:
+        sentence_valid = torch.ones(batch, count, dtype=torch.bool, device=positions.device)
+        joined = None if text.valid is None else torch.cat([sentence_valid, valid], 1)
+        return SequenceContext(joined, text.global_positions, None, count)
+    numbers = torch.arange(count, device=positions.device).expand(batch, -1)
+    sentence_valid = numbers <= sentences.amax(1, keepdim=True)
+    all_valid = text.valid is None and not (has_sentences and not bool(sentence_valid.all()))
+    joined = None if all_valid else torch.cat([sentence_valid, valid], 1)
+    return SequenceContext(joined, text.global_positions, torch.cat([numbers, sentences], 1), count)
+
+
+def _restored(x: Tensor, order: Alignment | None) -> Tensor:
+    """Return ``x`` in the caller's order, zero where not valid."""
+    return x if order is None else order.restore(x)
 
 
 class Encoder(Reader, CommonModel):
-    """An encoder: input -> stack -> head; ``logits = model(tokens)`` with tokens [batch, time] int64.
+    """The encoder: full sequences in, a prediction for every token or every sequence out; no state.
+
+    An encoder: input -> stack -> head; ``logits = model(tokens)`` with tokens [batch, time] int64.
 
     ``valid`` [batch, time] bool marks padding, ``kinds`` (``core.encoder``: LOCAL, GLOBAL) global tokens, ``types``
-    segments as BERT's, ``sentences`` [batch, time] int64 the sentence that each token belongs to. Without ``kinds`` the
-    first ``global_tokens`` tokens are global. ``global_input`` puts global tokens of its own before the caller's.
+    segments as BERT's, ``sentences`` [batch, time] int64 the sentence that each token belongs to. Without ``kinds``
+    the first ``global_tokens`` tokens are global. ``global_input`` puts global tokens of its own before the
+    caller's.
     """
 
     @dataclass(frozen=True, kw_only=True)

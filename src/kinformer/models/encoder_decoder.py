@@ -15,17 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kinformer.blocks.norms import NormConfig
+from kinformer.blocks.residual import NormConfig
 from kinformer.core.contract import ReadsSource
-from kinformer.core.encoder import EncoderLayerConfig
-from kinformer.core.input import Input, InputConfig
+from kinformer.core.encoder import EncoderLayerConfig, checked_source
 from kinformer.core.model import SourceModel
-from kinformer.core.parts import PositionConfig
-from kinformer.core.source import checked_source
+from kinformer.core.parts import Input, InputConfig, PositionConfig
 from kinformer.core.stack import StackConfig
-from kinformer.models.decoder import Decoder
-from kinformer.models.decoder_state import DecoderState, SourceMean
-from kinformer.models.reader import Reader, ReaderConfig
+from kinformer.models.decoder import Decoder, DecoderState, SourceMean
+from kinformer.models.encoder import Reader, ReaderConfig
 from kinformer.runtime.errors import KinformerError
 from kinformer.stacks.sequential import Sequential
 

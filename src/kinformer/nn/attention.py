@@ -8,8 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from kinformer.core import kind_table
-from kinformer.core.config import Config, describe, from_dict
+from kinformer.core.config import Config, describe, find, from_dict
 from kinformer.core.parts import (
     PatternConfig,
     Position,
@@ -24,7 +23,7 @@ from kinformer.core.pattern import Pattern
 from kinformer.kernels import attention as softmax
 from kinformer.kernels.attention import AttentionDropout, Scoring, Visibility
 from kinformer.kernels.impls import AttentionImpl
-from kinformer.nn.packed import require_mask
+from kinformer.nn.causal import require_mask
 from kinformer.runtime.errors import KinformerError
 
 C = TypeVar("C", bound=Config)
@@ -111,7 +110,7 @@ def _config(kind: type[C], part: object) -> C:
             f"{kind.slot}: {part!r} is of the type {type(part).__name__}; give a name, a mapping with its kind, or a "
             f"config, such as one of kinformer.nn."
         )
-    return from_dict(kind, part, kind_table.find(), kind.slot)
+    return from_dict(kind, part, find(), kind.slot)
 
 
 def _pattern(pattern: object) -> Pattern | None:

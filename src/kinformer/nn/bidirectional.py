@@ -9,8 +9,7 @@ from torch import Tensor
 
 from kinformer.core.contract import Alignment, left_align, require_input, select_valid
 from kinformer.core.encoder import EncoderMixer, SequenceContext, global_positions
-from kinformer.nn.packed import Packing, masked, padding_of, require_mask
-from kinformer.nn.plain import PlainLayer
+from kinformer.nn.causal import Packing, PlainLayer, masked, padding_of, require_mask
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import checks_calls
 

@@ -7,57 +7,50 @@
 A config says what a thing is, and its ``build`` makes the module; ``help`` of one lists its settings.
 """
 
-from kinformer.blocks import (
-    bare,
-    encoder_layer,
-    experts,
-    feed_forward,
-    gated,
-    layer,
-    macaron,
-    norms,
-    parallel,
-    product_keys,
-    residual,
-    sha_rnn,
-)
+from kinformer.blocks import experts, feed_forward, layer, residual, sha_rnn
+from kinformer.blocks import feed_forward as product_keys
+from kinformer.blocks import layer as bare
+from kinformer.blocks import layer as encoder_layer
+from kinformer.blocks import layer as macaron
+from kinformer.blocks import layer as parallel
+from kinformer.blocks import residual as norms
+from kinformer.blocks.residual import Gated, Reordered
 from kinformer.mixers import (
     bidirectional,
-    bidirectional_linear,
-    bidirectional_lsh,
-    bidirectional_lstm,
-    bidirectional_routing,
-    causal_sinkhorn,
-    channel_mix,
     chosen_blocks,
     compressive,
     cross,
-    cross_linear,
-    cross_linformer,
-    cross_local,
-    cross_predictive,
-    etc,
     latent,
     linear,
-    linformer,
-    lsh,
-    lstm,
     memorizing,
-    outer_product,
-    routing,
-    rwkv7,
     segment_memory,
-    separable_convolution,
-    separable_transition,
-    single_head,
     sinkhorn,
     softmax,
-    star,
     tensorized,
-    tensorized_memory,
     windows,
 )
-from kinformer.stacks import act, reversible, sequential, universal
+from kinformer.mixers import buckets as lsh
+from kinformer.mixers import buckets as routing
+from kinformer.mixers import convolutions as channel_mix
+from kinformer.mixers import convolutions as separable_convolution
+from kinformer.mixers import convolutions as separable_transition
+from kinformer.mixers import cross as cross_linear
+from kinformer.mixers import cross as cross_linformer
+from kinformer.mixers import cross as cross_local
+from kinformer.mixers import cross as cross_predictive
+from kinformer.mixers import encoders as etc
+from kinformer.mixers import encoders as star
+from kinformer.mixers import recurrent as bidirectional_lstm
+from kinformer.mixers import recurrent as lstm
+from kinformer.mixers import recurrent as outer_product
+from kinformer.mixers import sinkhorn as causal_sinkhorn
+from kinformer.mixers.buckets import BidirectionalLSH, BidirectionalRouting
+from kinformer.mixers.encoders import BidirectionalLinear, Linformer
+from kinformer.mixers.latent import SingleHead
+from kinformer.mixers.recurrent import RWKV7
+from kinformer.mixers.tensorized import TensorizedMemory
+from kinformer.stacks import reversible, sequential, universal
+from kinformer.stacks import universal as act
 
 __all__ = [
     "ACT",
@@ -136,7 +129,7 @@ LatentAttention = latent.LatentAttention.Config
 LinearAttention = linear.LinearAttention.Config
 ChosenBlocks = chosen_blocks.ChosenBlocks.Config
 CausalSinkhornAttention = causal_sinkhorn.CausalSinkhornAttention.Config
-RWKV7TimeMix = rwkv7.RWKV7.Config
+RWKV7TimeMix = RWKV7.Config
 LSHAttention = lsh.LSHAttention.Config
 OuterProduct = outer_product.OuterProduct.Config
 RoutingAttention = routing.RoutingAttention.Config
@@ -144,18 +137,18 @@ MemorizingAttention = memorizing.Memorizing.Config
 SegmentMemoryAttention = segment_memory.SegmentMemory.Config
 CompressiveAttention = compressive.Compressive.Config
 TensorizedAttention = tensorized.TensorizedAttention.Config
-TensorizedMemoryAttention = tensorized_memory.TensorizedMemory.Config
-SingleHeadAttention = single_head.SingleHead.Config
+TensorizedMemoryAttention = TensorizedMemory.Config
+SingleHeadAttention = SingleHead.Config
 LSTM = lstm.LSTM.Config
 
 # Mixers of bidirectional layers
 BidirectionalAttention = bidirectional.BidirectionalAttention.Config
-BidirectionalLinearAttention = bidirectional_linear.BidirectionalLinear.Config
-BidirectionalLSHAttention = bidirectional_lsh.BidirectionalLSH.Config
-BidirectionalRoutingAttention = bidirectional_routing.BidirectionalRouting.Config
+BidirectionalLinearAttention = BidirectionalLinear.Config
+BidirectionalLSHAttention = BidirectionalLSH.Config
+BidirectionalRoutingAttention = BidirectionalRouting.Config
 BidirectionalLSTM = bidirectional_lstm.BidirectionalLSTM.Config
 EtcAttention = etc.EtcAttention.Config
-LinformerAttention = linformer.Linformer.Config
+LinformerAttention = Linformer.Config
 SinkhornAttention = sinkhorn.SinkhornAttention.Config
 BidirectionalTensorizedAttention = tensorized.BidirectionalTensorized.Config
 StarAttention = star.StarAttention.Config
@@ -177,8 +170,8 @@ PreNorm = residual.PreNorm.Config
 PostNorm = residual.PostNorm.Config
 ResPostNorm = residual.ResPostNorm.Config
 SandwichNorm = residual.Sandwich.Config
-ReorderedResidual = gated.Reordered.Config
-GatedResidual = gated.Gated.Config
+ReorderedResidual = Reordered.Config
+GatedResidual = Gated.Config
 
 # Layers and stacks
 DecoderLayer = layer.DecoderLayer.Config

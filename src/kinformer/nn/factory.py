@@ -12,11 +12,9 @@ import torch
 from torch import nn
 
 from kinformer.blocks.layer import LayerConfig
-from kinformer.core.config import C, Config, describe, field_types, from_dict
+from kinformer.core.config import C, Config, describe, field_types, from_dict, override
 from kinformer.core.contract import Chunk, MixerConfig
-from kinformer.core.encoder import EncoderLayerConfig, EncoderMixerConfig, SequenceContext
-from kinformer.core.overrides import override
-from kinformer.core.source import StateOptions
+from kinformer.core.encoder import EncoderLayerConfig, EncoderMixerConfig, SequenceContext, StateOptions
 from kinformer.core.stack import Stack, StackConfig
 from kinformer.core.state import State
 from kinformer.family.build import configure

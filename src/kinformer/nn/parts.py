@@ -8,57 +8,49 @@ A config says what a part is, and its ``build`` makes the module; ``help`` of on
 named by their ``kind`` in strings and mappings.
 """
 
-from kinformer.decays import fixed as fixed_decay
-from kinformer.decays import low_rank, sigmoid, softplus, softplus_channels
-from kinformer.features import dpfp, elu, favor, identity, quadratic, random_fourier, relu, sum_normalised, unit
-from kinformer.patterns import (
-    big_bird,
-    blocks,
-    blockwise,
-    causal,
-    columns,
-    combined,
-    dilated,
-    documents,
-    fixed,
-    full,
-    global_tokens,
-    image_1d,
-    image_2d,
-    local,
-    per_head,
-    random_blocks,
-    segments,
-    sinks,
-    strided,
-    summaries,
-    window,
+from kinformer.parts import positions as none
+from kinformer.parts import relative_positions as distance_keys
+from kinformer.parts import scores as dynamic_span
+from kinformer.parts import scores as soft_span
+from kinformer.parts.decays import Fixed, LowRank, Sigmoid, Softplus, SoftplusChannels
+from kinformer.parts.feature_maps import Dpfp, Elu, Favor, Identity, Quadratic, RandomFourier, Relu, SumNormalised, Unit
+from kinformer.parts.patterns import big_bird
+from kinformer.parts.patterns import sequence as fixed
+from kinformer.parts.patterns.big_bird import RandomBlocks
+from kinformer.parts.patterns.images import Image1D, Image2D
+from kinformer.parts.patterns.sequence import (
+    Blocks,
+    Blockwise,
+    Causal,
+    Columns,
+    Complement,
+    Dilated,
+    Documents,
+    Full,
+    GlobalTokens,
+    Intersection,
+    Local,
+    PerHead,
+    Segments,
+    Sinks,
+    Strided,
+    Summaries,
+    Union,
+    Window,
 )
-from kinformer.positions import (
-    alibi,
-    distance_aware,
-    distance_keys,
-    learned,
-    learned_per_layer,
-    none,
-    rope,
-    shaw,
-    sinusoidal,
-    t5,
-    timing,
-    xl,
+from kinformer.parts.positions import Learned, LearnedPerLayer, Sinusoidal, Timing
+from kinformer.parts.projections import (
+    Complex,
+    Convolved,
+    Grouped,
+    KVShift,
+    MultiHead,
+    MultiHeadGlobal,
+    Normalised,
+    SharedQK,
 )
-from kinformer.projections import (
-    complex,
-    convolved,
-    grouped,
-    kv_shift,
-    multi_head,
-    multi_head_global,
-    normalised,
-    shared_qk,
-)
-from kinformer.scores import additive, bilinear, capped, dot, dynamic_span, modulus, scaled_dot, sink_logit, soft_span
+from kinformer.parts.relative_positions import T5, Alibi, DistanceAware, Rope, Shaw, TransformerXL
+from kinformer.parts.scores import Additive, Bilinear, Capped, Dot, Modulus, ScaledDot, SinkLogit
 
 __all__ = [
     "AdditiveScore",
@@ -131,76 +123,76 @@ __all__ = [
 
 # Positions
 NoPosition = none.NoPosition.Config
-RotaryPositions = rope.Rope.Config
-AlibiBias = alibi.Alibi.Config
-T5Bias = t5.T5.Config
-ShawPositions = shaw.Shaw.Config
-TransformerXLPositions = xl.TransformerXL.Config
-DistanceAwareScaling = distance_aware.DistanceAware.Config
+RotaryPositions = Rope.Config
+AlibiBias = Alibi.Config
+T5Bias = T5.Config
+ShawPositions = Shaw.Config
+TransformerXLPositions = TransformerXL.Config
+DistanceAwareScaling = DistanceAware.Config
 DistanceKeys = distance_keys.DistanceKeys.Config
-SinusoidalPositions = sinusoidal.Sinusoidal.Config
-LearnedPositions = learned.Learned.Config
-LearnedPositionsPerLayer = learned_per_layer.LearnedPerLayer.Config
-TimingSignal = timing.Timing.Config
+SinusoidalPositions = Sinusoidal.Config
+LearnedPositions = Learned.Config
+LearnedPositionsPerLayer = LearnedPerLayer.Config
+TimingSignal = Timing.Config
 
 # Patterns
-CausalPattern = causal.Causal.Config
-LocalPattern = local.Local.Config
-SinksPattern = sinks.Sinks.Config
-FullPattern = full.Full.Config
-WindowPattern = window.Window
-StridedPattern = strided.Strided
+CausalPattern = Causal.Config
+LocalPattern = Local.Config
+SinksPattern = Sinks.Config
+FullPattern = Full.Config
+WindowPattern = Window
+StridedPattern = Strided
 FixedPattern = fixed.Fixed
-DilatedPattern = dilated.Dilated.Config
-ColumnsPattern = columns.Columns.Config
-SummariesPattern = summaries.Summaries.Config
-SegmentsPattern = segments.Segments.Config
-DocumentsPattern = documents.Documents.Config
-BlocksPattern = blocks.Blocks.Config
-BlockwisePattern = blockwise.Blockwise.Config
-RandomBlocksPattern = random_blocks.RandomBlocks.Config
+DilatedPattern = Dilated.Config
+ColumnsPattern = Columns.Config
+SummariesPattern = Summaries.Config
+SegmentsPattern = Segments.Config
+DocumentsPattern = Documents.Config
+BlocksPattern = Blocks.Config
+BlockwisePattern = Blockwise.Config
+RandomBlocksPattern = RandomBlocks.Config
 BigBirdPattern = big_bird.BigBird.Config
-GlobalTokensPattern = global_tokens.GlobalTokens.Config
-Image1DPattern = image_1d.Image1D
-Image2DPattern = image_2d.Image2D.Config
-PerHeadPattern = per_head.PerHead.Config
-UnionPattern = combined.Union
-IntersectionPattern = combined.Intersection
-ComplementPattern = combined.Complement
+GlobalTokensPattern = GlobalTokens.Config
+Image1DPattern = Image1D
+Image2DPattern = Image2D.Config
+PerHeadPattern = PerHead.Config
+UnionPattern = Union
+IntersectionPattern = Intersection
+ComplementPattern = Complement
 
 # Scores, and spans of attention
-ScaledDotScore = scaled_dot.ScaledDot.Config
-DotScore = dot.Dot.Config
-BilinearScore = bilinear.Bilinear.Config
-CappedScore = capped.Capped.Config
-SinkLogitScore = sink_logit.SinkLogit.Config
-AdditiveScore = additive.Additive.Config
-ModulusScore = modulus.Modulus.Config
+ScaledDotScore = ScaledDot.Config
+DotScore = Dot.Config
+BilinearScore = Bilinear.Config
+CappedScore = Capped.Config
+SinkLogitScore = SinkLogit.Config
+AdditiveScore = Additive.Config
+ModulusScore = Modulus.Config
 SoftSpan = soft_span.SoftSpan.Config
 DynamicSpan = dynamic_span.DynamicSpan.Config
 
 # Feature maps and decays of kernel attention
-EluFeatures = elu.Elu.Config
-ReluFeatures = relu.Relu.Config
-DpfpFeatures = dpfp.Dpfp.Config
-FavorFeatures = favor.Favor.Config
-RandomFourierFeatures = random_fourier.RandomFourier.Config
-IdentityFeatures = identity.Identity.Config
-QuadraticFeatures = quadratic.Quadratic.Config
-UnitFeatures = unit.Unit.Config
-SumNormalisedFeatures = sum_normalised.SumNormalised.Config
-FixedDecay = fixed_decay.Fixed.Config
-SigmoidDecay = sigmoid.Sigmoid.Config
-SoftplusDecay = softplus.Softplus.Config
-LowRankDecay = low_rank.LowRank.Config
-SoftplusChannelsDecay = softplus_channels.SoftplusChannels.Config
+EluFeatures = Elu.Config
+ReluFeatures = Relu.Config
+DpfpFeatures = Dpfp.Config
+FavorFeatures = Favor.Config
+RandomFourierFeatures = RandomFourier.Config
+IdentityFeatures = Identity.Config
+QuadraticFeatures = Quadratic.Config
+UnitFeatures = Unit.Config
+SumNormalisedFeatures = SumNormalised.Config
+FixedDecay = Fixed.Config
+SigmoidDecay = Sigmoid.Config
+SoftplusDecay = Softplus.Config
+LowRankDecay = LowRank.Config
+SoftplusChannelsDecay = SoftplusChannels.Config
 
 # Projections
-MultiHeadProjection = multi_head.MultiHead.Config
-GroupedProjection = grouped.Grouped.Config
-ConvolvedProjection = convolved.Convolved.Config
-NormalisedProjection = normalised.Normalised.Config
-KVShiftProjection = kv_shift.KVShift.Config
-SharedQKProjection = shared_qk.SharedQK.Config
-ComplexProjection = complex.Complex.Config
-MultiHeadGlobalProjection = multi_head_global.MultiHeadGlobal.Config
+MultiHeadProjection = MultiHead.Config
+GroupedProjection = Grouped.Config
+ConvolvedProjection = Convolved.Config
+NormalisedProjection = Normalised.Config
+KVShiftProjection = KVShift.Config
+SharedQKProjection = SharedQK.Config
+ComplexProjection = Complex.Config
+MultiHeadGlobalProjection = MultiHeadGlobal.Config

@@ -1,20 +1,25 @@
-"""Marks on functions for ``torch.compile``, made without loading its compiler.
-
-PyTorch's own decorators load it as soon as they decorate: more than a second, and 70 MB, in every process that builds
-a model.
-"""
+"""Marks on functions for ``torch.compile`` and models of shapes only, made without loading PyTorch's compiler."""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import wraps
 from importlib.util import find_spec
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+# Marks on functions for ``torch.compile``, made without loading its compiler.
+#
+# PyTorch's own decorators load it as soon as they decorate: more than a second, and 70 MB, in every process that
+# builds a model.
 
 F = TypeVar("F", bound=Callable[..., object])
 P = ParamSpec("P")
@@ -78,3 +83,71 @@ def constant(function: F) -> F:
 def has_triton() -> bool:
     """Return whether Triton is installed; graphs take it as a constant, as PyTorch 2.11 cannot trace the search."""
     return find_spec("triton") is not None
+
+
+# Models of shapes only, built without PyTorch's compiler.
+#
+# On the meta device PyTorch computes draws and elementwise operations by references in Python, and the first one loads
+# the compiler: 1.6 s of processor time, as much as PyTorch itself. The draws of an initialisation, and their scaling
+# by a number, have nothing to compute there, so they are left out; every other operation is PyTorch's.
+
+DRAWN = {torch.randn, torch.rand}
+FILLED = {Tensor.normal_, Tensor.uniform_, nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_}
+SCALED = {Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.div, Tensor.__truediv__}
+_CHANGED = DRAWN | FILLED | SCALED
+
+
+class _ShapesOnly(TorchFunctionMode):
+    """The mode in which tensors of the meta device are neither drawn nor scaled."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        if func not in _CHANGED:
+            return func(*args, **(kwargs or {}))
+        options = dict(kwargs or {})
+        if func in DRAWN and options.get("device") is None:
+            options.pop("generator", None)
+            return torch.empty(*args, **options)
+        tensor = args[0] if args else options.get("tensor")
+        if isinstance(tensor, Tensor) and tensor.is_meta:
+            if func in FILLED:
+                return tensor
+            if func in SCALED and tensor.is_floating_point() and isinstance(args[1], (int, float)):
+                return tensor.detach()
+        return func(*args, **options)
+
+
+@contextmanager
+def unallocated() -> Iterator[None]:
+    """Make new tensors on the meta device, so that building a model allocates and draws nothing."""
+    with torch.device("meta"), _ShapesOnly():
+        yield
+
+
+# Operators of another runtime, which stand in for kernels while a graph is written for that runtime.
+
+Operator = Callable[..., Any]
+_operators: ContextVar[Mapping[str, Operator] | None] = ContextVar("operators", default=None)
+
+
+@contextmanager
+def substituting(operators: Mapping[str, Operator]) -> Iterator[None]:
+    """Call ``operators`` in place of the kernels of these names within the context, with the kernels' arguments."""
+    before = _operators.set(operators)
+    try:
+        yield
+    finally:
+        _operators.reset(before)
+
+
+def substitute(name: str) -> Operator | None:
+    """Return the operator that stands in for the kernel called ``name``; None for the kernel itself."""
+    if torch.compiler.is_dynamo_compiling():  # which traces no context variable
+        return None
+    operators = _operators.get()
+    return None if operators is None else operators.get(name)

@@ -1,9 +1,4 @@
-"""The errors of Kinformer, as sentences for its users.
-
-Every message is one sentence that holds the value, what was expected, the place and the remedy. A message marks the
-names of options with backticks, as in "`max_bytes` is 0". The reader sees them as they are written there:
-``max_bytes`` in Python and ``--max-bytes`` on the command line (:func:`spelled`).
-"""
+"""The errors of Kinformer, as sentences for its users."""
 
 from __future__ import annotations
 
@@ -13,6 +8,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from difflib import get_close_matches
+
+# The errors of Kinformer, as sentences for its users.
+#
+# Every message is one sentence that holds the value, what was expected, the place and the remedy. A message marks the
+# names of options with backticks, as in "`max_bytes` is 0". The reader sees them as they are written there:
+# ``max_bytes`` in Python and ``--max-bytes`` on the command line (:func:`spelled`).
 
 _MARKED = re.compile(r"(?<!`)`([a-z][a-z0-9_]*)`(?!`)")
 _CHANGE = re.compile(r"""(?<!`)`set` ('?)([\w.*:]+)=(.+?)\1(?=[,;:.)]*(?:\s|$))""")
@@ -162,3 +163,13 @@ def require_share(option: str, value: float | None, zero: bool = False) -> None:
     if value is not None and not (0 < value < 1 or (zero and value == 0)):
         least = "at least" if zero else "above"
         raise KinformerError(f"{marked(option)} is {value:g} but must be {least} 0 and below 1.")
+
+
+# How a count and its noun are written in a message.
+
+
+def plural(count: int, noun: str) -> str:
+    """Return ``count`` with its ``noun``, a regular one, which stands in the plural unless the count is 1."""
+    if count != 1:
+        noun = re.sub(r"(?<=[^aeou])y$", "ie", re.sub(r"(s|x|ch)$", r"\1e", noun)) + "s"
+    return f"{count:,} {noun}"

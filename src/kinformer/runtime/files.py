@@ -1,12 +1,8 @@
-"""Files that survive a crash: atomic writes, and contents whose every byte is checked when they are read.
-
-Tensors are stored as safetensors, never as pickles; the sha256 of their names, shapes, types and bytes stands in the
-file's metadata, and beside it that of the rest of the metadata. Signed JSON carries the sha256 of its other keys.
-Whatever goes wrong in reading a file is reported in one sentence that names the file.
-"""
+"""Files that survive a crash: atomic writes, checksums, and one writer a folder."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -22,6 +18,13 @@ from kinformer.runtime.parsing import parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+
+# Files that survive a crash: atomic writes, and contents whose every byte is checked when they are read.
+#
+# Tensors are stored as safetensors, never as pickles; the sha256 of their names, shapes, types and bytes stands in the
+# file's metadata, and beside it that of the rest of the metadata. Signed JSON carries the sha256 of its other keys.
+# Whatever goes wrong in reading a file is reported in one sentence that names the file.
 
 DIGEST, METADATA_DIGEST = "kinformer.sha256", "kinformer.metadata.sha256"
 CHECKSUM = "checksum"
@@ -273,3 +276,62 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
         if tensor.numel():
             total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
+
+
+# One writer a folder: a lock that the system releases when its process ends, however it ends.
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock ``folder`` for this process, so that no other writes there; readers may read.
+
+    A missing folder is created, and removed again at the end if it is empty. The lock is one of the folder itself
+    (flock), so it leaves no file behind. A file system without locks gives no protection.
+    """
+    created = _make(folder)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        if not take(handle) or not is_here(folder, os.fstat(handle)):
+            raise KinformerError(f"{folder}: another process is writing there; wait for it, or give another folder.")
+        try:
+            yield
+        finally:
+            if is_here(folder, os.fstat(handle)):
+                with suppress(OSError):
+                    for item in created:
+                        item.rmdir()
+    finally:
+        os.close(handle)
+
+
+def is_here(folder: Path, status: os.stat_result) -> bool:
+    """Return whether ``folder`` is still the folder that had this ``status``."""
+    try:
+        return os.path.samestat(folder.stat(), status)
+    except OSError:
+        return False
+
+
+def _make(folder: Path) -> list[Path]:
+    """Create ``folder`` and its missing parents; return those that were created, innermost first."""
+    try:
+        missing = [item for item in (folder, *folder.parents) if not item.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise KinformerError(f"{folder}: is a file; give a folder.") from None
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise KinformerError(f"{folder}: cannot be made ({reason}); choose a folder with room and rights.") from error
+    return missing
+
+
+def take(handle: int, wait: bool = False) -> bool:
+    """Lock the open file or folder ``handle`` until it is closed; return False where another
+    process holds it, unless it may ``wait`` for that one."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True

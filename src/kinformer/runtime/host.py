@@ -1,14 +1,21 @@
-"""The entries of small integer tensors on the host, where control flow depends on them."""
+"""Values on the host where control flow depends on them, and tensors that are sharded over processes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+# The entries of small integer tensors on the host, where control flow depends on them.
 
 
 def has_data(x: Tensor) -> bool:
@@ -63,3 +70,43 @@ def arguments_trusted() -> bool:
 def checks_calls() -> bool:
     """Return whether a module checks its arguments: not while a graph is made of it, nor where they are trusted."""
     return not (torch.compiler.is_compiling() or torch.jit.is_tracing() or _trusted.get())
+
+
+# Tensors that are sharded over processes: parameters outside of their modules' forward, their gradients and norms.
+#
+# They are PyTorch's DTensor, whose module takes half a second to load and is not imported here.
+
+
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Return whether each process has a part of the tensor only."""
+    return hasattr(tensor, "full_tensor")
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """Return the full tensor; where it is sharded, all processes must call this together."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def like(parameter: Tensor, value: Tensor) -> Tensor:
+    """Return ``value`` sharded over processes as ``parameter`` is, where it has its shape."""
+    if not is_sharded(parameter) or is_sharded(value) or value.shape != parameter.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+
+
+def replicated(parameter: Tensor, value: Tensor) -> Tensor:
+    """Return the full ``value``, which all processes have, as an operand beside tensors that are sharded as
+    ``parameter`` is; ``value`` itself where ``parameter`` is not sharded."""
+    if not is_sharded(parameter):
+        return value
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = parameter.device_mesh
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor :func:`gathered`, on the CPU, sharing no memory."""
+    return gathered(tensor.detach()).to("cpu", copy=True)

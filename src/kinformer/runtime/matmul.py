@@ -6,7 +6,7 @@ inside PyTorch's fused attention, which are small ones, one after the other.
 
 ``benchmarks/accelerators.py`` keeps it: by the rows ``few rows`` of ``accelerators.json``, steps of generation are 1.4
 to 3 times as fast as by oneDNN's products. Delete :func:`few_rows` when they are all below 1.1, and :func:`by_onednn`
-with it when the rows ``sets`` are too (``kernels.attention.few``).
+with it when the rows ``sets`` are too (``kernels.attention.cached``).
 """
 
 from __future__ import annotations

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from kinformer.core.contract import Chunk
 from kinformer.core.stack import BeforeUse, ReadExit, Stack, StackConfig
 from kinformer.core.state import State
-from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.host import has_data
-from kinformer.runtime.words import plural
 from kinformer.stacks.exit_rules import AtExit, ExitRule, ExitRuleConfig
 
 

@@ -19,10 +19,16 @@ always; those beyond the first and forward mode (``torch.func``'s ``grad``, ``vj
 ``derivatives`` holds your mixer to that.
 """
 
-from kinformer.testing.encoder_subject import EncoderMixerSubject, EncoderModelSubject, ImageModelSubject
-from kinformer.testing.errors import ContractError
-from kinformer.testing.subject import LayerSubject, MixerSubject, ModelSubject, SourceModelSubject, Subject
-from kinformer.testing.task_subject import TaskSubject
+from kinformer.lab.testing import TaskSubject
+from kinformer.testing.encoders import EncoderMixerSubject, EncoderModelSubject, ImageModelSubject
+from kinformer.testing.subject import (
+    ContractError,
+    LayerSubject,
+    MixerSubject,
+    ModelSubject,
+    SourceModelSubject,
+    Subject,
+)
 from kinformer.testing.verify import (
     CHECKS,
     ENCODER_CHECKS,

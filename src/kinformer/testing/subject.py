@@ -1,5 +1,4 @@
-"""The subject of an examination: a mixer or a whole model behind one narrow
-interface, so that each law is written once."""
+"""The errors of the battery when a law is broken: which check, which values, where."""
 
 from __future__ import annotations
 
@@ -10,10 +9,61 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from kinformer.core import state as states
 from kinformer.core.contract import CausalMixer, Chunk
-from kinformer.core.state import State
+from kinformer.core.state import State, detach, difference, fork, rebuilt, tensors, value
 from kinformer.runtime.draws import private_numbers
+
+VALUES = 1e-9
+GRADIENTS = 1e-7
+BITS = 1e-12
+
+
+class ContractError(AssertionError):
+    """A check of the battery failed; ``check`` is its name."""
+
+    def __init__(self, check: str, message: str) -> None:
+        super().__init__(f"[{check}] {message}")
+        self.check = check
+
+
+class BrokenLawError(AssertionError):
+    """A broken law, before the running check has put its name to it."""
+
+
+def require(holds: bool, message: str) -> None:
+    """Raise a :class:`BrokenLawError` with ``message`` unless the law ``holds``."""
+    if not holds:
+        raise BrokenLawError(message)
+
+
+def agree(place: str, got: Tensor, want: Tensor, tolerance: float) -> None:
+    """Check that two tensors of one shape agree within ``tolerance * max(1, max |want|)``; NaN agrees with nothing."""
+    require(got.shape == want.shape, f"{place}: the shape is {tuple(got.shape)}, expected {tuple(want.shape)}.")
+    if got.numel() == 0:
+        return
+    left, right = got.detach().double(), want.detach().double()
+    limit = tolerance * max(1.0, float(right.abs().max()))
+    gap = (left - right).abs().nan_to_num(nan=torch.inf)
+    worst = int(gap.argmax())
+    if not bool((gap <= limit).all()):
+        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), gap.shape))
+        raise BrokenLawError(
+            f"{place}: {float(left.flatten()[worst]):.6g} instead of {float(right.flatten()[worst]):.6g} at {index} "
+            f"of {tuple(got.shape)}; a difference of at most {limit:.1g} is allowed."
+        )
+
+
+def agree_states(place: str, got: object, want: object, tolerance: float = VALUES) -> None:
+    """Check that two states of one structure agree on their valid slots within
+    ``tolerance`` times their largest entry."""
+    sizes = [float(leaf.detach().double().abs().max()) for leaf in tensors(value(want)) if leaf.numel()]
+    gap = difference(got, want)
+    limit = tolerance * max([1.0, *sizes])
+    require(gap <= limit, f"{place}: the states differ by {gap:.6g}; at most {limit:.1g} is allowed.")
+
+
+# The subject of an examination: a mixer or a whole model behind one narrow
+# interface, so that each law is written once.
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -60,12 +110,12 @@ class Subject(ABC):
     ) -> tuple[Tensor, State]:
         """Absorb one chunk after a copy of ``state``, so that a module that writes
         into its state spoils no other check."""
-        return self.call(module, inputs, None if state is None else states.fork(state), valid, reset)
+        return self.call(module, inputs, None if state is None else fork(state), valid, reset)
 
     def started(self, module: nn.Module, batch: int, time: int = 9) -> State:
         """Return a state that has absorbed ``time`` tokens, cut from the graph."""
         with torch.no_grad():
-            return states.detach(self.run(module, self.inputs(batch, time, seed=7), self.start(module, batch))[1])
+            return detach(self.run(module, self.inputs(batch, time, seed=7), self.start(module, batch))[1])
 
     @abstractmethod
     def inputs(self, batch: int, time: int, seed: int) -> Tensor:
@@ -224,7 +274,7 @@ def _keeping(new: State, old: State) -> State:
         return new
     if getattr(type(new), "outlives_reset", False):
         return old
-    return states.rebuilt(new, [_keeping(*pair) for pair in zip(new, old, strict=True)])
+    return rebuilt(new, [_keeping(*pair) for pair in zip(new, old, strict=True)])
 
 
 def named_leaves(state: State, name: str = "state", is_slots: bool = False) -> Iterator[tuple[str, Tensor, bool]]:

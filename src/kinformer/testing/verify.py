@@ -14,15 +14,25 @@ from torch import nn
 from kinformer.core.config import Config, Kinds, from_dict, to_dict
 from kinformer.core.contract import CausalMixer
 from kinformer.core.encoder import EncoderMixer
+from kinformer.lab import testing as tasks
+from kinformer.lab.testing import TaskSubject
 from kinformer.runtime.errors import KinformerError, choose
-from kinformer.testing import declared, encoders, laws, numerics, ownership, tasks
-from kinformer.testing.encoder_subject import EncoderMixerSubject
-from kinformer.testing.errors import ContractError
-from kinformer.testing.subject import LayerSubject, MixerSubject, ModelSubject, Subject
-from kinformer.testing.task_subject import TaskSubject
+from kinformer.testing import declared, encoders, laws
+from kinformer.testing.encoders import EncoderMixerSubject
+from kinformer.testing.laws import (
+    compile_,
+    derivatives,
+    dtype,
+    gradcheck,
+    half_precision,
+    implementations,
+    purity,
+    reserved,
+)
+from kinformer.testing.subject import ContractError, LayerSubject, MixerSubject, ModelSubject, Subject
 
 if TYPE_CHECKING:
-    from kinformer.tasks.task import Task
+    from kinformer.lab.tasks.task import Task
 
 
 @dataclass(frozen=True)
@@ -55,8 +65,8 @@ LAWS = _table(
     Check("padding", laws.padding, needs=("rows", "partition")),
     Check("reset", laws.reset, needs=("rows", "partition")),
     Check("ragged_reset", laws.ragged_reset, needs=("padding", "reset")),
-    Check("purity", ownership.purity),
-    Check("reserved", ownership.reserved, needs=("purity",)),
+    Check("purity", purity),
+    Check("reserved", reserved, needs=("purity",)),
 )
 
 CHECKS: dict[str, Check] = (
@@ -64,12 +74,12 @@ CHECKS: dict[str, Check] = (
     | LAWS
     | _table(
         Check("state_size", declared.state_size),
-        Check("dtype", numerics.dtype),
-        Check("half_precision", numerics.half_precision),
-        Check("implementations", numerics.implementations),
-        Check("gradcheck", numerics.gradcheck, needs=("partition",)),
-        Check("derivatives", numerics.derivatives, needs=("gradcheck", "implementations")),
-        Check("compile", numerics.compile_),
+        Check("dtype", dtype),
+        Check("half_precision", half_precision),
+        Check("implementations", implementations),
+        Check("gradcheck", gradcheck, needs=("partition",)),
+        Check("derivatives", derivatives, needs=("gradcheck", "implementations")),
+        Check("compile", compile_),
     )
 )
 """The checks of a mixer; each takes a :class:`MixerSubject`."""

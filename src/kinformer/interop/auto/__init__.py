@@ -18,7 +18,7 @@ from kinformer.interop.auto.whole import (
     KinformerForSequenceClassification,
     KinformerForTokenClassification,
 )
-from kinformer.interop.forms import auto_class_of
+from kinformer.interop.native import auto_class_of
 
 CLASSES = (
     KinformerForCausalLM,

@@ -17,7 +17,7 @@ from transformers import initialization as init
 from kinformer.core.learning import AuxLoss, Regularized, gather_aux_losses
 from kinformer.core.model import PROTOCOLS, modules_of
 from kinformer.interop.auto.configuration import KinformerConfig
-from kinformer.interop.forms import auto_class_of, use_of
+from kinformer.interop.native import auto_class_of, use_of
 from kinformer.interop.writing import auto_map, write_code
 from kinformer.runtime.errors import KinformerError
 

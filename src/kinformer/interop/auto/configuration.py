@@ -6,10 +6,9 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from kinformer.core import kind_table
-from kinformer.core.config import from_dict
-from kinformer.core.model_config import ModelConfig
-from kinformer.interop.layouts import ConfigView
+from kinformer.core.config import find, from_dict
+from kinformer.core.stack import ModelConfig
+from kinformer.interop.key_map import ConfigView
 
 
 class KinformerConfig(PretrainedConfig):  # type: ignore[misc]
@@ -38,4 +37,4 @@ class KinformerConfig(PretrainedConfig):  # type: ignore[misc]
 
     def build(self) -> Any:
         """Return a new model of this composition."""
-        return from_dict(ModelConfig, self.composition, kind_table.find(), "composition").build()
+        return from_dict(ModelConfig, self.composition, find(), "composition").build()

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from kinformer.core.contract import select_valid
 from kinformer.core.model import CausalModel
 from kinformer.core.state import pop_aux
-from kinformer.data.filterbank import Filterbank, features_of
+from kinformer.inputs.filterbank import Filterbank, features_of
 from kinformer.interop.auto.base import IGNORED, KinformerModel
 from kinformer.runtime.errors import KinformerError
 

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.config import Config, field_types
-from kinformer.core.leaves import BATCH, PAST, leaves_of, named_leaves, unflattened
 from kinformer.core.model import PROTOCOLS, CausalModel
-from kinformer.core.model_config import ModelConfig
-from kinformer.core.state import map_tensors
+from kinformer.core.stack import ModelConfig
+from kinformer.core.state import BATCH, PAST, leaves_of, map_tensors, named_leaves, unflattened
+from kinformer.runtime.compiling import Operator, substituting
 from kinformer.runtime.draws import private_numbers
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import HostDriven, trusted_arguments
-from kinformer.runtime.substitutes import Operator, substituting
 
 TIME = "time"
 ROWS, TOKENS, SLOTS = 5, 11, 13

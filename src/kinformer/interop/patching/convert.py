@@ -21,9 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.config import Config
-from kinformer.interop.patching.models import attention_name, layers_of
-from kinformer.interop.patching.module import PatchedAttention, PatchedLayer
-from kinformer.interop.patching.patch import Layers, build_replacements, install
+from kinformer.interop.patching.patch import (
+    Layers,
+    PatchedAttention,
+    PatchedLayer,
+    attention_name,
+    build_replacements,
+    install,
+    layers_of,
+)
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:

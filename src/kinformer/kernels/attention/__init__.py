@@ -12,19 +12,35 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kinformer.core.int8 import Quantized
 from kinformer.core.pattern import Band
+from kinformer.core.reserved import Quantized
 from kinformer.kernels import band, block_sparse
-from kinformer.kernels.attention import decayed, few, gathered, int8, one_query, reference, sdpa
+from kinformer.kernels.attention import decayed, reference
+from kinformer.kernels.attention.backends import attend_sdpa
+from kinformer.kernels.attention.cached import (
+    SETS,
+    attend_few,
+    attend_gathered,
+    attend_int8,
+    attend_one_query,
+    attend_projected,
+    fits,
+)
 from kinformer.kernels.attention.route import IMPLS, Needs, check_impl, choose_impl
 from kinformer.kernels.impls import AttentionImpl
-from kinformer.kernels.softmax.dropout import AttentionDropout
-from kinformer.kernels.softmax.merge import merge, with_sink
-from kinformer.kernels.softmax.request import Attended, Gathered, Projected, Scoring, Visibility
-from kinformer.runtime.autocast import autocast_together, no_autocast
-from kinformer.runtime.errors import KinformerError
+from kinformer.kernels.softmax import (
+    Attended,
+    AttentionDropout,
+    Gathered,
+    Projected,
+    Scoring,
+    Visibility,
+    merge,
+    with_sink,
+)
+from kinformer.runtime.autograd import autocast_together, no_autocast
+from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.matmul import by_onednn
-from kinformer.runtime.words import plural
 
 __all__ = [
     "IMPLS",
@@ -77,12 +93,12 @@ def attention(
     if isinstance(k, Projected) and isinstance(v, Projected):
         # Fewer queries than features in a head: multiplying x by W_k^T q costs less than making the keys (see ``few``).
         if impl in ("auto", "chunked") and scoring.form == "dot" and q.shape[2] < q.shape[3]:
-            output = with_sink(few.attend_projected(*_cast(q, k, v), visibility, scoring), scoring.sink)
+            output = with_sink(attend_projected(*_cast(q, k, v), visibility, scoring), scoring.sink)
             return output if lse else Attended(output.out)
         k, v = k.made(q.shape[1]), v.made(q.shape[1])
     if isinstance(k, Quantized) and isinstance(v, Quantized):
-        if impl in ("auto", "chunked") and int8.fits(q, k, visibility, scoring, lse):
-            return int8.attend(q, k, v, visibility, scoring)
+        if impl in ("auto", "chunked") and fits(q, k, visibility, scoring, lse):
+            return attend_int8(q, k, v, visibility, scoring)
         k, v = k.made(), v.made()
     assert isinstance(k, Tensor) and isinstance(v, Tensor), "keys and values are of one kind"
     q, k, v = autocast_together(q, k, v)
@@ -114,7 +130,7 @@ def _decayed(
     """Return attention with a decay: one query adds it to its scores, more have features for it."""
     q = qkv[0]
     if impl in ("auto", "chunked") and _single(q, visibility, scoring):
-        return one_query.attend(*qkv, visibility, scoring, lse)
+        return attend_one_query(*qkv, visibility, scoring, lse)
     with no_autocast(q.device):  # the features are of float32 at least
         parts = [attention(*part, impl=impl, lse=lse) for part in decayed.blocks(*qkv, visibility, scoring)]
     if len(parts) == 1:
@@ -129,7 +145,7 @@ def _gathered(
     check_impl(impl, Needs(memories=True))
     assert visibility == Visibility() and scoring[1:] == Scoring(1.0)[1:], "a query sees what it found, by products"
     if impl != "reference":
-        return gathered.attend(q, k, v, scoring.scale, lse)
+        return attend_gathered(q, k, v, scoring.scale, lse)
     batch, heads, time, width = q.shape
     result = Visibility(attn_mask=(k.slots >= 0).view(batch, heads * time, 1, -1))
     single = q.reshape(batch, heads * time, 1, width)  # each query is a head of its own
@@ -144,12 +160,12 @@ def _by(
     if impl == "chunked":
         return _chunked(q, k, v, visibility, scoring, lse)
     if impl == "sdpa":
-        return sdpa.attend(q, k, v, visibility, scoring)
+        return attend_sdpa(q, k, v, visibility, scoring)
     if impl == "reference":
         return reference.attend(q, k, v, visibility, scoring)
-    from kinformer.kernels.attention import flex
+    from kinformer.kernels.attention.backends import attend_flex
 
-    return flex.attend(q, k, v, visibility, scoring)
+    return attend_flex(q, k, v, visibility, scoring)
 
 
 def _chunked(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring, lse: bool) -> Attended:
@@ -158,15 +174,13 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: S
         # Folding queries into heads would change the (head, query) indices that dropout is a function of.
         folds = q.shape[2] > k.shape[2] and scoring.dropout is not None
         pairs = visibility.attn_mask is not None or scoring.bias is not None or scoring.relative is not None
-        small = by_onednn(q) and q.shape[2] * k.shape[2] <= few.SETS
+        small = by_onednn(q) and q.shape[2] * k.shape[2] <= SETS
         if lse or folds or pairs or small:
-            return with_sink(few.attend(q, k, v, visibility, scoring), scoring.sink)
+            return with_sink(attend_few(q, k, v, visibility, scoring), scoring.sink)
         return _sets(q, k, v, visibility, scoring)
     if _single(q, visibility, scoring):
-        return one_query.attend(q, k, v, visibility, scoring, lse)
-    attended = (band.chunked if _plain(visibility, scoring) else block_sparse.chunked).attend(
-        q, k, v, visibility, scoring
-    )
+        return attend_one_query(q, k, v, visibility, scoring, lse)
+    attended = (band if _plain(visibility, scoring) else block_sparse.chunked).attend(q, k, v, visibility, scoring)
     return with_sink(attended, scoring.sink)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kinformer.core.contract import state_dtype
-from kinformer.kernels.softmax.request import Scoring, Visibility
+from kinformer.kernels.softmax import Scoring, Visibility
 
 ROWS = 1024
 """Queries in a block."""

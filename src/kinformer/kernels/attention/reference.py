@@ -17,8 +17,7 @@ from torch import Tensor
 
 from kinformer.core.contract import state_dtype
 from kinformer.core.parts import Relative
-from kinformer.kernels.softmax.request import Attended, Scoring, Visibility, query_positions
-from kinformer.kernels.softmax.scores import EPS, complex_queries, relative_at
+from kinformer.kernels.softmax import EPS, Attended, Scoring, Visibility, complex_queries, query_positions, relative_at
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:

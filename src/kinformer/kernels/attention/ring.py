@@ -22,9 +22,8 @@ from kinformer.core.crossing import Crossing
 from kinformer.core.pattern import Band
 from kinformer.kernels.attention import attention
 from kinformer.kernels.impls import AttentionImpl
-from kinformer.kernels.softmax.merge import merge
-from kinformer.kernels.softmax.request import Attended, Scoring, Visibility
-from kinformer.runtime.derivatives import Context
+from kinformer.kernels.softmax import Attended, Scoring, Visibility, merge
+from kinformer.runtime.autograd import Context
 
 _EVERY = Band(ahead=None)
 _Call = tuple[Visibility, Scoring, AttentionImpl]

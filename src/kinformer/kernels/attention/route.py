@@ -18,9 +18,9 @@ from torch import Tensor
 
 from kinformer.core.parts import Position, Score
 from kinformer.core.pattern import Pattern
-from kinformer.kernels.attention import sdpa
+from kinformer.kernels.attention.backends import expressed
 from kinformer.kernels.impls import AttentionImpl, names_of
-from kinformer.kernels.softmax.request import Scoring, Visibility
+from kinformer.kernels.softmax import Scoring, Visibility
 from kinformer.runtime.compiling import has_triton
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.matmul import ONEDNN_FROM, by_onednn
@@ -186,7 +186,7 @@ def _flex_pays(q: Tensor, visibility: Visibility, scoring: Scoring, slots: int, 
     fits = q.element_size() == 2 and min(q.shape[3], width) >= 16 and max(q.shape[3], width) <= 128
     if not (begins and sized and fits and has_triton()):
         return False
-    return pattern.band is None or sdpa.expressed(visibility, time, slots) == "masked"
+    return pattern.band is None or expressed(visibility, time, slots) == "masked"
 
 
 def choose_impl(
@@ -227,4 +227,4 @@ def choose_impl(
     if few and not padded:
         return "sdpa"
     least = table.long if q.element_size() >= 4 else table.narrow_long
-    return "sdpa" if time >= least and sdpa.expressed(visibility, time, slots) != "masked" else "chunked"
+    return "sdpa" if time >= least and expressed(visibility, time, slots) != "masked" else "chunked"

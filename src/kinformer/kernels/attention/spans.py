@@ -1,11 +1,4 @@
-"""Attention of queries that look unlike far back: each has a span z of its own in every head, and a soft mask.
-
-    out_i = sum_j m_ij exp(s_ij) v_j / sum_j m_ij exp(s_ij),    log m_ij as the span says of z_i and i - j
-
-A tile of queries meets the slots that the farthest-looking of them sees in a head, heads of like reach together; no
-others are computed. Autograd saves a few numbers for each of these pairs. While a graph is captured, and where tensors
-are shapes alone, every query is taken to look as far as any may.
-"""
+"""Softmax attention over several sets of keys: pinned tokens, learnt spans, and one stretch of a row."""
 
 from __future__ import annotations
 
@@ -16,20 +9,137 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kinformer.core.attention_state import Pinned
+from kinformer.core.crossing import Row
 from kinformer.core.parts import Relative
+from kinformer.core.pattern import Pattern
 from kinformer.core.span import TokenSpan
 from kinformer.kernels.attention import AttentionDropout, Scoring, Visibility, attention
 from kinformer.kernels.impls import AttentionImpl
-from kinformer.kernels.softmax.request import query_positions
-from kinformer.runtime.autocast import no_autocast
+from kinformer.kernels.softmax import Attended, query_positions
+from kinformer.runtime.autograd import no_autocast
 from kinformer.runtime.host import has_data
 from kinformer.runtime.matmul import product_dtype
+
+# Attention to the first tokens of a sequence, which outlive a window (Xiao et al. 2023, StreamingLLM, section 3.2).
+#
+# Token j < n is kept in slot j of ``Pinned``. A query at position t sees it here where it has left the window w, j <=
+# t - w, and stands at min(t, n + w - 1), its rank in the cache. Attention within the window is merged by log-sum-exps.
+
+
+def ranks(positions: Tensor, pinned: int, window: int) -> Tensor:
+    """Return where queries at ``positions`` stand for the first tokens."""
+    return positions.clamp_max(pinned + window - 1)
+
+
+def attend_with_pinned(
+    q: Tensor,
+    new: Pinned,
+    first: Pinned,
+    positions: Tensor,
+    window: int,
+    resets: bool,
+    scoring: Scoring,
+    impl: AttentionImpl,
+) -> Attended:
+    """Return attention of queries q [batch, heads, time, head_dim] at ``positions`` [batch, time] to the first tokens.
+
+    ``new``: the chunk's keys and values, ``first``: those pinned before it; ``resets``: whether a token of the chunk
+    may begin a sequence. q and keys are turned by their ranks.
+    """
+    batch, _, time, _ = q.shape
+    count = first.k.shape[2]
+    slots, rank = torch.arange(count, device=q.device), ranks(positions, count, window)
+    if resets:
+        # Each query has first tokens of its own: it becomes a row of the batch.
+        q, visibility, where = _rows(q, positions, slots, window, time)
+        k, v = (_gathered(old, tokens, where).flatten(0, 1) for old, tokens in zip(first, new, strict=True))
+        at, rank = slots.expand(batch * time, -1), rank.reshape(-1, 1)
+    else:
+        k, v = (
+            torch.cat([old.to(tokens.dtype), tokens[:, :, :count]], 2) for old, tokens in zip(first, new, strict=True)
+        )
+        start = positions[:, :1]
+        at = torch.cat([slots.expand(batch, -1), positions[:, :count]], 1)
+        real = torch.cat([slots < start, positions[:, :count] < count], 1)
+        seen = real[:, None] & (at[:, None] <= positions[:, :, None] - window)
+        visibility = Visibility(attn_mask=seen[:, None])
+    if scoring.relative is not None:
+        visibility = visibility._replace(positions=rank, key_positions=at)
+    out, lse = attention(q, k, v, visibility, scoring, impl=impl, lse=True)
+    if resets:
+        assert lse is not None
+        out, lse = (x.unflatten(0, (batch, time)).squeeze(3).transpose(1, 2) for x in (out, lse))
+    return Attended(out, lse)
+
+
+def renewed(first: Pinned, new: Pinned, valid: Tensor | None, seen: Tensor) -> Pinned:
+    """Return the pinned tokens after a chunk ``new`` whose tokens ``valid`` [batch, time] (None: all) are real;
+    ``seen`` [batch] counts those of the sequence that goes on. Slots are zero where there is no token yet."""
+    slots = torch.arange(first.k.shape[2], device=seen.device)
+    count = new.k.shape[2] if valid is None else valid.sum(1)
+    where = (slots + (count - seen)[:, None])[:, None]
+    filled = (slots < seen[:, None])[:, None, :, None]
+    return Pinned(
+        *(
+            torch.where(filled, _gathered(old, tokens, where)[:, 0], tokens.new_zeros(()))
+            for old, tokens in zip(first, new, strict=True)
+        )
+    )
+
+
+def _rows(q: Tensor, positions: Tensor, slots: Tensor, window: int, time: int) -> tuple[Tensor, Visibility, Tensor]:
+    """Return each query as a row [batch * time, heads, 1, head_dim], what it sees, and the tokens of the chunk [batch,
+    time, slots] that stand first in its sequence; they are negative where they stand before the chunk."""
+    start = torch.arange(time, device=q.device) - positions
+    seen = slots <= positions[:, :, None] - window
+    rows = q.transpose(1, 2).flatten(0, 1)[:, :, None]
+    return rows, Visibility(attn_mask=seen.flatten(0, 1)[:, None, None]), start[:, :, None] + slots
+
+
+def _gathered(old: Tensor, tokens: Tensor, where: Tensor) -> Tensor:
+    """Return the first tokens [batch, n, heads, slots, width] of n sequences: those of a chunk at ``where`` [batch, n,
+    slots], and those of ``old`` where that is negative; any at all where it lies beyond the chunk."""
+    count = old.shape[2]
+    slots = torch.arange(count, device=where.device)
+    index = torch.where(where < 0, slots, count + where).clamp_max(count + tokens.shape[2] - 1)
+    every = torch.cat([old.to(tokens.dtype), tokens], 2)
+    picked = index.flatten(1)[:, None, :, None].expand(-1, every.shape[1], -1, every.shape[3])
+    return every.gather(2, picked).unflatten(2, index.shape[1:]).transpose(1, 2)
+
+
+# Tokens that are picked by their slots, and the pairs that a pattern allows of picked queries and keys.
+
+
+def index_of(slots: Tensor, x: Tensor) -> Tensor:
+    """Return ``slots`` as an index into ``x`` [batch, time, ...]; empty slots point anywhere in it."""
+    return slots.clamp(0, x.shape[1] - 1)
+
+
+def at_slots(x: Tensor, slots: Tensor) -> Tensor:
+    """Return x [batch, heads, time, head_dim] at ``slots`` [batch, n]."""
+    index = slots.clamp(0, x.shape[2] - 1)[:, None, :, None]
+    return x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def allowed_pairs(pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
+    """Return which pairs the pattern allows, [batch, heads or 1, queries, keys]."""
+    return torch.stack([pattern.at(head).allowed(q, k) for head in range(pattern.num_heads or 1)], 1)
+
+
+# Attention of queries that look unlike far back: each has a span z of its own in every head, and a soft mask.
+#
+#     out_i = sum_j m_ij exp(s_ij) v_j / sum_j m_ij exp(s_ij),    log m_ij as the span says of z_i and i - j
+#
+# A tile of queries meets the slots that the farthest-looking of them sees in a head, heads of like reach together; no
+# others are computed. Autograd saves a few numbers for each of these pairs. While a graph is captured, and where
+# tensors are shapes alone, every query is taken to look as far as any may.
 
 _ROWS = 64
 _Call = tuple[Visibility, Scoring, AttentionImpl]
 
 
-def attend(
+def attend_within_spans(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -166,3 +276,35 @@ def _of_heads(scoring: Scoring, members: list[int]) -> Scoring:
         _, *tables = relative
         relative = Relative(relative.lowest, *map(some, tables))
     return scoring._replace(vector=some(scoring.vector), relative=relative, sink=some(scoring.sink))
+
+
+# Softmax attention of one stretch of a row to the keys of the whole row, of which other processes have the rest.
+#
+# Keys and values of all stretches are gathered; the gradient is a reduce-scatter. Queries see both ways.
+
+
+def of_stretch(qkv: Sequence[Tensor], row: Row, pattern: Pattern, scoring: Scoring, impl: AttentionImpl) -> Attended:
+    """Return attention of q [batch, heads, time, head_dim] to the keys of the whole ``row`` that ``pattern`` allows, by
+    positions; k and v are this stretch's."""
+    q, k, v = qkv
+    time = q.shape[2]
+    begin = row.begin(time)
+    end = begin + time
+    k, v = row.crossing.row(torch.cat([k, v], dim=-1), 2).split([k.shape[-1], v.shape[-1]], dim=-1)
+    padding = None if row.valid is None else ~row.valid
+    places = torch.arange(k.shape[2], device=q.device).expand(len(q), -1)
+    if pattern.band == (None, None):
+        visibility = Visibility(key_padding_mask=padding)
+        if scoring.relative is not None:
+            visibility = visibility._replace(positions=places[:, begin:end], key_positions=places)
+        return attention(q, k, v, visibility, scoring, impl=impl)
+    first = 0 if pattern.behind is None else max(0, begin - max(0, pattern.behind))
+    last = k.shape[2] if pattern.ahead is None else min(k.shape[2], end + max(0, pattern.ahead))
+    # The last query stands at the last key: queries of nothing stand at those ahead.
+    visibility = Visibility(
+        pattern,
+        positions=places[:, begin:last],
+        key_padding_mask=None if padding is None else padding[:, first:last],
+    )
+    q, k, v = pad(q, (0, 0, 0, last - end)), k[:, :, first:last], v[:, :, first:last]
+    return Attended(attention(q, k, v, visibility, scoring, impl=impl).out[:, :, :time])

@@ -18,8 +18,7 @@ import kinformer.runtime.flops  # noqa: F401 (products in place are counted)
 from kinformer.core.pattern import Pattern
 from kinformer.kernels.block_sparse import chunked
 from kinformer.kernels.block_sparse.chunked import Call
-from kinformer.kernels.block_sparse.plan import Interval, plan
-from kinformer.kernels.block_sparse.stacking import stack
+from kinformer.kernels.block_sparse.plan import Interval, plan, stack
 
 __all__ = ["Explanation", "chunked", "explain"]
 

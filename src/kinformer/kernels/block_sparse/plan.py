@@ -1,14 +1,8 @@
-"""The plan of a pattern over an interval of positions: tiles of queries with just the keys that they see.
-
-It never looks at all pairs. Boxes of (a tile's queries) x (an interval of keys) are split until the pattern's ``cover``
-calls them empty or full, or until they are ``_LEAF`` keys wide; only in those is every pair looked at. A term of the
-pattern whose distances are multiples of a stride is worked on class by class (positions of equal remainder), where its
-keys are contiguous.
-"""
+"""One tile of a plan: some queries, the keys that they see, and which pairs of them are hidden."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -16,10 +10,76 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from kinformer.core.pattern import ALL, NONE, SOME, Boxes, Cover, Ints, Pattern, Term
-from kinformer.kernels.block_sparse.tile import DistanceRun, PartialMask, Tile
+
+
+class PartialMask(NamedTuple):
+    """The additive mask of the tile's keys ``start .. stop``: -inf for hidden pairs, else 0.
+
+    ``values`` are [classes or 1, rows, keys], or [heads, 1, rows, keys] where heads are stacked.
+    """
+
+    start: int
+    stop: int
+    values: Tensor
+
+
+class DistanceRun(NamedTuple):
+    """A run of neighbouring keys of a tile, ``start .. stop``; the query in the tile's first row is ``ahead`` units
+    after the first of them. Newest first, element (i, j) of a run stands at the unit distance ahead + i + j."""
+
+    start: int
+    stop: int
+    ahead: int
+
+
+class Tile(NamedTuple):
+    """Queries ``first .. last`` (units from the first query's) and their keys: a slice, an index [width], or [heads,
+    width] where heads are stacked.
+
+    ``includes_self``: keys run newest first, and each query's key is among them.
+    """
+
+    first: int
+    last: int
+    keys: slice | Tensor
+    width: int
+    masks: tuple[PartialMask, ...]
+    runs: tuple[DistanceRun, ...]
+    includes_self: bool = False
+
+    def within(self, reach: int) -> Tile:
+        """Return the tile without keys at least ``reach`` units behind all its queries; needs ``includes_self``."""
+        width = reach - self.runs[0].ahead
+        if width >= self.width or not isinstance(self.keys, slice):
+            return self
+        masks = (
+            PartialMask(start, min(stop, width), values[..., : width - start])
+            for start, stop, values in self.masks
+            if start < width
+        )
+        keys = slice(self.keys.start, self.keys.start + width)
+        runs = (self.runs[0]._replace(stop=width),)
+        return self._replace(keys=keys, width=width, masks=tuple(masks), runs=runs)
+
+
+def accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to ``total`` in place, in the dtype of ``total``."""
+    if total.dtype == left.dtype:
+        total.baddbmm_(left, right)
+    else:
+        total.add_(torch.bmm(left, right))
+
+
+# The plan of a pattern over an interval of positions: tiles of queries with just the keys that they see.
+#
+# It never looks at all pairs. Boxes of (a tile's queries) x (an interval of keys) are split until the pattern's
+# ``cover`` calls them empty or full, or until they are ``_LEAF`` keys wide; only in those is every pair looked at. A
+# term of the pattern whose distances are multiples of a stride is worked on class by class (positions of equal
+# remainder), where its keys are contiguous.
 
 _LEAF = 16
 ROWS = (128, 64, 32, 16)
@@ -284,3 +344,282 @@ def _addresses(keys: Ints) -> slice | Tensor:
     if not len(keys) or keys[-1] - keys[0] + 1 == len(keys):
         return slice(int(keys[0]), int(keys[-1]) + 1) if len(keys) else slice(0, 0)
     return torch.from_numpy(np.ascontiguousarray(keys))
+
+
+# Tiles for heads of different patterns together: the same queries of all heads, and other keys for each.
+#
+# A plan per head would make eight times as many products for eight heads, each so small that calling it costs more
+# than the work. Keys are gathered head by head anyway where they do not lie together; rows of keys that are shorter
+# than others are filled up with hidden ones.
+
+_WASTE = 1.25
+"""Stacked heads may compute this many times the pairs that tiles of the same height compute one by one."""
+
+
+@lru_cache(maxsize=256)
+def stack(pattern: Pattern, interval: Interval) -> TermPlan | None:
+    """Return one plan for all heads of ``pattern``, its tiles' keys [heads, width] and masks [heads, 1, rows, keys].
+
+    None where it does not pay: heads that see alike, terms with strides, widths that differ too much.
+    """
+    heads = [pattern.at(head) for head in range(pattern.num_heads or 1)]
+    if len(heads) < 2 or 2 * len(set(heads)) <= len(heads):
+        return None
+    terms = [head.terms() for head in heads]
+    if any(len(term) != 1 or term[0].stride != 1 for term in terms):
+        return None
+    with _disable_current_modes(), torch.device("cpu"):
+        best, separate = None, 0
+        for rows in ROWS:
+            plans = [Cutter(term[0], interval, rows, False).plan() for term in terms]
+            plan = _stacked(plans)
+            if best is not None and cost(plan) > cost(best):
+                break
+            best, separate = plan, sum(item.computed for item in plans)
+    return best if best is not None and best.computed <= _WASTE * separate else None
+
+
+def _stacked(plans: Sequence[TermPlan]) -> TermPlan:
+    one = plans[0]
+    by_first: dict[int, list[Tile | None]] = {}
+    for head, plan in enumerate(plans):
+        for tile in plan.tiles:
+            by_first.setdefault(tile.first, [None] * len(plans))[head] = tile
+    masks: dict[bytes, Tensor] = {}
+    tiles = tuple(_tile(by_first[first], masks) for first in sorted(by_first))
+    computed = sum((tile.last - tile.first) * tile.width * len(plans) for tile in tiles)
+    attended = sum(plan.attended for plan in plans)
+    return TermPlan(1, one.origin, one.query_origin, one.units, one.query_units, one.rows, tiles, computed, attended)
+
+
+def _tile(tiles: Sequence[Tile | None], masks_by_bytes: dict[bytes, Tensor]) -> Tile:
+    some = next(tile for tile in tiles if tile is not None)
+    width = max(tile.width for tile in tiles if tile is not None)
+    rows = some.last - some.first
+    keys = np.zeros((len(tiles), width), np.int64)
+    hidden = np.ones((len(tiles), rows, width), bool)
+    for head, tile in enumerate(tiles):
+        if tile is None:
+            continue
+        at = np.arange(tile.keys.start, tile.keys.stop) if isinstance(tile.keys, slice) else tile.keys.numpy()
+        keys[head, : tile.width] = at
+        hidden[head, :, : tile.width] = False
+        for mask in tile.masks:
+            hidden[head, :, mask.start : mask.stop] = mask.values[0].isinf().numpy()
+    masks = tuple(_masks(hidden, masks_by_bytes))
+    return Tile(some.first, some.last, torch.from_numpy(keys), width, masks, ())
+
+
+def _masks(hidden: np.ndarray, masks_by_bytes: dict[bytes, Tensor]) -> Iterator[PartialMask]:
+    """Yield masks over the keys that are hidden from some query; equal ones are one tensor."""
+    for start, stop in runs_of(np.asarray(hidden.any((0, 1)))):
+        block = np.ascontiguousarray(hidden[:, None, :, start:stop])
+        name = bytes(str(block.shape), "ascii") + np.packbits(block).tobytes()
+        if name not in masks_by_bytes:
+            masks_by_bytes[name] = torch.zeros(block.shape).masked_fill_(torch.from_numpy(block), -torch.inf)
+        yield PartialMask(start, stop, masks_by_bytes[name])
+
+
+# Splits a call into sections: rows, times and heads that one plan serves.
+#
+# A row that is reset in mid-chunk, or that is at another position than its neighbours, and heads of another pattern
+# each make a section of their own; most calls are one.
+
+
+@lru_cache(maxsize=256)
+def _plans(pattern: Pattern, interval: Interval, newest_first: bool, device: torch.device) -> tuple[TermPlan, ...]:
+    if pattern.num_heads is None:
+        plans = plan(pattern, interval, newest_first)
+    else:
+        stacked = stack(pattern, interval)
+        assert stacked is not None
+        plans = (stacked,)
+    return plans if device.type in ("cpu", "meta") else tuple(item.on(device) for item in plans)
+
+
+class Section(NamedTuple):
+    """The part of a call that one plan serves: ``rows`` and ``heads`` (of queries) are slices or lists; ``times`` of
+    queries, ``slots`` of keys.
+
+    Heads that were picked out have keys of their own, so that ``kv_heads`` is their number.
+    """
+
+    pattern: Pattern
+    interval: Interval
+    rows: slice | list[int]
+    times: slice
+    slots: slice
+    heads: slice | list[int]
+    kv_heads: int
+
+    def plans(self, newest_first: bool, device: torch.device) -> tuple[TermPlan, ...]:
+        """Return the plan of every term, or one plan for all heads where heads of different patterns share tiles."""
+        return _plans(self.pattern, self.interval, newest_first, device)
+
+    def queries(self, x: Tensor) -> Tensor:
+        """Return [batch, q_heads, time, ...] as [rows * kv_heads, group, time, ...], a view where possible."""
+        x = x[self.rows][:, self.heads][:, :, self.times]
+        return x.reshape(x.shape[0] * self.kv_heads, x.shape[1] // self.kv_heads, *x.shape[2:])
+
+    def keys(self, x: Tensor, group: int) -> Tensor:
+        """Return [batch, kv_heads, slots, ...] as [rows * kv_heads, slots, ...]."""
+        x = x[self.rows]
+        if isinstance(self.heads, list):
+            x = x[:, [head // group for head in self.heads]]
+        return x[:, :, self.slots].flatten(0, 1)
+
+    def table(self, x: Tensor) -> Tensor:
+        """Return [q_heads or 1, ...] as [kv_heads or 1, group or 1, ...]."""
+        return x[None] if x.shape[0] == 1 else x[self.heads].unflatten(0, (self.kv_heads, -1))
+
+    def add_table(self, target: Tensor, x: Tensor) -> None:
+        """Add ``x``, of the shape that :meth:`table` returns, to ``target`` in place."""
+        if target.shape[0] == 1:
+            target += x[0]
+        else:
+            target[self.heads] += x.flatten(0, 1)
+
+    def covers(self, times: slice, length: int) -> bool:
+        """Return whether the section has all rows and heads, and ``times`` (of queries or keys) all of ``length``."""
+        simple = isinstance(self.rows, slice) and isinstance(self.heads, slice)
+        return simple and times.stop - times.start == length
+
+    def index_in(self, target: Tensor, group: int) -> tuple[Tensor, Tensor]:
+        """Return the index of the section's rows and heads in ``target``, where ``group`` heads share one."""
+        rows = torch.arange(target.shape[0], device="cpu")[self.rows][:, None]
+        if isinstance(self.heads, slice):
+            return rows, torch.arange(target.shape[1], device="cpu")
+        return rows, torch.tensor(self.heads, device="cpu") // group
+
+
+class Operands(NamedTuple):
+    """The tensors of one section: q [n, group, time, head_dim], k, v [n, slots, ...], n = rows * heads; the words of
+    dropout; ``padding`` [rows, slots] bool, True for keys that no query sees."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    heads: int
+    interval: Interval
+    words: tuple[Tensor, Tensor] | None = None
+    p: float = 0.0
+    padding: Tensor | None = None
+
+
+class ByQuery:
+    """A result by query, [batch, q_heads, time, width], put together section by section."""
+
+    def __init__(self, q: Tensor, width: int, dtype: torch.dtype, fill: float = 0.0) -> None:
+        self.shape, self.dtype, self.fill, self.like = (*q.shape[:3], width), dtype, fill, q
+        self.total: Tensor | None = None
+
+    def put(self, section: Section, x: Tensor) -> None:
+        """Write ``x`` [rows * kv_heads, group, time, width] to its section."""
+        x = x.to(self.dtype)
+        if section.covers(section.times, self.shape[2]):
+            self.total = x.reshape(self.shape)
+            return
+        target = self.value()[:, :, section.times]
+        rows, heads = section.index_in(target, 1)
+        target[rows, heads] = x.reshape(len(rows), heads.shape[0], *target.shape[2:])
+
+    def value(self) -> Tensor:
+        if self.total is None:
+            self.total = self.like.new_full(self.shape, self.fill, dtype=self.dtype)
+        return self.total
+
+
+class Summed:
+    """A sum by key, [batch, kv_heads, slots, width], over sections and their terms."""
+
+    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+        self.like, self.dtype = like, dtype
+        self.total: Tensor | None = None
+
+    def add(self, section: Section, x: Tensor, group: int) -> None:
+        """Add ``x`` [rows * kv_heads, slots, width] to its section."""
+        if section.covers(section.slots, self.like.shape[2]):
+            x = x.reshape(self.like.shape)
+            self.total = x if self.total is None else self.total.add_(x)
+            return
+        target = self.value()[:, :, section.slots]
+        rows, heads = section.index_in(target, group)
+        target.index_put_((rows, heads), x.reshape(len(rows), heads.shape[0], *target.shape[2:]), accumulate=True)
+
+    def value(self) -> Tensor:
+        if self.total is None:
+            self.total = self.like.new_zeros(self.like.shape, dtype=self.dtype)
+        return self.total
+
+
+def sections(
+    pattern: Pattern, positions: Tensor, slots: int, heads: int, kv_heads: int, separate_heads: bool
+) -> Iterator[Section]:
+    """Yield the sections of a call whose queries [batch, time] stand at ``positions`` and at the last of ``slots``
+    slots.
+
+    Heads of different patterns are one section where that pays, unless these are to be ``separate_heads``.
+    """
+    for times, first, rows in _runs(positions):
+        past = slots - positions.shape[1] + times.start
+        oldest = max(0, past - first)
+        interval = Interval(first - (past - oldest), first, first + times.stop - times.start)
+        keys = slice(oldest, past + times.stop - times.start)
+        if pattern.num_heads is not None and not separate_heads and stack(pattern, interval) is not None:
+            every = slice(0, heads) if kv_heads == heads else list(range(heads))
+            yield Section(pattern, interval, rows, times, keys, every, heads)
+            continue
+        for alike, group in _heads(pattern, heads):
+            owners = len(group) if isinstance(group, list) else kv_heads
+            yield Section(alike, interval, rows, times, keys, group, owners)
+
+
+def _runs(positions: Tensor) -> Iterator[tuple[slice, int, slice | list[int]]]:
+    """Yield times in which positions count up by one, the first position, and the rows for which that holds."""
+    batch, time = positions.shape
+    on_host = positions.cpu()
+    offset = on_host - torch.arange(time, device="cpu")
+    if bool((offset == offset[0, 0]).all()):
+        yield slice(0, time), int(on_host[0, 0]), slice(None)
+        return
+    runs: dict[tuple[int, int, int], list[int]] = {}
+    for row in range(batch):
+        starts = [0, *((offset[row].diff() != 0).nonzero()[:, 0] + 1).tolist(), time]
+        for start, stop in zip(starts[:-1], starts[1:], strict=True):
+            runs.setdefault((start, stop, int(on_host[row, start])), []).append(row)
+    for (start, stop, first), rows in runs.items():
+        yield slice(start, stop), first, rows
+
+
+def _heads(pattern: Pattern, heads: int) -> Iterator[tuple[Pattern, slice | list[int]]]:
+    alike: dict[Pattern, list[int]] = {}
+    for head in range(pattern.num_heads or 1):
+        alike.setdefault(pattern.at(head), []).append(head)
+    for one, members in alike.items():
+        yield one, slice(0, heads) if len(alike) == 1 else members
+
+
+# Positions of equal remainder (residue classes) side by side: the layout in which strided patterns are contiguous.
+
+
+def to_classes(x: Tensor, first: int, stride: int, origin: int, units: int, fill: float = 0.0) -> Tensor:
+    """Return [n, group, time, width] as [n * stride, group, units, width], ``fill`` where there is no such position.
+
+    ``x`` begins at position ``first``; unit u of class c holds position (origin + u) * stride + c.
+    """
+    if stride == 1:
+        return x
+    n, group, time, width = x.shape
+    before = first - origin * stride
+    x = functional.pad(x, (0, 0, before, units * stride - before - time), value=fill)
+    return x.view(n, group, units, stride, width).permute(0, 3, 1, 2, 4).reshape(n * stride, group, units, width)
+
+
+def from_classes(x: Tensor, first: int, stride: int, origin: int, time: int) -> Tensor:
+    """Invert :func:`to_classes`: [n * stride, group, units, width] -> [n, group, time, width]."""
+    if stride == 1:
+        return x
+    classes, group, units, width = x.shape
+    before = first - origin * stride
+    x = x.view(classes // stride, stride, group, units, width).permute(0, 2, 3, 1, 4)
+    return x.reshape(classes // stride, group, units * stride, width)[:, :, before : before + time]

@@ -20,13 +20,12 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from kinformer.core.contract import state_dtype
-from kinformer.kernels.bucketed.chunked import SPARE, BucketedCall, attend
-from kinformer.kernels.bucketed.layout import PAIRS, gathered, rows_per_tile
+from kinformer.kernels.bucketed.chunked import PAIRS, SPARE, BucketedCall, attend, gathered, rows_per_tile
 from kinformer.kernels.bucketed.membership import Membership, counted, members, needed
 from kinformer.kernels.bucketed.reference import dense
 from kinformer.kernels.impls import BucketedImpl, names_of
-from kinformer.kernels.softmax.request import Attended
-from kinformer.runtime.autocast import no_autocast
+from kinformer.kernels.softmax import Attended
+from kinformer.runtime.autograd import no_autocast
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.workspace import scratch
 

@@ -1,28 +1,174 @@
-"""Attention within buckets tile by tile, in PyTorch: the tiles of a run against those of its chunk and the one before.
+"""The layout of bucketed attention: the tokens of every run side by side, in tiles that blocks compute together.
 
-Scores stand as [tile, block, key, query] (``layout`` says which tiles lie side by side), so that every product is of
-contiguous matrices and maxima and sums run over rows. The first round gives P_i^1; in a later one keys that an earlier
-round saw have weight 0. Rounds are joined by their log-sum-exps. The backward recomputes P = exp(S - lse), with the lse
-of all rounds, and uses dS = P * (dP - delta), delta = rowsum(dO * O) - dlse; in the code S is ``scores``, P ``weights``
-and ``errors`` is dP, then dS.
+By depth (``_by_depth``), tiles of ``rows`` tokens are sorted by their depth (first, second, ... of its run), and within
+one depth by the length of their runs, the longest first. So the runs that have a tile at some depth are the first ones
+at every depth before it, and what the tiles of one depth see lies in slices: no product is wasted. Where a few
+runs are long, as they are before hashes have learnt to tell tokens apart, depths are many and have few tiles; then runs
+lie one after the other (``by_run``), a tile's keys lie in the tiles before it, and those of another run are masked.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kinformer.core.contract import state_dtype
-from kinformer.kernels.bucketed.layout import Block, Layout, chunk_numbers, lay_out, rows_per_tile
-from kinformer.kernels.bucketed.membership import Membership
-from kinformer.kernels.softmax.request import Attended, unfilled
-from kinformer.runtime.autocast import autocast_together
+from kinformer.core.contract import Chunk, advance, positions_of, real_resets, state_dtype
+from kinformer.kernels.bucketed.membership import Membership, counted, members, members_of_last, needed
+from kinformer.kernels.softmax import Attended, tile_size, unfilled
+from kinformer.runtime.autograd import Context, autocast_together, check_reverse, first_order
 from kinformer.runtime.compiling import spare_operators
-from kinformer.runtime.derivatives import Context, check_reverse, first_order
+
+PAIRS = 1 << 18
+"""In a block: few enough to stay in a cache."""
+SHORT = 2
+"""So many times the blocks, none of which is masked, are as fast as one of all tiles."""
+
+
+class Block(NamedTuple):
+    """Some tiles of queries and the tiles of keys that they see, as slices of tiles; the last slice is their own."""
+
+    queries: slice
+    keys: list[slice]
+
+
+class Layout(NamedTuple):
+    """The layout of one round's slots, all rows and heads flattened to [batch * heads * slots] tokens.
+
+    ``token`` [lines] int64: whose line it is; lines that are left over at the ends of runs stand for token 0. ``line``
+    [tokens] int64: the line of a token, or the number of lines if it has none. ``spare`` [lines] bool: left over.
+    ``hidden`` [tiles of keys of a block, tiles] bool or None: which of them a tile of queries does not see.
+    """
+
+    token: Tensor
+    line: Tensor
+    spare: Tensor
+    blocks: list[Block]
+    hidden: Tensor | None
+
+
+def rows_per_tile(size: int) -> int:
+    """Return a divisor of the chunk's ``size``: small tiles compute few pairs
+    that nobody sees, large ones run faster."""
+    if size <= 48:
+        return size
+    return max((rows for rows in range(16, 65) if size % rows == 0), key=lambda rows: (rows <= 32, rows), default=size)
+
+
+def lay_out(runs: Tensor, ranks: Tensor, past: int, size: int) -> Layout:
+    """Lay out the tokens of one round by run and rank.
+
+    runs, ranks: [batch * heads, slots] int64; ``size``: tokens of a chunk. Runs without a token after ``past`` slots
+    are left out, as no query sees them.
+    """
+    rows, (flat, number) = rows_per_tile(size), flat_runs(runs)
+    tile = ranks.flatten() // rows
+    tiles = tile.new_zeros(number + 1).scatter_reduce_(0, flat, tile + 1, "amax")
+    if past:
+        slot = torch.arange(runs.shape[1], device=runs.device).expand_as(runs).flatten()
+        last = tile.new_zeros(number + 1).scatter_reduce_(0, flat, slot, "amax")
+        tiles.masked_fill_(last < past, 0)
+    tiles[-1] = 0
+    depth, total = int(tiles.max()), int(tiles.sum())
+    inside = tile < tiles[flat]
+    # Blocks by depth are at least ``depth``; blocks by run follow the pairs. Take the order with clearly fewer.
+    many = depth > SHORT * (1 + total * rows**2 * 2 * (size // rows) // PAIRS)
+    place, whole, blocks, hidden = (_by_run if many else _by_depth)(tiles, depth, size // rows, rows)
+    at = place(torch.where(inside, flat, number), torch.where(inside, tile, 0))
+    line = torch.where(inside, at * rows + ranks.flatten() % rows, whole * rows)
+    token = torch.full((whole * rows + 1,), -1, device=line.device)
+    token.scatter_(0, line, torch.arange(len(line), device=line.device))
+    token = token[:-1]
+    return Layout(token.clamp_min(0), line, token < 0, blocks, hidden)
+
+
+_Order = tuple[Callable[[Tensor, Tensor], Tensor], int, list[Block], Tensor | None]
+"""Where the tiles of runs stand, how many tiles there are, their blocks, and what of these is hidden."""
+
+
+def _by_depth(tiles: Tensor, depth: int, per_chunk: int, rows: int) -> _Order:
+    """Lay tiles out by depth, ``tiles`` [runs] being the number of tiles of each run, ``depth`` at most."""
+    order = torch.argsort(tiles, descending=True, stable=True)
+    column = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    counts = (tiles[:, None] > torch.arange(depth, device=tiles.device)).sum(0)
+    first = counts.cumsum(0) - counts
+    begins = first if depth else tiles.new_zeros(1)
+    blocks = list(_blocks_of_depths(first.tolist(), counts.tolist(), per_chunk, rows, tile_size(PAIRS, tiles.device)))
+    return lambda run, tile: begins[tile] + column[run], int(counts.sum()), blocks, None
+
+
+def _blocks_of_depths(first: list[int], counts: list[int], per_chunk: int, rows: int, pairs: int) -> Iterator[Block]:
+    for depth, tiles in enumerate(counts):
+        lowest = max(0, depth // per_chunk - 1) * per_chunk
+        for begin, end in _pieces(0, tiles, pairs // (rows**2 * (depth - lowest + 1))):
+            keys = [slice(first[index] + begin, first[index] + end) for index in range(lowest, depth + 1)]
+            yield Block(keys[-1], keys)
+
+
+def _pieces(begin: int, end: int, limit: int) -> Iterator[tuple[int, int]]:
+    """Yield the beginnings and ends of pieces of ``limit`` at most, whose sizes are powers of two.
+
+    Libraries compile a product for every shape and keep it: oneDNN a thousand of them, of 0.65 MB each.
+    """
+    while begin < end:
+        size = 1 << min(end - begin, max(1, limit)).bit_length() - 1
+        yield begin, begin + size
+        begin += size
+
+
+def _by_run(tiles: Tensor, depth: int, per_chunk: int, rows: int) -> _Order:
+    """Lay tiles out run by run; before the first run stand as many empty tiles as a tile looks back."""
+    back = 2 * per_chunk - 1
+    begins = tiles.cumsum(0) - tiles + back
+    whole = back + int(tiles.sum())
+    depths = torch.arange(back, whole, device=tiles.device) - begins.repeat_interleave(tiles)
+    reach = torch.minimum(depths, per_chunk + depths % per_chunk)
+    offsets = torch.arange(back, -1, -1, device=tiles.device)
+    hidden = torch.cat([tiles.new_zeros(back), reach]) < offsets[:, None]
+    blocks = [
+        Block(slice(begin, end), [slice(begin - index, end - index) for index in range(back, -1, -1)])
+        for begin, end in _pieces(back, whole, tile_size(PAIRS, tiles.device) // (rows**2 * (back + 1)))
+    ]
+    return lambda run, tile: begins[run] + tile, whole, blocks, hidden
+
+
+def chunk_numbers(runs: Tensor, ranks: Tensor, size: int) -> Tensor:
+    """Return numbers [batch * heads * slots] that differ by 0 or 1 exactly where tokens of a row and head are in one
+    run and in one chunk, or in chunks that follow each other."""
+    flat, number = flat_runs(runs)
+    chunk = ranks.flatten() // size
+    chunks = chunk.new_zeros(number + 1).scatter_reduce_(0, flat, chunk + 1, "amax")
+    # A number is left free between runs, so that the last chunk of one and the first of the next differ by 2.
+    begin = (chunks + 1).cumsum(0) - chunks
+    return torch.where(flat == number, -number, begin[flat] + chunk)
+
+
+def flat_runs(runs: Tensor) -> tuple[Tensor, int]:
+    """Return run numbers [batch * heads * slots] that differ between rows, and the
+    number of runs, which also marks "no run"."""
+    run_count = int(runs.max()) + 1
+    number = run_count * len(runs)
+    flat = runs + run_count * torch.arange(len(runs), device=runs.device)[:, None]
+    return torch.where(runs < 0, number, flat).flatten(), number
+
+
+def gathered(x: Tensor, index: Tensor) -> Tensor:
+    """Return the tokens ``index`` [batch, heads, ...] of ``x`` [batch, heads, time,
+    width], as [batch, heads, ..., width]."""
+    picked = x.gather(2, index.flatten(2).unsqueeze(-1).expand(-1, -1, -1, x.shape[-1]))
+    return picked.unflatten(2, index.shape[2:])
+
+
+# Attention within buckets tile by tile, in PyTorch: the tiles of a run against those of its chunk and the one before.
+#
+# Scores stand as [tile, block, key, query] (``layout`` says which tiles lie side by side), so that every product is of
+# contiguous matrices and maxima and sums run over rows. The first round gives P_i^1; in a later one keys that an
+# earlier round saw have weight 0. Rounds are joined by their log-sum-exps. The backward recomputes P = exp(S - lse),
+# with the lse of all rounds, and uses dS = P * (dP - delta), delta = rowsum(dO * O) - dlse; in the code S is
+# ``scores``, P ``weights`` and ``errors`` is dP, then dS.
 
 _LOG2_E = math.log2(math.e)
 SPARE = 1.25
@@ -274,3 +420,111 @@ def _differentiate(
 
 _forward.register_autograd(_differentiate, setup_context=_save)
 spare_operators(_forward, _backward)
+
+
+# The past of a sequence for bucketed attention: the tokens that a later token may see.
+#
+# Up to ``most_slots`` tokens all are stored. Of a longer sequence only those that a later token can see in some round:
+# ``chunk_size`` and the begun chunk of every bucket at most, which is why they are never more than that.
+
+
+class BucketState(NamedTuple):
+    """The state: ``k``, ``v`` [batch, heads, slots, head_dim] and ``buckets`` [batch, heads, slots, rounds] int64 (one
+    more than the bucket, 0 for none), right-aligned and in the order of time; ``counts`` [batch, heads, rounds,
+    buckets] int64: how many tokens of the sequence each bucket had; ``seen`` [batch] int64."""
+
+    k: Tensor
+    v: Tensor
+    buckets: Tensor
+    counts: Tensor
+    seen: Tensor
+
+    slots = ("k", "v", "buckets")  # type: ignore[misc]
+
+
+class Sizes(NamedTuple):
+    """The sizes of a bucket store, from the config."""
+
+    num_heads: int
+    head_dim: int
+    rounds: int
+    num_buckets: int
+    chunk_size: int
+
+    @property
+    def most_slots(self) -> int:
+        return self.rounds * self.num_buckets * (2 * self.chunk_size - 1)
+
+    def empty(self, batch: int, device: torch.device, dtype: torch.dtype) -> BucketState:
+        """Return the state of ``batch`` new sequences."""
+        nothing = torch.zeros(batch, self.num_heads, 0, self.head_dim, device=device, dtype=dtype)
+        return BucketState(
+            nothing,
+            nothing,
+            nothing.new_zeros(batch, self.num_heads, 0, self.rounds, dtype=torch.int64),
+            nothing.new_zeros(batch, self.num_heads, self.rounds, self.num_buckets, dtype=torch.int64),
+            nothing.new_zeros(batch, dtype=torch.int64),
+        )  # type: ignore[call-arg]
+
+    def state_bytes(self, length: int, dtype: torch.dtype) -> int:
+        """Return the bytes of one row's state after ``length`` tokens."""
+        slot = 2 * self.head_dim * dtype.itemsize + 8 * self.rounds
+        slots = min(length, self.most_slots) * slot
+        return self.num_heads * (slots + 8 * self.rounds * self.num_buckets) + 8
+
+
+class Absorbed(NamedTuple):
+    """The result: ``k``, ``v`` [batch, heads, past + time, head_dim] with the runs of
+    their slots, and the ``state`` after them."""
+
+    k: Tensor
+    v: Tensor
+    membership: Membership
+    state: BucketState
+
+
+def absorb(sizes: Sizes, chunk: Chunk, state: BucketState, k: Tensor, v: Tensor, buckets: Tensor) -> Absorbed:
+    """Absorb the tokens of ``chunk`` after ``state``.
+
+    k, v: [batch, heads, time, head_dim]. buckets: [batch, heads, rounds, time] int64.
+    """
+    past = state.k.shape[2]
+    if chunk.valid is not None:
+        buckets = torch.where(chunk.valid[:, None, None], buckets, -1)
+    if past:
+        k, v = (torch.cat([old.to(new.dtype), new], 2) for old, new in ((state.k, k), (state.v, v)))
+        buckets = torch.cat([state.buckets.mT - 1, buckets], 3)
+    reset, sequence = real_resets(chunk), None
+    if reset is not None:
+        sequence = torch.nn.functional.pad(reset.cumsum(1), (past, 0))
+    # Generation: the runs of the last token alone, without a sort of all slots.
+    if buckets.shape[3] == past + 1 and sequence is None:
+        membership = members_of_last(buckets, state.counts, sizes.chunk_size)
+    else:
+        membership = members(buckets, state.counts, past, sizes.chunk_size, sequence)
+    seen = advance(state.seen, chunk, positions_of(chunk, state.seen))
+    slots = k.shape[2]
+    if sequence is None and chunk.valid is None and slots <= sizes.most_slots:
+        counts = counted(buckets[..., past:], state.counts)
+        after = BucketState(k, v, buckets.mT + 1, counts, seen)  # type: ignore[call-arg]
+        return Absorbed(k, v, membership, after)
+    before = state.counts
+    if sequence is not None:
+        last = sequence[:, -1:]
+        before = before.masked_fill((last > 0)[..., None, None], 0)
+        buckets = torch.where((sequence == last)[:, None, None], buckets, -1)
+    counts = counted(buckets[..., past:], before)
+    retained = buckets[:, :, 0] >= 0
+    if slots > sizes.most_slots:
+        retained &= (seen <= sizes.most_slots)[:, None, None] | needed(buckets, counts, sizes.chunk_size)
+    slots = min(slots, sizes.most_slots)
+    order = torch.argsort(retained.to(torch.int8), dim=2, stable=True)[:, :, -slots:]
+    leaves = (_picked(leaf, order, retained) for leaf in (k, v, buckets.mT + 1))
+    return Absorbed(k, v, membership, BucketState(*leaves, counts, seen))  # type: ignore[call-arg]
+
+
+def _picked(leaf: Tensor, order: Tensor, retained: Tensor) -> Tensor:
+    """Return ``leaf`` [batch, heads, slots, width] at ``order`` [batch, heads,
+    fewer slots], 0 where not ``retained``."""
+    picked = gathered(leaf, order)
+    return torch.where(retained.gather(2, order).unsqueeze(-1), picked, picked.new_zeros(()))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kinformer.core.contract import state_dtype
 from kinformer.kernels.bucketed.membership import Membership
-from kinformer.kernels.softmax.request import Attended
+from kinformer.kernels.softmax import Attended
 
 
 def visible(membership: Membership, time: int, itself: bool) -> Tensor:

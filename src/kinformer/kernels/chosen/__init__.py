@@ -20,11 +20,21 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from kinformer.core.contract import state_dtype
-from kinformer.kernels.chosen import chunked, few, reference
-from kinformer.kernels.chosen.blocks import Blocks, blocks_of
-from kinformer.kernels.chosen.choice import SCORES, MeansCall, Uncovered, attend_means, choose, steps
-from kinformer.kernels.chosen.chunked import LINES, PAIRS, ChosenCall
-from kinformer.kernels.chosen.rule import Choosing, Cover, Numbers
+from kinformer.kernels.chosen import chunked, reference
+from kinformer.kernels.chosen.choice import (
+    SCORES,
+    Blocks,
+    Choosing,
+    Cover,
+    MeansCall,
+    Numbers,
+    Uncovered,
+    attend_means,
+    blocks_of,
+    choose,
+    steps,
+)
+from kinformer.kernels.chosen.chunked import LINES, PAIRS, ChosenCall, attend_few
 from kinformer.kernels.impls import ChosenImpl, names_of
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.workspace import scratch
@@ -60,7 +70,7 @@ def chosen_attention(
     if impl == "reference":
         return reference.dense(q, k, v, chosen, blocks, scale)
     call = ChosenCall(q, k, v, chosen, blocks.first, blocks.current, blocks.offset, blocks.size, blocks.aligned, scale)
-    return few.attend(call) if q.shape[2] <= FEW else chunked.attend(call)
+    return attend_few(call) if q.shape[2] <= FEW else chunked.attend(call)
 
 
 def seen_pairs(call: ChosenCall) -> int:

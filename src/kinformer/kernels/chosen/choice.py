@@ -1,27 +1,280 @@
-"""The choice of blocks by their means, and attention to the means themselves.
+"""The blocks that sequences are cut into by position, and which of them the tokens of a chunk stand in.
 
-    importance of block c for the heads that choose together = sum over them of softmax_c(scale * q . mean_c(k))
-
-over the complete blocks of the query's sequence, and for one head alone the product itself, which orders blocks alike.
-Where summaries overlap (``Cover``), the importance of a block is made of theirs.
-The largest are chosen; the current block, in which the query stands, is seen without being chosen. Of equal ones, but
-for rounding, the last is chosen. A choice has no gradient.
+Block c of a sequence holds its positions c * size .. (c + 1) * size - 1. A row of slots may hold several sequences, one
+after the other; its blocks are numbered through, in the order of slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from kinformer.core.contract import state_dtype
-from kinformer.kernels.chosen.rule import Choosing, Cover, Numbers, pick
-from kinformer.kernels.tiling import tile_size
-from kinformer.runtime.autocast import autocast_together, without_autocast
+from kinformer.core.contract import Chunk, advance, state_dtype
+from kinformer.kernels.softmax import tile_size
+from kinformer.runtime.autograd import Context, autocast_together, check_reverse, first_order, without_autocast
 from kinformer.runtime.compiling import spare_operators
-from kinformer.runtime.derivatives import Context, check_reverse, first_order
+from kinformer.runtime.host import has_data
+
+
+class Blocks(NamedTuple):
+    """The blocks of every row, and where its queries stand among them.
+
+    ``first`` [batch, blocks] int64: the slot of a block's first token. ``begin``, ``current``, ``offset`` [batch, time]
+    int64: the number of the first block of the query's sequence, that of its current block, and its place there.
+    ``aligned``: block u begins at slot u * size in every row.
+    """
+
+    first: Tensor
+    begin: Tensor
+    current: Tensor
+    offset: Tensor
+    size: int
+    aligned: bool
+
+    def complete(self, length: int) -> Tensor:
+        """Return the number behind the last of the runs of ``length`` tokens, one from each block's first token on,
+        that the query and earlier tokens complete, [batch, time]."""
+        if length == self.size:
+            return self.current + (self.offset == self.size - 1)
+        tokens = (self.current - self.begin) * self.size + self.offset + 1
+        return self.begin + runs(tokens, length, self.size)
+
+
+def runs(tokens: Tensor, length: int, stride: int) -> Tensor:
+    """Return how many runs of ``length`` tokens, one every ``stride``, a sequence of ``tokens`` tokens completes."""
+    return ((tokens - length) // stride + 1).clamp_min(0)
+
+
+def blocks_of(chunk: Chunk, positions: Tensor, seen: Tensor, past: int, size: int) -> Blocks:
+    """Return the blocks of ``past`` slots, right-aligned, and of a chunk, whose tokens stand at ``positions``
+    [batch, time] of their sequences; ``seen`` [batch] counts the tokens before the chunk."""
+    slots, offset, place = past + positions.shape[1], positions % size, positions // size
+    start = (past - seen)[:, None]
+    index = torch.arange(slots, device=positions.device)
+    if chunk.reset is None:
+        first = start + size * index[: -(-slots // size)]
+        return Blocks(first, torch.zeros_like(place), place, offset, size, past == 0)
+    places = torch.cat([index[:past] - start, positions], 1)
+    begins = (places >= 0) & (places % size == 0)
+    if chunk.valid is not None:
+        begins = begins & functional.pad(chunk.valid, (past, 0), value=True)
+    numbers = begins.long().cumsum(1) - 1
+    # While a graph is captured, or of shapes alone, every token may begin a block.
+    counts = not (torch.compiler.is_compiling() or numbers.is_meta)
+    count = max(int(numbers.max()) + 1, 1) if counts else slots
+    at = torch.where(begins, numbers, count)
+    first = torch.full_like(at[:, :1], slots).expand(-1, count + 1).scatter(1, at, index.expand_as(at))[:, :count]
+    current = numbers[:, past:].clamp_min(0)
+    return Blocks(first, (current - place).clamp_min(0), current, offset, size, False)
+
+
+def in_blocks(x: Tensor, first: Tensor, size: int, aligned: bool = False) -> Tensor:
+    """Return the slots of ``x`` [batch, heads, slots, width] block by block, [batch, heads, blocks, size, width].
+
+    The last block of a sequence is not full; what stands there beyond the sequence has no meaning.
+    """
+    slots = x.shape[2]
+    if aligned:
+        return functional.pad(x, (0, 0, 0, first.shape[1] * size - slots)).unflatten(2, (-1, size))
+    index = (first.unsqueeze(-1) + torch.arange(size, device=x.device)).clamp(0, slots - 1)
+    index = index.flatten(1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+    return x.gather(2, index).unflatten(2, (-1, size))
+
+
+# The means of the keys (and values) of complete blocks: of a chunk, and of a past whose means the state holds.
+#
+# A mean is made once, of the keys that the cache holds when its block is complete; the state holds those of complete
+# blocks, right-aligned. So the means, and their gradients, are the same however a sequence is cut. Any other summary
+# of a block may stand for its mean.
+
+
+class Means(NamedTuple):
+    """``table`` [batch, heads, blocks, width] for the queries of a chunk: the mean of block number ``shift`` + j of a
+    row at j, with ``shift`` [batch, 1] int64 or None for 0; ``after``: those that the state holds then."""
+
+    table: Tensor
+    shift: Tensor | None
+    after: Tensor
+
+
+Summarise = Callable[[Sequence[Tensor], Tensor], Tensor]
+"""Makes one vector [batch, heads, blocks, widths] of every block of ``xs`` [batch, heads, blocks, size, width], side by
+side, whose first tokens stand at the positions [batch or 1, blocks]."""
+
+
+class Place(NamedTuple):
+    """Where a chunk's tokens stand: ``positions`` [batch, time], after ``seen`` [batch] tokens of their sequences."""
+
+    positions: Tensor
+    seen: Tensor
+
+
+def averages(xs: Sequence[Tensor], begins: Tensor) -> Tensor:
+    """Return the means of ``xs`` by block, one behind the other (a ``Summarise``)."""
+    return torch.cat([x.mean(3, dtype=state_dtype(x.dtype)).to(x.dtype) for x in xs], -1)
+
+
+def means_of(
+    xs: Sequence[Tensor],
+    old: Tensor,
+    blocks: Blocks,
+    chunk: Chunk,
+    place: Place,
+    summarise: Summarise = averages,
+    length: int | None = None,
+) -> Means:
+    """Return the means (or what ``summarise`` makes) of ``xs`` [batch, heads, slots, width] by block, or of the
+    ``length`` tokens from each block's first one on, after those that a state holds, ``old``."""
+    positions, seen = place
+    x, size = xs[0], blocks.size
+    length = length or size
+    slots, time = x.shape[2], positions.shape[1]
+    count = max(0, (slots - length) // size + 1)
+    complete, before = (runs(tokens, length, size) for tokens in (advance(seen, chunk, positions), seen))
+    if chunk.reset is not None:
+        past = (torch.arange(slots - time, device=x.device) - (slots - time)) + seen[:, None]
+        begins = torch.cat([past, positions], 1).gather(1, blocks.first.clamp_max(slots - 1))
+        table = summarise([in_blocks(x, blocks.first, length) for x in xs], begins)
+        number, before = torch.arange(table.shape[2], device=x.device).expand(len(x), -1), before[:, None]
+        slot = torch.where(number < before, old.shape[2] - before + number, -1)
+        table = torch.where((slot < 0)[:, None, :, None], table, _picked(old.to(x.dtype), slot))
+        return Means(table, None, _picked(table, _places(complete, count, blocks, chunk)))
+    if slots == time:
+        begins = size * torch.arange(count, device=x.device)[None]
+        table = summarise([_side_by_side(x, count, length, size) for x in xs], begins)
+        after = table if chunk.valid is None else _picked(table, _places(complete, count, None, chunk))
+        return Means(table, None, after)
+    # A recording of a step ends at this look, before slots of another past than the means' confuse what follows.
+    if not _any(complete > before) and old.shape[2] == count:
+        return Means(old.to(x.dtype), complete[:, None] - count, old)
+    # A chunk completes at most this many blocks; the others are in ``old``.
+    new = min(time // size + 1, count)
+    number = complete[:, None] + torch.arange(-new, 0, device=x.device)
+    fresh = summarise([in_blocks(x, blocks.first[:, :1] + size * number, length) for x in xs], size * number)
+    number, before = _places(complete, count, None, chunk), before[:, None]
+    slot = torch.where(number < before, old.shape[2] - before + number, old.shape[2] + new - complete[:, None] + number)
+    after = _picked(torch.cat([old.to(x.dtype), fresh], 2), torch.where(number < 0, -1, slot))
+    return Means(after, complete[:, None] - count, after)
+
+
+def _side_by_side(x: Tensor, count: int, length: int, stride: int) -> Tensor:
+    """Return ``count`` runs of ``length`` slots of ``x`` [batch, heads, slots, width], one every ``stride``."""
+    if length == stride:
+        return x[:, :, : count * length].unflatten(2, (count, length))
+    return x.unfold(2, length, stride).mT if count else x.new_zeros(*x.shape[:2], 0, length, x.shape[3])
+
+
+def _any(flags: Tensor) -> bool:
+    """Return whether some of ``flags`` are set, and True where the host cannot know."""
+    return torch.compiler.is_compiling() or not has_data(flags) or bool(flags.any())
+
+
+def _places(complete: Tensor, count: int, blocks: Blocks | None, chunk: Chunk) -> Tensor:
+    """Return the blocks of the last ``count`` means of every row, [batch, count] int64, negative for none; ``blocks``:
+    the numbers are those of rows of several sequences, of which the last one counts."""
+    number = complete[:, None] + torch.arange(-count, 0, device=complete.device)
+    if blocks is None:
+        return number
+    last = blocks.begin[:, -1:]
+    if chunk.valid is not None:
+        last = blocks.begin.gather(1, (chunk.valid.sum(1, keepdim=True) - 1).clamp_min(0))
+    return torch.where(number < 0, -1, number + last)
+
+
+def _picked(x: Tensor, index: Tensor) -> Tensor:
+    """Return ``x`` [batch, heads, n, width] at ``index`` [batch, m] int64, 0 where that is negative."""
+    if not x.shape[2]:
+        return x.new_zeros(*x.shape[:2], index.shape[1], x.shape[3])
+    picked = x.gather(2, index.clamp(0, x.shape[2] - 1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+    return torch.where((index < 0)[:, None, :, None], picked.new_zeros(()), picked)
+
+
+# The rule by which blocks are chosen, given how important each is for a query.
+
+_ROUNDED = 6
+"""Last bits of a float32 that rounding may move: importances that differ there alone are equal."""
+_NONE = -(1 << 62)
+
+
+class Choosing(NamedTuple):
+    """How blocks are chosen: each of the ``choosers`` (query heads, or groups of them side by side) takes ``most``
+    blocks beside the current one, among them the ``first`` of the sequence and the ``near`` ones before it."""
+
+    choosers: int
+    most: int
+    first: int
+    near: int
+
+
+class Numbers(NamedTuple):
+    """The numbers of blocks, [batch, time] int64 each, as the means of a row are numbered: the first block of the
+    query's sequence, its current block, and the one behind the last complete one, its own token included."""
+
+    begin: Tensor
+    current: Tensor
+    complete: Tensor
+
+
+class Cover(NamedTuple):
+    """How the blocks that may be chosen lie over summaries that overlap: one begins every *unit*, ``units`` of which
+    make a block, and covers ``span`` of them.
+
+    ``first`` [batch, blocks] int64: the place in the table of summaries of the one that begins where a block does;
+    ``begin``, ``current`` [batch, time] int64: the first block of the query's sequence and its current one, as blocks
+    of a row are numbered.
+    """
+
+    first: Tensor
+    begin: Tensor
+    current: Tensor
+    units: int
+    span: int
+
+    def importance(self, probabilities: Tensor) -> Tensor:
+        """Return the importance of the blocks [batch, choosers, time, blocks] by that of the summaries, each added once
+        for every unit that it shares with a block (Yuan et al. 2025, equation 9)."""
+        summaries = probabilities.shape[3]
+        padded = functional.pad(probabilities, (0, 1))
+        importance = probabilities.new_zeros(*probabilities.shape[:3], self.first.shape[1])
+        for after in range(1 - self.span, self.units):
+            at = self.first + after
+            at = torch.where((at < 0) | (at > summaries), summaries, at)[:, None, None].expand_as(importance)
+            shared = min(self.units, after + self.span) - max(0, after)
+            importance = importance + shared * padded.gather(3, at)
+        return importance
+
+
+def pick(importance: Tensor, numbers: Numbers, choosing: Choosing) -> Tensor:
+    """Return the chosen blocks as :func:`choose` has them; ``importance`` [batch, choosers, time, blocks] of blocks as
+    ``numbers`` numbers them."""
+    blocks, device = importance.shape[3], importance.device
+    begin, current = (item[:, None, :, None] for item in numbers[:2])
+    index = torch.arange(blocks, device=device)
+    bits = importance.float().contiguous().view(torch.int32)
+    # Bits of floats as integers in the order of the floats, without the last ones, and the number of the block.
+    key = ((bits ^ (bits >> 31).bitwise_and_(0x7FFFFFFF)) >> _ROUNDED).long().mul_(1 << 32).add_(index)
+    always = index < begin + choosing.first
+    if choosing.near:
+        always = always | (index >= current - choosing.near)
+    if choosing.first or choosing.near:
+        key = torch.where(always, (1 << 62) + index, key)
+    key.masked_fill_((index < begin) | (index >= current), _NONE)
+    top, chosen = key.topk(min(choosing.most, blocks), dim=-1, sorted=False)
+    return chosen.masked_fill_(top == _NONE, -1)
+
+
+# The choice of blocks by their means, and attention to the means themselves.
+#
+#     importance of block c for the heads that choose together = sum over them of softmax_c(scale * q . mean_c(k))
+#
+# over the complete blocks of the query's sequence, and for one head alone the product itself, which orders blocks
+# alike. Where summaries overlap (``Cover``), the importance of a block is made of theirs. The largest are chosen; the
+# current block, in which the query stands, is seen without being chosen. Of equal ones, but for rounding, the last is
+# chosen. A choice has no gradient.
 
 SCORES = 1 << 22
 """Scores that are held at a time."""

@@ -1,9 +1,7 @@
-"""Attention to chosen blocks, tile by tile: work and memory follow the number of chosen pairs.
+"""The tiles of chosen blocks: the queries that chose a block side by side, some rows of them a tile.
 
-The queries that chose a block stand side by side, so that every product is of matrices (MoBA's authors compute it so:
-moba/moba_efficient.py). A query's softmax over its blocks is joined by their log-sum-exps. Queries are computed some at
-a time, so that what is held does not grow with the text. The backward recomputes P = exp(S - lse) and uses
-dS = P * (dP - delta), delta = rowsum(dO * O).
+A *line* is a place of a query in a tile; a query has one line for every block that it sees. All are numbered through
+rows of queries, r = batch * choosers, and blocks u.
 """
 
 from __future__ import annotations
@@ -17,13 +15,69 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from kinformer.core.contract import state_dtype
-from kinformer.kernels.chosen.blocks import in_blocks
-from kinformer.kernels.chosen.tiles import Tiles, tiles_of
-from kinformer.kernels.softmax.request import unfilled
-from kinformer.kernels.tiling import tile_size
-from kinformer.runtime.autocast import autocast_together, without_autocast
+from kinformer.kernels.chosen.choice import in_blocks
+from kinformer.kernels.softmax import tile_size, unfilled
+from kinformer.runtime.autograd import (
+    Context,
+    autocast_together,
+    check_reverse,
+    first_order,
+    no_autocast,
+    without_autocast,
+)
 from kinformer.runtime.compiling import spare_operators
-from kinformer.runtime.derivatives import Context, check_reverse, first_order
+
+
+class Tiles(NamedTuple):
+    """The lines of some queries and their blocks.
+
+    ``query`` [tiles * rows] int64: which query stands in a line, of r * time + t; ``spare`` [tiles * rows] bool: none,
+    though ``query`` names one. ``block`` [tiles] int64: r * blocks + u. ``lines`` [r, time, count] int64: the line of
+    each query and choice; ``tiles * rows``, a line beside the tiles, where there is no choice.
+    """
+
+    query: Tensor
+    spare: Tensor
+    block: Tensor
+    lines: Tensor
+    rows: int
+
+
+def tiles_of(chosen: Tensor, blocks: int, rows: int) -> Tiles:
+    """Lay out queries with the blocks ``chosen`` [r, time, count] int64 of each, -1 for none, in tiles of ``rows``."""
+    r, time, count = chosen.shape
+    device = chosen.device
+    # One more block takes what is not chosen.
+    hit = torch.zeros(r, blocks + 1, time, dtype=torch.bool, device=device)
+    at = torch.where(chosen < 0, blocks, chosen).mT
+    hit.scatter_(1, at, torch.ones((), dtype=torch.bool, device=device).expand_as(at))
+    hit = hit[:, :blocks]
+    counts = hit.sum(2).flatten()
+    tiles = (counts + (rows - 1)) // rows
+    block = torch.arange(r * blocks, device=device).repeat_interleave(tiles)
+    pairs = hit.flatten().nonzero()[:, 0]
+    # The line of a pair: that of the first pair of its block, and its rank there.
+    begin = (tiles.cumsum(0) - tiles) * rows - (counts.cumsum(0) - counts)
+    of = pairs // time
+    line = begin[of] + torch.arange(len(pairs), device=device)
+    total = len(block) * rows
+    query = torch.zeros(total, dtype=torch.int64, device=device)
+    query[line] = of // blocks * time + pairs % time
+    spare = torch.ones(total, dtype=torch.bool, device=device)
+    spare[line] = False
+    table = torch.empty(r * (blocks + 1) * time, dtype=torch.int64, device=device)
+    table[pairs + of // blocks * time] = line
+    table = table.view(r, blocks + 1, time)
+    table[:, blocks] = total
+    return Tiles(query, spare, block, table.gather(1, at).mT.contiguous(), rows)
+
+
+# Attention to chosen blocks, tile by tile: work and memory follow the number of chosen pairs.
+#
+# The queries that chose a block stand side by side, so that every product is of matrices (MoBA's authors compute it
+# so: moba/moba_efficient.py). A query's softmax over its blocks is joined by their log-sum-exps. Queries are computed
+# some at a time, so that what is held does not grow with the text. The backward recomputes P = exp(S - lse) and uses
+# dS = P * (dP - delta), delta = rowsum(dO * O).
 
 _LOG2_E = math.log2(math.e)
 PAIRS = 1 << 19
@@ -274,3 +328,36 @@ def _differentiate(ctx: Context, saved: tuple[Tensor, ...], grad_out: Tensor, _:
 
 _forward.register_autograd(_differentiate, setup_context=_save)
 spare_operators(_forward, _backward)
+
+
+# Attention of a few queries to chosen blocks, whose keys and values are gathered: generation.
+
+
+def attend_few(call: ChosenCall) -> Tensor:
+    """Return the output [batch, heads, time, head_dim_v], by operations that autograd differentiates."""
+    q, size, choosers = call.q, call.size, call.chosen.shape[1]
+    batch, heads, time, width = q.shape
+    current = call.current[:, None, :, None].expand(-1, choosers, -1, -1)
+    chosen = torch.cat([call.chosen, current], -1)
+    place = torch.arange(size, device=q.device)
+    # All of a chosen block is earlier than the query, of the current block as much as the query's place there says.
+    last = torch.where(call.chosen < 0, -1, size - 1)
+    seen = place <= torch.cat([last, call.offset[:, None, :, None].expand_as(current)], -1).unsqueeze(-1)
+    index = call.first[:, None, None].expand(-1, *chosen.shape[1:3], -1).gather(3, chosen.clamp_min(0))
+    index = (index.unsqueeze(-1) + place).clamp(0, call.k.shape[2] - 1).flatten(2)
+    wide = state_dtype(q.dtype)
+    keys, values = (_gathered(x, index, choosers).unflatten(2, (time, -1)).to(wide) for x in (call.k, call.v))
+    grouped = q.to(wide).view(batch, choosers, -1, time, width).transpose(2, 3)
+    with no_autocast(q.device):
+        scores = (grouped @ keys.mT * call.scale).masked_fill(~seen.flatten(3).unsqueeze(3), -torch.inf)
+        out = scores.softmax(-1) @ values
+    return out.transpose(2, 3).reshape(batch, heads, time, -1).to(call.v.dtype)
+
+
+def _gathered(x: Tensor, index: Tensor, choosers: int) -> Tensor:
+    """Return the slots ``index`` [batch, choosers, n] of ``x`` [batch, kv_heads, slots, width]."""
+    share = choosers // x.shape[1]
+    # Of one matrix at a time, rows are copied whole; ``gather`` copies number by number.
+    pairs = [(row, chooser) for row in range(len(x)) for chooser in range(choosers)]
+    rows = [x[row, chooser // share].index_select(0, index[row, chooser]) for row, chooser in pairs]
+    return torch.stack(rows).view(len(x), choosers, -1, x.shape[3])

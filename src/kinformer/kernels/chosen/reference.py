@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from kinformer.core.contract import state_dtype
-from kinformer.kernels.chosen.blocks import Blocks
-from kinformer.kernels.chosen.rule import Choosing, Cover, Numbers, pick
+from kinformer.kernels.chosen.choice import Blocks, Choosing, Cover, Numbers, pick
 
 
 def numbers_of_slots(blocks: Blocks, slots: int) -> tuple[Tensor, Tensor]:

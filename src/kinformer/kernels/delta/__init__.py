@@ -21,12 +21,12 @@ from torch.nn import functional
 
 from kinformer.kernels.delta.chunked import chunked
 from kinformer.kernels.delta.reference import recurrence
-from kinformer.kernels.delta.tokens import DeltaTokens
 from kinformer.kernels.impls import LinearImpl
 from kinformer.kernels.linear import check_call, check_decay, choose_impl
-from kinformer.kernels.linear.blocks import accumulator_dtype, operand_dtype
+from kinformer.kernels.linear.chunked import accumulator_dtype, operand_dtype
+from kinformer.kernels.linear.sequence import DeltaTokens
+from kinformer.runtime.compiling import substitute
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.substitutes import substitute
 
 __all__ = ["DeltaSummary", "DeltaTokens", "delta_rule", "delta_steps", "one_by_one", "summarise"]
 
@@ -193,7 +193,7 @@ class DeltaSummary(NamedTuple):
         return self.a @ state + self.b
 
 
-def summarise(
+def summarise_delta(
     k: Tensor,
     v: Tensor,
     beta: Tensor,

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kinformer.kernels.delta.tokens import DeltaTokens
-from kinformer.kernels.linear.blocks import (
+from kinformer.kernels.linear.chunked import (
     SequenceBlocks,
     accumulator_dtype,
     cut,
@@ -32,8 +31,8 @@ from kinformer.kernels.linear.blocks import (
     product_dtype,
     tiles,
 )
-from kinformer.runtime.autocast import no_autocast
-from kinformer.runtime.derivatives import Context, first_order
+from kinformer.kernels.linear.sequence import DeltaTokens
+from kinformer.runtime.autograd import Context, first_order, no_autocast
 
 
 def chunked(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:

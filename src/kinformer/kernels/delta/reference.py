@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kinformer.kernels.delta.tokens import DeltaTokens
-from kinformer.kernels.linear.blocks import accumulator_dtype
+from kinformer.kernels.linear.chunked import accumulator_dtype
+from kinformer.kernels.linear.sequence import DeltaTokens
 
 
 def recurrence(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:

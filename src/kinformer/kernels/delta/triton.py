@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from kinformer.kernels.delta.chunked import chunked
-from kinformer.kernels.delta.tokens import DeltaTokens
-from kinformer.kernels.linear.blocks import accumulator_dtype, operand_dtype, product_dtype
+from kinformer.kernels.linear.chunked import accumulator_dtype, operand_dtype, product_dtype
+from kinformer.kernels.linear.sequence import DeltaTokens
 from kinformer.kernels.linear.triton import (
     Cut,
     between,
@@ -35,7 +35,7 @@ from kinformer.kernels.linear.triton import (
     side,
     tile,
 )
-from kinformer.runtime.derivatives import Context, check_reverse, first_order
+from kinformer.runtime.autograd import Context, check_reverse, first_order
 
 _Sequence = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 _SEQUENCE = (

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from kinformer.kernels.grouped import reference
 from kinformer.kernels.impls import GroupedImpl, names_of
-from kinformer.runtime.autocast import autocast_together
+from kinformer.runtime.autograd import autocast_together
 from kinformer.runtime.errors import KinformerError
 
 IMPLS = names_of(GroupedImpl)

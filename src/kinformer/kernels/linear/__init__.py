@@ -18,14 +18,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from kinformer.kernels.impls import LinearImpl
-from kinformer.kernels.linear.blocks import accumulator_dtype
-from kinformer.kernels.linear.chunked import chunked
-from kinformer.kernels.linear.impls import IMPLS, check_call, check_triton, choose_impl
+from kinformer.kernels.linear.chunked import accumulator_dtype, chunked
 from kinformer.kernels.linear.reference import recurrence
-from kinformer.kernels.linear.sequence import LinearSequence, LinearState
-from kinformer.runtime.autocast import no_autocast
+from kinformer.kernels.linear.sequence import IMPLS, LinearSequence, LinearState, check_call, check_triton, choose_impl
+from kinformer.runtime.autograd import no_autocast
+from kinformer.runtime.compiling import substitute
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.substitutes import substitute
 
 __all__ = [
     "IMPLS",

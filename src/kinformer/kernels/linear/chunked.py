@@ -1,38 +1,453 @@
-"""Linear attention block by block: quadratic inside a block, a running state between blocks.
+"""Products of queries and keys whose channels decay unlike: P_ts = sum_m q_tm k_sm exp(G_tm - G_sm), s <= t.
 
-With S, z the state before a block, Q, K, V its tokens and P = tril(Q K^T), the block gives
-
-    out = (P V + Q S) / (P 1 + Q z + eps),    S <- S + K^T V,    z <- z + K^T 1
-
-(Katharopoulos et al. 2020, eq. 9-12). The backward runs their cumulative gradients (eq. 13-15) in the same way: with
-Y the gradient of the numerator and g that of the denominator, the gradients of S and z after a block, dS and dz, give
-
-    dP = tril(Y V^T + g 1^T),   dQ = dP K + Y S^T + g z^T,   dK = dP^T Q + V dS^T + 1 dz^T,   dV = P^T Y + K dS
-
-and dS <- dS + Q^T Y, dz <- dz + Q^T g run from the last block to the first. Only the inputs and the state before every
-tile are saved for it. A decay puts its factors to Q, K, P and S (see ``blocks``).
+(Yang et al. 2024, "Gated Linear Attention Transformers with Hardware-Efficient Training", equation 4.) Neither exp(G_t)
+q_t nor exp(-G_s) k_s alone is safe: the second overflows. Around a middle G_mid of few tokens both exp(G_t - G_mid) q_t
+and exp(G_mid - G_s) k_s are, where their decays add up to RANGE at most: such tokens are a tile, of one batched
+product. Farther than that, a block is halved again and again; between the later and the earlier half, G_mid being the
+sum at the end of the earlier, exp(G_t - G_mid) <= 1 belongs to the query and exp(G_mid - G_s) <= 1 to the key, so that
+each level is one batched product, whatever the decay. A block that is one tile needs none of this: its factors stay in
+queries and keys (``blocks.Fold``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+from torch.nn import functional
+from torch.nn import functional as F
 
-from kinformer.kernels.linear.blocks import (
-    SequenceBlocks,
-    accumulator_dtype,
-    cut,
-    gate,
-    operand_dtype,
-    product_dtype,
-    scan,
-    tiles,
-)
+import kinformer.runtime.flops  # noqa: F401 (products in place are counted)
 from kinformer.kernels.linear.sequence import LinearSequence
-from kinformer.runtime.autocast import no_autocast
-from kinformer.runtime.derivatives import Context, Gradients, first_order
+from kinformer.runtime.autograd import Context, Gradients, autocast_dtype, first_order, no_autocast
+
+RANGE = 60.0
+"""How far the logarithms of the decay may lie apart in a tile. A pair of the future, which nobody reads, counts up to
+exp(60) = 1e26 there, far from the largest float32 and bfloat16 (3e38); a pair of the past counts 1 at most."""
+
+
+class Channels:
+    """The factors between tokens whose channels decay unlike, from ``sums`` [blocks, size, features], the logarithms of
+    the decay summed over a block (size a power of two).
+
+    The factors are made once, in ``dtype``: twice ``sums`` for tiles of more than one token, and half of ``sums`` twice
+    for each level.
+    """
+
+    def __init__(self, sums: Tensor, dtype: torch.dtype) -> None:
+        self.size = sums.shape[1]
+        self.tile = tile_of(sums)
+        self.levels: list[tuple[int, Tensor, Tensor]] = []
+        half = self.size // 2
+        while half >= self.tile:
+            earlier, later = _half(sums, half, 0), _half(sums, half, 1)
+            # exp(G_t - G_s) = exp(G_t - G_mid) exp(G_mid - G_s), neither above 1
+            middle = earlier[:, :, -1:]
+            self.levels.append((half, (later - middle).exp_().to(dtype), (middle - earlier).exp_().to(dtype)))
+            half //= 2
+        if self.tile > 1:
+            sums = sums.view(-1, self.tile, sums.shape[2])
+            away = around_middle(sums)[1]
+            self.read, self.written = away.exp().to(dtype), away.neg_().exp_().to(dtype)
+
+    def scores(self, Q: Tensor, K: Tensor) -> Tensor:
+        """Return P [blocks, size, size]; above the diagonal of a tile it holds what nobody may read."""
+        P = Q.new_zeros(Q.shape[0], self.size, self.size)
+        if self.tile == 1:
+            P.diagonal(dim1=1, dim2=2).copy_((Q * K).sum(-1))
+        else:
+            tiles = torch.bmm(self._tiled(Q) * self.read, (self._tiled(K) * self.written).mT)
+            self._diagonal(P).copy_(tiles.view(len(P), -1, self.tile, self.tile).permute(0, 2, 3, 1))
+        for half, later, earlier in self.levels:
+            q, k = (_half(Q, half, 1) * later).flatten(0, 1), (_half(K, half, 0) * earlier).flatten(0, 1)
+            self._corner(P, half).copy_(torch.bmm(q, k.mT).view(len(P), -1, half, half).permute(0, 2, 3, 1))
+        return P
+
+    def add_to_rows_(self, total: Tensor, P: Tensor, K: Tensor) -> Tensor:
+        """Add sum_s P_ts k_s exp(G_t - G_s) to total_t in place, for P [blocks,
+        size, size], zero above the diagonal."""
+        if self.tile == 1:
+            total.addcmul_(P.diagonal(dim1=1, dim2=2).unsqueeze(-1), K)
+        else:
+            # exp(G_mid - G_s) <= exp(G_mid - G_t) for s <= t: the sum is no larger than what it is divided by.
+            read = torch.bmm(self._tiles(P), self._tiled(K) * self.written)
+            self._tiled(total).addcmul_(read, self.read)
+        for (half, later, earlier), p in zip(self.levels, self._corners(P), strict=True):
+            read = torch.bmm(p, (_half(K, half, 0) * earlier).flatten(0, 1))
+            _half(total, half, 1).addcmul_(read.view_as(later), later)
+        return total
+
+    def add_to_columns_(self, total: Tensor, P: Tensor, Q: Tensor) -> Tensor:
+        """Add sum_t P_ts q_t exp(G_t - G_s) to total_s in place."""
+        if self.tile == 1:
+            total.addcmul_(P.diagonal(dim1=1, dim2=2).unsqueeze(-1), Q)
+        else:
+            written = torch.bmm(self._tiles(P).mT, self._tiled(Q) * self.read)
+            self._tiled(total).addcmul_(written, self.written)
+        for (half, later, earlier), p in zip(self.levels, self._corners(P), strict=True):
+            written = torch.bmm(p.mT, (_half(Q, half, 1) * later).flatten(0, 1))
+            _half(total, half, 0).addcmul_(written.view_as(earlier), earlier)
+        return total
+
+    def _tiled(self, x: Tensor) -> Tensor:
+        """View x [blocks, size, features] as [blocks * size / tile, tile, features]."""
+        return x.view(-1, self.tile, x.shape[2])
+
+    def _diagonal(self, P: Tensor) -> Tensor:
+        """View the tiles on the diagonal of P, [blocks, tile, tile, size / tile]."""
+        count = self.size // self.tile
+        return P.view(-1, count, self.tile, count, self.tile).diagonal(dim1=1, dim2=3)
+
+    def _tiles(self, P: Tensor) -> Tensor:
+        """Return the tiles on the diagonal of P as [blocks * size / tile, tile, tile]."""
+        return self._diagonal(P).permute(0, 3, 1, 2).reshape(-1, self.tile, self.tile)
+
+    def _corner(self, P: Tensor, half: int) -> Tensor:
+        """View the products between later (rows) and earlier halves, [blocks, half, half, count]."""
+        count = self.size // (2 * half)
+        return P.view(-1, count, 2, half, count, 2, half)[:, :, 1, :, :, 0].diagonal(dim1=1, dim2=3)
+
+    def _corners(self, P: Tensor) -> Iterator[Tensor]:
+        """Yield the products between halves as [blocks * count, half, half], level by level."""
+        for half, _, _ in self.levels:
+            yield self._corner(P, half).permute(0, 3, 1, 2).reshape(-1, half, half)
+
+
+def around_middle(sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the middle of the range of ``sums`` [tiles, tile, features], [tiles, 1, features], and how far they lie
+    from it, which is half of the range at most."""
+    middle = (sums[:, :1] + sums[:, -1:]) / 2
+    return middle, sums - middle
+
+
+def folded(sums: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return, for ``sums`` [rows * count, size, features] of blocks that are one tile, how far they lie from their
+    middles, and the logarithms of two factors: of the state before a row's first block [rows, features], and of the
+    state behind each block with what the block adds [rows, count, features] (``blocks.Fold``)."""
+    middle, away = around_middle(sums)
+    by_row = middle.view(rows, -1, sums.shape[2])
+    # After the last block the state stands as it is.
+    retained = sums[:, -1].view_as(by_row) - by_row + functional.pad(by_row[:, 1:], (0, 0, 0, 1))
+    return away, by_row[:, 0], retained
+
+
+def tile_of(sums: Tensor) -> int:
+    """Return how many tokens of a block one product may hold, a power of two: those whose decays add up to RANGE."""
+    size = sums.shape[1]
+    if torch.compiler.is_compiling():
+        return 1  # a graph cannot follow values
+    if sums.device.type == "meta" or is_fake(sums):
+        return size  # shapes alone: the usual case
+    if sums.device.type != "cpu":
+        return 1  # a look at the values would wait for the device
+    tile = size
+    while tile > 1:
+        ends = sums.unflatten(1, (-1, tile))
+        # not <=, so that NaN, of a decay to nothing, is out of range
+        if bool((ends[:, :, 0] - ends[:, :, -1]).amax() <= RANGE):
+            break
+        tile //= 2
+    return tile
+
+
+def _half(x: Tensor, half: int, which: int) -> Tensor:
+    """View the earlier (0) or the later (1) halves as [blocks, size / (2 half), half, features]."""
+    return x.unflatten(1, (-1, 2, half))[:, :, which]
+
+
+# Blocks of the chunkwise kernels: how a sequence is cut, what a ``reset`` inside a block hides, and what has decayed.
+#
+# A block is a tile of the computation, without meaning to the caller: results do not depend on its size. With a decay
+# (Sun et al. 2023, RetNet; Yang et al. 2024, GLA and Gated DeltaNet) and G_t its logarithms summed from the block's
+# first token to t, the state that the block began with counts exp(G_t) at t, token s counts exp(G_t - G_s) at t, and
+# exp(G_last - G_s) in the state after the block. None of these exponents is positive.
+#
+# A decay by channel that stays in float32's range within a block needs no factors besides those of queries and keys:
+# with the middle M of the range of G, q'_t = exp(G_t - M) q_t, k'_s = exp(M - G_s) k_s and S' = exp(M) S, the state
+# that the block began with, all products are those without a decay, and
+#
+#     S' of the next block = keep (S' + K'^T V),    keep = exp(G_last - M + M of the next block)
+
+SIZES = (8, 16, 32, 64)
+TILE_ELEMENTS = 2**18
+
+
+def accumulator_dtype(*tensors: Tensor) -> torch.dtype:
+    """Return the dtype of states and sums: that of the inputs, at least float32."""
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def product_dtype(*tensors: Tensor) -> torch.dtype:
+    """Return the dtype of the big products: bfloat16 for bfloat16 inputs, else that of the accumulators.
+
+    float16 products are left out on purpose: a state summed over a long past overflows them.
+    """
+    if all(tensor.dtype == torch.bfloat16 for tensor in tensors):
+        return torch.bfloat16
+    return accumulator_dtype(*tensors)
+
+
+def operand_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype that autocast, where it is on, gives to operands like
+    ``x``; None where they stay as they are. Instead of float16 it is float32, as for products."""
+    dtype = None if x.dtype == torch.float64 else autocast_dtype(x.device)
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def tiles(q: Tensor, v: Tensor) -> list[tuple[slice, slice]]:
+    """Return (batch, time) slices, in order of time for each batch row, which the kernels compute one after another.
+
+    On a CPU a tile's intermediate results stay in the cache and in memory that is handed out again at once; elsewhere,
+    and in a compiled graph, everything is one tile.
+    """
+    batch, heads, time, features = q.shape
+    # A GPU fills its cores with one large call; in a graph, every tile would be traced on its own.
+    if q.device.type != "cpu" or torch.compiler.is_compiling():
+        return [(slice(0, batch), slice(0, time))]
+    tokens = TILE_ELEMENTS // (heads * max(features, v.shape[-1], SIZES[-1]))
+    rows = max(1, tokens // time)
+    span = max(1, tokens // SIZES[-1]) * SIZES[-1]
+    return [
+        (slice(row, row + rows), slice(start, start + span))
+        for row in range(0, batch, rows)
+        for start in range(0, time, span)
+    ]
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A decay by channel that queries and keys take up: ``read`` = exp(G - M) and ``written`` = exp(M - G) [rows *
+    count, size, features] multiply them, ``initial`` = exp(M) of the first block [rows, features, 1] the state, and
+    ``keep`` [rows, count, features, 1] what becomes of the state in a block and of what the block adds to it."""
+
+    read: Tensor
+    written: Tensor
+    initial: Tensor
+    keep: Tensor
+
+
+@dataclass(frozen=True)
+class SequenceBlocks:
+    """A cut of ``rows`` sequences (batch x heads) of ``time`` tokens into ``count`` blocks of ``size`` tokens.
+
+    ``enter``, ``leave`` [batch * heads * count, size, 1], ``keep`` [batch * heads, count, 1, 1] and
+    ``same`` [batch, 1, count, size, size] are masks (1 or 0) for sequences with resets, otherwise None: the token
+    sees what came before its block; what comes after the block sees the token; the state lives through the block;
+    the first token (row) sees the second (column). ``sequence`` [batch, count, size] numbers a block's sequences.
+
+    A decay makes the masks factors between 0 and 1; with one per channel, ``enter`` and ``leave`` are [.., size,
+    features], ``keep`` is [.., features, 1], and ``channels`` says what is left between two tokens of a block; with a
+    ``fold`` they remain masks.
+    """
+
+    batch: int
+    heads: int
+    time: int
+    count: int
+    size: int
+    enter: Tensor | None = None
+    leave: Tensor | None = None
+    keep: Tensor | None = None
+    same: Tensor | None = None
+    sequence: Tensor | None = None
+    channels: Channels | None = None
+    fold: Fold | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.heads
+
+    def split(self, x: Tensor) -> Tensor:
+        """Return [batch, heads, time, n] as [rows * count, size, n], the last block filled up with zeros."""
+        missing = self.count * self.size - self.time
+        if missing:
+            x = F.pad(x, (0, 0, 0, missing))
+        return x.reshape(self.rows * self.count, self.size, x.shape[-1])
+
+    def join(self, x: Tensor) -> Tensor:
+        """Invert :meth:`split`: [rows * count, size, n] -> [batch, heads, time, n]."""
+        x = x.view(self.batch, self.heads, self.count * self.size, x.shape[-1])
+        return x[:, :, : self.time]
+
+    def read(self, x: Tensor) -> Tensor:
+        """Return queries, erasing keys, or their gradients, split, times what the fold gives to them."""
+        return x if self.fold is None else x * self.fold.read
+
+    def written(self, x: Tensor) -> Tensor:
+        """Return keys that are written, or their gradients, split, times what the fold gives to them."""
+        return x if self.fold is None else x * self.fold.written
+
+    @property
+    def late(self) -> Tensor | None:
+        """Return what is kept of a state and of what a block adds to it, [rows, count, features, 1]."""
+        return None if self.fold is None else self.fold.keep
+
+    def initial(self, state: Tensor) -> Tensor:
+        """Return a state before the first block, or its gradient, [rows, features, n], times what the fold gives it."""
+        return state if self.fold is None else state * self.fold.initial
+
+    def by_row(self, x: Tensor) -> Tensor:
+        """View [rows * count, ...] as [rows, count, ...]."""
+        return x.view(self.rows, self.count, *x.shape[1:])
+
+    def hide_(self, scores: Tensor, diagonal: int = 0) -> Tensor:
+        """Zero, in place, scores [rows * count, size, size] of tokens after the row's own, or of another sequence."""
+        scores.tril_(diagonal)
+        if self.same is not None:
+            scores.view(self.batch, self.heads, self.count, self.size, self.size).mul_(self.same)
+        return scores
+
+    def scores(self, Q: Tensor, K: Tensor, diagonal: int = 0) -> Tensor:
+        """Return Q K^T [rows * count, size, size] of visible pairs, times what has not decayed between them."""
+        if self.channels is None:
+            return self.hide_(torch.bmm(Q, K.mT), diagonal)
+        return self.hide_(self.channels.scores(Q, K), diagonal)
+
+    def add_to_rows_(self, total: Tensor, P: Tensor, K: Tensor) -> Tensor:
+        """Add P K to ``total`` in place: for P (hidden) the gradient of :meth:`scores`, this is the gradient of Q."""
+        return total.baddbmm_(P, K) if self.channels is None else self.channels.add_to_rows_(total, P, K)
+
+    def add_to_columns_(self, total: Tensor, P: Tensor, Q: Tensor) -> Tensor:
+        """Add P^T Q to ``total`` in place: for P as in :meth:`add_to_rows_`, this is the gradient of K."""
+        return total.baddbmm_(P.mT, Q) if self.channels is None else self.channels.add_to_columns_(total, P, Q)
+
+    def decay_gradient(self, change: Tensor, states: Tensor) -> Tensor:
+        """Return the gradient of the logarithms of the decay, [batch, heads, time] or [.., features].
+
+        ``change`` [rows * count, size, features] is that of their sums G: q dq - k dk for a token that is read by its q
+        and written by its k. ``states`` [rows * count, features] is S dS summed over S's columns, after each block.
+        A token's decay acts on all later ones of its sequence in the block, and on the state after it.
+        """
+        if self.channels is None and self.fold is None:
+            change, states = change.sum(-1, keepdim=True), states.sum(-1, keepdim=True)
+        if self.sequence is None:
+            # G_t sums the decays up to t, so the gradient of a decay is the sum of those of all later G.
+            return self.join(change.flip(1).cumsum_(1).flip(1).add_(states.unsqueeze(1)))
+        within = torch.ones(self.size, self.size, dtype=change.dtype, device=change.device).triu_()
+        same = (self.sequence.unsqueeze(-1) == self.sequence.unsqueeze(-2)).to(change.dtype)
+        within = (within * same).unsqueeze(1).expand(-1, self.heads, -1, -1, -1).reshape(-1, self.size, self.size)
+        stays = (self.sequence == self.sequence[..., -1:]).to(change.dtype)
+        stays = stays.unsqueeze(1).expand(-1, self.heads, -1, -1).reshape(-1, self.size, 1)
+        return self.join(torch.bmm(within, change) + stays * states.unsqueeze(1))
+
+
+def cut(x: Tensor, reset: Tensor | None, log_decay: Tensor | None = None, largest: int = SIZES[-1]) -> SequenceBlocks:
+    """Cut ``x`` [batch, heads, time, n] into blocks, with the masks of ``reset`` [batch, time] in the dtype of ``x``.
+
+    log_decay: [batch, heads, time] or [batch, heads, time, n], not above 0, in the dtype of the accumulators.
+    """
+    batch, heads, time, _ = x.shape
+    size = next((size for size in SIZES if size >= min(time, largest)), largest)
+    count = (time + size - 1) // size
+    blocks = SequenceBlocks(batch, heads, time, count, size)
+    if reset is not None:
+        blocks = _with_resets(blocks, reset, x.dtype)
+    return blocks if log_decay is None else _with_decay(blocks, log_decay, x.dtype)
+
+
+def number(reset: Tensor, count: int, size: int) -> Tensor:
+    """Return how many of ``reset`` [batch, time] stand in a block up to each token, [batch, count, size]."""
+    flags = F.pad(reset.long(), (0, count * size - reset.shape[1]))
+    return flags.view(-1, count, size).cumsum(-1)
+
+
+def _with_resets(blocks: SequenceBlocks, reset: Tensor, dtype: torch.dtype) -> SequenceBlocks:
+    batch, heads, count, size = blocks.batch, blocks.heads, blocks.count, blocks.size
+    sequence = number(reset, count, size)
+    last = sequence[..., -1:]
+
+    def per_row(mask: Tensor) -> Tensor:
+        return mask.to(dtype).unsqueeze(1).expand(batch, heads, count, mask.shape[-1])
+
+    return replace(
+        blocks,
+        sequence=sequence,
+        enter=per_row(sequence == 0).reshape(-1, size, 1),
+        leave=per_row(sequence == last).reshape(-1, size, 1),
+        keep=per_row(last == 0).reshape(batch * heads, count, 1, 1),
+        same=(sequence.unsqueeze(-1) == sequence.unsqueeze(-2)).to(dtype).unsqueeze(1),
+    )
+
+
+def _with_decay(blocks: SequenceBlocks, log_decay: Tensor, dtype: torch.dtype) -> SequenceBlocks:
+    per_channel = log_decay.dim() == 4
+    sums = blocks.split(log_decay if per_channel else log_decay.unsqueeze(-1)).cumsum(1)
+    last = sums[:, -1:]
+    if per_channel and tile_of(sums) == blocks.size:
+        return replace(blocks, fold=_fold(blocks, sums, dtype))
+    decayed = replace(
+        blocks,
+        # exp(G_t), exp(G_last - G_s) and exp(G_last): exponents of at most 0, so nothing overflows.
+        enter=gate(sums.exp().to(dtype), blocks.enter),
+        leave=gate((last - sums).exp_().to(dtype), blocks.leave),
+        keep=gate(blocks.by_row(last.exp().mT), blocks.keep),
+    )
+    if per_channel:
+        return replace(decayed, channels=Channels(sums, dtype))
+    # exp(G_t - G_s); above the diagonal the exponent is positive, and those pairs are hidden: clamp, or inf * 0 is NaN.
+    between = (sums - sums.mT).clamp_(max=0).exp_().to(dtype)
+    between = between.view(blocks.batch, blocks.heads, blocks.count, blocks.size, blocks.size)
+    return replace(decayed, same=gate(between, blocks.same))
+
+
+def _fold(blocks: SequenceBlocks, sums: Tensor, dtype: torch.dtype) -> Fold:
+    """Return the fold of a decay by channel from ``sums`` [rows * count, size, features]."""
+    away, initial, keep = folded(sums, blocks.rows)
+    initial, keep = initial.exp().unsqueeze(-1), keep.exp_().unsqueeze(-1)
+    return Fold(away.exp().to(dtype), away.neg_().exp_().to(dtype), initial, keep)
+
+
+def gate(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Return ``x`` where the mask is 1, zero elsewhere; all of it without a mask."""
+    return x if mask is None else x * mask
+
+
+def scan(
+    local: Tensor, initial: Tensor, keep: Tensor | None, late: Tensor | None = None, reverse: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return the state before every block and after the last: state_{j+1} = late_j * (keep_j * state_j + local_j).
+
+    local: [rows, count, m, n], what each block adds; initial: [rows, m, n]; keep, late: [rows, count, m or 1, 1], or
+    None for 1.
+    ``reverse`` runs from the last block to the first (gradients of states: that of the sum in brackets of every block,
+    and that of the state before the first). Returns ([rows, count, m, n], [rows, m, n]) in the dtype of ``initial``.
+    """
+    state = initial
+    states = []
+    steps = range(local.shape[1])
+    parts = local.unbind(1)
+    for j in reversed(steps) if reverse else steps:
+        after = None if late is None else late[:, j]
+        state = gate(state, after if reverse else None)
+        states.append(state)
+        state = state + parts[j] if keep is None else torch.addcmul(parts[j].to(state), state, keep[:, j])
+        state = gate(state, None if reverse else after)
+    if reverse:
+        states.reverse()
+    return torch.stack(states, 1), state
+
+
+# Linear attention block by block: quadratic inside a block, a running state between blocks.
+#
+# With S, z the state before a block, Q, K, V its tokens and P = tril(Q K^T), the block gives
+#
+#     out = (P V + Q S) / (P 1 + Q z + eps),    S <- S + K^T V,    z <- z + K^T 1
+#
+# (Katharopoulos et al. 2020, eq. 9-12). The backward runs their cumulative gradients (eq. 13-15) in the same way: with
+# Y the gradient of the numerator and g that of the denominator, the gradients of S and z after a block, dS and dz,
+# give
+#
+#     dP = tril(Y V^T + g 1^T),   dQ = dP K + Y S^T + g z^T,   dK = dP^T Q + V dS^T + 1 dz^T,   dV = P^T Y + K dS
+#
+# and dS <- dS + Q^T Y, dz <- dz + Q^T g run from the last block to the first. Only the inputs and the state before
+# every tile are saved for it. A decay puts its factors to Q, K, P and S (see ``blocks``).
 
 
 def chunked(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:

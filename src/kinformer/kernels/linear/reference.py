@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kinformer.kernels.linear.blocks import accumulator_dtype
+from kinformer.kernels.linear.chunked import accumulator_dtype
 from kinformer.kernels.linear.sequence import LinearSequence
 
 

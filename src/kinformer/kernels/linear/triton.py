@@ -24,11 +24,18 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
-from kinformer.kernels.linear.blocks import SequenceBlocks, accumulator_dtype, number, operand_dtype, product_dtype
-from kinformer.kernels.linear.channels import RANGE, folded
-from kinformer.kernels.linear.chunked import chunked
+from kinformer.kernels.linear.chunked import (
+    RANGE,
+    SequenceBlocks,
+    accumulator_dtype,
+    chunked,
+    folded,
+    number,
+    operand_dtype,
+    product_dtype,
+)
 from kinformer.kernels.linear.sequence import LinearSequence
-from kinformer.runtime.derivatives import Context, check_reverse, first_order
+from kinformer.runtime.autograd import Context, check_reverse, first_order
 from kinformer.runtime.errors import KinformerError
 
 LARGEST = 64

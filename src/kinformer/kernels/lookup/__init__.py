@@ -18,8 +18,7 @@ from torch import Tensor
 
 from kinformer.kernels.impls import LookupImpl, names_of
 from kinformer.kernels.lookup import chunked, lists, reference
-from kinformer.kernels.lookup.lists import CoarseQuantizer, InvertedFile
-from kinformer.kernels.lookup.slices import MemorySlice, gathered
+from kinformer.kernels.lookup.lists import CoarseQuantizer, InvertedFile, MemorySlice, gathered
 from kinformer.runtime.errors import KinformerError
 
 __all__ = ["IMPLS", "SEARCHES", "InvertedFile", "CoarseQuantizer", "MemorySlice", "Search", "gathered", "look_up"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kinformer.kernels.lookup.lists import CoarseQuantizer, InvertedFile, probed
-from kinformer.kernels.lookup.slices import MemorySlice
+from kinformer.kernels.lookup.lists import CoarseQuantizer, InvertedFile, MemorySlice, probed
 
 
 def exact(q: Tensor, pieces: list[MemorySlice], topk: int) -> Tensor:

@@ -18,12 +18,11 @@ from torch.nn.functional import linear
 
 from kinformer.kernels.impls import LstmImpl, names_of
 from kinformer.kernels.lstm import reference
-from kinformer.runtime.compiling import uncompiled
-from kinformer.runtime.derivatives import Context
+from kinformer.runtime.autograd import Context
+from kinformer.runtime.compiling import substitute, uncompiled
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.substitutes import substitute
 
-IMPLS = names_of(LstmImpl)
+LSTM_IMPLS = names_of(LstmImpl)
 
 
 class Weights(NamedTuple):
@@ -54,8 +53,8 @@ def lstm(
 
     Errors: ``KinformerError`` for an unknown impl.
     """
-    if impl not in IMPLS:
-        raise KinformerError(f"lstm: impl={impl!r} is unknown; use one of {', '.join(IMPLS)}.")
+    if impl not in LSTM_IMPLS:
+        raise KinformerError(f"lstm: impl={impl!r} is unknown; use one of {', '.join(LSTM_IMPLS)}.")
     if (operator := substitute("lstm")) is not None and valid is None and reset is None:
         y, after, memory = operator(x, h, c, *weights)
         return y, after, memory

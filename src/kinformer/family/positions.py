@@ -1,0 +1,354 @@
+"""Members that differ from the plain decoder in how tokens know their positions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kinformer.family.assemble import ModelShape, decoder, noam, residual
+from kinformer.family.record import Member, Recipe
+
+if TYPE_CHECKING:
+    from kinformer.models.decoder import Decoder
+
+
+# RoFormer: rotary positions instead of added ones.
+
+
+def _recipe(shape: ModelShape, vocab_size: int = 256) -> Recipe:
+    def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.blocks.residual import Initialisation
+        from kinformer.mixers.softmax import SoftmaxAttention
+        from kinformer.parts.relative_positions import Rope
+
+        config = decoder(
+            shape,
+            vocab or vocab_size,
+            mixer=SoftmaxAttention.Config(num_heads=shape.num_heads, position=Rope.Config(layout="interleaved")),
+            initialisation=Initialisation(residual="scaled" if shape.residual == "pre" else "plain"),
+        )
+        return config if shape.residual == "pre" else config.replace(norm=None)
+
+    return recipe
+
+
+ROPE = Member(
+    name="rope",
+    title="RoFormer (rotary positions)",
+    paper="Su et al. 2021, RoFormer: Enhanced Transformer with Rotary Position Embedding (arXiv 2104.09864)",
+    year=2021,
+    axes=("position",),
+    causal=True,
+    growth="linear",
+    departures=(
+        "a causal decoder (the published model reads both sides and fills in masked words)",
+        "pre-norm in all recipes but paper, which is post-norm as published, without the norm of the embeddings",
+        "no dropout unless asked for",
+    ),
+    exact_limit="is exact attention; with all positions equal it is attention without positions",
+    parity=("GPT-NeoX and RoFormer of transformers, in float64 (tests/family/test_parity_rope.py)",),
+    use_when="you want the best plain baseline; it learns faster than `gpt` and has no table that ends",
+    avoid_when="the state must not grow",
+    recipes={
+        "tiny": _recipe(ModelShape(32, 2, 2)),
+        "small": _recipe(ModelShape(256, 4, 4)),
+        "benchmark": _recipe(ModelShape(256, 4, 4)),
+        "paper": _recipe(ModelShape(768, 12, 12, residual="post"), vocab_size=50000),
+    },
+)
+
+
+# ALiBi: scores fall linearly with the distance, so that a model trained on short texts runs on longer ones.
+
+
+def _recipe_of_alibi(shape: ModelShape, vocab_size: int = 256) -> Recipe:
+    def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.mixers.softmax import SoftmaxAttention
+        from kinformer.parts.relative_positions import Alibi
+
+        return decoder(
+            shape,
+            vocab or vocab_size,
+            mixer=SoftmaxAttention.Config(num_heads=shape.num_heads, position=Alibi.Config()),
+        )
+
+    return recipe
+
+
+ALIBI = Member(
+    name="alibi",
+    title="ALiBi (attention with linear biases)",
+    paper="Press et al. 2022, Train Short, Test Long: Attention with Linear Biases (arXiv 2108.12409)",
+    year=2022,
+    axes=("position",),
+    causal=True,
+    growth="linear",
+    departures=(
+        "embeddings and softmax over the vocabulary are not adaptive",
+        "GELU, but the recipe paper, which has ReLU as published",
+        "no dropout unless asked for",
+    ),
+    exact_limit="slopes of zero: exact attention without positions",
+    parity=("the authors' code, in float64 (tests/positions/test_golden.py)",),
+    use_when="you generate or evaluate texts longer than those of training: it holds there, as measured",
+    avoid_when="far tokens matter as much as near ones: its biases fade them out",
+    recipes={
+        "tiny": _recipe_of_alibi(ModelShape(32, 2, 2)),
+        "small": _recipe_of_alibi(ModelShape(256, 4, 4)),
+        "benchmark": _recipe_of_alibi(ModelShape(256, 4, 4)),
+        "paper": _recipe_of_alibi(ModelShape(1024, 16, 8, hidden_dim=4096, activation="relu"), vocab_size=267744),
+    },
+)
+
+
+# Shaw et al.: relative position representations, vectors by clipped distance on keys and values.
+
+
+def _recipe_of_shaw(shape: ModelShape, max_distance: int = 16, vocab_size: int = 256) -> Recipe:
+    def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.mixers.softmax import SoftmaxAttention
+        from kinformer.parts.relative_positions import Shaw
+
+        return decoder(
+            shape,
+            vocab or vocab_size,
+            mixer=SoftmaxAttention.Config(num_heads=shape.num_heads, position=Shaw.Config(max_distance=max_distance)),
+        )
+
+    return recipe
+
+
+SHAW = Member(
+    name="shaw",
+    title="Relative position representations",
+    paper="Shaw et al. 2018, Self-Attention with Relative Position Representations (arXiv 1803.02155)",
+    year=2018,
+    axes=("position",),
+    causal=True,
+    growth="linear",
+    departures=(
+        "a decoder alone (the paper translates with an encoder and a decoder)",
+        "pre-norm with GELU, but the recipes paper and paper-big, which are post-norm with ReLU as published",
+        "products have biases",
+        "no dropout unless asked for",
+    ),
+    exact_limit="tables of zeros: exact attention without positions",
+    parity=("tensor2tensor 1.15, in float64 (tests/positions/test_golden.py)",),
+    results=("sparse",),
+    use_when="you reproduce relative positions as first published",
+    avoid_when="texts are long: its tables by distance end at a clip, and `rope` is faster",
+    training={"paper": noam(512), "paper-big": noam(1024)},  # section 4.1
+    recipes={
+        "tiny": _recipe_of_shaw(ModelShape(32, 2, 2)),
+        "small": _recipe_of_shaw(ModelShape(256, 4, 4)),
+        "benchmark": _recipe_of_shaw(ModelShape(256, 4, 4)),
+        "paper": _recipe_of_shaw(
+            ModelShape(512, 6, 8, hidden_dim=1024, residual="post", activation="relu"), vocab_size=32768
+        ),
+        "paper-big": _recipe_of_shaw(
+            ModelShape(1024, 6, 16, hidden_dim=4096, residual="post", activation="relu"), 8, 32768
+        ),
+    },
+)
+
+
+# T5-style decoder: bucketed relative biases shared by all layers, scores without a scale, RMS norms, no biases.
+
+
+def _recipe_of_t5(shape: ModelShape, vocab_size: int = 256) -> Recipe:
+    def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.blocks.feed_forward import MLP
+        from kinformer.blocks.layer import DecoderLayer
+        from kinformer.blocks.residual import RMSNorm
+        from kinformer.heads.language import LanguageModelHead
+        from kinformer.inputs.tokens import Tokens
+        from kinformer.mixers.softmax import SoftmaxAttention
+        from kinformer.models.decoder import Decoder
+        from kinformer.parts.positions import NoPosition
+        from kinformer.parts.projections import MultiHead
+        from kinformer.parts.relative_positions import T5
+        from kinformer.parts.scores import Dot
+
+        attention = SoftmaxAttention.Config(
+            num_heads=shape.num_heads,
+            projection=MultiHead.Config(bias=False),
+            position=T5.Config(),
+            score=Dot.Config(),
+            bias=False,
+        )
+        feed_forward = MLP.Config(hidden_dim=shape.hidden_dim or 4 * shape.dim, activation=shape.activation, bias=False)
+        layer = DecoderLayer.Config(mixer=attention, feed_forward=feed_forward, norm=RMSNorm())
+        return Decoder.Config(
+            input=Tokens.Config(vocab_size=vocab or vocab_size),
+            dim=shape.dim,
+            layers=(layer,) * shape.depth,
+            position=NoPosition.Config(),
+            head=LanguageModelHead.Config(tied=True),
+            norm=RMSNorm(),
+        )
+
+    return recipe
+
+
+def _shape(dim: int, depth: int, num_heads: int) -> ModelShape:
+    return ModelShape(dim, depth, num_heads, activation="relu")
+
+
+T5 = Member(
+    name="t5",
+    title="T5-style decoder (bucketed relative biases)",
+    paper="Raffel et al. 2020, Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer (T5)",
+    year=2020,
+    axes=("position", "score"),
+    causal=True,
+    growth="linear",
+    departures=(
+        "the decoder alone, as a language model (T5 is an encoder and a decoder)",
+        "all products begin as N(0, 0.02), those into the residual stream smaller with depth; T5 scales each by its "
+        "width, the queries' by sqrt(head_dim) more, and its tied head by 1 / sqrt(dim)",
+        "no dropout unless asked for",
+    ),
+    exact_limit="equal biases in all buckets: exact attention without positions, except for the scale",
+    parity=("T5 of transformers 4.57 (tests/positions/test_golden.py)",),
+    results=("sparse",),
+    use_when="you want relative positions without a limit, or continue weights in T5's manner",
+    avoid_when="speed decides: a bias by distance costs more than rotating",
+    training={  # section 3.1.2: Adafactor at 1 / sqrt(max(step, 10,000))
+        name: {
+            "steps": 524_288,
+            "batch_size": 128,
+            "length": 512,
+            "optimizer": "adafactor",
+            "lr": 0.01,
+            "schedule": "inverse-sqrt",
+            "warmup": 10_000,
+            "min_lr_ratio": 0.0,
+            "weight_decay": 0.0,
+            "clip": 0.0,
+        }
+        for name in ("paper", "paper-small")
+    },
+    recipes={
+        "tiny": _recipe_of_t5(_shape(32, 2, 2)),
+        "small": _recipe_of_t5(_shape(256, 4, 4)),
+        "benchmark": _recipe_of_t5(_shape(256, 4, 4)),
+        "paper": _recipe_of_t5(_shape(768, 12, 12), vocab_size=32128),
+        "paper-small": _recipe_of_t5(_shape(512, 6, 8), vocab_size=32128),
+    },
+)
+
+
+# DA-Transformer: rectified scores rescaled by a learned function of the real distance, per head.
+
+
+def _recipe_of_da_transformer(shape: ModelShape) -> Recipe:
+    def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.mixers.softmax import SoftmaxAttention
+        from kinformer.parts.relative_positions import DistanceAware
+
+        return decoder(
+            shape,
+            vocab or 256,
+            mixer=SoftmaxAttention.Config(num_heads=shape.num_heads, position=DistanceAware.Config()),
+        )
+
+    return recipe
+
+
+DA_TRANSFORMER = Member(
+    name="da-transformer",
+    title="DA-Transformer (distance-aware)",
+    paper="Wu et al. 2021, DA-Transformer: Distance-aware Transformer (arXiv 2010.06925)",
+    year=2021,
+    axes=("position", "score"),
+    causal=True,
+    growth="linear",
+    departures=(
+        "a decoder (the paper classifies texts with an encoder over GloVe vectors), so distances are to the left only",
+        "the rates w begin spread from -0.1 to 0.1 over the heads and v at 0; the paper does not say how they begin",
+        "pre-norm with GELU, but the recipe paper, which is post-norm with ReLU",
+        "no dropout unless asked for",
+    ),
+    exact_limit="none; with w = 0 it is exact attention by rectified scores",
+    results=(
+        "extrapolation",
+        "sparse",
+    ),
+    use_when="you study distances that scale scores",
+    avoid_when="you need a standard kernel: it rectifies scores",
+    recipes={
+        "tiny": _recipe_of_da_transformer(ModelShape(32, 2, 2)),
+        "small": _recipe_of_da_transformer(ModelShape(256, 4, 4)),
+        "benchmark": _recipe_of_da_transformer(ModelShape(256, 4, 4)),
+        "paper": _recipe_of_da_transformer(ModelShape(256, 1, 16, residual="post", activation="relu")),
+    },
+)
+
+
+# Complex-order Transformer: tokens are waves whose phase is their position.
+
+
+def _recipe_of_complex_order(shape: ModelShape) -> Recipe:
+    def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.blocks.feed_forward import MLP
+        from kinformer.blocks.layer import DecoderLayer
+        from kinformer.blocks.residual import LayerNorm
+        from kinformer.heads.language import ModulusHead
+        from kinformer.inputs.tokens import Tokens
+        from kinformer.mixers.softmax import SoftmaxAttention
+        from kinformer.models.decoder import Decoder
+        from kinformer.parts.positions import ComplexOrder, NoPosition
+        from kinformer.parts.projections import Complex
+        from kinformer.parts.scores import Modulus
+
+        norm = LayerNorm(slices=2)
+        layer = DecoderLayer.Config(
+            mixer=SoftmaxAttention.Config(
+                num_heads=shape.num_heads, projection=Complex.Config(), score=Modulus.Config()
+            ),
+            feed_forward=MLP.Config(hidden_dim=shape.hidden_dim, activation=shape.activation, slices=2),
+            norm=norm,
+            residual=residual(shape.residual),
+        )
+        return Decoder.Config(
+            input=Tokens.Config(vocab_size=vocab or 256, embedding=ComplexOrder.Config()),
+            dim=shape.dim,
+            layers=(layer,) * shape.depth,
+            position=NoPosition.Config(),
+            head=ModulusHead.Config(),
+            norm=None if shape.residual == "post" else norm,
+        )
+
+    return recipe
+
+
+COMPLEX_ORDER = Member(
+    name="complex-order",
+    title="Complex-order Transformer (embeddings r e^(i (w p + t)))",
+    paper="Wang et al. 2020, Encoding word order in complex embeddings (arXiv 1912.12333)",
+    year=2020,
+    axes=("position", "score"),
+    causal=True,
+    growth="linear",
+    departures=(
+        "a plain decoder around the embeddings and attention (the authors' language model is a Transformer-XL)",
+        "the imaginary part of a product is re im' + im re' (the authors' language model takes re im' twice), its "
+        "score is the modulus of the sum (theirs adds those of content and position), the pre-norm keeps its residual",
+        "positions count through the whole sequence (theirs are reset in every segment), from 0",
+        "dim is the width of the stream [real; imaginary]: half as many complex numbers, so that the recipe small is "
+        "twice as wide as other members' at as many weights",
+        "pre-norm in all recipes but paper; frequencies are learned as offsets from their first values",
+    ),
+    exact_limit="frequencies of 0 and imaginary parts of 0: attention to the absolute value of the real product",
+    parity=(
+        "the authors' code: embeddings (tests/positions/test_complex_order.py) and attention "
+        "(tests/projections/test_complex.py)",
+    ),
+    use_when="you study embeddings whose order is a phase",
+    avoid_when="you want quality per minute: it is among the last there",
+    recipes={
+        "tiny": _recipe_of_complex_order(ModelShape(32, 2, 2, hidden_dim=64)),
+        "small": _recipe_of_complex_order(ModelShape(512, 4, 4, hidden_dim=1024)),
+        "benchmark": _recipe_of_complex_order(ModelShape(256, 4, 4, hidden_dim=1024, activation="relu")),
+        "paper": _recipe_of_complex_order(ModelShape(1024, 6, 8, hidden_dim=2048, residual="post", activation="relu")),
+    },
+)

@@ -1,0 +1,792 @@
+"""One step of generation, recorded once and then run without Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from itertools import chain, count
+from operator import is_
+from typing import Any, NamedTuple, Protocol, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.nn.modules import module as hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kinformer.core.model import CausalModel, Model
+from kinformer.core.reserved import ReservedSlots
+from kinformer.core.stack import ModelConfig, Stack
+from kinformer.core.state import ReservedState, State, map_tensors, rebuilt, tensors
+from kinformer.runtime.autograd import autocast_dtype
+
+# A tape of a step: the operators that the model calls, with their arguments, and that list as a function.
+#
+# The model runs as ever while a dispatch mode of PyTorch notes every operator. A number of the host among the
+# arguments may count past slots: :func:`at_any_length` compares the tapes of two lengths, and expresses what differs
+# by the size of a view of the slots. What no tape can hold raises an :class:`UnrecordableError`: the host's reads of
+# the data, and shapes that depend on it.
+
+Arguments = tuple[object, ...]
+Keywords = dict[str, object]
+
+_READS = {"tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"}
+_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_WHOLE = {torch.ops.aten.lstm.input}
+"""Operators that read no data and stay whole: PyTorch 2.11 takes this one apart into results of another rank."""
+Function = Callable[..., tuple[Tensor, ...]]
+_FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
+"""The formats of memory by their number in PyTorch's operators."""
+
+
+class UnrecordableError(Exception):
+    """The reason why a step has to be made in Python; ``steps``: after how many
+    more to try again, None where unknown."""
+
+    def __init__(self, reason: str, steps: int | None = None) -> None:
+        super().__init__(reason)
+        self.steps = steps
+
+
+class Ref(NamedTuple):
+    """A tensor: an input or a result by its number, or, below 0, one that the model holds."""
+
+    number: int
+
+
+class SlotCount(NamedTuple):
+    """A number of the host that is ``offset`` more than the slots of the input ``view``."""
+
+    view: int
+    offset: int
+
+
+class View(NamedTuple):
+    """A view of past slots: its number among the inputs, how many slots it has, and the rule by which that grows."""
+
+    number: int
+    slots: int
+    rule: object
+
+
+class Call(NamedTuple):
+    """A call of an operator: its arguments in the order of its schema, and the numbers of its results."""
+
+    operator: OpOverload
+    arguments: Arguments
+    results: tuple[int, ...]
+
+
+class Tape(TorchDispatchMode):
+    """The operators that were called while this mode was on; ``captured`` are the tensors that existed before, other
+    than the ``inputs``."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.captured: list[Tensor] = []
+        self._all: list[Tensor] = []  # alive, so that no identity is used again
+        self._refs: dict[int, Ref] = {}
+        self._numbers = count()
+        self._inside = False
+        for tensor in inputs:
+            self._made(tensor)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to leave PyTorch's compiler alone, it would be imported, which takes a second
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note all operators within the context."""
+        with self, _WatchedReads():
+            yield
+
+    def ref(self, tensor: Tensor) -> Ref:
+        """Return what stands for ``tensor``; one that existed before is captured."""
+        ref = self._refs.get(id(tensor))
+        if ref is None:
+            ref = self._refs[id(tensor)] = Ref(-1 - len(self.captured))
+            self.captured.append(tensor)
+        return ref
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
+        kwargs = kwargs or {}
+        operator = _operator(func)
+        if operator.reads and not _plain_index(func, args):
+            raise UnrecordableError(f"the operator {func} depends on the data")
+        if self._inside:
+            return self._run(func, operator, args, kwargs)
+        arguments = [
+            args[place] if place < len(args) else kwargs.get(name, default)
+            for place, (name, default) in enumerate(operator.parameters)
+        ]
+        noted = tuple(map(self._noted, arguments))
+        self._inside = True
+        try:
+            output = self._run(func, operator, args, kwargs)
+        finally:
+            self._inside = False
+        outputs = output if isinstance(output, (tuple, list)) else () if output is None else (output,)
+        tensors = [isinstance(item, Tensor) for item in outputs]
+        if all(tensors):
+            self.calls.append(Call(func, noted, tuple(self._made(item) for item in outputs)))
+        elif any(tensors):
+            raise UnrecordableError(f"the operator {func} gives tensors and other values")
+        # what is left tells the host of types and sizes, such as ``promote_types``
+        return output
+
+    def _run(self, func: OpOverload, operator: _Operator, args: Arguments, kwargs: Keywords) -> object:
+        if operator.parts is None:
+            return func(*args, **kwargs)
+        with self:  # in inference mode nothing else takes it apart
+            return operator.parts(*args, **kwargs)
+
+    def _made(self, tensor: Tensor) -> int:
+        number = next(self._numbers)
+        self._refs[id(tensor)] = Ref(number)
+        self._all.append(tensor)
+        return number
+
+    def _noted(self, argument: object) -> object:
+        if isinstance(argument, Tensor):
+            return self.ref(argument)
+        if isinstance(argument, (list, tuple)):
+            return [self._noted(item) for item in argument]
+        return argument
+
+
+class _Operator(NamedTuple):
+    """The facts of an operator: whether the host may read its result, the function that calls the operators that it is
+    made of, and each parameter's name and default."""
+
+    reads: bool
+    parts: Callable[..., object] | None
+    parameters: tuple[tuple[str, object], ...]
+
+
+@cache
+def _operator(func: OpOverload) -> _Operator:
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    # PyTorch's own decompositions in Python (``func.decompose``) import its compiler
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) and func not in _WHOLE
+    parts = partial(func._op_dk, key) if composite else None
+    parameters = tuple((item.name, item.default_value) for item in func._schema.arguments)
+    return _Operator(bool(_TAGS & set(func.tags)), parts, parameters)
+
+
+def _plain_index(func: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Return whether ``func`` indexes by numbers: only masks make a shape that depends on the data."""
+    masks = (torch.bool, torch.uint8)
+    return func is torch.ops.aten.index.Tensor and not any(x is not None and x.dtype in masks for x in args[1])
+
+
+class _WatchedReads(TorchFunctionMode):
+    """A mode that refuses reads of tensors without an operator."""
+
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
+        if getattr(func, "__name__", "") in _READS:
+            raise UnrecordableError(f"the host reads the data ({func.__name__})")
+        return func(*args, **(kwargs or {}))
+
+
+def at_any_length(one: Tape, other: Tape, views: Sequence[tuple[View, View]]) -> list[Call]:
+    """Return the calls of a step as they are at any number of past slots, from the tapes of two numbers; ``views`` are
+    the views of the slots in either.
+
+    Errors: :class:`UnrecordableError` where another number of slots means other operators.
+    """
+    same = len(one.calls) == len(other.calls) and len(one.captured) == len(other.captured)
+    if not same or not all(map(_equal, one.captured, other.captured)):
+        raise _depends()
+    return [_joined(a, b, views) for a, b in zip(one.calls, other.calls, strict=True)]
+
+
+def _depends() -> UnrecordableError:
+    return UnrecordableError("what is done depends on the length")
+
+
+def _joined(a: Any, b: Any, views: Sequence[tuple[View, View]]) -> Any:
+    """Return what stands for both ``a`` and ``b``, the same part of a call on two tapes."""
+    if type(a) is not type(b):
+        raise _depends()
+    if a == b or (a != a and b != b):  # NaN does not equal itself
+        return a
+    if isinstance(a, Call):
+        return Call(*(_joined(x, y, views) for x, y in zip(a, b, strict=True)))
+    if type(a) in (list, tuple) and len(a) == len(b):
+        return type(a)(_joined(x, y, views) for x, y in zip(a, b, strict=True))
+    grown = [view for view, longer in views if a - view.slots == b - longer.slots] if type(a) is int else []
+    if not grown or any(view.rule != grown[0].rule for view in grown):
+        raise _depends()
+    return SlotCount(grown[0].number, a - grown[0].slots)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one is other or (one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other))
+
+
+def compiled(calls: Sequence[Call], inputs: int, captured: int, outputs: Sequence[Ref]) -> Function:
+    """Return ``calls`` as a function that PyTorch runs without Python: of this many ``inputs`` and ``captured``
+    tensors, with a tuple of ``outputs``."""
+    graph = torch._C.Graph()
+    values = {Ref(number): graph.addInput(f"x{number}") for number in range(inputs)}
+    values |= {Ref(-1 - number): graph.addInput(f"w{number}") for number in range(captured)}
+    writer = _Writer(graph, values)
+    for call in calls:
+        writer.write(call)
+    results = [values[ref] for ref in outputs]
+    node = writer.add("prim::TupleConstruct", results, torch._C.TupleType([value.type() for value in results]))
+    graph.registerOutput(node)
+    return torch._C._create_function_from_graph("step", graph)
+
+
+class _Writer:
+    """Writes calls into a graph; ``values`` are those of the graph that stand for tensors."""
+
+    def __init__(self, graph: Any, values: dict[Ref, torch._C.Value]) -> None:
+        self._graph, self._values = graph, values
+        self._constants: dict[tuple[type, str], torch._C.Value] = {}
+
+    def add(self, kind: str, inputs: Sequence[object], type: torch._C.JitType | None = None) -> torch._C.Value:
+        node = self._graph.create(kind, inputs, 1)
+        self._graph.insertNode(node)
+        if type is not None:
+            node.output().setType(type)
+        return node.output()
+
+    def write(self, call: Call) -> None:
+        schema = call.operator._schema
+        parameters = zip(call.arguments, _types(call.operator), strict=True)
+        inputs = [self._value(argument, type) for argument, type in parameters]
+        returns = schema.returns
+        listed = len(returns) == 1 and isinstance(returns[0].type, torch._C.ListType)
+        node = self._graph.create(schema.name, inputs, len(returns))
+        self._graph.insertNode(node)
+        if listed:
+            node.output().setType(returns[0].type)
+            node = self._graph.create("prim::ListUnpack", [node.output()], len(call.results))
+            self._graph.insertNode(node)
+        self._values.update(zip(map(Ref, call.results), node.outputs(), strict=True))
+
+    def _value(self, argument: object, type: torch._C.JitType) -> torch._C.Value:
+        if isinstance(argument, Ref):
+            return self._values[argument]
+        if isinstance(argument, SlotCount):
+            size = self.add("aten::size", [self._values[Ref(argument.view)], self._constant(2)], torch._C.IntType.get())
+            return self.add("aten::add", [size, self._constant(argument.offset)], torch._C.IntType.get())
+        if isinstance(type, torch._C.OptionalType):
+            type = type.getElementType()
+        if isinstance(argument, list):
+            items = [self._value(item, type.getElementType()) for item in argument]
+            return self.add("prim::ListConstruct", items, type)
+        if isinstance(type, torch._C.FloatType) and isinstance(argument, int):
+            argument = float(argument)
+        return self._constant(_FORMATS.index(argument) if isinstance(argument, torch.memory_format) else argument)
+
+    def _constant(self, value: object) -> torch._C.Value:
+        key = type(value), str(value)
+        if key not in self._constants:
+            self._constants[key] = self._graph.insertConstant(value)
+        return self._constants[key]
+
+
+@cache
+def _types(func: OpOverload) -> tuple[torch._C.JitType, ...]:
+    return tuple(item.type for item in func._schema.arguments)
+
+
+# The recordings of a model's steps: they are stored with it, freed with it, and valid as long as it is unchanged.
+
+_LIMIT = 4
+"""Recordings that a model keeps, one for each batch size and reserved room."""
+
+
+class RunningSteps(Protocol):
+    """A recording at work, and the state that it steps."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Return whether another step can be made: there is room for a token, and the model is unchanged."""
+        ...
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Return logits [batch, vocab] after ``tokens`` [batch, 1], which the state absorbs."""
+        ...
+
+    def release(self) -> State:
+        """Return the state, for steps in Python; this object must not be used any more."""
+        ...
+
+
+class StepRecording(Protocol):
+    """A recording of a model's step."""
+
+    @property
+    def holds(self) -> Callable[[], bool]:
+        """Return a check whether the model is unchanged since the recording."""
+        ...
+
+    def begin(self, state: State) -> RunningSteps | None:
+        """Return steps from ``state`` on; None where the recording is not for such a state."""
+        ...
+
+
+class Recordings(list[StepRecording]):
+    """The last recordings of a model's steps. Copies of the model and files of it have none."""
+
+    def __deepcopy__(self, memo: object) -> Recordings:
+        return Recordings()
+
+    def __reduce__(self) -> tuple[type[Recordings], tuple[()]]:
+        return Recordings, ()
+
+    def keep(self, recording: StepRecording) -> None:
+        self.insert(0, recording)
+        del self[_LIMIT:]
+
+
+def recordings_of(model: Model | nn.Module) -> Recordings:
+    """Return the recordings of ``model``, stored in an attribute, so that garbage collection frees them together."""
+    retained: Recordings = vars(model).setdefault("_recordings", Recordings())
+    retained[:] = [recording for recording in retained if recording.holds()]
+    return retained
+
+
+class Unchanged:
+    """A check whether some modules are unchanged: the same submodules, parameters and buffers with the same values, in
+    the same mode, without hooks. Other attributes of modules are not compared.
+
+    A look takes some ten microseconds, since loops run in C: a step's lists and objects are made once.
+    """
+
+    def __init__(self, parts: Sequence[Model | nn.Module]) -> None:
+        modules = dict.fromkeys(module for part in parts for module in part.modules())
+        self._states = [module.__dict__ for module in modules]
+        self._hooks = [state[name] for state in self._states for name in ("_forward_hooks", "_forward_pre_hooks")]
+        self._hooks += [hooks._global_forward_hooks, hooks._global_forward_pre_hooks]
+        self._tables = [state[name] for state in self._states for name in ("_modules", "_parameters", "_buffers")]
+        self._items = self._present()
+        self._tensors = [item for item in self._items if isinstance(item, Tensor)]
+        self._versioned = [tensor for tensor in self._tensors if not tensor.is_inference()]
+        self._then = self._facts()
+
+    def holds(self) -> bool:
+        """Return whether nothing has changed."""
+        items = self._present()
+        if any(self._hooks) or len(items) != len(self._items) or not all(map(is_, items, self._items)):
+            return False
+        return self._facts() == self._then
+
+    def _present(self) -> list[object]:
+        return list(chain.from_iterable(table.values() for table in self._tables))
+
+    def _facts(self) -> list[object]:
+        modes = [(state["training"], state.get("forward")) for state in self._states]
+        return [*modes, *map(Tensor.data_ptr, self._tensors), *[tensor._version for tensor in self._versioned]]
+
+
+# One step of generation, recorded once and then run without Python.
+#
+# A step of one token for each row calls some thousand Python functions and a few hundred small operators, which on a
+# CPU take longer than the products where batches and models are small. :func:`record` writes the operators down while
+# the model makes a step (``generation.recording``; nothing is compiled), and PyTorch's interpreter runs that list from
+# then on. Recordings stay with the model and end where it changes (``generation.recording``).
+#
+# Whatever a list cannot hold is detected beforehand, and the model is then stepped in Python:
+#
+# * what the host reads of the data (exits, searches, hashing) or draws at random, and hooks of modules;
+# * leaves of the state that change their shape, or host numbers other than the bounds of reserved slots;
+# * what depends on the length: past slots enter as views of growing length, and the list written down with one of them
+#   must equal that at the most the buffers can hold, except for numbers that count slots. Where the steps of a short past
+#   differ, the list begins at the length of now.
+#
+# The first recorded step must also agree with the model's.
+#
+# ``benchmarks/step_recording.py`` keeps it: by ``step_recording.json``, a recorded step takes 0.65 to 0.71 of the time
+# of a step in Python. Delete it when every row ``recorded`` is above 0.9 of the row ``in Python``. ``torch.export``'s
+# graph is as slow as Python, and AOTInductor's step needs 22 to 68 s and a C++ compiler to make, where a recording
+# takes the time of seven steps. AOTInductor replaces it when it makes a step in 0.1 s that is no slower. If PyTorch
+# drops TorchScript's interpreter earlier, sessions step in Python (:func:`_recorded`).
+
+_NEAR = 1e-4
+"""How far the logits of a recorded step may be from the model's, relative to the largest: operators are the same."""
+
+
+class Run(NamedTuple):
+    """A list of operators: a ``function`` of a step's tensors and of those of the model, ``captured``."""
+
+    function: Callable[..., tuple[Tensor, ...]]
+    captured: Sequence[Tensor]
+
+
+Way = Callable[[Tensor, State], tuple[tuple[Tensor, ...], State]]
+"""(values of a step, state) -> (what comes out, the state after)."""
+
+
+def logits_after(model: CausalModel, tokens: Tensor, state: State) -> tuple[Tensor, State]:
+    """Return logits [batch, vocab] behind the last of ``tokens`` [batch, time], and the state there."""
+    inputs, state = model.head_inputs(tokens, state)
+    return model.logits(map_tensors(lambda x: x[:, -1:], inputs))[:, 0], state
+
+
+class Recording:
+    """The recorded step of a model or of a part of one, in one or more ways; :meth:`begin` steps a state by it.
+
+    Each of ``runs`` takes the step's values, views of the reserved slots and all other leaves of the state, and depends
+    on ``parts`` of the model. Each reservation has ``least`` past slots or more and retains ``retained`` of them, None
+    for all. Of ``state``, from which it was made, only the sizes are stored. A step absorbs ``time`` tokens.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[Run],
+        parts: Sequence[Model | nn.Module],
+        state: State,
+        least: Sequence[int],
+        retained: Sequence[int | None],
+        time: int = 1,
+    ) -> None:
+        self.runs, self.least, self.retained, self.time = runs, least, retained, time
+        self._form, self._most = _form(state), [part.capacity for part in _parts(state)]
+        self.holds = Unchanged(parts).holds
+
+    def begin(self, state: State, time: int = 1) -> RecordedStep | None:
+        """Return steps of ``time`` tokens from ``state`` on; None where the time or the sizes of ``state`` are others
+        than it was checked for."""
+        narrow = autocast_dtype(next(tensors(state)).device) is not None
+        if narrow or time != self.time or _form(state) != self._form:
+            return None
+        for part, least, most in zip(_parts(state), self.least, self._most, strict=True):
+            full = part.slots.stop + time > part.capacity
+            if full or part.capacity > most or part.slots.stop - part.slots.start < least:
+                return None
+        return RecordedStep(self, state)
+
+
+class RecordedStep:
+    """A :class:`Recording` at work, and the state that it steps."""
+
+    def __init__(self, recording: Recording, state: State) -> None:
+        self.recording, self._state = recording, state
+        self._parts = _parts(state)
+        self._bounds = [(part.slots.start, part.slots.stop) for part in self._parts]
+        self._leaves = _leaves(state)
+
+    @property
+    def goes_on(self) -> bool:
+        """Return whether the buffers hold another token and the model is unchanged."""
+        ends = (stop + self.recording.time for _, stop in self._bounds)
+        room = all(end <= part.capacity for part, end in zip(self._parts, ends, strict=True))
+        return room and self.recording.holds()
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Return logits [batch, vocab] after ``tokens`` [batch, 1], which the state absorbs."""
+        return self.go(tokens, 0)[0]
+
+    def go(self, values: Tensor, way: int) -> Sequence[Tensor]:
+        """Return the outputs of a step of ``values`` by a ``way``, which the state absorbs."""
+        views: list[Tensor] = []
+        after = []
+        for part, (start, stop), retained in zip(self._parts, self._bounds, self.recording.retained, strict=True):
+            end = stop + self.recording.time
+            views += part.views(start, stop, self.recording.time)
+            after.append((start if retained is None else max(start, end - retained), end))
+        self._bounds = after
+        with torch.jit.optimized_execution(False):  # it runs the first steps slowly, to no gain afterwards
+            function, captured = self.recording.runs[way]
+            outputs = function(values, *views, *self._leaves, *captured)
+        views_count = len(outputs) - len(self._leaves)
+        self._leaves = list(outputs[views_count:])
+        return outputs[:views_count]
+
+    def release(self) -> State:
+        """Return the state, for steps in Python; this object must not be used any more."""
+        bounds, leaves = iter(self._bounds), iter(self._leaves)
+        return _mapped(self._state, lambda part: part.moved_on(*next(bounds), next(leaves)), lambda _: next(leaves))
+
+
+def record(model: CausalModel, tokens: Tensor, state: State) -> Recording:
+    """Return the recorded step of ``model`` from ``state`` on, which is not stepped yet.
+
+    ``tokens`` [batch, 1] are those that come next; the slots behind the past are written to in passing.
+
+    Errors: :class:`UnrecordableError` with the reason.
+    """
+
+    def step(tokens: Tensor, state: State) -> tuple[tuple[Tensor, ...], State]:
+        logits, after = logits_after(model, tokens, state)
+        return (logits,), after
+
+    return record_ways([step], [model], tokens, state)
+
+
+def record_ways(ways: Sequence[Way], parts: Sequence[Model | nn.Module], values: Tensor, state: State) -> Recording:
+    """Return the recorded ``ways`` of a step of ``values`` from ``state`` on, all by the same ``parts`` of a
+    model; otherwise like :func:`record`."""
+    reserved, time = _parts(state), values.shape[1]
+    if any(part.slots.stop + time > part.capacity for part in reserved):
+        raise UnrecordableError("the reserved slots are used up, or not laid out yet", 1)
+    if any(module._forward_hooks or module._forward_pre_hooks for part in parts for module in part.modules()):
+        raise UnrecordableError("a module has hooks, which run in Python")
+    if autocast_dtype(values.device) is not None:
+        raise UnrecordableError("autocast is on, and may be off at the next step")
+    recorded = [_recorded(way, values, state) for way in ways]
+    if any(item.retained != recorded[0].retained for item in recorded):
+        raise UnrecordableError("the ways keep unlike pasts")
+    least = [max(slots) for slots in zip(*(item.least for item in recorded), strict=True)]
+    recording = Recording([item.run for item in recorded], parts, state, least, recorded[0].retained, time)
+    for way, item in enumerate(recorded):
+        trial = RecordedStep(recording, state)
+        _compare([*trial.go(values, way), *trial._leaves], item.results)
+    return recording
+
+
+class Recorded(NamedTuple):
+    """A recorded way: its run, how many past slots each reservation has at least and how many it retains, and the
+    outputs and leaves of the state."""
+
+    run: Run
+    least: list[int]
+    retained: list[int | None]
+    results: list[Tensor]
+
+
+def _recorded(way: Way, values: Tensor, state: State) -> Recorded:
+    """Return a recorded ``way`` of a step of ``values`` from ``state`` on."""
+    parts, time = _parts(state), values.shape[1]
+    now = [(part.slots.start, part.slots.stop) for part in parts]
+    one_slot = [(max(start, stop - 1), stop) for start, stop in now]
+    random = torch.get_rng_state()
+    taped = _taped(way, values, _opened(state, one_slot, time))
+    if not torch.equal(random, torch.get_rng_state()):
+        raise UnrecordableError("a step draws random numbers")
+    if [(x.shape, x.dtype) for x in taped.leaves] != [(x.shape, x.dtype) for x in _leaves(state)]:
+        raise UnrecordableError("a leaf of the state changes its shape")
+    calls, bounds = taped.tape.calls, now
+    results = [*taped.outputs, *taped.leaves]
+    if parts:
+        outputs, after = way(values, _opened(state, now, time))
+        results = [*outputs, *_leaves(after)]
+        longest = [_longest(part, retained, time) for part, retained in zip(parts, taped.retained, strict=True)]
+        then = _taped(way, values, _opened(state, longest, time))
+        try:
+            bounds, calls = one_slot, _at_any_length(state, taped, then)
+        except UnrecordableError:
+            bounds, taped = now, _taped(way, values, _opened(state, now, time))
+            try:
+                calls = _at_any_length(state, taped, then)
+            except UnrecordableError as refused:
+                ahead = max(stop - part.slots.stop for part, (_, stop) in zip(parts, longest, strict=True))
+                raise UnrecordableError(str(refused), ahead // 2 + 1) from None
+    refs = [taped.tape.ref(tensor) for tensor in (*taped.outputs, *taped.leaves)]
+    try:
+        function = compiled(calls, taped.inputs, len(taped.tape.captured), refs)
+    except Exception as error:
+        raise UnrecordableError(f"PyTorch cannot write it down: {error}") from error
+    least = [stop - start for start, stop in bounds]
+    return Recorded(Run(function, taped.tape.captured), least, taped.retained, results)
+
+
+class _Taped(NamedTuple):
+    """A step on tape: how many ``inputs`` it has, its outputs, the leaves of the state after, the views of the slots
+    and how many of them the mixer retains."""
+
+    tape: Tape
+    inputs: int
+    outputs: tuple[Tensor, ...]
+    leaves: list[Tensor]
+    views: list[Tensor]
+    retained: list[int | None]
+
+
+def _taped(way: Way, values: Tensor, opened: object) -> _Taped:
+    """Return a step of ``values`` from the state ``opened`` on tape."""
+    parts = _parts(opened)
+    views = [view for part in parts for view in part.buffers]
+    inputs = (values, *views, *_leaves(opened))
+    tape = Tape(inputs)
+    with tape.watching():
+        outputs, after = way(values, opened)
+    return _Taped(tape, len(inputs), outputs, _leaves(after), views, [part.retained for part in parts])
+
+
+def _at_any_length(state: State, one: _Taped, other: _Taped) -> list[Call]:
+    """Return the calls of a step on tape as they are at any number of past slots between those of two steps."""
+    parts = zip(_parts(state), one.retained, strict=True)
+    rules = [(part.capacity, part.slots, retained) for part, retained in parts for _ in part.buffers]
+    views = [
+        (View(number, a.shape[2], rule), View(number, b.shape[2], rule))
+        for number, (a, b, rule) in enumerate(zip(one.views, other.views, rules, strict=True), start=1)
+    ]
+    return at_any_length(one.tape, other.tape, views)
+
+
+def _form(state: State) -> tuple[object, ...]:
+    """Return the parts of the state that a recording does not read again, such as types and sizes; not how many slots
+    there are."""
+    slots = [(part.slots.full, *(buffer[:, :, :0].shape for buffer in part.buffers)) for part in _parts(state)]
+    dtypes = [part.buffers[0].dtype for part in _parts(state)]
+    return slots, dtypes, [(leaf.shape, leaf.dtype) for leaf in _leaves(state)]
+
+
+def _compare(results: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for a, b in zip(map(Tensor.double, results), map(Tensor.double, expected), strict=True):  # of masks, too
+        if a.numel() and not float((a - b).abs().max()) <= _NEAR * max(1.0, float(b.abs().max())):
+            raise UnrecordableError("what it gives is not what the model gives")
+
+
+def _longest(part: ReservedSlots, retained: int | None, time: int) -> tuple[int, int]:
+    """Return the bounds of the longest past, before ``time`` tokens, that ``part``'s buffers can hold."""
+    last = part.capacity - time
+    return (0, last) if retained is None else (max(0, last - retained), last)
+
+
+def _mapped(state: State, part: Callable[[ReservedSlots], object], leaf: Callable[[Tensor], object]) -> State:
+    """Return ``state`` with ``part`` of its reserved slots and ``leaf`` of its other tensors, in order."""
+    if isinstance(state, Tensor):
+        return leaf(state)
+    if isinstance(state, ReservedSlots):
+        return part(state)
+    if isinstance(state, ReservedState):
+        raise UnrecordableError(f"{type(state).__name__} counts on the host")
+    return rebuilt(state, [_mapped(item, part, leaf) for item in state])
+
+
+def _parts(state: State) -> list[ReservedSlots]:
+    parts: list[ReservedSlots] = []
+    _mapped(state, parts.append, lambda _: None)
+    return parts
+
+
+def _leaves(state: State) -> list[Tensor]:
+    """Return all tensors of a state but the buffers of reserved slots."""
+    leaves: list[Tensor] = []
+    _mapped(state, lambda part: leaves.append(part.seen), leaves.append)
+    return leaves
+
+
+def _opened(state: State, bounds: Sequence[tuple[int, int]], time: int) -> State:
+    bound = iter(bounds)
+    return _mapped(state, lambda part: part.open(part.views(*next(bound), time), part.seen), lambda leaf: leaf)
+
+
+# A step of a model with early exits, recorded in segments from exit to exit.
+#
+# Behind each piece the host reads whether the token goes on. Every piece is recorded in two ways: the token runs
+# through it, or it left before and the piece's layers only absorb it (``stacks.exits``). One sequence at a time, for
+# the tokens of several leave by unlike exits.
+
+RUNS, HAS_LEFT = 0, 1
+
+
+class ExitsStack(Protocol):
+    """A stack with early exits (``stacks.exits``)."""
+
+    layers: nn.ModuleList
+    order: tuple[int, ...]
+    exits: tuple[int, ...]
+    rule: nn.Module
+    left: nn.Module
+
+    def asks(self, number: int) -> bool: ...
+
+    def leads(self, number: int) -> range: ...
+
+
+class SegmentedModel(CausalModel, Protocol):
+    """A causal model that can be stepped from exit to exit."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def stack(self) -> ExitsStack: ...
+
+    def until_exit(self, number: int, values: Tensor, state: State) -> tuple[tuple[Tensor, ...], State]: ...
+
+    def past_exit(self, number: int, hidden: Tensor, state: State) -> tuple[tuple[()], State]: ...
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]: ...
+
+
+def leaves_early(model: CausalModel) -> TypeGuard[SegmentedModel]:
+    """Return whether tokens of ``model`` may leave by an exit before the last,
+    and it can be stepped from exit to exit."""
+    stack = getattr(model, "stack", None)
+    return isinstance(stack, Stack) and stack.leaves_early and hasattr(model, "until_exit")
+
+
+class ExitsRecording:
+    """A :class:`Recording` per segment; ``pieces`` step the states of the layers before each exit."""
+
+    def __init__(self, stack: ExitsStack, pieces: Sequence[Recording]) -> None:
+        self._stack, self.pieces = stack, pieces
+
+    def holds(self) -> bool:
+        """Return whether the model is unchanged since the recording."""
+        return all(piece.holds() for piece in self.pieces)
+
+    def begin(self, state: State) -> RecordedExits | None:
+        """Return steps from ``state`` on; None where that has other sizes, for which it was not checked."""
+        steps = [piece.begin(part) for piece, part in zip(self.pieces, _split(self._stack, state), strict=True)]
+        return None if None in steps else RecordedExits(self._stack, [step for step in steps if step is not None])
+
+
+class RecordedExits:
+    """An :class:`ExitsRecording` at work, and the state that it steps."""
+
+    def __init__(self, stack: ExitsStack, pieces: Sequence[RecordedStep]) -> None:
+        self._stack, self._pieces = stack, pieces
+        self._asks = [stack.asks(number) for number in range(len(pieces))]
+
+    @property
+    def goes_on(self) -> bool:
+        """Return whether the buffers hold another token and the model is unchanged."""
+        return all(piece.goes_on for piece in self._pieces)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Return logits [1, vocab] after ``tokens`` [1, 1], which the state absorbs."""
+        leaves, hidden, logits = len(self._pieces) - 1, tokens, tokens
+        for number, (piece, asks) in enumerate(zip(self._pieces, self._asks, strict=True)):
+            if number > leaves:
+                piece.go(hidden, HAS_LEFT)
+                continue
+            hidden, logits, by = piece.go(hidden, RUNS)
+            leaves = int(by) if asks else leaves
+        if self._stack.left._forward_hooks:
+            self._stack.left(torch.full_like(tokens, leaves), None)
+        return logits[:, 0]
+
+    def release(self) -> State:
+        """Return the state, for steps in Python; this object must not be used any more."""
+        states = [piece.release() for piece in self._pieces]
+        return states[-1]._replace(layers=tuple(layer for state in states for layer in state.layers))
+
+
+def record_exits(model: SegmentedModel, tokens: Tensor, state: State) -> ExitsRecording:
+    """Return the recorded step of ``model``, whose tokens may leave early; otherwise like ``recorded.record``."""
+    stack = model.stack
+    if len(tokens) > 1:
+        raise UnrecordableError("tokens of unlike rows leave by unlike exits")
+    weight = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
+    hidden = torch.randn(1, 1, model.config.dim, generator=torch.Generator().manual_seed(0)).to(weight)
+    pieces = []
+    for number, piece_state in enumerate(_split(stack, state)):
+        used = [stack.layers[stack.order[use]] for use in stack.leads(number)]
+        parts = [*used, *(part for name, part in model.named_children() if name != "stack"), stack.rule]
+        ways: list[Way] = [partial(model.until_exit, number), partial(model.past_exit, number)]
+        pieces.append(record_ways(ways if number else ways[:1], parts, hidden if number else tokens, piece_state))
+    return ExitsRecording(stack, pieces)
+
+
+def _split(stack: ExitsStack, state: State) -> Iterator[State]:
+    """Yield the states of the layers before each exit."""
+    for number in range(len(stack.exits)):
+        yield state._replace(layers=tuple(state.layers[use] for use in stack.leads(number)))

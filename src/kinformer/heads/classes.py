@@ -1,0 +1,358 @@
+"""Heads that predict classes, symbols of speech, actions, and one vector of a sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kinformer.core.contract import select_valid
+from kinformer.core.parts import Input
+from kinformer.core.stack import HeadConfig
+from kinformer.runtime.dropout import Dropout
+from kinformer.runtime.errors import KinformerError, plural
+
+Pooling = Literal["first", "mean", "max", "gated"]
+
+
+class PoolingHead(nn.Module):
+    """A head that begins with one vector of all positions, ``pooled``.
+
+    ``first`` takes the first valid token ([CLS]), ``mean`` the mean of all valid ones, ``max`` each feature's largest
+    value among them, ``gated`` their mean by learnt weights, with ``dropout`` on both factors of the gate.
+    """
+
+    def __init__(self, dim: int, pooling: Pooling, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.pooling = pooling
+        self.gate = GatedWeights(dim, dropout) if pooling == "gated" else None
+
+    def pooled(self, hidden_states: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Return [batch, dim] of hidden_states [batch, time, dim], from those that are ``valid`` [batch, time]."""
+        if self.gate is not None:
+            return (self.gate(hidden_states, valid)[:, None] @ select_valid(hidden_states, valid))[:, 0]
+        if self.pooling == "first":
+            first = 0 if valid is None else valid.int().argmax(1)
+            return hidden_states[torch.arange(len(hidden_states), device=hidden_states.device), first]
+        if self.pooling == "max":
+            # The lowest number rather than -inf, so that a row of padding alone stays finite.
+            lowest = hidden_states.new_full((), torch.finfo(hidden_states.dtype).min)
+            return (hidden_states if valid is None else torch.where(valid[..., None], hidden_states, lowest)).amax(1)
+        if valid is None:
+            return hidden_states.mean(1)
+        count = valid.sum(1, keepdim=True).clamp_min(1).to(hidden_states.dtype)
+        return select_valid(hidden_states, valid).sum(1) / count
+
+
+class GatedWeights(nn.Module):
+    """The gate hidden_states [batch, time, dim] -> weights [batch, time], which
+    sum to 1 and are 0 where not ``valid``."""
+
+    def __init__(self, dim: int, dropout: float) -> None:
+        super().__init__()
+        self.content, self.gate, self.score = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, 1)
+        self.dropout = Dropout(dropout) if dropout else nn.Identity()
+
+    def forward(self, hidden_states: Tensor, valid: Tensor | None = None) -> Tensor:
+        gated = self.dropout(self.content(hidden_states).tanh()) * self.dropout(self.gate(hidden_states).sigmoid())
+        scores = self.score(gated)[..., 0]
+        return (scores if valid is None else scores.masked_fill(~valid, torch.finfo(scores.dtype).min)).softmax(-1)
+
+
+class PooledHead(PoolingHead):
+    """One vector of all positions: the first, the mean, the largest, or a gated mean (Ilse et al. 2018, equations 8 and
+    9).
+
+    z = sum_t a_t h_t,   a = softmax_t(w . (tanh(V h_t) * sigmoid(U h_t)))
+
+    The head hidden_states [batch, time, dim] -> the vector [batch, dim]
+    itself, for a model that another one uses.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(HeadConfig):
+        kind = "pooled"
+        per_position = False
+        pooling: Pooling = "first"
+
+        def build(self, dim: int, input: Input) -> PooledHead:
+            return PooledHead(dim, self.pooling)
+
+    def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
+        return self.pooled(hidden_states, valid)
+
+
+# Classes of full sequences or of tokens from an encoder's hidden states (Devlin et al. 2018, section 4).
+
+
+class ClassificationHead(PoolingHead):
+    """The head hidden_states [batch, time, dim] -> logits [batch, classes]: output(dropout(activation(dense(pooled)))).
+
+    ``pooling`` as of :class:`PoolingHead`.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(HeadConfig):
+        kind = "classification"
+        per_position = False
+        classes: int
+        pooling: Pooling = "first"
+        activation: Literal["tanh", "gelu", "gelu_tanh", "relu"] = "tanh"
+        dropout: float = 0.0
+
+        def __post_init__(self) -> None:
+            check_classes(self.classes)
+
+        def build(self, dim: int, input: Input) -> ClassificationHead:
+            return ClassificationHead(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__(dim, config.pooling, config.dropout)
+        self.activation = config.activation
+        self.dense = nn.Linear(dim, dim)
+        self.dropout = Dropout(config.dropout) if config.dropout else None
+        self.output = nn.Linear(dim, config.classes)
+
+    def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
+        x = _activate(self.dense(self.pooled(hidden_states, valid)), self.activation)
+        return self.output(x if self.dropout is None else self.dropout(x))
+
+
+class LinearClassificationHead(PoolingHead):
+    """The head hidden_states [batch, time, dim] -> logits [batch, classes]: output(pooled), as ViT's (Dosovitskiy et
+    al. 2020).
+
+    ``pooling`` as of :class:`PoolingHead`; the first token is the class token of images.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(HeadConfig):
+        kind = "linear_classification"
+        per_position = False
+        classes: int
+        pooling: Pooling = "first"
+
+        def __post_init__(self) -> None:
+            check_classes(self.classes)
+
+        def build(self, dim: int, input: Input) -> LinearClassificationHead:
+            return LinearClassificationHead(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__(dim, config.pooling)
+        self.output = nn.Linear(dim, config.classes)
+
+    def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
+        return self.output(self.pooled(hidden_states, valid))
+
+
+class TokenClassificationHead(nn.Module):
+    """The head hidden_states [batch, time, dim] -> logits [batch, time, classes]."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(HeadConfig):
+        kind = "token_classification"
+        classes: int
+        dropout: float = 0.0
+
+        def __post_init__(self) -> None:
+            check_classes(self.classes)
+
+        def build(self, dim: int, input: Input) -> TokenClassificationHead:
+            return TokenClassificationHead(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.dropout = Dropout(config.dropout) if config.dropout else None
+        self.output = nn.Linear(dim, config.classes)
+
+    def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
+        return self.output(hidden_states if self.dropout is None else self.dropout(hidden_states))
+
+
+def _activate(x: Tensor, name: str) -> Tensor:
+    if name in ("tanh", "relu"):
+        return x.tanh() if name == "tanh" else x.relu()
+    return functional.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
+
+
+def check_classes(classes: int) -> None:
+    """Refuse fewer than two classes."""
+    if classes < 2:
+        raise KinformerError(f"classes must be 2 or more, but is {classes}.")
+
+
+class DistilledHead(nn.Module):
+    """Two classifiers, of the class token and of the distillation token (Touvron et al. 2020, DeiT, section 4).
+
+    The head hidden_states [batch, time, dim] -> in training [batch, 2, classes], of the class token and of the
+    distillation token; else their mean [batch, classes].
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(HeadConfig):
+        kind = "distilled"
+        per_position = False
+        classes: int
+
+        def __post_init__(self) -> None:
+            check_classes(self.classes)
+
+        def check(self, dim: int, input: Input) -> None:
+            if not getattr(getattr(input, "config", None), "distillation_token", False):
+                raise KinformerError(
+                    "the head 'distilled' reads a distillation token, which the input does not have; give `set` "
+                    "input.distillation_token=true, or another head."
+                )
+
+        def build(self, dim: int, input: Input) -> DistilledHead:
+            return DistilledHead(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.output = nn.Linear(dim, config.classes)
+        self.distilled = nn.Linear(dim, config.classes)
+
+    def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
+        both = torch.stack([self.output(hidden_states[:, 0]), self.distilled(hidden_states[:, 1])], 1)
+        return both if self.training else both.mean(1)
+
+
+class CTCHead(nn.Module):
+    """The head of connectionist temporal classification (Graves et al. 2006): a symbol or none, position by position.
+
+    The head hidden_states [batch, time, dim] -> logits [batch, time, classes]; class 0 is the blank, no symbol.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(HeadConfig):
+        kind = "ctc"
+        classes: int
+
+        def __post_init__(self) -> None:
+            check_classes(self.classes)
+
+        def build(self, dim: int, input: Input) -> CTCHead:
+            return CTCHead(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.output = nn.Linear(dim, config.classes)
+
+    def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
+        return self.output(hidden_states)
+
+
+# Actions from hidden states (Chen et al. 2021, Decision Transformer), predicted at the position of a state.
+
+LOWEST_LOG_STD, HIGHEST_LOG_STD = -5.0, 2.0
+
+
+class DiscreteActions(nn.Module):
+    """The head of actions that are numbered: hidden_states [batch, time, dim] -> logits [batch, time, actions]."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(HeadConfig):
+        kind = "discrete_actions"
+        actions: int
+        bias: bool = True
+
+        def __post_init__(self) -> None:
+            if self.actions < 2:
+                raise KinformerError(f"actions must be 2 or more, but is {self.actions}.")
+
+        def build(self, dim: int, input: Input) -> DiscreteActions:
+            return DiscreteActions(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.output = nn.Linear(dim, config.actions, bias=config.bias)
+
+    def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
+        return self.output(hidden_states)
+
+
+class ContinuousActions(nn.Module):
+    """The head of real actions: hidden_states [batch, time, dim] -> actions [batch, time, action_dim] in the box from
+    ``low`` to ``high``, their middle + half their distance * tanh(output).
+
+    ``gaussian``: [batch, time, 2 * action_dim], the mean, which is as above, and the logarithm of the standard
+    deviation, from -5 to 2 (Zheng et al. 2022, Online Decision Transformer, section 4.1).
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(HeadConfig):
+        kind = "continuous_actions"
+        action_dim: int
+        low: tuple[float, ...] = ()
+        high: tuple[float, ...] = ()
+        gaussian: bool = False
+
+        def __post_init__(self) -> None:
+            if self.action_dim < 1:
+                raise KinformerError(f"action_dim must be 1 or more, but is {self.action_dim}.")
+            if {len(self.low), len(self.high)} not in ({0}, {self.action_dim}):
+                raise KinformerError(
+                    f"low and high have {len(self.low)} and {plural(len(self.high), 'number')}, but an action has "
+                    f"{self.action_dim}; give one for each, or none for -1 to 1."
+                )
+            if any(low >= high for low, high in zip(self.low, self.high, strict=True)):
+                raise KinformerError(f"low = {self.low} must lie below high = {self.high}.")
+
+        def build(self, dim: int, input: Input) -> ContinuousActions:
+            return ContinuousActions(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.config = config
+        self.output = nn.Linear(dim, config.action_dim * (2 if config.gaussian else 1))
+
+    def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
+        y = self.output(hidden_states)
+        size = self.config.action_dim
+        mean = y[..., :size].tanh()
+        if self.config.low:
+            low, high = mean.new_tensor(self.config.low), mean.new_tensor(self.config.high)
+            mean = (low + high) / 2 + (high - low) / 2 * mean
+        if not self.config.gaussian:
+            return mean
+        # A smooth bound of log sigma, whose gradient never vanishes as a clamp's does.
+        spread = (y[..., size:].tanh() + 1) / 2
+        return torch.cat([mean, LOWEST_LOG_STD + (HIGHEST_LOG_STD - LOWEST_LOG_STD) * spread], dim=-1)
+
+
+class PolicyAndValue(nn.Module):
+    """A policy and the value of a state, from one hidden state (Mnih et al. 2016, section 4).
+
+    The head hidden_states [batch, time, dim] -> [batch, time, n + 1]: the outputs of the head ``policy``,
+    and last the expected discounted return.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(HeadConfig):
+        kind = "policy_and_value"
+        policy: HeadConfig = DiscreteActions.Config(actions=2)
+
+        def __post_init__(self) -> None:
+            if not self.policy.per_position:
+                raise KinformerError(
+                    f"policy is the head {self.policy.kind!r}, which reads a whole sequence at once; give a head of "
+                    "actions, discrete_actions or continuous_actions."
+                )
+
+        def check(self, dim: int, input: Input) -> None:
+            self.policy.check(dim, input)
+
+        def build(self, dim: int, input: Input) -> PolicyAndValue:
+            return PolicyAndValue(self, dim, input)
+
+    def __init__(self, config: Config, dim: int, input: Input) -> None:
+        super().__init__()
+        self.policy = config.policy.build(dim, input)
+        self.value = nn.Linear(dim, 1)
+
+    def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
+        return torch.cat([self.policy(hidden_states, input, valid), self.value(hidden_states)], dim=-1)

@@ -1,0 +1,60 @@
+"""``kinformer completion bash|zsh``: a script for the shell, to be read by ``eval "$(kinformer completion bash)"``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Annotated, Literal
+
+import tyro
+
+from kinformer.family.table import FAMILY
+from kinformer.lab.cli.form import flags, form_of, is_positional
+from kinformer.lab.cli.options import CommonOptions
+from kinformer.lab.cli.output import print_json
+
+_SCRIPT = """_kinformer() {{
+  local words
+  case "${{COMP_WORDS[1]}}" in
+{cases}
+    *) words="{commands}" ;;
+  esac
+  [ "$COMP_CWORD" -eq 1 ] && words="{commands}"
+  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+}}
+complete -o default -F _kinformer kinformer
+"""
+_ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(CommonOptions):
+    """Print a script that completes commands, members and options."""
+
+    shell: Annotated[Literal["bash", "zsh"], tyro.conf.Positional]
+    """The shell that reads the script."""
+
+
+def run(options: Options) -> int:
+    """Print the completion script, or with ``--json`` the words of each command, and return 0."""
+    words_by_command = words()
+    if options.json:
+        print_json(words_by_command)
+        return 0
+    cases = "\n".join(f'    {name}) words="{" ".join(value)}" ;;' for name, value in words_by_command.items())
+    script = _SCRIPT.format(cases=cases, commands=" ".join(words_by_command))
+    print(_ZSH + script if options.shell == "zsh" else script, end="")
+    return 0
+
+
+def words() -> dict[str, list[str]]:
+    """Return the words that may follow each command: members, where it takes one, and options."""
+    from kinformer.lab.cli.main import COMMANDS
+
+    words_by_command = {}
+    for name, command in COMMANDS.items():
+        module = import_module(command.module)
+        options_text = flags(form_of(module.Options, getattr(module, "TASK_OPTIONS", None)))
+        first = list(FAMILY) if "member" in options_text else []
+        words_by_command[name] = first + [f"--{flag}" for flag, hint in options_text.items() if not is_positional(hint)]
+    return words_by_command

@@ -1,0 +1,420 @@
+"""The form of a command: its options as parser and help see them, the most used first and the rest in groups."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+
+import tyro
+from tyro.constructors import PrimitiveConstructorSpec
+
+from kinformer.lab.tasks.table import OptionKind as Kind
+from kinformer.lab.tasks.table import tasks
+from kinformer.runtime.errors import RARE, KinformerError, nearest, spelled
+from kinformer.runtime.fields import field_docs
+from kinformer.runtime.files import require_file
+from kinformer.runtime.parsing import parse_count, parse_toml
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+O = TypeVar("O")
+
+FIRST = (
+    "member", "folder", "folders", "inputs", "subject", "data", "split", "out", "prompt", "prompt_file",
+    "max_new_tokens", "temperature", "minutes", "steps", "recipe", "set", "task", "length", "batch_size", "lr",
+    "resume",
+)  # fmt: skip
+GROUPS = {
+    "setup": ("text_field", "init", "tokenizer", "train_tokenizer", "holdout"),
+    "optimisation": (
+        "optimizer", "schedule", "warmup", "weight_decay", "clip", "average", "ema", "accumulate", "objective",
+    ),
+    "checkpoint": (
+        "validate_every", "validation_tokens", "patience", "checkpoint_every",
+    ),
+    "retrieval": ("datastore", "retriever", "weight", "neighbours", "knn_temperature", "probes", "tune", "sizes"),
+    "machine": ("device", "threads", "precision", "weights", "chunk", "compile", "devices", "strategy", "parallel",
+        "hardware", "efficiency", "rounds",
+    ),
+    "general": ("seed", "json", "quiet", "verbose", "no_echo", "config"),
+}  # fmt: skip
+"""Title to options. What stands in neither table comes after the first ones."""
+
+_PLACEHOLDERS: dict[object, str] = {float | None: "X", str | None: "TEXT"}
+
+
+class Entry(NamedTuple):
+    """An option or a group of options, as ``make_dataclass`` takes it."""
+
+    name: str
+    hint: object
+    default: Field[object]
+
+
+def form_of(
+    options: type,
+    kind: Kind | None,
+    defaults: Mapping[str, object] | None = None,
+    only: Collection[str] | None = None,
+) -> type:
+    """Return a dataclass with the fields of ``options``, the most used flat and first, the others in a group each;
+    and with a group of the own options of every task that has some, under the name of the first that has them. Tasks
+    share an option of one name, type and default; otherwise a group with a name that is taken already keeps its task's
+    name before its options: ``--task.option``.
+
+    ``defaults``: what is taken where nothing is given, by name. ``only``: the tasks whose options are shown (all).
+    """
+    by_name = _entries(options, defaults or {})
+    named = {
+        name for names in GROUPS.values() for name in names if name in by_name and _has_default(by_name[name].default)
+    }
+    flat = [name for name in FIRST if name in by_name]
+    rest = [name for name in by_name if name not in flat and name not in named]
+    needed = [name for name in rest if not _has_default(by_name[name].default)]
+    ordered = [by_name[name] for name in dict.fromkeys(flat + needed + rest)]
+    groups = [
+        _group(title, [by_name[name] for name in names if name in by_name and name in named])
+        for title, names in GROUPS.items()
+        if any(name in named and name in by_name for name in names)
+    ]
+    task_groups = [] if kind is None else list(_task_groups(kind, set(by_name), only))
+    return make_dataclass(options.__name__, [*ordered, *task_groups, *groups], frozen=True, kw_only=True)
+
+
+def filled(options: type[O], form: DataclassInstance) -> O:
+    """Return ``options`` with the parser's values; the options of tasks stand in ``task_options``."""
+    names = {entry.name for entry in fields(options)}  # type: ignore[arg-type]
+    values: dict[str, object] = {}
+    changed: dict[str, object] = {}
+    for item in fields(form):
+        value = getattr(form, item.name)
+        if not is_dataclass(value):
+            values[item.name] = value
+        elif item.name in GROUPS:
+            values |= {inner.name: getattr(value, inner.name) for inner in fields(value)}
+        else:
+            group = {inner.name: getattr(value, inner.name) for inner in fields(value)}
+            changed |= {inner.name: group[inner.name] for inner in fields(value) if group[inner.name] != inner.default}
+    return options(**values | ({"task_options": changed} if "task_options" in names else {}))
+
+
+def flags(form: type) -> dict[str, object]:
+    """Return the types of all options, by their names as written after ``--``, and of positional arguments."""
+    flags_by_name: dict[str, object] = {}
+    for item in fields(form):
+        inner, *marks = get_args(item.type) if get_origin(item.type) is Annotated else (item.type,)
+        if is_dataclass(inner):
+            prefix = "" if tyro.conf.OmitArgPrefixes in marks else f"{_flag(item.name.removesuffix('_task'))}."
+            flags_by_name |= {prefix + name: hint for name, hint in flags(inner).items()}  # type: ignore[arg-type]
+        else:
+            flags_by_name[_flag(item.name)] = item.type
+    return flags_by_name
+
+
+def is_positional(hint: object) -> bool:
+    """Return whether an option of type ``hint`` is positional: given without its name."""
+    return tyro.conf.Positional in getattr(hint, "__metadata__", ())
+
+
+def bare(hint: object) -> object:
+    """Return the type without the parser's marks."""
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
+def _entries(options: type, defaults: Mapping[str, object]) -> dict[str, Entry]:
+    """Return the entry of every option; its type's annotation holds its help and its parser."""
+    hints, docs = get_type_hints(options, include_extras=True), option_docs(options)
+    entries = {}
+    for item in fields(options):
+        hint = hints[item.name]
+        if tyro.conf.Suppress in getattr(hint, "__metadata__", ()) or (item.name in RARE and "set" in hints):
+            continue
+        default: Any = field(default=defaults[item.name]) if item.name in defaults else _default(item)
+        entries[item.name] = Entry(item.name, _parsed(hint, docs.get(item.name, ""), default), default)
+    return entries
+
+
+def _parsed(hint: object, docs: str, default: Field[object]) -> object:
+    """Return ``hint`` with its help, a word for its value, and the parser of a number."""
+    inner = bare(hint)
+    metavar, shown = None, "" if default.default is None or default.default == () else None
+    if get_origin(inner) is tuple and not _has_default(default):
+        shown = "(required)"  # which tyro takes for an empty tuple
+    if inner in _PLACEHOLDERS and not _named(hint):
+        metavar = _PLACEHOLDERS[inner]
+    elif choices := [name for part in get_args(inner) for name in get_args(part)]:
+        metavar = "{" + ",".join(map(str, choices)) + "}"
+    about = tyro.conf.arg(help=docs, help_behavior_hint=shown, metavar=metavar)
+    if inner in (int, int | None):
+        return Annotated[hint, _COUNT, about]
+    if inner in (float, float | None):
+        return Annotated[hint, _NUMBER, about]
+    return Annotated[hint, about]
+
+
+def _named(hint: object) -> bool:
+    return any(getattr(mark, "metavar", None) for mark in getattr(hint, "__metadata__", ()))
+
+
+def _group(title: str, entries: list[Entry]) -> Entry:
+    group = make_dataclass(title, entries, frozen=True, kw_only=True)
+    return Entry(title, Annotated[group, tyro.conf.OmitArgPrefixes], field(default_factory=group))
+
+
+def _task_groups(kind: Kind, taken: set[str], only: Collection[str] | None) -> Iterator[Entry]:
+    owners: dict[type, str] = {}
+    for task in tasks():
+        owners.setdefault(getattr(task, kind), task.name)
+    wanted = [getattr(task, kind) for task in tasks() if only is not None and task.name in only]
+    shown = set[tuple[str, object, object]]()
+    for owners_of, name in owners.items():
+        entries = {}
+        for key, entry in _entries(owners_of, {}).items():
+            if (same := (key, *_type_and_default(owners_of, key))) not in shown:
+                others = (
+                    task
+                    for other, task in owners.items()
+                    if other is not owners_of and same[1:] == _type_and_default(other, key)
+                )
+                entries[key] = _with_other_tasks(entry, list(others))
+                shown.add(same)
+        if not entries:
+            continue
+        shown_here = [
+            entry
+            for option, entry in entries.items()
+            if only is None
+            or any(_type_and_default(other, option) == _type_and_default(owners_of, option) for other in wanted)
+        ]
+        about = {"__doc__": f"Options of the {name if only is None else ' and '.join(only)} task."}
+        group = make_dataclass(owners_of.__name__, shown_here, frozen=True, kw_only=True, namespace=about)
+        hint: object = Annotated[group, tyro.conf.arg(name=name)]
+        if not entries.keys() & taken:
+            hint = Annotated[hint, tyro.conf.OmitArgPrefixes]
+        if shown_here:
+            yield Entry(f"{name.replace('-', '_')}_task", hint, field(default_factory=group))
+        taken |= entries.keys()
+
+
+def _type_and_default(options: type, name: str) -> tuple[object, object]:
+    """Return the type and the default of an option, by which tasks share it; (None, MISSING) if there is none."""
+    flags_by_name = {item.name: (item.type, item.default) for item in fields(options)}
+    return flags_by_name.get(name, (None, MISSING))
+
+
+def _with_other_tasks(entry: Entry, also: list[str]) -> Entry:
+    """Return ``entry`` with a help that says which tasks have the option too."""
+    if not also:
+        return entry
+    name, hint, default = entry
+    inner, *marks = get_args(hint)
+    help = " ".join((next(mark.help for mark in marks if hasattr(mark, "help")), f"(Also of {', '.join(also)}.)"))
+    marks = [replace(mark, help=help) if hasattr(mark, "help") else mark for mark in marks]
+    return Entry(name, Annotated[(inner, *marks)], default)
+
+
+def _number(text: str) -> float:
+    """Return a number; whether it is finite and in range, the options check."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no number, such as 3, 0.5 or 1e-3") from None
+
+
+_COUNT = PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="N",
+    instance_from_str=lambda texts: parse_count(texts[0]),
+    is_instance=lambda value: value is None or isinstance(value, int),
+    str_from_instance=lambda value: [str(value)],
+)
+_NUMBER = PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="X",
+    instance_from_str=lambda texts: _number(texts[0]),
+    is_instance=lambda value: value is None or isinstance(value, int | float),
+    str_from_instance=lambda value: [str(value)],
+)
+
+
+def option_docs(options: type) -> dict[str, str]:
+    """Return the text under every field of a dataclass and of its bases, by name, as one line.
+
+    The parser reads such texts too, but not those of a class that :func:`form_of` makes at run time.
+    """
+    return {name: spelled(text) for name, text in field_docs(options).items()}
+
+
+def _default(option: Field[object]) -> Any:
+    if option.default_factory is not MISSING:
+        return field(default_factory=option.default_factory)
+    return field() if option.default is MISSING else field(default=option.default)
+
+
+def _has_default(entry: Field[object]) -> bool:
+    return entry.default is not MISSING or entry.default_factory is not MISSING
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
+
+
+# ``--config run.toml``: options in a file, by their names.
+#
+# member = "gpt"
+# data = "book.txt"
+# batch_size = 16
+# set = {dim = 256, "layers.*.dropout" = 0.1}
+
+
+def read(path: str, valid_names: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
+    """Return positional arguments by name, and the options as arguments; ``valid_names`` are all, with their types."""
+    require_file(Path(path))
+    try:
+        settings = parse_toml(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise KinformerError(f"--config {path}: cannot be read ({error.strerror}); give a TOML file.") from None
+    except ValueError as error:
+        raise KinformerError(f"--config {path}: is not TOML ({error}); write name = value in each line.") from None
+    positional: dict[str, object] = {}
+    arguments: list[str] = []
+    for name, value in settings.items():
+        flag = name.replace("_", "-")
+        if name in RARE and "set" in valid_names:
+            raise KinformerError(f'{path}: {name!r} is rarely changed; write set = {{"training.{name}" = {value}}}.')
+        if flag not in valid_names or flag == "config":
+            raise KinformerError(f"{path}: {name!r} is not an option; {nearest(flag, set(valid_names) - {'config'})}")
+        place, hint = f"{path}: {name}", bare(valid_names[flag])
+        if is_positional(valid_names[flag]):
+            values = [_text(place, item) for item in value] if isinstance(value, list) else [_text(place, value)]
+            positional[flag.replace("-", "_")] = tuple(values) if hint == tuple[str, ...] else " ".join(values)
+        elif hint is bool:
+            arguments += _switch(place, flag, value)
+        else:
+            arguments += [f"--{flag}={text}" for text in _texts(place, value)]
+    return positional, arguments
+
+
+def _switch(place: str, flag: str, value: object) -> list[str]:
+    if not isinstance(value, bool):
+        raise KinformerError(f"{place} is {value!r} but must be true or false.")
+    return [f"--{flag}"] if value else []
+
+
+def _texts(place: str, value: object) -> list[str]:
+    """Return an option's value as it is written on the command line; of a list or a table, one text for each item."""
+    if isinstance(value, dict):
+        return [f"{path}={_setting(item)}" for path, item in value.items()]
+    return [_text(place, item) for item in value] if isinstance(value, list) else [_text(place, value)]
+
+
+def _setting(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _text(place: str, value: object) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise KinformerError(f"{place} is {value!r} but must be a text or a number.")
+    return str(value)
+
+
+# Names of options in other tools: for one that a command does not have, a sentence names the option here.
+
+OPTIONS = {
+    "learning-rate": "lr",
+    "batch": "batch-size",
+    "bs": "batch-size",
+    "max-steps": "steps",
+    "num-steps": "steps",
+    "iterations": "steps",
+    "iters": "steps",
+    "max-iters": "steps",
+    "max-tokens": "max-new-tokens",
+    "num-tokens": "max-new-tokens",
+    "max-length": "length",
+    "seq-len": "length",
+    "sequence-length": "length",
+    "block-size": "length",
+    "context-length": "length",
+    "context": "length",
+    "output": "out",
+    "output-dir": "out",
+    "save-dir": "out",
+    "dataset": "data",
+    "input": "data",
+    "wd": "weight-decay",
+    "warmup-steps": "warmup",
+    "optim": "optimizer",
+    "grad-clip": "clip",
+    "dtype": "precision",
+    "gpus": "devices",
+    "eval-every": "validate-every",
+    "save-every": "checkpoint-every",
+    "text": "prompt",
+    "temp": "temperature",
+    "num-samples": "samples",
+    "images": "max-items",
+    "limit": "max-items",
+    "max-samples": "max-items",
+    "sentences": "batch-size",
+    "rows": "batch-size",
+}
+"""To the option that is meant, where the command has it."""
+
+MODEL = {
+    "dim": "dim",
+    "d-model": "dim",
+    "hidden-size": "dim",
+    "embed-dim": "dim",
+    "n-embd": "dim",
+    "dropout": "dropout",
+    "layers": "layers",
+    "num-layers": "layers",
+    "n-layers": "layers",
+    "n-layer": "layers",
+    "depth": "layers",
+    "heads": "layers.*.mixer.num_heads",
+    "num-heads": "layers.*.mixer.num_heads",
+    "n-heads": "layers.*.mixer.num_heads",
+    "n-head": "layers.*.mixer.num_heads",
+    "vocab-size": "input.vocab_size",
+}
+"""To the place in a member's config, where the command takes changes to it."""
+
+SENTENCES = {
+    "epochs": ("steps", "there are no epochs; give --steps N or --minutes N."),
+    "epoch": ("steps", "there are no epochs; give --steps N or --minutes N."),
+    "bf16": ("precision", "give --precision bf16-mixed."),
+    "fp16": ("precision", "give --precision bf16-mixed."),
+    "gpu": ("device", "give --device cuda."),
+    "cuda": ("device", "give --device cuda."),
+    "cpu": ("device", "give --device cpu."),
+}
+"""To an option that the command must have for this to be said, and what is said."""
+
+
+def suggestion(arguments: Sequence[str], valid_names: Collection[str]) -> str | None:
+    """Return a sentence on the first of ``arguments`` that is none of ``valid_names`` but a usual name of one."""
+    for index, argument in enumerate(arguments):
+        name, _, value = argument.removeprefix("--").partition("=")
+        name = name.replace("_", "-").lower()
+        if not argument.startswith("--") or name in valid_names:
+            continue
+        after = arguments[index + 1] if index + 1 < len(arguments) else "--"
+        value = value or ("" if after.startswith("--") else after)
+        flag_text = f"--{name} {value}".rstrip()
+        if name in SENTENCES and SENTENCES[name][0] in valid_names:
+            return f"{flag_text}: {SENTENCES[name][1]}"
+        if name in OPTIONS and OPTIONS[name] in valid_names:
+            return f"{flag_text}: did you mean --{OPTIONS[name]}?"
+        if name.replace("-", "_") in RARE and {"set", "steps", "member"} <= set(valid_names):
+            change = f"training.{name.replace('-', '_')}={value or 'VALUE'}"
+            return f"{flag_text}: is a setting that is rarely changed; give --set {change}."
+        if name in MODEL and "set" in valid_names:
+            return f"{flag_text}: is not an option but part of the model; give --set {MODEL[name]}={value or 'VALUE'}."
+    return None

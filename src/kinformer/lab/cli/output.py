@@ -1,0 +1,192 @@
+"""The output of commands: JSON, text, tables (framed on a terminal, plain in a pipe), notes."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO, TypeVar
+
+from kinformer import __version__
+from kinformer.lab.tasks.evaluation import TextTable
+from kinformer.lab.training.logging import size
+from kinformer.runtime.errors import plural
+from kinformer.runtime.progress import LOGGER, tolerant
+
+if TYPE_CHECKING:
+    from kinformer.lab.cli.options import Printing
+
+
+T = TypeVar("T")
+BEGUN: ContextVar[float | None] = ContextVar("begun", default=None)
+"""When the command was given, by ``time.monotonic()``."""
+
+
+def age_of_process() -> float:
+    """Return the seconds since this process was started, where the system tells (Linux); else 0."""
+    with suppress(OSError, ValueError, IndexError, AttributeError):
+        ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+def print_json(data: object) -> None:
+    """Print ``data`` as indented JSON."""
+    print(json.dumps(data, indent=2, ensure_ascii=False))
+
+
+def print_blocks(blocks: Iterable[str | TextTable]) -> None:
+    """Print lines and tables, one after the other."""
+    for block in blocks:
+        if isinstance(block, TextTable):
+            print_table(*block)
+        else:
+            print(block)
+
+
+@contextmanager
+def printing_notes(quiet: bool = False) -> Iterator[None]:
+    """Print the library's notes on standard error within the context, or with ``quiet`` nowhere."""
+    if quiet:
+        yield
+        return
+    handler, level = _Notes(), LOGGER.level
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        LOGGER.removeHandler(handler)
+        LOGGER.setLevel(level)
+
+
+@contextmanager
+def describing_run(options: Printing) -> Iterator[None]:
+    """With ``verbose``, print versions and device on standard error, and at the end the command's time and memory."""
+    if not options.verbose:
+        yield
+        return
+    started_at, out = time.monotonic(), tolerant(sys.stderr)
+    device = f", device {options.device}" if hasattr(options, "device") else ""
+    print(f"kinformer {__version__}, Python {platform.python_version()}, {_packages()}{device}", file=out, flush=True)
+    yield
+    torch = sys.modules.get("torch")
+    threads = "" if torch is None else f" with {plural(torch.get_num_threads(), 'thread')}"
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    used, peak = usage.ru_utime + usage.ru_stime, size(usage.ru_maxrss * 1024)
+    took = f"{time.monotonic() - started_at:.1f} s{threads}, {used:.1f} s of processor time, at most {peak} of memory"
+    print(f"kinformer: {took}", file=out, flush=True)
+
+
+def _packages() -> str:
+    """Name the packages that compute, with their versions, without importing them."""
+    return ", ".join(f"{name} {version(name)}" for name in ("torch", "numpy", "safetensors"))
+
+
+class _Notes(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"kinformer: {record.getMessage()}", file=tolerant(sys.stderr), flush=True)
+
+
+def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]], numeric: Sequence[int] = ()) -> None:
+    """Print a table, whose columns in ``numeric`` are aligned to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    if sys.stdout.isatty():
+        _print_framed(headers, cells, numeric)
+        return
+    widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
+    for row in [list(headers), *cells]:
+        aligned = (
+            cell.rjust(width) if index in numeric else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        print("  ".join(aligned).rstrip())
+
+
+def _print_framed(headers: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[int]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    for index, header in enumerate(headers):
+        table.add_column(header, justify="right" if index in numeric else "left", overflow="fold", no_wrap=index == 0)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console().print(table)
+
+
+def runs(items: Sequence[T]) -> Iterator[tuple[int, int, T]]:
+    """Yield (first, last, item) of each run of equal items."""
+    first = 0
+    for index in range(1, len(items) + 1):
+        if index == len(items) or items[index] != items[first]:
+            yield first, index - 1, items[first]
+            first = index
+
+
+# The process of a command: its standard streams, its garbage collection, and its settings for computing.
+
+
+@contextmanager
+def started(is_command: bool) -> Iterator[None]:
+    """Turn garbage collection off in a command's own process until :func:`set_up`, since imports make no garbage."""
+    if not is_command:
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def set_up(computes: bool, is_command: bool, fast_products: bool = True) -> AbstractContextManager[None]:
+    """Set up the process for a command that computes, if it is the command's own; else restore its settings at the end.
+
+    ``fast_products``: whether large products may take oneDNN's path.
+
+    From here on garbage is collected, but never searched for in what is loaded by now: that would take two fifths of a
+    short command's time (``benchmarks/first_seconds.py``). So commands that compute load the parts of models before.
+    """
+    if computes:
+        from kinformer.runtime.process import begin_process, preserved
+
+        if is_command:
+            from kinformer.family.kinds import kinds
+
+            begin_process(fast_products)
+            kinds()
+    if is_command:
+        gc.freeze()
+        gc.enable()
+    return preserved() if computes else nullcontext()
+
+
+def open_standard_streams() -> None:
+    """Open closed standard streams on the null device; else the next file that is opened would take their place."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout, sys.stderr = (stream or tolerant(stream) for stream in (sys.stdout, sys.stderr))
+    for stream in (sys.stdout, sys.stderr):
+        _tolerate(stream)
+
+
+def _tolerate(stream: TextIO) -> None:
+    """Replace characters that the terminal cannot show by question marks instead of crashing."""
+    if hasattr(stream, "reconfigure"):
+        stream.reconfigure(errors="replace")

@@ -1,0 +1,223 @@
+"""The options of comparing and of timing members. Free of PyTorch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from kinformer.lab.runs.options import Machine
+from kinformer.runtime.errors import KinformerError, choose, marked, require, require_above, require_seed, require_share
+from kinformer.runtime.parsing import parse_counts
+
+DEFAULT_MEMBERS = ("gpt", "rope", "local", "linear-transformer", "gated-deltanet")
+DEFAULT_PLAN = "text"
+PLANS: Mapping[str, Mapping[str, Any]] = {
+    "text": {
+        "parameters": 1_300_000, "seeds": 3, "total_minutes": 45.0, "batch_size": 4, "train_tokenizer": 4096,
+        "ema": 0.07, "set": {"local:layers.*.mixer.pattern.window": "64"},
+    },
+    "recall": {"task": "recall", "parameters": 400_000, "seeds": 3, "total_minutes": 20.0},
+    "long-text": {
+        "parameters": 1_300_000, "seeds": 3, "total_minutes": 40.0, "batch_size": 1, "length": 1024,
+        "train_tokenizer": 4096, "ema": 0.07, "contexts": "1x,4x,16x", "lengths": "512,2048,8192",
+    },
+    "generation": {
+        "parameters": 10_000_000, "steps": 20, "sweep": 0, "max_bytes": 20_000, "contexts": "1x", "lengths": "512,2048",
+    },
+}  # fmt: skip
+"""What ``plan`` chooses where nothing else is given. Without it, the window of ``local`` would be as long as a row of
+training, and its training that of ``rope``."""
+BUDGETS = ("steps", "tokens", "minutes", "total_minutes")
+DEFAULT_STEPS = 1000
+MAX_PARAMETERS = 10**12
+MEASURED_BYTES = 200_000
+"""Bytes of the test split that are measured where nothing else is asked for."""
+WORKS = ("forward", "step", "prefill", "decode")
+"""What can be timed of a model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(Machine):
+    """Members side by side: one parameter budget, one data set in one order, one recipe except for the learning
+    rate."""
+
+    data: str | None = None
+    """What to learn from, as for kinformer train; stdlib if nothing is given."""
+    plan: Literal["text", "recall", "long-text", "generation"] | None = None
+    """What the members are for: chooses the task, sizes and minutes that are not given, to compare them by quality on
+    text, by recall, on long text, or by speed of generation alone (text if no member is named)."""
+    task: str | None = None
+    """What to train for; if not given, the usual one of the first member."""
+    parameters: int | None = None
+    """Parameters of every model, within 5 %; those of the first member's recipe if not given."""
+    steps: int | None = None
+    """Optimiser steps of every run (1000 if no other budget is given)."""
+    tokens: int | None = None
+    """Tokens of every run, instead of `steps`."""
+    minutes: float | None = None
+    """Minutes of training of every run, instead of `steps`: a faster member makes more steps."""
+    total_minutes: float | None = None
+    """Minutes of the whole comparison, instead of `steps`: as many steps for all as the measured speeds allow."""
+    seeds: int = 1
+    """Runs of every member, with seeds from `seed` on; two or more give a spread, and tests of the differences."""
+    sweep: int = 3
+    """Learning rates tried for every member, a factor of 2 apart; more where the best is at an end. 0 tries none."""
+    sweep_steps: int | None = None
+    """Steps of a run of the sweep (a fifth of `steps`)."""
+    lr: float | None = None
+    """The middle of the sweep, or with `sweep` 0 the learning rate (0.01 with muon, else 0.001)."""
+    recipe: str = "small"
+    """Which of the members' recipes; its width is fitted to the parameter budget."""
+    length: int | None = None
+    """Tokens of each row of a batch (256, or what all members' positions allow)."""
+    batch_size: int = 8
+    """Rows of a step."""
+    optimizer: Literal["adamw", "radam", "muon", "lamb", "adafactor", "adagrad", "sgd"] = "muon"
+    """Muon takes the layers' matrices and AdamW the rest."""
+    precision: Literal["fp32", "bf16-mixed"] = "fp32"
+    """bf16-mixed computes in bfloat16 where that is safe."""
+    tokenizer: str | None = None
+    """bytes, or a tokenizer.json (bytes if not given)."""
+    train_tokenizer: int | None = None
+    """Train a tokenizer of N tokens on the data first, which all members share."""
+    ema: float | None = None
+    """Measure a moving average of the weights over this share of the steps so far (0, none, if not given)."""
+    holdout: float | None = None
+    """Hold out the last share of the data for validation and test, instead of the usual 5 % each."""
+    max_bytes: int | None = None
+    """Measure on the first N bytes of the test split only (200,000 of text if not given)."""
+    contexts: str = "1x,2x,4x"
+    """Lengths of context at which the first seed is measured too, in multiples of `length` or in tokens."""
+    lengths: str = "128,512,2048"
+    """Lengths at which time and memory are measured, of one row."""
+    rounds: int = 5
+    """How often each time is measured, in turns."""
+    set: Mapping[str, object] = field(default_factory=dict)
+    """A change to all members, or NAME:PATH=VALUE to the one of that name; may be given again."""
+    out: str = "comparison"
+    """The folder of results: what is there already is not computed again."""
+    seed: int = 0
+    """The first seed."""
+    task_options: Mapping[str, object] = field(default_factory=dict)
+    """Options of the task's own, by name."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "parameters",
+            "steps",
+            "tokens",
+            "seeds",
+            "length",
+            "batch_size",
+            "rounds",
+            "sweep_steps",
+            "train_tokenizer",
+        ):
+            require(name, getattr(self, name), 1)
+        assert self.measured_lengths
+        if not all(re.fullmatch(r" *0*[1-9]\d{0,17}x? *", part, re.ASCII) for part in self.contexts.split(",")):
+            raise KinformerError(f"`contexts` {self.contexts}: is no list of lengths; write as in 1x,2x,4x or 256,512.")
+        require("sweep", self.sweep, 0)
+        require("max_bytes", self.max_bytes, 2)
+        require("parameters", self.parameters, 1, MAX_PARAMETERS)
+        limits = [name for name in BUDGETS if getattr(self, name) is not None]
+        for name in limits:
+            require_above(name, getattr(self, name), 0)
+        if len(limits) > 1:
+            raise KinformerError(f"{' and '.join(map(marked, limits))} contradict; give one of them.")
+        if self.sweep == 2:
+            raise KinformerError("`sweep` 2: has no middle; try 3 learning rates or more, or 0 for none.")
+        require_above("lr", self.lr, 0)
+        require_seed(self.seed)
+        require_share("holdout", self.holdout)
+        require("ema", self.ema, 0, 1)
+        super().__post_init__()
+
+    @property
+    def row_length(self) -> int:
+        """The ``length`` of a planned comparison."""
+        assert self.length is not None
+        return self.length
+
+    @property
+    def middle(self) -> float:
+        """The middle of the sweep's learning rates; Muon's usual one is ten times AdamW's."""
+        return self.lr if self.lr is not None else 1e-2 if self.optimizer == "muon" else 1e-3
+
+    @property
+    def measured_lengths(self) -> tuple[int, ...]:
+        """The lengths, in tokens, at which time and memory are measured."""
+        return whole_numbers(self.lengths, "`lengths`")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(Machine):
+    """The options by which members are timed."""
+
+    recipe: str = "benchmark"
+    """Which of the members' recipes."""
+    lengths: str = "128,512,2048"
+    """Tokens of a row, as in 512,2048,8192; in decoding, of the prompt."""
+    batch_size: int = 1
+    """Sequences of a batch."""
+    work: str = "forward,step,prefill,decode"
+    """What is timed: forward, step (a forward with its loss and the backward), prefill (reading a prompt), decode (a
+    token)."""
+    rounds: int = 5
+    """How often each time is measured, in turns; the median counts."""
+    memory: bool = False
+    """Also measure the highest memory of a training step, each member in a process of its own."""
+    peers: bool = False
+    """Also time GPT-2 of transformers and the decoder of x-transformers, of the sizes of gpt, where installed."""
+    set: Mapping[str, object] = field(default_factory=dict)
+    """A change to all members, as in `set` layers=2; may be given again."""
+    seed: int = 0
+    """The seed of weights and tokens."""
+
+    def __post_init__(self) -> None:
+        require("batch_size", self.batch_size, 1)
+        require("rounds", self.rounds, 1)
+        require_seed(self.seed)
+        super().__post_init__()
+        for name in self.works:
+            choose(name, WORKS, "`work`")
+        assert self.sizes
+
+    @property
+    def works(self) -> tuple[str, ...]:
+        """The kinds of work that ``work`` names."""
+        return tuple(name.strip() for name in self.work.split(","))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The lengths, in tokens, at which members are timed."""
+        return whole_numbers(self.lengths, "`lengths`")
+
+
+def whole_numbers(text: str, flag: str) -> tuple[int, ...]:
+    """Return the numbers of a text such as ``128,512``, in order."""
+    try:
+        return tuple(parse_counts(text))
+    except ValueError:
+        raise KinformerError(
+            f"{flag} {text}: is not a list of whole numbers; write as in 128,512,2048 or 1k,4k."
+        ) from None
+
+
+def planned(members: Sequence[str], options: CompareOptions) -> tuple[Sequence[str], CompareOptions]:
+    """Return the members and options of a comparison, with those that its plan chooses where nothing else is given.
+    Members that are named without a plan have none."""
+    plan = options.plan or (None if members else DEFAULT_PLAN)
+    chosen = dict(PLANS[plan]) if plan else {}
+    members = members or DEFAULT_MEMBERS
+    if any(getattr(options, name) is not None for name in BUDGETS):
+        chosen = {name: value for name, value in chosen.items() if name not in BUDGETS}
+    if options.tokenizer is not None or find_spec("tokenizers") is None:
+        chosen.pop("train_tokenizer", None)
+    changes = {path: value for path, value in chosen.pop("set", {}).items() if path.partition(":")[0] in members}
+    plain = {item.name: item.default for item in fields(CompareOptions)}
+    chosen = {name: value for name, value in chosen.items() if getattr(options, name) == plain[name]}
+    return members, replace(options, **chosen, set=changes | dict(options.set))

@@ -1,0 +1,468 @@
+"""The entrants of a comparison: members, or hybrids of them in a ratio, with changes of their own, at one budget of
+parameters.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kinformer import __version__
+from kinformer.core.config import override, to_dict
+from kinformer.core.stack import ModelConfig
+from kinformer.family.build import configure, storable
+from kinformer.family.kinds import kinds
+from kinformer.family.record import Member, MemberSheet
+from kinformer.family.table import member
+from kinformer.lab.comparison.cache import key_of
+from kinformer.lab.comparison.options import CompareOptions
+from kinformer.lab.comparison.record import FactSheet, Results
+from kinformer.lab.data import FileTokenizer
+from kinformer.lab.drawing.formulas import Formula, formulas
+from kinformer.lab.drawing.text import pictures
+from kinformer.lab.estimation.estimate import state_bytes
+from kinformer.lab.runs.create import check_source, checked, group_of, named_data, planner_for
+from kinformer.lab.runs.minutes import resized
+from kinformer.lab.runs.options import TrainOptions
+from kinformer.lab.tasks.table import task_for
+from kinformer.lab.tasks.task import Task, TrainingPlan
+from kinformer.lab.training.settings import Settings
+from kinformer.runtime.compiling import unallocated
+from kinformer.runtime.errors import KinformerError, memory_sentence, nearest, plural
+from kinformer.runtime.fields import require_kind
+from kinformer.runtime.parsing import JsonObject
+from kinformer.runtime.progress import note
+
+TOLERANCE = 0.05
+STATE_LENGTHS = (128, 256, 1024, 4096, 16384, 65536)
+MAX_PATTERNS = 6
+GRAIN, FINE, NARROWEST, WIDEST = 16, 4, 16, 1 << 14
+_SPEC = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<parts>[\w-]+(?::\d+)?(?:,[\w-]+(?::\d+)?)*)")
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A model to compare: its ``name`` in the comparison; ``parts``, members with the number of layers that each has in
+    a row of the stack's cycle, the first of which gives all but layers; and the ``changes`` of its config."""
+
+    name: str
+    spec: str
+    parts: tuple[tuple[str, int], ...]
+    changes: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def member(self) -> str:
+        """The member that gives all but layers."""
+        return self.parts[0][0]
+
+    def needs(self, task_options: type) -> dict[str, object]:
+        """Return the options of the task without which its members are not themselves."""
+        option_fields = {item.name for item in fields(task_options)}
+        needed: dict[str, object] = {}
+        for name, _ in self.parts:
+            needed |= {option: value for option, value in member(name).needs.items() if option in option_fields}
+        return needed
+
+    def layers(self, recipe: str, config: ModelConfig) -> dict[str, object]:
+        """Return the changes that put the other members' layers into the cycle; none for a plain member."""
+        if len(self.parts) == 1:
+            return {}
+        cycle = [name for name, count in self.parts for _ in range(count)]
+        depth = max(len(cycle), len(config.layers) // len(cycle) * len(cycle))
+        result: dict[str, object] = {"layers": depth} if depth != len(config.layers) else {}
+        for index in range(depth):
+            if (name := cycle[index % len(cycle)]) != self.member:
+                others = configure(name, recipe).layers
+                result[f"layers.{index}"] = to_dict(others[index % len(others)])
+        return result
+
+
+def entrants(specs: Sequence[str], changes: Mapping[str, object]) -> list[Entrant]:
+    """Return the entrants that ``specs`` name, as ``gpt``, ``linear-transformer:3,gpt:1`` or ``wide=gpt``.
+
+    ``changes``: ``path -> value`` for all, ``NAME:path -> value`` for one.
+    """
+    parsed = [_parsed(spec) for spec in specs]
+    names = [entrant.name for entrant in parsed]
+    for name in names:
+        if names.count(name) > 1:
+            raise KinformerError(f"{name}: is named twice; give one of them another name, as in other={name}.")
+    for path in changes:
+        if (owner := _owner(path)) and owner not in names:
+            raise KinformerError(f"`set` {path}: {owner!r} is not compared; {nearest(owner, names)}")
+    return [
+        Entrant(
+            entrant.name,
+            entrant.spec,
+            entrant.parts,
+            {path.rpartition(":")[2]: value for path, value in changes.items() if _owner(path) in ("", entrant.name)},
+        )
+        for entrant in parsed
+    ]
+
+
+def _owner(path: str) -> str:
+    return path.rpartition(":")[0]
+
+
+def _parsed(spec: str) -> Entrant:
+    require_kind("member", spec, str)
+    match = _SPEC.fullmatch(spec)
+    if match is None:
+        raise KinformerError(
+            f"{spec}: is no member; write a name, a hybrid as in linear-transformer:3,gpt:1, or wide=gpt for another "
+            "name."
+        )
+    parts = []
+    for part in match["parts"].split(","):
+        name, _, count = part.partition(":")
+        if count and not int(count):
+            raise KinformerError(f"{spec}: {name} has 0 layers of the cycle; give 1 or more, or leave it out.")
+        parts.append((member(name).name, int(count or 1)))
+    if len(parts) == 1 and ":" in match["parts"]:
+        raise KinformerError(f"{spec}: is a ratio of one member; name another, as in {spec},gpt:1.")
+    if len({member(name).causal for name, _ in parts}) > 1:
+        raise KinformerError(f"{spec}: mixes causal members with such as read whole texts; choose of one kind.")
+    return Entrant(match["name"] or match["parts"], match["parts"], tuple(parts))
+
+
+def parameters_of(config: ModelConfig) -> int:
+    """Count the parameters of a model of ``config`` without allocating any."""
+    with unallocated():
+        return sum(parameter.numel() for parameter in config.build().parameters())
+
+
+def sized(config: ModelConfig, changes: Mapping[str, object], budget: int, name: str) -> dict[str, int]:
+    """Return changes of width that bring a model of ``config`` with ``changes`` within 5 % of ``budget`` parameters.
+
+    The width is the multiple of 16 (or of 4) that comes nearest, the number of heads stays, then the feed-forwards are
+    widened or narrowed by what is left.
+    Errors: ``KinformerError`` where no width does.
+    """
+    parameters_of(override(config, changes, kinds()))  # tells what is wrong with the changes themselves
+    candidates = list(_near(config, changes, budget)) if "dim" not in changes else [{}]
+    best: tuple[float, dict[str, int]] = (float("inf"), {})
+    for widths in candidates:
+        for best_widths in (widths, _feed_forwards(config, widths, changes, budget)):
+            count = _count(config, {**best_widths, **changes})
+            if count is not None and abs(count / budget - 1) < best[0]:
+                best = abs(count / budget - 1), best_widths
+        if best[0] <= TOLERANCE / 5:
+            break
+    if best[0] > TOLERANCE:
+        parameters = _count(config, {**best[1], **changes})
+        raise KinformerError(
+            f"{name}: no width gives {plural(budget, 'parameter')} within {TOLERANCE:.0%}"
+            + (f" (the nearest has {parameters:,})" if parameters else "")
+            + "; give another `parameters`, or `set` NAME:dim=... less."
+        )
+    return {path: value for path, value in best[1].items() if path not in changes}
+
+
+def _near(config: ModelConfig, changes: Mapping[str, object], budget: int) -> Iterator[dict[str, int]]:
+    """Yield the widths around the budget, the nearest multiples of 16 first, then those of 4."""
+    low, high = NARROWEST, NARROWEST
+    while high < WIDEST and (_at(config, high, changes) or 0) < budget:
+        low, high = high, 2 * high
+    while high - low > GRAIN:
+        middle = (low + high) // 2 // GRAIN * GRAIN
+        if (_at(config, middle, changes) or budget) < budget:
+            low = middle
+        else:
+            high = middle
+    counted = [(dim, _at(config, dim, changes)) for dim in range(low, high + 1, FINE)]
+    for _, _, dim in sorted((dim % GRAIN > 0, abs(count / budget - 1), dim) for dim, count in counted if count):
+        yield resized(config, dim, heads_of_64=False)
+
+
+def _at(config: ModelConfig, dim: int, changes: Mapping[str, object]) -> int | None:
+    widths = resized(config, dim, heads_of_64=False)
+    return _count(config, {**widths, **changes}) if widths else None
+
+
+def _count(config: ModelConfig, changes: Mapping[str, object]) -> int | None:
+    with suppress(KinformerError):
+        return parameters_of(override(config, changes, kinds()))
+    return None
+
+
+def _feed_forwards(
+    config: ModelConfig, widths: dict[str, int], changes: Mapping[str, object], budget: int
+) -> dict[str, int]:
+    """Return ``widths`` with feed-forwards so wide that the parameters meet the budget, which they do in proportion."""
+    paths = {path: value for path, value in widths.items() if path.endswith("hidden_dim") and path not in changes}
+    if not paths:
+        layers = config.layers
+        hidden = getattr(getattr(layers[0], "feed_forward", None), "hidden_dim", None)
+        if hidden is None or len({getattr(layer.feed_forward, "hidden_dim", None) for layer in layers}) > 1:
+            return widths
+        paths = {"layers.*.feed_forward.hidden_dim": hidden}
+    more = {path: value + 8 for path, value in paths.items()}
+    counts = [_count(config, {**widths, **result, **changes}) for result in (paths, more)]
+    if None in counts or counts[0] == counts[1]:
+        return widths
+    step = 8 * round((budget - counts[0]) / (counts[1] - counts[0]))  # type: ignore[operator]
+    return widths | {path: max(8, value + step) for path, value in paths.items()}
+
+
+def facts(entrant: Entrant, config: ModelConfig) -> FactSheet:
+    """Return an entrant's fact sheet as data that JSON can hold; the model is built on the meta device."""
+    with unallocated():
+        model = config.build()
+    limit = model.max_length
+    lengths = [length for length in STATE_LENGTHS if limit is None or length <= limit] + ([limit] if limit else [])
+    records = [member(name) for name, _ in entrant.parts]
+    return {
+        "members": [_sheet(record) for record in records],
+        "config": to_dict(config),
+        "formulas": [line for formula in formulas(config) for line in _lines(formula)],
+        "max_length": limit,
+        "state_bytes": {str(length): state_bytes(model, length) for length in sorted(set(lengths))},
+        "patterns": pictures(model)[:MAX_PATTERNS],
+        "needs": sorted({f"{name}={value}" for record in records for name, value in record.needs.items()}),
+    }
+
+
+def _lines(formula: Formula) -> list[str]:
+    """Return a formula as lines of text, its slot and kind first."""
+    return [f"{formula.slot.replace('_', ' ')} {formula.kind}", *(f"    {line}" for line in formula.lines)]
+
+
+def _sheet(record: Member) -> MemberSheet:
+    """Return what a fact sheet says of a member, as JSON gives it back."""
+    sheet = record.sheet
+    return {**sheet, "axes": list(sheet["axes"]), "departures": list(sheet["departures"])}
+
+
+def settings_of(settings: Settings) -> dict[str, object]:
+    """Return the settings of training as data that JSON can hold."""
+    return {field.name: getattr(settings, field.name) for field in fields(settings)}
+
+
+# The plan of a comparison: the same data, order and recipe for every contestant, at one parameter budget.
+
+USUAL_LENGTH = 256
+
+
+@dataclass
+class Contestant:
+    """An entrant with the ``base`` of its training (steps, learning rate and folder are still open), its model's
+    config (None: not known), and its parameters; ``error`` says why it is out."""
+
+    entrant: Entrant
+    base: TrainOptions
+    task: Task
+    fitted: ModelConfig | None
+    parameters: int
+    identity: JsonObject
+    error: str | None = None
+    results: Results = field(default_factory=Results)
+
+    @property
+    def config(self) -> ModelConfig:
+        """The config of its model, which is known of every contestant that is not out."""
+        assert self.fitted is not None
+        return self.fitted
+
+    @property
+    def name(self) -> str:
+        """The contestant's name in the comparison."""
+        return self.entrant.name
+
+    def note_error(self) -> None:
+        """Print that the contestant is out, if it is."""
+        if self.error is not None:
+            note(f"{self.name} is out: {self.error}")
+
+    @cached_property
+    def model_key(self) -> str:
+        """The key under which results of this model are stored: a digest of its config."""
+        return key_of(storable(self.config))
+
+    def options(self, out: Path, lr: float, seed: int, steps: int, **settings: int) -> TrainOptions:
+        """Return the options of one run of it, with those of the further ``settings`` that its task reads."""
+        read: dict[str, Any] = {name: value for name, value in settings.items() if name not in self.task.data.refused}
+        return replace(self.base, out=str(out), lr=lr, seed=seed, steps=steps, **read)
+
+    def run_key(self, options: TrainOptions) -> str:
+        """Return a digest of all that decides the outcome of a run."""
+        content = {
+            "model": storable(self.config),
+            "data": self.identity,
+            "task": [self.task.name, dict(options.task_options)],
+            "training": vars(options.settings()),
+            "versions": [__version__, torch.__version__, options.device],
+        }
+        return key_of(content)
+
+
+def planned(options: TrainOptions) -> tuple[Task, TrainingPlan]:
+    """Return the task and the plan of a run with these options; nothing is written."""
+    task = task_for(options.task, configure(options.member, options.recipe or "small"), options.member)
+    check_source(options, task)
+    planner = planner_for(options, task, named_data(options, task, Path(options.out)))
+    return task, planner.plan(options)
+
+
+def with_length(entrants: Sequence[Entrant], options: CompareOptions) -> CompareOptions:
+    """Return ``options`` with a length of rows that all entrants' models can read: the usual one, or the least of
+    theirs."""
+    if options.length is not None:
+        return options
+    task, lengths = first_task(entrants, options), [USUAL_LENGTH]
+    for entrant in entrants:
+        with suppress(KinformerError):  # of which its contestant tells
+            lengths.append(planned(_base(entrant, options, task))[1].settings.length)
+    return replace(options, length=min(lengths))
+
+
+def with_tokenizer(entrants: Sequence[Entrant], options: CompareOptions) -> CompareOptions:
+    """Return ``options`` with the tokenizer of ``train_tokenizer``, trained once and stored in the folder."""
+    size = options.train_tokenizer
+    if size is None:
+        return options
+    task = first_task(entrants, options)
+    base = replace(_base(entrants[0], options, task), train_tokenizer=size)
+    check_source(base, task)
+    spec, folder = named_data(base, task, Path(options.out)), Path(options.out)
+    path = folder / f"tokenizer-{key_of([spec, options.holdout, size])}.json"
+    if not path.is_file():
+        tokenizer = planner_for(base, task, spec).tokenizer
+        assert isinstance(tokenizer, FileTokenizer)
+        folder.mkdir(parents=True, exist_ok=True)
+        tokenizer.save(path)
+    return replace(options, tokenizer=str(path), train_tokenizer=None)
+
+
+def first_task(entrants: Sequence[Entrant], options: CompareOptions) -> Task:
+    """Return the task of the comparison: that of ``options.task``, or the usual one of the first entrant."""
+    name = entrants[0].member
+    return task_for(options.task, configure(name, options.recipe if options.recipe else "small"), name)
+
+
+def _refuse_unread(task: Task, options: CompareOptions) -> None:
+    """Refuse the options of measuring that the ``task`` does not read."""
+    if options.max_bytes is not None and (reason := task.evaluation.refused.get("max_bytes")):
+        raise KinformerError(f"`max_bytes` {options.max_bytes}: {reason}")
+    reads_lengths = any(option.name == "lengths" for option in fields(task.EvaluationOptions))
+    if options.contexts != CompareOptions.contexts and not reads_lengths:
+        raise KinformerError(
+            f"`contexts` {options.contexts}: the task {task.name} is measured at no other lengths; leave it out."
+        )
+
+
+def contestants(entrants: Sequence[Entrant], options: CompareOptions) -> list[Contestant]:
+    """Return the entrants at the parameter budget; one that cannot be brought to it is out, with the reason.
+
+    Errors: ``KinformerError`` for what is wrong of all of them: the data, the task, the recipe of training.
+    """
+    task, contestants_ = first_task(entrants, options), []
+    _refuse_unread(task, options)
+    for entrant in entrants:
+        base = _base(entrant, options, task)
+        try:
+            task, plan = planned(base)
+            contestant = Contestant(entrant, base, task, plan.config, 0, plan.data.identity)
+        except KinformerError:
+            if entrant is entrants[0]:
+                raise
+            contestant = Contestant(entrant, base, task, None, 0, {})
+        contestants_.append(contestant)
+    budget = options.parameters or parameters_of(contestants_[0].config)
+    for contestant in contestants_:
+        with guarded(contestant, "its model", notes=False):
+            _fit(contestant, budget)
+    if all(item.error for item in contestants_):
+        raise KinformerError(str(contestants_[0].error))
+    for contestant in contestants_:
+        contestant.note_error()
+    return contestants_
+
+
+def _base(entrant: Entrant, options: CompareOptions, task: Task) -> TrainOptions:
+    recipe = options.recipe
+    shared = (
+        "data",
+        "length",
+        "batch_size",
+        "optimizer",
+        "precision",
+        "tokenizer",
+        "holdout",
+        "ema",
+        "device",
+        "threads",
+    )
+    shared_values = {name: getattr(options, name) for name in shared}
+    if options.length is not None and type(task).length is not Task.length:
+        shared_values["length"] = None  # the data decide it, for every model by itself
+    task_options = {**entrant.needs(task.Options), **options.task_options}
+    # What a recipe's paper trained with gives way to what all members share.
+    for name in member(entrant.member).training.get(recipe, {}):
+        if shared_values.get(name) is None and name not in ("steps", "length"):
+            usual = task.settings.get(name, getattr(Settings, name))
+            shared_values[name] = () if name == "stages" else usual  # None would be the recipe's
+    return TrainOptions(
+        member=entrant.member,
+        out=options.out,
+        task=task.name,
+        recipe=recipe,
+        set=dict(entrant.changes),
+        task_options=task_options,
+        **shared_values,
+    )
+
+
+def _fit(contestant: Contestant, budget: int) -> None:
+    """Put a hybrid's layers in their places, solve for the width, and check what would be trained as a new run does."""
+    entrant, base = contestant.entrant, replace(contestant.base, set={})
+    _, plan = planned(base)
+    layers = entrant.layers(str(base.recipe), plan.config)
+    config = override(plan.config, layers, kinds())
+    widths = sized(config, entrant.changes, budget, entrant.name)
+    contestant.base = replace(base, set={**layers, **widths, **entrant.changes})
+    contestant.task, plan = planned(contestant.base)
+    contestant.fitted, contestant.identity = plan.config, plan.data.identity
+    checked(plan, contestant.task, group_of(contestant.base, contestant.base.usable_device().type))
+    contestant.parameters = parameters_of(plan.config)
+
+
+@contextmanager
+def guarded(contestant: Contestant, stage: str, notes: bool = True) -> Iterator[None]:
+    """Put the contestant out, with a sentence, where anything inside fails; with ``notes`` it is printed at once."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).strip() or type(error).__name__
+        plain = reason if isinstance(error, KinformerError) else f"{type(error).__name__}: {reason.splitlines()[0]}"
+        contestant.error = f"{stage}: {memory_sentence(error) or plain}"
+        if notes:
+            contestant.note_error()
+
+
+def still_in(contestants: Sequence[Contestant]) -> list[Contestant]:
+    """Return the contestants that are not out."""
+    return [item for item in contestants if item.error is None]
+
+
+class Clock:
+    """The seconds that the stages of a comparison took."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        started_at = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - started_at

@@ -1,0 +1,365 @@
+"""What is measured of the entrants of a comparison, as JSON holds it in the cache and in the record."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, TypedDict
+
+from kinformer.core.config import Config, from_dict, to_dict
+from kinformer.family.record import MemberSheet
+from kinformer.lab.drawing.text import TextPicture
+from kinformer.lab.training.logging import Metric
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import read_json, write_json
+from kinformer.runtime.parsing import JsonObject
+
+
+class FactSheet(TypedDict, total=False):
+    """An entrant's fact sheet: ``config`` is its model's, ``state_bytes`` those of one row by tokens absorbed, and
+    ``needs`` the options of training that are part of its method; empty where it could not be made."""
+
+    members: list[MemberSheet]
+    config: JsonObject
+    formulas: list[str]
+    max_length: int | None
+    state_bytes: dict[str, int]
+    patterns: list[TextPicture]
+    needs: list[str]
+
+
+class StepTime(TypedDict):
+    """The ``seconds`` of a training step, those of the ``anchor`` (an entrant) in the same rounds, and the ``date``."""
+
+    seconds: float
+    anchor: str
+    anchor_value: float | None
+    date: str
+
+
+class SpeedPoint(TypedDict):
+    """The ``seconds`` of a ``kind`` of work on ``batch`` rows of ``length`` tokens; of decoding, of one token."""
+
+    kind: str
+    batch: int
+    length: int
+    seconds: float
+
+
+class Speeds(TypedDict):
+    """The speeds of several works, those of the ``anchor`` (an entrant) in the same rounds, and the ``date``."""
+
+    points: list[SpeedPoint]
+    anchor: str
+    anchor_value: list[SpeedPoint] | None
+    date: str
+
+
+class LengthBytes(TypedDict):
+    """The peak ``bytes`` of a training step of one row of ``length`` tokens, above the model itself."""
+
+    length: int
+    bytes: int
+
+
+class Memory(TypedDict):
+    """The peak bytes of a ``training`` process above those of an empty one, and of a step by length."""
+
+    training: int
+    lengths: list[LengthBytes]
+
+
+class Badge(TypedDict):
+    """Whether a ``law`` of the battery ``holds`` (None: not judged), with the reason if not. ``left_out``: changes that
+    the judged model could not have."""
+
+    name: str
+    law: str
+    holds: bool | None
+    why: str
+    left_out: list[str]
+
+
+class MachineFacts(TypedDict, total=False):
+    """The facts of the machine on which something was measured, and the ``versions`` of packages there."""
+
+    processor: str
+    architecture: str
+    cores: int | None
+    threads: int
+    system: str
+    device: str
+    load: float
+    python: str
+    versions: dict[str, str | None]
+
+
+class PositionBits(TypedDict):
+    """The bits per byte of the ``tokens`` that have ``first`` to ``last`` tokens before them in their window."""
+
+    first: int
+    last: int
+    tokens: int
+    bits_per_byte: float
+
+
+class ContextValue(TypedDict):
+    """The deciding metric at a length of ``context`` in tokens, and by position within it."""
+
+    context: int
+    value: float
+    positions: list[PositionBits]
+
+
+class Budget(TypedDict, total=False):
+    """The budget of all entrants. ``steps`` and ``sweep_steps`` are the different numbers there are, in order."""
+
+    parameters: int
+    steps: list[int]
+    minutes: float | None
+    total_minutes: float | None
+    tokens_step: int
+    seeds: int
+    sweep_steps: list[int]
+
+
+class RunResult(TypedDict, total=False):
+    """A training run: its ``folder``, best ``validation``, ``log`` and the ``command`` that repeats it; of one that
+    ``diverged`` only the reason."""
+
+    folder: str
+    validation: dict[str, float | None]
+    steps: int
+    seconds: float
+    log: list[JsonObject]
+    command: str
+    diverged: str
+
+
+class Measurement(TypedDict):
+    """The metrics of a run on the test split, with their ``units`` as [name, unit, lower is better]."""
+
+    figures: dict[str, float]
+    units: list[list[object]]
+    baselines: dict[str, float]
+    data: JsonObject
+    contexts: list[ContextValue]
+
+
+class SeedResult(RunResult):
+    """A training run with its ``seed`` and what was ``measured`` on the test split."""
+
+    seed: int
+    measured: Measurement
+
+
+class TrialResult(TypedDict):
+    """A learning rate of the sweep and the deciding metric after it, None where training diverged."""
+
+    lr: float
+    value: float | None
+
+
+class Results(TypedDict, total=False):
+    """All results of one contestant, by stage; what was not measured, or failed, is missing or None."""
+
+    facts: FactSheet
+    max_length: int | None
+    flops_step: float | None
+    training: StepTime | None
+    generation: Speeds | None
+    lengths: Speeds | None
+    memory: Memory
+    badges: list[Badge]
+    sweep: list[TrialResult]
+    lr: float
+    moved: str | None
+    runs: list[SeedResult]
+
+
+# The record of a comparison: plain data, checked when it is read from a file, so that others' can be merged.
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial(Config):
+    """A learning rate of the sweep and the deciding metric after it, None where training diverged."""
+
+    lr: float
+    value: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point(Config):
+    """A point of a run's curve: the validation's metric after ``step`` steps, ``seconds`` of training and ``flops``;
+    the last two are None where they are unknown."""
+
+    step: int
+    value: float
+    seconds: float | None
+    flops: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeedRun(Config):
+    """One run: its metrics on the test split (``value`` is the deciding one), how it got there (``curve``), its values
+    at lengths of context, and the command that repeats it."""
+
+    seed: int
+    value: float
+    figures: dict[str, float]
+    steps: int
+    seconds: float
+    curve: tuple[Point, ...]
+    contexts: Sequence[ContextValue] = ()
+    command: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntrantRecord(Config):
+    """The results of one entrant. ``moved`` says what became of an optimum at an end of the sweep, ``error`` why the
+    entrant is out; what was not measured is None."""
+
+    name: str
+    spec: str
+    set: dict[str, object]
+    facts: FactSheet
+    parameters: int
+    flops_step: float | None
+    error: str | None
+    sweep: tuple[Trial, ...]
+    lr: float | None
+    moved: str | None
+    runs: tuple[SeedRun, ...]
+    state_bytes: dict[str, int]
+    training: StepTime | None
+    generation: Speeds | None
+    lengths: Speeds | None
+    memory: Memory | None
+    badges: list[Badge]
+    machine: MachineFacts
+    settings: JsonObject
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The deciding metric of every seed."""
+        return tuple(run.value for run in self.runs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Config):
+    """Entrants on one task and data. ``budget`` and ``settings`` are as in the command; ``seconds`` by stage."""
+
+    kinformer: str
+    created: str
+    command: str
+    task: str
+    figure: str
+    unit: str
+    lower_is_better: bool
+    data: JsonObject
+    baselines: dict[str, float]
+    budget: Budget
+    settings: JsonObject
+    seconds: dict[str, float]
+    entrants: tuple[EntrantRecord, ...]
+
+    place: ClassVar[str] = "a comparison"
+
+    @property
+    def deciding(self) -> Metric:
+        """The metric by which entrants are ranked."""
+        return Metric(self.figure, self.unit, self.lower_is_better)
+
+    @property
+    def finished(self) -> list[EntrantRecord]:
+        """The entrants that were measured, the best first."""
+        done = [entrant for entrant in self.entrants if entrant.runs]
+        return sorted(done, key=lambda item: mean_of(item) * (1 if self.lower_is_better else -1))
+
+
+def mean_of(entrant: EntrantRecord) -> float:
+    """Return the mean of the deciding metric over the seeds."""
+    return sum(entrant.values) / len(entrant.values)
+
+
+def save(comparison: Comparison, path: Path) -> None:
+    """Write the comparison to ``path`` as JSON."""
+    write_json(path, as_json(comparison))
+
+
+def as_json(comparison: Comparison) -> dict[str, object]:
+    """Return the comparison as data that JSON can hold, with the schema's number."""
+    return {"schema": SCHEMA} | to_dict(comparison)
+
+
+def read(path: Path) -> Comparison:
+    """Return the comparison in a file.
+
+    Errors: ``KinformerError`` for a file that holds none, or one of another schema.
+    """
+    data = read_json(path)
+    if not isinstance(data, dict) or "entrants" not in data:
+        raise KinformerError(f"{path}: is no comparison; give the comparison.json that kinformer compare wrote.")
+    if (schema := data.pop("schema", None)) != SCHEMA:
+        raise KinformerError(f"{path}: has schema {schema!r}, but this version reads {SCHEMA}; use a matching version.")
+    result = from_dict(Comparison, data, {}, str(path))
+    for entrant in result.entrants:
+        if (entrant.lr is None or not entrant.facts) and entrant.runs:
+            raise KinformerError(f"{path}: {entrant.name} has runs but no learning rate or facts; restore it.")
+    return result
+
+
+def merged(comparisons: list[tuple[Path, Comparison]]) -> Comparison:
+    """Return one comparison with the entrants of several on one task and the same data. An entrant with the name of a
+    different one gets that of its file too, and runs of the same one with other seeds are joined.
+
+    Errors: ``KinformerError`` for another task, other data or another figure.
+    """
+    (first_path, first), *others = comparisons
+    entrants: dict[str, EntrantRecord] = {item.name: item for item in first.entrants}
+    for path, other in others:
+        for what in ("task", "figure"):
+            if getattr(other, what) != getattr(first, what):
+                raise KinformerError(
+                    f"{path}: its {what} is {getattr(other, what)}, but {first_path} has {getattr(first, what)}; "
+                    "merge comparisons of one task."
+                )
+        if _fingerprint(other) != _fingerprint(first):
+            raise KinformerError(
+                f"{path}: was measured on other data than {first_path}; figures from different data do not compare."
+            )
+        for entrant in other.entrants:
+            previous = entrants.get(entrant.name)
+            if previous is None:
+                entrants[entrant.name] = entrant
+            elif _alike(previous, entrant):
+                seeds = {run.seed for run in previous.runs}
+                more = tuple(run for run in entrant.runs if run.seed not in seeds)
+                entrants[entrant.name] = previous.replace(runs=previous.runs + more)
+            else:
+                name = _free(f"{entrant.name} ({path.stem})", entrants)
+                entrants[name] = entrant.replace(name=name)
+    seconds = {"in all": sum(sum(comparison.seconds.values()) for _, comparison in comparisons)}
+    return first.replace(entrants=tuple(entrants.values()), seconds=seconds)
+
+
+def _fingerprint(comparison: Comparison) -> list[object]:
+    data = comparison.data if isinstance(comparison.data, dict) else {}
+    return [data.get("fingerprint"), data.get("split"), data.get("max_bytes")]
+
+
+def _alike(one: EntrantRecord, other: EntrantRecord) -> bool:
+    """Return whether the models and their training, except for the seed, are the same."""
+    return all(getattr(one, name) == getattr(other, name) for name in ("spec", "set", "settings", "lr", "parameters"))
+
+
+def _free(name: str, taken: Container[str]) -> str:
+    """Return ``name``, or with a number behind it if it is among those ``taken``."""
+    count = 2
+    result = name
+    while result in taken:
+        result, count = f"{name} {count}", count + 1
+    return result

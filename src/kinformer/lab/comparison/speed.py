@@ -1,0 +1,371 @@
+"""Times of several works measured in turns, and the peak memory of one in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import platform
+import random
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal, ParamSpec, TypeVar
+
+import torch
+
+from kinformer import __version__
+from kinformer.lab.comparison import works
+from kinformer.lab.comparison.cache import Cache, key_of
+from kinformer.lab.comparison.options import CompareOptions
+from kinformer.lab.comparison.plan import Contestant, guarded, planned, still_in
+from kinformer.lab.comparison.record import LengthBytes, MachineFacts, Memory, SpeedPoint
+from kinformer.lab.runs.options import TrainOptions
+from kinformer.lab.training.distributed import Group
+from kinformer.lab.training.loop import Trainer
+from kinformer.runtime.children import safe_path
+from kinformer.runtime.errors import KinformerError, memory_sentence, plural
+from kinformer.runtime.processor import processor
+from kinformer.runtime.progress import note
+
+P = ParamSpec("P")
+K = TypeVar("K")
+T = TypeVar("T")
+SLOWEST = 30.0
+"""Seconds: a work that takes longer is done once and not again."""
+
+
+def in_turns(works: Mapping[K, Callable[[], object]], rounds: int, device: str = "cpu") -> dict[K, float]:
+    """Return the median seconds of each work over ``rounds``, after one that does not count.
+
+    The order is redrawn in every round, so that whatever else the machine does meets all alike. A work that fails,
+    such as one that runs out of memory, is left out with a note.
+    """
+    seconds: dict[K, list[float]] = {key: [] for key in works}
+    order, shuffle = list(works), random.Random(0).shuffle
+    for index in range(rounds + 1):
+        shuffle(order)
+        for key in list(order):
+            if index > 1 and seconds[key][0] > SLOWEST:
+                continue
+            try:
+                spent = timed(works[key], device)
+            except Exception as error:
+                plain = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                note(f"{key} is not timed: {memory_sentence(error) or plain}")
+                order.remove(key)
+                del seconds[key]
+                continue
+            if index or spent > SLOWEST:
+                seconds[key].append(spent)
+    return {key: statistics.median(second) for key, second in seconds.items()}
+
+
+def timed(work: Callable[[], object], device: str = "cpu") -> float:
+    """Return the seconds that ``work`` takes, until the device is done with it."""
+    _wait(device)
+    started_at = time.perf_counter()
+    work()
+    _wait(device)
+    return time.perf_counter() - started_at
+
+
+def _wait(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+
+
+class Peak:
+    """The peak bytes since :meth:`restart`, above those when the object was made."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.before = self._now()
+
+    def restart(self) -> None:
+        """Forget the peak so far, where the system can (a GPU, Linux)."""
+        if self.device.startswith("cuda"):
+            torch.cuda.reset_peak_memory_stats(self.device)
+        elif sys.platform == "linux":
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+    @property
+    def bytes(self) -> int:
+        """The peak bytes of the device, or on a CPU of this process, above those at the start."""
+        if self.device.startswith("cuda"):
+            return torch.cuda.max_memory_allocated(self.device) - self.before
+        if sys.platform == "linux":
+            return _status("VmHWM") - self.before
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - self.before
+
+    def _now(self) -> int:
+        if self.device.startswith("cuda"):
+            return torch.cuda.memory_allocated(self.device)
+        if sys.platform == "linux":
+            return _status("VmRSS")
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"/proc/self/status has no {name}")
+
+
+def in_fresh_process(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    """Return what ``function``, which must be importable, returns in a process that did nothing before.
+
+    Errors: what it raises; ``KinformerError`` where the system ended the process, as it does when memory is short.
+    """
+    context = multiprocessing.get_context("spawn")
+    try:
+        with (
+            safe_path(),
+            ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(torch.get_num_threads(),)) as pool,
+        ):
+            return pool.submit(function, *arguments, **options).result()
+    except BrokenProcessPool:
+        raise KinformerError(
+            "its process was ended by the system, which happens when memory is short; choose smaller sizes."
+        ) from None
+
+
+def _begin(threads: int) -> None:
+    from kinformer.runtime.process import begin_process
+
+    begin_process()
+    torch.set_num_threads(threads)
+
+
+# The machine on which something is measured: its facts, and its limits (products, bytes read, calls).
+
+SIZES, ROWS, TRIES, CALLS = (512, 1024, 2048), 8192, 5, 10_000
+
+
+def machine(device: str) -> MachineFacts:
+    """Return the facts of this machine and ``device`` as data that JSON can hold."""
+    return {
+        "processor": _processor(),
+        "architecture": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": platform.system(),
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu",
+        "load": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "versions": {"kinformer": __version__, **{name: _version(name) for name in ("torch", "numpy")}},
+    }
+
+
+def described(facts: MachineFacts) -> str:
+    """Return a machine's facts as one phrase."""
+    threads = plural(facts["threads"], "thread") if facts.get("threads") else "threads unknown"
+    return f"{facts.get('processor') or facts.get('architecture')}, {facts.get('device')}, {threads}"
+
+
+def _processor() -> str:
+    lines = (processor() or "").splitlines()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+@dataclass(frozen=True)
+class Floor:
+    """``flops``: of a second, by the best of square float32 products, and ``narrow_flops`` of bfloat16 ones;
+    ``bandwidth``: bytes of a second that a product of one row with a large matrix reads. ``call``: seconds of a call of
+    an empty Python function, ``operator`` of a sum of two single numbers in PyTorch."""
+
+    flops: float
+    bandwidth: float
+    narrow_flops: float
+    call: float
+    operator: float
+
+
+def measure_floor(device: str) -> Floor:
+    """Measure each limit several times on ``device`` and return the best values."""
+    matrix, row = torch.randn(ROWS, ROWS // 2, device=device), torch.randn(ROWS // 2, device=device)
+    size, number = matrix.numel() * matrix.element_size(), torch.ones((), device=device)
+    return Floor(
+        flops=_products(torch.float32, device),
+        bandwidth=max(size / timed(lambda: matrix @ row, device) for _ in range(TRIES)),
+        narrow_flops=_products(torch.bfloat16, device),
+        call=_seconds_per_call(lambda: None, device),
+        operator=_seconds_per_call(lambda: torch.add(number, number), device),
+    )
+
+
+def _products(dtype: torch.dtype, device: str) -> float:
+    """Return the most FLOPs per second of square products; one of n x n matrices takes 2 n^3 FLOPs."""
+    rates = []
+    for size in SIZES:
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        rates += [2 * size**3 / timed(lambda a=a, b=b: a @ b, device) for _ in range(TRIES)]  # type: ignore[misc]
+    return max(rates)
+
+
+def _seconds_per_call(work: Callable[[], object], device: str) -> float:
+    """Return the seconds of one of many calls."""
+
+    def many() -> None:
+        for _ in range(CALLS):
+            work()
+
+    return min(timed(many, device) for _ in range(TRIES)) / CALLS
+
+
+# The speeds at which contestants train and generate, measured in turns, and the memory that they take.
+
+BATCHES = (1, 16)
+PROMPT = 128
+
+
+def stepper(options: TrainOptions, folder: Path, device: torch.device) -> Callable[[], object]:
+    """Return a function that makes a training step as the trainer does, at a learning rate of 0."""
+    task, plan = planned(options)
+    torch.manual_seed(plan.settings.seed)
+    model = plan.config.build()
+    data = task.data_module(plan)
+    trainer = Trainer(model, data, task.objective(plan.settings.objective, model, data), plan.settings, folder,
+                      Group(device), quiet=True)  # fmt: skip
+    numbers = iter(range(1 << 30))
+    return lambda: float(trainer.update(next(numbers), 0.0, 0.0).loss)
+
+
+def training_speeds(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache) -> None:
+    """Set ``results["training"]`` of each: seconds of a step, those of the anchor (the first contestant) in the same
+    rounds, and the date. Cached ones stay as they are; the others are measured in turns, together with the anchor."""
+    device = options.usable_device()
+    sizes = ["training", options.length, options.batch_size, options.optimizer, options.precision, device.type]
+    keys = {item.name: key_of([sizes, item.model_key, torch.get_num_threads()]) for item in still_in(contestants)}
+    for contestant in still_in(contestants):
+        contestant.results["training"] = cache.get("speed", keys[contestant.name])
+    missing = [item for item in still_in(contestants) if item.results["training"] is None]
+    if not missing:
+        return
+    anchor = still_in(contestants)[0]
+    with tempfile.TemporaryDirectory() as folder:
+        steps = {}
+        for contestant in missing if anchor in missing else [anchor, *missing]:
+            with guarded(contestant, "its first training steps"):
+                job = contestant.options(Path(folder), options.middle, options.seed, 1)
+                first = stepper(job, Path(folder), device)
+                first()
+                steps[contestant.name] = first
+        seconds = in_turns(steps, options.rounds, str(device))
+    for contestant in missing:
+        if contestant.name not in seconds:
+            contestant.error = contestant.error or "its first training steps failed."
+        else:
+            contestant.results["training"] = {
+                "seconds": seconds[contestant.name],
+                "anchor": anchor.name,
+                "anchor_value": seconds.get(anchor.name),
+                "date": time.strftime("%Y-%m-%d"),
+            }
+            cache.put("speed", keys[contestant.name], contestant.results["training"])
+
+
+def generation_speeds(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache) -> None:
+    """Set ``results["generation"]``: seconds of a token for all rows, by the number of rows, behind a prompt of 128."""
+    subjects = [contestant for contestant in still_in(contestants) if works.generates(contestant.config)]
+    _measured(subjects, "generation", [("decode", batch, PROMPT) for batch in BATCHES], options, cache)
+
+
+def length_speeds(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache) -> None:
+    """Set ``results["lengths"]``: seconds of a forward and of a training step of one row by its length."""
+    subjects = [contestant for contestant in still_in(contestants) if works.reads_tokens(contestant.config)]
+    points = [(kind, 1, length) for length in options.measured_lengths for kind in ("forward", "step")]
+    _measured(subjects, "lengths", points, options, cache)
+
+
+def _measured(
+    subjects: Sequence[Contestant],
+    stage: Literal["generation", "lengths"],
+    points: Sequence[tuple[str, int, int]],
+    options: CompareOptions,
+    cache: Cache,
+) -> None:
+    """Measure each point of all contestants that lack it, in turns, with the anchor among them."""
+    device = options.usable_device()
+    content = [stage, list(map(list, points)), options.rounds, device.type, torch.get_num_threads(), options.precision]
+    keys = {item.name: key_of([content, item.model_key]) for item in subjects}
+    for contestant in subjects:
+        contestant.results[stage] = cache.get("speed", keys[contestant.name])
+    missing = [item for item in subjects if item.results[stage] is None]
+    if not missing:
+        return
+    chosen = missing if subjects[0] in missing else [subjects[0], *missing]
+    models: dict[str, works.Timed] = {}
+    for contestant in chosen:
+        with guarded(contestant, f"measuring {stage}"):
+            torch.manual_seed(options.seed)
+            model = contestant.config.build().to(device)
+            works.check_correct(model)
+            models[contestant.name] = model
+    rows: dict[str, list[SpeedPoint]] = {name: [] for name in models}
+    for kind, batch, length in points:
+        work_by_name: dict[str, works.Work] = {}
+        for contestant in chosen:
+            if contestant.name in models and works.room_for(models[contestant.name], kind, length, options.rounds):
+                with guarded(contestant, f"{kind} of {plural(length, 'token')}"):
+                    work_by_name[contestant.name] = works.WORKS[kind](models[contestant.name], batch, length)
+        for name, seconds in in_turns(work_by_name, options.rounds, str(device)).items():
+            share = works.DECODED if kind == "decode" else 1
+            rows[name].append({"kind": kind, "batch": batch, "length": length, "seconds": seconds / share})
+    for contestant in missing:
+        if contestant.name in rows:
+            contestant.results[stage] = {
+                "points": rows[contestant.name],
+                "anchor": subjects[0].name,
+                "anchor_value": rows.get(subjects[0].name),
+                "date": time.strftime("%Y-%m-%d"),
+            }
+            cache.put("speed", keys[contestant.name], contestant.results[stage])
+
+
+def memory_of(contestant: Contestant, options: CompareOptions, cache: Cache) -> Memory:
+    """Return peak bytes of training as it is done here, and by length of one row, above an empty process."""
+    device = options.usable_device()
+    job = contestant.options(Path(), options.middle, options.seed, 1)
+    content = ["memory", options.lengths, options.length, options.batch_size, options.optimizer, device.type]
+    key = key_of([content, options.precision, contestant.model_key, torch.get_num_threads()])
+    return cache.once("memory", key, lambda: in_fresh_process(peaks, job, options.measured_lengths, str(device)))
+
+
+def peaks(options: TrainOptions, lengths: Sequence[int], device: str) -> Memory:
+    """Measure what :func:`memory_of` returns, in a process of its own."""
+    _, plan = planned(options)
+    empty = Peak(device)
+    by_length: list[LengthBytes] = []
+    if works.reads_tokens(plan.config):
+        model = plan.config.build().to(device)
+        built = Peak(device)
+        for length in lengths:
+            if works.room_for(model, "step", length, 0):
+                built.restart()
+                works.step(model, 1, length)()
+                by_length.append({"length": length, "bytes": max(0, built.bytes)})
+        del model
+    empty.restart()
+    with tempfile.TemporaryDirectory() as folder:
+        step = stepper(options, Path(folder), torch.device(device))
+        for _ in range(2):
+            step()
+    return {"training": empty.bytes, "lengths": by_length}

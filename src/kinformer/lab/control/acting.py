@@ -1,0 +1,391 @@
+"""Densities and entropies of policies, as tensors."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import e, isnan, log, pi, sqrt
+from pathlib import Path
+from typing import NamedTuple, NotRequired, Protocol, TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kinformer.core.model import CausalModel, device_of
+from kinformer.core.state import State, nbytes, reserve, select_rows
+from kinformer.generation.recording import logits_after
+from kinformer.generation.session import Steps
+from kinformer.lab.control.environments import Box, Discrete, Environment
+from kinformer.lab.control.gymnasium import make
+from kinformer.lab.data.sampling import mix
+from kinformer.runtime.errors import KinformerError, plural, require_finite
+from kinformer.runtime.files import write_atomic
+from kinformer.runtime.matmul import few_rows
+from kinformer.runtime.progress import ProgressCallback
+
+
+def log_density(predicted: Tensor, actions: Tensor, space: Discrete | Box) -> Tensor:
+    """Return the log-densities [...] of ``actions``, in nats: of [...] int64 under logits ``predicted`` [..., n], or of
+    [..., dim] as in :func:`normal_log_density`."""
+    if isinstance(space, Discrete):
+        return predicted.log_softmax(-1).gather(-1, actions[..., None])[..., 0]
+    return normal_log_density(predicted, actions)
+
+
+def normal_log_density(predicted: Tensor, actions: Tensor) -> Tensor:
+    """Return the log-densities [...] in nats of ``actions`` [..., dim] under normal distributions ``predicted`` [..., 2
+    * dim]: means, then logarithms of standard deviations."""
+    mean, log_std = predicted.chunk(2, dim=-1)
+    return -(((actions - mean) * (-log_std).exp()).square() / 2 + log_std + log(2 * pi) / 2).sum(-1)
+
+
+def entropy(predicted: Tensor, space: Discrete | Box) -> Tensor:
+    """Return the policy's entropy in nats, [...]."""
+    if isinstance(space, Discrete):
+        return torch.special.entr(predicted.softmax(-1)).sum(-1)
+    return (predicted.chunk(2, dim=-1)[1] + log(2 * pi * e) / 2).sum(-1)
+
+
+# Acting: a policy in rows of an environment, episode after episode, and a model as a policy.
+#
+# A model absorbs what is new in one forward pass a step, with its state carried; or it reads the last steps again at
+# every step.
+
+WAVE = 64
+"""How many episodes are acted in side by side."""
+_ROOM = 512
+"""Positions for which the state of an episode has room at first."""
+MEASURED_SEEDS = 1 << 20
+"""The first seed of episodes that are measured."""
+NORMAL_95 = 1.96
+
+
+class Policy(Protocol):
+    """Chooses actions in rows of episodes that began together."""
+
+    def begin(self, episodes: np.ndarray) -> None:
+        """Begin new episodes, of these numbers."""
+        ...
+
+    def act(self, observations: np.ndarray, target_returns: np.ndarray) -> np.ndarray:
+        """Return actions for ``observations`` [rows, features], with returns ``target_returns`` [rows] still to get."""
+        ...
+
+    def keep(self, rows: np.ndarray) -> None:
+        """Continue with ``rows`` [rows] bool only."""
+        ...
+
+
+class Rollouts(NamedTuple):
+    """The results of episodes, all [episodes]: ``returns``, ``lengths`` in steps, and ``optimal``, the best return that
+    each allowed (NaN where it is unknown)."""
+
+    returns: np.ndarray
+    lengths: np.ndarray
+    optimal: np.ndarray
+
+    def rows(self) -> Iterator[dict[str, float]]:
+        """Yield a row of a table for every episode."""
+        for result, steps, best in zip(*map(np.ndarray.tolist, self), strict=True):
+            yield {"return": result, "steps": steps} | ({} if isnan(best) else {"optimal": best})
+
+
+class Summary(TypedDict):
+    """The summary of this many ``episodes``, for JSON: the ``mean`` of their returns, half the width of its 95 %
+    ``confidence`` interval, their deviation ``std``, the mean of their ``steps``; and where the best return is known,
+    its mean and the share of episodes that got it."""
+
+    episodes: int
+    mean: float
+    confidence: float
+    std: float
+    steps: float
+    optimal: NotRequired[float]
+    optimal_share: NotRequired[float]
+
+
+def draw(
+    predicted: Tensor, actions: Discrete | Box, temperature: float, uniforms: Callable[[int], np.ndarray]
+) -> np.ndarray:
+    """Return actions drawn from a head's outputs ``predicted`` [rows, ...]; ``uniforms(n)`` gives n numbers for each
+    row, [rows, n]. Normal ones may lie outside of their box."""
+    result = predicted.double().cpu().numpy()
+    if isinstance(actions, Discrete):
+        if temperature == 0:
+            return result.argmax(-1)
+        return (result / temperature - np.log(-np.log(uniforms(actions.n)))).argmax(-1)  # Gumbel's
+    mean = result[:, : actions.dim]
+    if result.shape[1] > actions.dim and temperature:
+        u = uniforms(2 * actions.dim)
+        normal = np.sqrt(-2 * np.log(u[:, : actions.dim])) * np.cos(2 * np.pi * u[:, actions.dim :])
+        mean = mean + temperature * np.exp(result[:, actions.dim :]) * normal
+    return mean.astype(np.float32)
+
+
+def within(actions: np.ndarray, space: Discrete | Box) -> np.ndarray:
+    """Return ``actions`` as the environment takes them: those outside of a box are moved to its edge."""
+    return actions if isinstance(space, Discrete) else np.clip(actions, space.low, space.high).astype(np.float32)
+
+
+@dataclass
+class ActionSampler:
+    """A rule that draws actions: by ``temperature``, from numbers that are functions of ``seed``, episode and step."""
+
+    actions: Discrete | Box
+    temperature: float
+    seed: int
+
+    def __call__(self, predicted: Tensor, episodes: np.ndarray, step: int) -> np.ndarray:
+        """Draw actions [rows, ...] within their space."""
+        return within(self.drawn(predicted, episodes, step), self.actions)
+
+    def drawn(self, predicted: Tensor, episodes: np.ndarray, step: int) -> np.ndarray:
+        """Return actions as :func:`draw` does."""
+
+        def uniforms(count: int) -> np.ndarray:
+            bits = mix(self.seed, episodes[:, None], step, np.arange(count)[None]) >> np.uint64(11)
+            return (bits + 0.5) * 2.0**-53
+
+        return draw(predicted, self.actions, self.temperature, uniforms)
+
+
+class Agent:
+    """``model`` in eval mode as a policy. ``window``: how many positions it reads again at every step; None carries the
+    state instead.
+
+    A subclass makes a step's new positions in ``positions``.
+    """
+
+    def __init__(self, model: CausalModel, drawing: ActionSampler, window: int | None) -> None:
+        self.model, self.drawing, self.window = model, drawing, window
+        self.state: State = None
+        self.past: np.ndarray | None = None
+        self._stepping = Steps(model, _ROOM, recorded=False)
+
+    def positions(self, observations: np.ndarray, target_returns: np.ndarray) -> np.ndarray:
+        """Return the new positions that the model absorbs before it acts, [rows, time, width] float32."""
+        raise NotImplementedError
+
+    def of_policy(self, predicted: Tensor) -> Tensor:
+        """Return the part of the head's output [rows, ...] that is about actions."""
+        return predicted
+
+    def begin(self, episodes: np.ndarray) -> None:
+        self._settle()
+        self.episodes, self.timestep = episodes, 0
+        self.state, self.past = None, None
+        if self._stepping.recorded != (len(episodes) == 1):  # of several rows some end before others
+            self._stepping = Steps(self.model, _ROOM, recorded=len(episodes) == 1)
+
+    def _settle(self) -> None:
+        if self.state is not None:
+            self.state = self._stepping.settled(self.state)
+
+    def act(self, observations: np.ndarray, target_returns: np.ndarray) -> np.ndarray:
+        chunk = self.positions(observations, target_returns)
+        if self.window is not None:
+            chunk = chunk if self.past is None else np.concatenate([self.past, chunk], axis=1)
+            self.past = chunk = chunk[:, -self.window :]
+        actions = self.drawing(self.of_policy(self._absorbed(chunk)), self.episodes, self.timestep)
+        self.timestep += 1
+        return actions
+
+    def keep(self, rows: np.ndarray) -> None:
+        self.episodes = self.episodes[rows]
+        self.past = None if self.past is None else self.past[rows]
+        self._settle()
+        if self.state is not None:
+            self.state = select_rows(self.state, torch.from_numpy(np.flatnonzero(rows)))
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the bytes of the carried state."""
+        return 0 if self.state is None else nbytes(self.state)
+
+    def _absorbed(self, chunk: np.ndarray) -> Tensor:
+        """Return the head's output at the last position of ``chunk`` [rows, time, width]."""
+        values = torch.from_numpy(np.ascontiguousarray(chunk)).to(device_of(self.model))
+        with torch.inference_mode(), few_rows(values.device, self.window is None):
+            if self.state is not None and values.shape[1] == 1:
+                predicted, self.state = self._stepping.step(values, self.state)
+            else:
+                predicted, state = logits_after(self.model, values, self.state)
+                if self.window is None:
+                    recorded = self._stepping.recorded and self.state is None
+                    self.state = reserve(state, _ROOM) if recorded else state
+        require_finite(bool(predicted.isfinite().all()))
+        return predicted
+
+
+def rollouts(
+    policy: Policy, env: str, target: float | None, episodes: int, seed: int, progress: ProgressCallback | None = None
+) -> Rollouts:
+    """Play ``episodes`` of the environment ``env``, in which the policy aims at the return ``target`` (None: the best
+    that each allows); episode i begins by the seed ``seed + i``."""
+    parts = []
+    for first in range(0, episodes, WAVE):
+        environment = make(env, min(WAVE, episodes - first))
+        try:
+            parts.append(_wave(policy, environment, target, first, seed))
+        finally:
+            environment.close()
+        if progress is not None:
+            progress(min(first + WAVE, episodes), episodes)
+    return Rollouts(*(np.concatenate(item) for item in zip(*parts, strict=True)))
+
+
+def _wave(policy: Policy, environment: Environment, target: float | None, first: int, seed: int) -> Rollouts:
+    observations, _ = environment.reset(seed=seed + first)
+    best = environment.optimal
+    optimal = np.full(environment.count, np.nan) if best is None else best
+    targets = returns_to_get(environment, target)
+    returns, rows = np.zeros(environment.count), np.arange(environment.count)
+    policy.begin(first + rows)
+    while len(rows):
+        actions = _scattered(policy.act(observations[rows], targets[rows]), rows, environment)
+        observations, rewards, *_ = environment.step(actions)
+        returns += rewards
+        targets -= rewards
+        going = ~environment.ended[rows]
+        if not going.all():
+            policy.keep(going)
+            rows = rows[going]
+    return Rollouts(returns, environment.steps.astype(np.int64), optimal)
+
+
+def returns_to_get(environment: Environment, target: float | None) -> np.ndarray:
+    """Return the target returns [rows]: ``target``, or for None the best that each row's episode allows."""
+    if target is not None:
+        return np.full(environment.count, float(target))
+    if environment.optimal is None:
+        raise KinformerError(f"`target` optimal: nobody knows the best return of {environment.name}; give a number.")
+    return environment.optimal.copy()
+
+
+def remembering(context: int | None) -> str:
+    """Return in words how an agent remembers."""
+    return "state carried" if context is None else f"the last {plural(context, 'step')} read again at each"
+
+
+def _scattered(actions: np.ndarray, rows: np.ndarray, environment: Environment) -> np.ndarray:
+    """Return ``actions`` of ``rows`` among those of all rows, zeros elsewhere."""
+    result = np.zeros((environment.count, *actions.shape[1:]), actions.dtype)
+    result[rows] = actions
+    return result
+
+
+def summary(rollouts_: Rollouts) -> Summary:
+    """Return the mean return, half the width of its 95 % confidence interval, and more, for JSON."""
+    count = len(rollouts_.returns)
+    spread = float(rollouts_.returns.std(ddof=1)) if count > 1 else 0.0
+    facts: Summary = {
+        "episodes": count, "mean": float(rollouts_.returns.mean()), "confidence": NORMAL_95 * spread / sqrt(count),
+        "std": spread, "steps": float(rollouts_.lengths.mean()),
+    }  # fmt: skip
+    if np.isfinite(rollouts_.optimal).all():
+        facts["optimal"] = float(rollouts_.optimal.mean())
+        facts["optimal_share"] = float((rollouts_.returns >= rollouts_.optimal).mean())
+    return facts
+
+
+def cells(facts: Summary) -> list[str]:
+    """Return a summary as cells of a table: return, its confidence, steps and, where it is known, how many were
+    optimal."""
+    shown = [f"{facts['mean']:.2f}", f"± {facts['confidence']:.2f}", f"{facts['steps']:.1f}"]
+    return [*shown, f"{facts['optimal_share']:.1%}"] if "optimal_share" in facts else shown
+
+
+# One episode, written step by step and drawn as a GIF.
+
+FRAME_MILLISECONDS = 120
+SHOWN = 6
+"""Numbers of an observation that a line shows."""
+
+
+EpisodeFacts = TypedDict(
+    "EpisodeFacts", {"return": float, "steps": int, "rewards": list[float], "steps_per_second": float}
+)
+"""An episode as values for JSON."""
+
+
+class Episode(NamedTuple):
+    """The ``rewards`` of every step, and how many ``seconds`` all steps took."""
+
+    rewards: list[float]
+    seconds: float
+
+    @property
+    def facts(self) -> EpisodeFacts:
+        """Return the episode as values for JSON."""
+        steps = len(self.rewards)
+        return {
+            "return": sum(self.rewards), "steps": steps, "rewards": self.rewards,
+            "steps_per_second": steps / self.seconds,
+        }  # fmt: skip
+
+
+def check_picture(render: str | None) -> None:
+    """Refuse a name that does not end in .gif."""
+    if render is not None and Path(render).suffix.lower() != ".gif":
+        raise KinformerError(f"`render` {render}: is drawn as a GIF; give a name that ends in .gif.")
+
+
+def play(
+    environment: Environment,
+    policy: Policy,
+    observations: np.ndarray,
+    target_returns: float | None,
+    render: str | None,
+    write: Callable[[str], None] | None,
+) -> Episode:
+    """Play the episode of the first row of ``environment``, which begins with ``observations``. A policy that takes a
+    return aims at ``target_returns``. Every step goes to ``write`` at once, and all are drawn to the file
+    ``render``."""
+    started_at = time.perf_counter()
+    frames: list[np.ndarray] = []
+    rewards: list[float] = []
+    policy.begin(np.zeros(1, np.int64))
+    while not environment.ended[0]:
+        if render is not None:
+            frames.append(environment.render())
+        wanted = "" if target_returns is None else f"  to get {target_returns - sum(rewards):9.3f}"
+        actions = policy.act(observations, np.array([(target_returns or 0.0) - sum(rewards)]))
+        line = f"{len(rewards):4d}{wanted}  state {_brief(observations[0])}  action {_action(actions, environment)}"
+        observations, reward, *_ = environment.step(actions)
+        rewards.append(float(reward[0]))
+        if write is not None:
+            write(f"{line}  reward {rewards[-1]:g}" if len(rewards) == 1 else f"\n{line}  reward {rewards[-1]:g}")
+    seconds = time.perf_counter() - started_at
+    if render is not None:
+        write_gif(Path(render), [*frames, environment.render()])
+    return Episode(rewards, seconds)
+
+
+def _brief(observation: np.ndarray) -> str:
+    if observation.max() == 1 and observation.sum() == 1 and set(np.unique(observation)) <= {0.0, 1.0}:
+        return f"{int(observation.argmax())} of {len(observation)}"
+    shown = " ".join(f"{value:6.2f}" for value in observation[:SHOWN])
+    return f"{shown} ..." if len(observation) > SHOWN else shown
+
+
+def _action(actions: np.ndarray, environment: Environment) -> str:
+    if isinstance(environment.actions, Discrete):
+        return str(int(actions[0]))
+    return " ".join(f"{value:.3f}" for value in actions[0])
+
+
+def write_gif(path: Path, frames: list[np.ndarray]) -> None:
+    """Write pictures [height, width, 3] uint8 as an animation."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise KinformerError(
+            f"`render` {path}: needs Pillow, which is not installed; pip install 'kinformer[rl]' gets it."
+        ) from None
+    first, *rest = [Image.fromarray(frame) for frame in frames]
+    stored = io.BytesIO()
+    first.save(stored, "GIF", save_all=True, append_images=rest, duration=FRAME_MILLISECONDS, loop=0)
+    write_atomic(path, lambda target: Path(target).write_bytes(stored.getvalue()))

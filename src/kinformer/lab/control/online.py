@@ -1,0 +1,370 @@
+"""Learning while acting: rollouts, and proximal policy optimisation."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kinformer.core import state as states
+from kinformer.core.model import CausalModel, device_of
+from kinformer.core.state import State
+from kinformer.lab.control.acting import ActionSampler, Agent, entropy, log_density, rollouts, within
+from kinformer.lab.control.environments import Box, Discrete
+from kinformer.lab.control.gymnasium import Processes, make
+from kinformer.lab.control.options import ControlData, ControlOptions
+from kinformer.lab.data.sampling import mix
+from kinformer.lab.training.carried import rebuilt
+from kinformer.lab.training.data_module import DataModule, ObjectiveOutput, map_fields
+from kinformer.lab.training.logging import RETURN
+from kinformer.lab.training.settings import Settings
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import reading
+from kinformer.runtime.matmul import few_rows
+
+
+class ControlAgent(Agent):
+    """A model of observations as a policy.
+
+    A model of observations that acts. ``context``: how many steps it reads again at every step; None carries the
+    state instead.
+    """
+
+    def __init__(self, model: CausalModel, drawing: ActionSampler, context: int | None) -> None:
+        super().__init__(model, drawing, context)
+        if context is not None and model.max_length is not None and context > model.max_length:
+            raise KinformerError(
+                f"`context_steps` {context}: this model's positions end at {model.max_length}; give fewer steps."
+            )
+
+    def positions(self, observations: np.ndarray, target_returns: np.ndarray) -> np.ndarray:
+        return observations[:, None]
+
+    def of_policy(self, predicted: Tensor) -> Tensor:
+        return predicted[:, :-1]
+
+
+# Acting for training: rollouts of a model that learns, in rows of an environment that go on without end.
+#
+# A row's episodes are functions of the run's seed, the row's number, the episode's number and the actions. So a
+# stopped run continues by repeating the actions of the episodes that had not ended.
+
+RECENT = 100
+"""How many of the last episodes the reported mean return is over."""
+_APART = 1 << 40
+"""Seeds of training's episodes lie beyond those in which an agent is measured."""
+_EPISODES = 0x45504953
+
+
+class Rollout(NamedTuple):
+    """``observations`` [rows, time, features]; ``begun`` [rows, time] bool: this step is an episode's first;
+    ``actions`` [rows, time] int64 or [rows, time, dim], as they were drawn; ``log_densities``, ``advantages`` (of mean
+    0 and deviation 1) and ``returns`` (the value's targets) [rows, time]; ``state``: the model's before the first step.
+    """
+
+    observations: Tensor
+    begun: Tensor
+    actions: Tensor
+    log_densities: Tensor
+    advantages: Tensor
+    returns: Tensor
+    state: State
+
+    @property
+    def size(self) -> int:
+        """Return the number of positions in the rollout."""
+        return self.begun.numel()
+
+
+class Transition(NamedTuple):
+    """A step of a rollout in all rows: observations, actions and rewards, [rows, ...]."""
+
+    observations: np.ndarray
+    begun: np.ndarray
+    actions: np.ndarray
+    log_densities: np.ndarray
+    values: np.ndarray
+    rewards: np.ndarray
+    ended: np.ndarray
+
+
+class Actor:
+    """``time`` steps a rollout in each of the environment's rows; a row that ended begins another episode."""
+
+    def __init__(self, data: ControlData, time: int, seed: int) -> None:
+        self.data, self.options, self.time, self.seed = data, data.options, time, seed
+        count = self.options.environments
+        processes = self.options.env_processes
+        self.environment = Processes(data.env, count, processes) if processes else make(data.env, count)
+        self.drawing = ActionSampler(data.actions, 1.0, seed)
+        self.rows = np.arange(count)
+        self.acted = 0
+        self.episodes, self.returns = np.zeros(count, np.int64), np.zeros(count)
+        self.recent: deque[float] = deque(maxlen=RECENT)
+        self.done: list[list[np.ndarray]] = [[] for _ in self.rows]
+        self.state: State = None
+        self.observations = self._begin(np.ones(count, bool))
+
+    @property
+    def steps(self) -> int:
+        """Return the number of steps of the environment so far, in all rows together."""
+        return self.acted * len(self.rows)
+
+    def rollout(self, model: CausalModel) -> Rollout:
+        """Return the next steps of ``model`` acting; it is left in training mode."""
+        if self.state is None:
+            self.state = model.initial_state(len(self.rows))
+        self.state = first = states.renewed(states.pop_aux(self.state)[1])
+        model.eval()
+        with torch.no_grad(), few_rows(device_of(model)):
+            steps = Transition(*map(np.stack, zip(*(self._step(model) for _ in range(self.time)), strict=True)))
+            last = self._values(model, self.observations)
+        model.train()
+        advantages = advantages_of(steps, last, self.options.discount, self.options.gae_lambda)
+        returns = advantages + steps.values
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+        columns = (*steps[:4], advantages.astype(np.float32), returns.astype(np.float32))
+        tensors = (torch.from_numpy(np.ascontiguousarray(column.swapaxes(0, 1))) for column in columns)
+        return Rollout._make([*tensors, states.to(first, "cpu")])
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that a stopped run needs to continue."""
+        done = [item for row in self.done for item in row]
+        tensors = {
+            "acted": torch.tensor([self.acted]),
+            "episodes": torch.from_numpy(self.episodes.copy()),
+            "recent": torch.tensor(list(self.recent), dtype=torch.float64),
+            "done": torch.from_numpy(np.stack(done)) if done else torch.zeros(0),
+        }
+        if self.state is not None:
+            tensors |= {f"state.{i:04d}": leaf.clone() for i, leaf in enumerate(states.tensors(self.state))}
+        lengths = torch.tensor([len(row) for row in self.done])
+        return tensors | {"lengths": lengths}
+
+    def load(self, model: CausalModel, state_tensors: Mapping[str, Tensor]) -> None:
+        """Continue from the tensors of :meth:`state_tensors`."""
+        with reading("the checkpoint", f"holds rows that {self.data.env} cannot go on from", "use its own run folder"):
+            self.acted = int(state_tensors["acted"])
+            self.episodes = state_tensors["episodes"].numpy().copy()
+            self.recent.extend(state_tensors["recent"].tolist())
+            self._act_again(state_tensors["done"].numpy(), state_tensors["lengths"].tolist())
+            leaves = [state_tensors[name] for name in sorted(state_tensors) if name.startswith("state.")]
+            if leaves:
+                template = model.initial_state(len(self.rows))
+                self.state = states.fork(states.to(rebuilt(template, leaves), device_of(model)))
+
+    def _act_again(self, done: np.ndarray, lengths: list[int]) -> None:
+        """Repeat in every row its last ``lengths`` actions, those of ``done``, from the beginning of its episode."""
+        self.episodes -= 1
+        self.observations = self._begin(np.ones(len(self.rows), bool))
+        parts = np.split(done, np.cumsum(lengths)[:-1])
+        self.done = [list(part) for part in parts]
+        actions = np.zeros((len(self.rows), *done.shape[1:]), done.dtype)
+        for step in range(max(lengths)):
+            going = np.array(lengths) > step
+            actions[going] = np.stack([part[step] for part in parts if len(part) > step])
+            self.environment.ended = ~going
+            self.observations, rewards, *_ = self.environment.step(within(actions, self.data.actions))
+            self.returns += rewards
+        self.environment.ended[:] = False
+
+    def _begin(self, rows: np.ndarray) -> np.ndarray:
+        """Begin new episodes in ``rows`` [rows] bool; return the observations of all."""
+        self.episodes += rows
+        seeds = _APART + (mix(self.seed, _EPISODES, self.rows, self.episodes) >> np.uint64(32)).astype(np.int64)
+        self.returns[rows] = 0
+        for row in np.flatnonzero(rows):
+            self.done[row] = []
+        return self.environment.reset(seed=seeds.tolist(), options={"reset_mask": rows})[0]
+
+    def _step(self, model: CausalModel) -> Transition:
+        seen, begun = self.observations, self.environment.steps == 0
+        outputs, self.state = self._outputs(model, seen, begun if begun.any() else None)
+        predicted, values = outputs[:, :-1], outputs[:, -1].cpu().numpy()
+        drawn = self.drawing.drawn(predicted, self.rows, self.acted)
+        densities = log_density(predicted, torch.from_numpy(drawn).to(predicted.device), self.data.actions)
+        observations, rewards, terminated, truncated, _ = self.environment.step(within(drawn, self.data.actions))
+        self.acted, self.returns = self.acted + 1, self.returns + rewards
+        for row in self.rows:
+            self.done[row].append(drawn[row])
+        if truncated.any():  # the episode had not ended: the model's value stands for the rewards to come
+            rewards = rewards + self.options.discount * truncated * self._values(model, observations)
+        ended = terminated | truncated
+        if ended.any():
+            self.recent.extend(self.returns[ended])
+            observations = self._begin(ended)
+        self.observations = observations
+        return Transition(seen, begun, drawn, densities.cpu().numpy(), values, rewards, ended)
+
+    def _values(self, model: CausalModel, observations: np.ndarray) -> np.ndarray:
+        """Return the values [rows] of the observations after the last step."""
+        return self._outputs(model, observations, None)[0][:, -1].cpu().numpy()
+
+    def _outputs(self, model: CausalModel, observations: np.ndarray, begun: np.ndarray | None) -> tuple[Tensor, State]:
+        """Return the head's output [rows, ...] in float32, and the state after."""
+        device = device_of(model)
+        values = torch.from_numpy(observations).to(device)[:, None]
+        reset = None if begun is None else torch.from_numpy(begun).to(device)[:, None]
+        outputs, state = model(values, self.state, reset=reset)
+        if not bool(outputs.isfinite().all()):
+            raise KinformerError(
+                "training diverged: what the model says of actions are no finite numbers; start again with a lower "
+                "`lr`, a longer `warmup` or a smaller `clip`."
+            )
+        return outputs[:, 0].float(), state
+
+
+def advantages_of(steps: Transition, last: np.ndarray, discount: float, smoothing: float) -> np.ndarray:
+    """Return generalised advantage estimates [time, rows] (Schulman et al. 2016, equation 16) of ``steps`` [time, rows,
+    ...], after which the value is ``last`` [rows]."""
+    result = np.zeros_like(steps.rewards)
+    following, running = last, np.zeros_like(last)
+    for step in reversed(range(len(result))):
+        going = discount * ~steps.ended[step]
+        running = steps.rewards[step] + going * following - steps.values[step] + smoothing * going * running
+        result[step], following = running, steps.values[step]
+    return result
+
+
+# Rows of control: parts of the last rollout, again and again, until the model acts again; and the objective of
+# proximal policy optimisation (Schulman et al. 2017) over them.
+
+VALIDATED = 64
+"""Episodes of a validation."""
+VALIDATION_SEEDS = 1 << 21
+SUMS = ("cost", "policy_cost", "value_cost", "entropy", "divergence", "clipped")
+
+
+class PolicyShift:
+    """How far the policy has moved from the one that acted: the largest divergence that an update saw.
+
+    The objective adds divergences, which stay on the device; the rows read the largest before the next batch.
+    """
+
+    def __init__(self) -> None:
+        self.largest: float | Tensor = 0.0
+
+    def add(self, divergence: Tensor) -> None:
+        """Note the divergence that an update saw, a scalar."""
+        self.largest = divergence.clamp_min(self.largest)
+
+    def read(self) -> float:
+        """Return the largest so far, waiting for the device."""
+        self.largest = float(self.largest)
+        return self.largest
+
+    def restart(self, largest: float = 0.0) -> None:
+        """Begin again after a rollout, or continue from a value that was read."""
+        self.largest = largest
+
+
+class ControlRows(DataModule):
+    """Every rollout is learnt from ``ppo_epochs`` times, in parts of ``batch_size`` rows that are redrawn each time,
+    or until the policy has moved by ``kl_stop`` from the one that acted."""
+
+    sums, metrics = SUMS, (RETURN,)
+
+    def __init__(self, data: ControlData, settings: Settings) -> None:
+        self.data, self.settings, self.options = data, settings, data.options
+        self.actor = Actor(data, settings.length, settings.seed)
+        self.parts = self.options.environments // settings.batch_size
+        self.rollout: Rollout | None = None
+        self.used, self.shift = 0, PolicyShift()
+
+    @property
+    def validations(self) -> int:
+        return 1
+
+    def begin(self, model: Any, state_tensors: Mapping[str, Tensor]) -> None:
+        self.model = model
+        if not state_tensors:
+            return
+        by_owner: dict[str, dict[str, Tensor]] = {"actor": {}, "rollout": {}}
+        for name, tensor in state_tensors.items():
+            owner, dot, rest = name.partition("/")
+            if dot:
+                by_owner[owner][rest] = tensor
+        self.actor.load(model, by_owner["actor"])
+        self.used = int(state_tensors["used"])
+        self.shift.restart(float(state_tensors["moved"]))
+        rollout = by_owner["rollout"]
+        fields = [rollout[name] for name in Rollout._fields[:-1]]
+        leaves = [rollout[name] for name in sorted(rollout) if name.startswith("state.")]
+        self.rollout = Rollout._make([*fields, rebuilt(model.initial_state(1), leaves)])
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        if self.rollout is None:
+            return {}
+        *fields, state = self.rollout
+        tensors = dict(zip(Rollout._fields, fields, strict=False))
+        tensors |= {f"state.{i:04d}": leaf for i, leaf in enumerate(states.tensors(state))}
+        return (
+            {f"actor/{name}": tensor for name, tensor in self.actor.state_tensors().items()}
+            | {f"rollout/{name}": tensor.clone() for name, tensor in tensors.items()}
+            | {"used": torch.tensor(self.used), "moved": torch.tensor(self.shift.read(), dtype=torch.float64)}
+        )
+
+    def batch(self, step: int, rank: int, world: int) -> Rollout:
+        if world > 1:
+            raise KinformerError(f"`devices` {world}: control acts in one process; leave it out.")
+        stopped = self.options.kl_stop > 0 and self.options.kl_stop < self.shift.read()
+        if self.rollout is None or stopped or self.used == self.options.ppo_epochs * self.parts:
+            self.rollout, self.used = self.actor.rollout(self.model), 0
+            self.shift.restart()
+        epoch, part = divmod(self.used, self.parts)
+        order = np.random.default_rng([self.settings.seed, self.actor.acted, epoch]).permutation(len(self.actor.rows))
+        rows = torch.from_numpy(order[part * self.settings.batch_size : (part + 1) * self.settings.batch_size])
+        self.used += 1
+        return map_fields(self.rollout, lambda field: field[rows])
+
+    def validation(self, rank: int, world: int) -> Iterator[Rollout]:
+        return iter(())
+
+    def validate(self) -> dict[str, float]:
+        """Return the mean return of new episodes, negated, as the cost by which the best weights are chosen."""
+        agent = ControlAgent(self.model, ActionSampler(self.data.actions, 1.0, self.settings.seed), None)
+        acted = rollouts(agent, self.data.env, 0.0, VALIDATED, VALIDATION_SEEDS)
+        return dict.fromkeys(SUMS, 0.0) | {"cost": -float(torch.from_numpy(acted.returns).float().mean())}
+
+    def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
+        if split == "validation":
+            return {RETURN.name: -means["cost"]}
+        recent = self.actor.recent
+        outputs = {RETURN.name: sum(recent) / len(recent) if recent else float("nan")}
+        return outputs | {name: means[name] for name in SUMS[1:]} | {"environment_steps": float(self.actor.steps)}
+
+
+class PolicyLoss:
+    """- min(r A, clip(r) A) + value_weight (V - R)^2 / 2 - entropy_weight H, where r is the density of an action over
+    that at which it was drawn, A its advantage, V the value, R the return and H the policy's entropy; means over steps.
+
+    The divergence is estimated as the mean of (r - 1) - log r (Schulman 2020) and added to ``shift``.
+    """
+
+    def __init__(self, options: ControlOptions, shift: PolicyShift) -> None:
+        self.options, self.shift = options, shift
+
+    def __call__(self, model: CausalModel, batch: Rollout, state: State, progress: float) -> ObjectiveOutput:
+        options = self.options
+        outputs, after = model(batch.observations, batch.state, reset=batch.begun)
+        predicted, values = outputs[..., :-1].float(), outputs[..., -1].float()
+        space = Box((), ()) if batch.actions.is_floating_point() else Discrete(predicted.shape[-1])
+        moved = log_density(predicted, batch.actions, space) - batch.log_densities
+        ratio, near = moved.exp(), options.clip_ratio
+        gains = torch.minimum(ratio * batch.advantages, ratio.clamp(1 - near, 1 + near) * batch.advantages)
+        means = {
+            "policy_cost": -gains.mean(),
+            "value_cost": (values - batch.returns).square().mean() / 2,
+            "entropy": entropy(predicted, space).mean(),
+            "divergence": (ratio - 1 - moved).mean(),
+            "clipped": ((ratio - 1).abs() > near).float().mean(),
+        }
+        loss = means["policy_cost"] + options.value_weight * means["value_cost"]
+        loss = loss - options.entropy_weight * means["entropy"]
+        self.shift.add(means["divergence"].detach())
+        metrics = {name: mean.detach() * batch.size for name, mean in (means | {"cost": loss}).items()}
+        return loss, metrics | {"predicted": loss.new_tensor(batch.size)}, after

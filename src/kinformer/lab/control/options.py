@@ -1,0 +1,234 @@
+"""The options of tasks whose models act. Free of PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import sha256
+from math import isfinite
+
+from kinformer.lab.control.environments import Box, Discrete
+from kinformer.lab.control.gymnasium import make, named
+from kinformer.runtime.errors import KinformerError, marked, require
+from kinformer.runtime.tables import PredictionTable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Acting:
+    """Options of acting in an environment."""
+
+    env: str | None = None
+    """The environment to act in; the run's own if not given."""
+    context_steps: str | None = None
+    """How the agent remembers: "carried" absorbs one step at a time into the state, K reads the last K steps again at
+    every step. If not given, carried; of trajectories where rows of training held whole episodes or the state is
+    bounded, else as many steps as they held."""
+    action_temperature: float = 1.0
+    """1 draws actions as the model predicts them, 0 takes the most probable."""
+
+    @property
+    def context(self) -> int | None:
+        """Return how many steps are read again at every step; None where the state is carried, or by default."""
+        return None if self.context_steps in (None, "carried") else int(self.context_steps)
+
+    def __post_init__(self) -> None:
+        require("action_temperature", self.action_temperature, 0)
+        if self.context_steps not in (None, "carried") and not _is_count(self.context_steps):
+            raise KinformerError(f"`context_steps` {self.context_steps}: is neither a number of steps nor 'carried'.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Episodes(Acting, PredictionTable):
+    """Options of acting in a number of episodes."""
+
+    episodes: int = 100
+    """How many episodes are acted; of trajectories for every return that is asked for."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        PredictionTable.__post_init__(self)
+        require("episodes", self.episodes, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendering(Acting):
+    """Options of showing one episode."""
+
+    render: str | None = None
+    """Draw the episode as a GIF of this name."""
+
+
+def _is_count(text: str | None) -> bool:
+    return text is not None and text.isdecimal() and int(text) > 0
+
+
+# The options of trajectories, for training, acting and measuring. Free of PyTorch.
+
+INPUT = "steps"
+PER_STEP = 3
+"""Positions of a step: return, state, action."""
+OPTIMAL = "optimal"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrajectoryOptions:
+    """Options of training on trajectories."""
+
+    env: str | None = None
+    """An environment of gymnasium (extra rl) or of the library, such as t-maze. For trajectories, the one of the data:
+    actions are checked against it, and the agent is measured in it; random walks have their own. For control, the one
+    to act in (t-maze if not given)."""
+    trajectories: int = 1000
+    """How many random walks are made, for key-to-door and shortest-path."""
+    walk_seed: int = 0
+    """The seed of the random walks."""
+    return_weight: float = 0.0
+    """Draw episodes for training by their length and, above 0, by their return: e to the power of this more often the
+    best than the worst, and those between them accordingly (after Hong et al. 2023, arXiv 2306.13085). Where few
+    succeed, it takes fewer steps to learn from them."""
+    gaussian: bool = False
+    """Continuous actions are drawn from a normal distribution, whose spread is learnt too."""
+
+    def __post_init__(self) -> None:
+        require("trajectories", self.trajectories, 3)
+        require("walk_seed", self.walk_seed, 0)
+        require("return_weight", self.return_weight, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrajectoryActing(Acting):
+    """Options of acting for a return."""
+
+    target: str | None = None
+    """The returns that are asked for, as in 3600,1800; optimal is the best that an episode allows, where that is known.
+    If not given, the best return of the training data."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        targets_of(self.target or "0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrajectoryEvaluationOptions(Episodes, TrajectoryActing):
+    """Options of evaluating models of trajectories."""
+
+    cloning_steps: int = 2000
+    """Steps of training for the policy that clones the behaviour in the data and stands beside; 0 leaves it out."""
+    picture: str | None = None
+    """Draw the returns against those asked for, as PNG or SVG by the ending of this name."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("cloning_steps", self.cloning_steps, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrajectoryGenerationOptions(Rendering, TrajectoryActing):
+    """Options of playing one episode, step by step, with a model of trajectories."""
+
+
+def targets_of(text: str) -> tuple[float | None, ...]:
+    """Return ``"3600,1800"`` as numbers, in order; None stands for the optimum."""
+    result: list[float | None] = []
+    for part in text.split(","):
+        if part.strip() == OPTIMAL:
+            result.append(None)
+            continue
+        try:
+            result.append(float(part))
+        except ValueError:
+            result.append(float("nan"))
+        if not isfinite(result[-1] or 0.0):
+            raise KinformerError(f"`target` {text}: is no list of returns; write as in 3600,1800, or {OPTIMAL}.")
+    return tuple(result)
+
+
+# The options of control, for training, measuring and playing. Free of PyTorch.
+
+DEFAULT_ENV = "t-maze"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlOptions:
+    """Options of training to control."""
+
+    env: str | None = None
+    """The environment to act in."""
+    environments: int = 64
+    """Copies of the environment that are acted in side by side, `length` steps of each in every rollout."""
+    env_processes: int = 0
+    """Processes that step the environments, each its share of the copies; 0: the one that trains. For environments that
+    take longer than the model."""
+    ppo_epochs: int = 4
+    """How often each rollout is learnt from, `batch_size` rows at a time."""
+    discount: float = 0.99
+    """What a reward is worth a step later."""
+    gae_lambda: float = 0.95
+    """The parameter of generalised advantage estimation: 0 trusts the value a step later, 1 the rewards alone."""
+    clip_ratio: float = 0.2
+    """How far the probability of an action may move from that at which it was drawn, as a share, before an update stops
+    pushing it on."""
+    kl_stop: float = 0.03
+    """A rollout is learnt from no more once the policy has moved so far from the one that acted (KL divergence, nats);
+    0 for never."""
+    entropy_weight: float = 0.01
+    """The weight of the policy's entropy, in nats, in the loss."""
+    value_weight: float = 0.5
+    """The weight of the value's squared error in the loss."""
+
+    def __post_init__(self) -> None:
+        for name in ("environments", "ppo_epochs"):
+            require(name, getattr(self, name), 1)
+        for name in ("kl_stop", "entropy_weight", "value_weight", "env_processes"):
+            require(name, getattr(self, name), 0)
+        for name in ("discount", "gae_lambda", "clip_ratio"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise KinformerError(f"{marked(name)} is {getattr(self, name):g} but must lie between 0 and 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlEvaluationOptions(Episodes):
+    """Options of evaluating control."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlGenerationOptions(Rendering):
+    """Options of playing one episode of control, step by step."""
+
+
+# The data of control: the sizes of an environment.
+
+
+@dataclass(frozen=True, eq=False)
+class ControlData:
+    """The environment called ``env``: its observations, ``actions`` and the longest episode's steps."""
+
+    env: str
+    observation_dim: int
+    actions: Discrete | Box
+    most_steps: int
+    options: ControlOptions
+
+    @property
+    def name(self) -> str:
+        return self.env
+
+    @property
+    def version(self) -> str:
+        return "1"
+
+    @property
+    def fingerprint(self) -> str:
+        description = f"{self.env} {self.observation_dim} {self.actions} {self.most_steps}"
+        return f"sha256:{sha256(description.encode()).hexdigest()}"
+
+    @property
+    def identity(self) -> dict[str, object]:
+        return {"name": self.name, "version": self.version, "fingerprint": self.fingerprint}
+
+
+def open_environment(options: ControlOptions, by_user: bool = False) -> ControlData:
+    """Return the sizes of the environment that ``options`` name; ``by_user``: the user gives that name in this call."""
+    name = (named(options.env) if by_user else options.env) or DEFAULT_ENV
+    environment = make(name)
+    environment.close()
+    return ControlData(name, environment.observation_dim, environment.actions, environment.most_steps, options)

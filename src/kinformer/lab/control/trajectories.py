@@ -1,0 +1,493 @@
+"""Files of trajectories: .npz without pickles, by the names that collections of them use, folders, and Minari."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kinformer.lab.control.environments import Box, Discrete, Environment, ShortestPath
+from kinformer.lab.control.gymnasium import make, named
+from kinformer.lab.control.options import TrajectoryOptions
+from kinformer.lab.data.sampling import permute
+from kinformer.runtime.errors import KinformerError, plural
+from kinformer.runtime.tables import read_arrays
+
+Arrays = dict[str, np.ndarray]
+NAMES = {
+    "observations": ("observations", "obs", "states"),
+    "actions": ("actions", "acts"),
+    "rewards": ("rewards", "rews"),
+    "ends": ("episode_ends", "ends"),
+    "splits": ("indices",),
+    "terminations": ("terminals", "terminations", "terminated", "dones"),
+    "truncations": ("timeouts", "truncations", "truncated"),
+}
+"""The names of the arrays by their meaning. ``ends``: one past the last step of every episode; ``splits``: the same
+without the last (as the library imitation has them); the last two mark the ends among all steps."""
+
+
+def read_npz(path: Path) -> Arrays:
+    """Return ``observations``, ``actions``, ``rewards`` and ``starts`` of one file, and ignore all else in it.
+
+    Errors: ``KinformerError`` for a file that is no archive, lacks an array, or holds one as a pickle.
+    """
+    meanings = {name: meaning for meaning, names in NAMES.items() for name in names}
+    arrays, names = read_arrays(path, lambda name: name in meanings)
+    result: Arrays = {}
+    for name in meanings:
+        if name in arrays:
+            _require_steps(arrays[name], name, path)
+            result.setdefault(meanings[name], arrays[name])
+    for meaning in ("observations", "actions", "rewards"):
+        if meaning not in result:
+            raise KinformerError(
+                f"{path}: has no {meaning} (named {' or '.join(NAMES[meaning])}), but {', '.join(names)}; give "
+                "observations, actions, rewards, and episode_ends or terminals."
+            )
+    return _cut(result, str(path))
+
+
+def _require_steps(array: np.ndarray, name: str, path: Path) -> None:
+    if array.ndim < 1:
+        raise KinformerError(f"{path}: {name} is a single number, but must have one for every step.")
+
+
+def _cut(arrays: Arrays, place: str) -> Arrays:
+    """Return the arrays with the starts of episodes, and without the observation behind each episode's last step."""
+    steps = len(arrays["rewards"])
+    ends = _ends(arrays, steps, place)
+    starts = np.concatenate([[0], ends]).astype(np.int64)
+    if (np.diff(starts) < 1).any() or starts[-1] != steps:
+        raise KinformerError(
+            f"{place}: episodes end at {_brief(ends)}, but must do so at rising numbers of steps, the last at {steps}."
+        )
+    observations = arrays["observations"]
+    if len(observations) == steps + len(ends):
+        keep = np.ones(len(observations), bool)
+        keep[ends + np.arange(len(ends))] = False
+        observations = observations[keep]
+    return {"observations": observations, "actions": arrays["actions"], "rewards": arrays["rewards"], "starts": starts}
+
+
+def _ends(arrays: Arrays, steps: int, place: str) -> np.ndarray:
+    for name in ("ends", "splits"):
+        if name in arrays:
+            ends = arrays[name]
+            if ends.dtype.kind not in "iu" or ends.ndim != 1:
+                raise KinformerError(
+                    f"{place}: ends of episodes are {ends.dtype} {list(ends.shape)}, not whole numbers."
+                )
+            return ends.astype(np.int64) if name == "ends" else np.concatenate([ends, [steps]]).astype(np.int64)
+    marks = [arrays[name] for name in ("terminations", "truncations") if name in arrays]
+    if not marks:
+        raise KinformerError(
+            f"{place}: does not say where episodes end; give episode_ends (one past the last step of each), or "
+            f"terminals and timeouts of every step."
+        )
+    for mark in marks:
+        if len(mark) != steps:
+            raise KinformerError(
+                f"{place}: has {plural(len(mark), 'mark')} of ends for {plural(steps, 'step')}; give one for every "
+                "step."
+            )
+    over = np.any([mark.reshape(steps).astype(bool) for mark in marks], axis=0)
+    over[-1] = True
+    return np.flatnonzero(over) + 1
+
+
+def _brief(numbers: np.ndarray) -> str:
+    shown = [str(number) for number in numbers[:4]]
+    return ", ".join(shown + ["..."] * (len(numbers) > 4))
+
+
+def read_folder(path: Path) -> Arrays:
+    """Return all .npz files of a folder, joined in the order of their names."""
+    files = sorted(path.glob("*.npz"))
+    if not files:
+        raise KinformerError(f"`data` {path}: holds no .npz files; give a folder of trajectories.")
+    return _joined([read_npz(file) for file in files], str(path))
+
+
+def _joined(parts: list[Arrays], place: str) -> Arrays:
+    for name in ("observations", "actions"):
+        shapes = sorted({part[name].shape[1:] for part in parts})
+        if len(shapes) > 1:
+            shapes_text = " and ".join(str(list(shape)) for shape in shapes[:2])
+            raise KinformerError(
+                f"{place}: {name} have the shapes {shapes_text} in different files; keep to one environment."
+            )
+    joined = {name: np.concatenate([part[name] for part in parts]) for name in ("observations", "actions", "rewards")}
+    offsets = np.cumsum([0, *(part["starts"][-1] for part in parts)])
+    starts = [part["starts"][:-1] + offset for part, offset in zip(parts, offsets, strict=False)]
+    return joined | {"starts": np.concatenate([*starts, offsets[-1:]])}
+
+
+def read_minari(name: str) -> Arrays:
+    """Return a data set of Minari that is on this machine."""
+    try:
+        import minari
+    except ImportError:
+        raise KinformerError(
+            f"`data` minari:{name}: needs Minari, which is not installed; pip install minari gets it."
+        ) from None
+    try:
+        dataset = minari.load_dataset(name)
+    except (FileNotFoundError, ValueError, KeyError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise KinformerError(f"`data` minari:{name}: cannot be opened ({reason}); see: minari list remote.") from None
+    return _joined(list(_episodes(dataset, name)), f"minari:{name}")
+
+
+def _episodes(dataset: Any, name: str) -> Iterator[Arrays]:
+    for episode in dataset.iterate_episodes():
+        if isinstance(episode.observations, Mapping | tuple) or isinstance(episode.actions, Mapping | tuple):
+            raise KinformerError(f"`data` minari:{name}: observations or actions are structured, but must be arrays.")
+        rewards = np.asarray(episode.rewards)
+        parts = {
+            "observations": np.asarray(episode.observations),
+            "actions": np.asarray(episode.actions),
+            "rewards": rewards,
+        }
+        yield _cut(parts | {"ends": np.array([len(rewards)])}, f"minari:{name}")
+
+
+# Trajectories: observations, actions and rewards of the episodes of one environment, and which are held out.
+#
+#     rewards   r_0 r_1 r_2 | r_3 r_4     episodes follow one another; starts = 0, 3, 5
+#     returns to go: of every step the sum of its own reward and of all later ones of its episode, without a discount
+#
+# They are read from .npz files without pickles, from folders of such files, from Minari's data sets, or made here
+# (``lab.control.trajectories``).
+
+VERSION = "1"
+SHARES = {"validation": 0.05, "test": 0.05}
+FEWEST_EPISODES = 3
+_SHUFFLED = 0x53544550
+SMALLEST_STD = 1e-6
+MOST_ACTIONS = 1 << 16
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectories:
+    """``observations`` [steps, features] float32, or uint8 where they are images of ``shape``; ``actions`` [steps]
+    int64, numbered from 0, or [steps, dim] float32; ``rewards`` [steps] float64; ``starts`` [episodes + 1] int64: where
+    each begins, and the end of the last."""
+
+    observations: np.ndarray
+    actions: np.ndarray
+    rewards: np.ndarray
+    starts: np.ndarray
+    name: str
+    holdout: float | None = None
+    version: str = VERSION
+    shape: tuple[int, ...] = ()
+
+    @property
+    def episodes(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """The number of steps of every episode, [episodes]."""
+        return np.diff(self.starts)
+
+    @property
+    def discrete(self) -> bool:
+        return self.actions.ndim == 1
+
+    @property
+    def state_dim(self) -> int:
+        return self.observations.shape[1]
+
+    @cached_property
+    def action_dim(self) -> int:
+        """Return how many actions there are to choose from, or how many numbers an action has."""
+        return max(2, int(self.actions.max()) + 1) if self.discrete else self.actions.shape[1]
+
+    @cached_property
+    def returns_to_go(self) -> np.ndarray:
+        """The sum of the rewards from each step to its episode's end, [steps] float64."""
+        to_go = np.empty_like(self.rewards)
+        for first, end in zip(self.starts, self.starts[1:], strict=False):
+            to_go[first:end] = self.rewards[first:end][::-1].cumsum()[::-1]
+        return to_go
+
+    @property
+    def returns(self) -> np.ndarray:
+        """The return of every episode, [episodes]."""
+        return self.returns_to_go[self.starts[:-1]]
+
+    @cached_property
+    def splits(self) -> Mapping[str, np.ndarray]:
+        """The numbers of the episodes of "train", "validation" and "test": 90, 5 and 5 % of them, drawn by their number
+        alone; with ``holdout`` that share is validation and test at once."""
+        order = permute(np.arange(self.episodes), self.episodes, _SHUFFLED)
+        shares = SHARES if self.holdout is None else {"validation": self.holdout}
+        parts, taken = {}, 0
+        for name, share in shares.items():
+            count = max(1, round(share * self.episodes))
+            parts[name] = np.sort(order[taken : taken + count])
+            taken += count
+        return {"train": np.sort(order[taken:]), "test": parts["validation"], **parts}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Return a hash of all arrays, their shapes and types."""
+        digest = sha256()
+        for item in (self.observations, self.actions, self.rewards, self.starts):
+            digest.update(f"{item.dtype} {item.shape} ".encode())
+            digest.update(np.ascontiguousarray(item).data)
+        return f"trajectories{self.version}:{digest.hexdigest()}"
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """Return what identifies the trajectories, for JSON."""
+        facts: dict[str, object] = {"name": self.name, "version": self.version, "fingerprint": self.fingerprint}
+        return facts | {"episodes": self.episodes, "steps": len(self.rewards)}
+
+    def steps_of(self, episodes: np.ndarray) -> np.ndarray:
+        """Return the numbers of all steps of ``episodes``."""
+        return np.concatenate([np.arange(self.starts[episode], self.starts[episode + 1]) for episode in episodes])
+
+    @cached_property
+    def normalisation(self) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and standard deviation [features] of the training split's observations; 1 for what never changes."""
+        seen = self.observations[self.steps_of(self.splits["train"])].astype(np.float64)
+        std = seen.std(0)
+        return seen.mean(0), np.where(std < SMALLEST_STD, 1.0, std)
+
+    @cached_property
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the least and the greatest of each number of continuous actions, [dim], kept apart where they are
+        equal."""
+        low, high = self.actions.min(0).astype(np.float64), self.actions.max(0).astype(np.float64)
+        same = high - low < SMALLEST_STD
+        return np.where(same, low - 1, low), np.where(same, high + 1, high)
+
+
+def trajectories(arrays: Mapping[str, np.ndarray], name: str, place: str, holdout: float | None = None) -> Trajectories:
+    """Check ``observations``, ``actions``, ``rewards`` and ``starts`` and return them as trajectories; ``place`` names
+    them in messages.
+
+    Errors: ``KinformerError`` for unlike lengths, numbers that are not finite, invalid actions, too few episodes.
+    """
+    observations, actions, rewards, starts = (arrays[key] for key in ("observations", "actions", "rewards", "starts"))
+    if not len(observations) == len(actions) == len(rewards) == starts[-1]:
+        raise KinformerError(
+            f"{place}: has {plural(len(observations), 'observation')}, {plural(len(actions), 'action')} and "
+            f"{plural(len(rewards), 'reward')} for {plural(starts[-1], 'step')}; there must be one of each for every "
+            "step (an episode may have an observation more)."
+        )
+    if (np.diff(starts) < 1).any():
+        raise KinformerError(f"{place}: an episode ends before it begins; its ends must rise from episode to episode.")
+    if len(starts) - 1 < FEWEST_EPISODES:
+        raise KinformerError(
+            f"{place}: holds {plural(len(starts) - 1, 'episode')}, but {FEWEST_EPISODES} or more are needed to train "
+            "on some and to hold others out."
+        )
+    if holdout is not None and not 0 < holdout < 1:
+        raise KinformerError(f"`holdout` {holdout:g}: must lie between 0 and 1; 0.1 holds out a tenth of the episodes.")
+    if rewards.ndim == 2 and rewards.shape[1] == 1:
+        rewards = rewards[:, 0]
+    if rewards.ndim != 1:
+        raise KinformerError(
+            f"{place}: rewards are {list(rewards.shape)}, but must be [steps], a number for each step."
+        )
+    shape = observations.shape[1:]
+    observations = observations.reshape(len(observations), -1)
+    for what, item in (("rewards", rewards), ("observations", observations), ("actions", actions)):
+        _require_numbers(item, what, place)
+    return Trajectories(
+        np.ascontiguousarray(observations, np.uint8 if _images(observations, shape) else np.float32),
+        _actions(actions, place),
+        rewards.astype(np.float64),
+        starts.astype(np.int64),
+        name,
+        holdout,
+        shape=shape,
+    )
+
+
+def _images(observations: np.ndarray, shape: tuple[int, ...]) -> bool:
+    """Return whether observations of ``shape`` are intensities, which take a byte each."""
+    return len(shape) == 3 and observations.dtype == np.uint8
+
+
+def _require_numbers(values: np.ndarray, what: str, place: str) -> None:
+    if values.dtype.kind not in "biuf":
+        raise KinformerError(f"{place}: {what} are of the type {values.dtype}, but must be numbers.")
+    with np.errstate(over="ignore"):  # what float32 cannot hold is infinite there
+        bad = np.flatnonzero(~np.isfinite(values.reshape(len(values), -1).astype(np.float32)).all(1))
+    if len(bad):
+        worst = values.reshape(len(values), -1)[bad[0]]
+        shown = worst[np.argmax(np.where(np.isfinite(worst), np.abs(worst), np.inf))]
+        raise KinformerError(
+            f"{place}: {what} of step {bad[0]} hold {shown}, but all must be finite in float32; mend or drop it."
+        )
+
+
+def _actions(actions: np.ndarray, place: str) -> np.ndarray:
+    """Return whole numbers as discrete actions, others as continuous ones."""
+    if actions.dtype.kind in "biu" and actions.size == len(actions):
+        least, most = int(actions.min()), int(actions.max())
+        if least < 0 or most >= MOST_ACTIONS:
+            raise KinformerError(
+                f"{place}: holds the action {least if least < 0 else most}, but discrete actions count from 0 to at "
+                f"most {MOST_ACTIONS - 1}; number those that occur, or save continuous actions as floats."
+            )
+        return actions.reshape(-1).astype(np.int64)
+    return np.ascontiguousarray(actions.reshape(len(actions), -1), np.float32)
+
+
+def open_trajectories(spec: str, holdout: float | None = None) -> Trajectories:
+    """Read the trajectories of a .npz file, a folder of such files, or ``minari:NAME``; KinformerError if there is
+    none."""
+
+    if spec.startswith("minari:"):
+        return trajectories(read_minari(spec.removeprefix("minari:")), spec, spec, holdout)
+    path = Path(spec)
+    if not path.exists():
+        raise KinformerError(f"`data` {spec}: is neither a file nor a folder; give an .npz of trajectories.")
+    return trajectories(read_folder(path) if path.is_dir() else read_npz(path), path.resolve().name, spec, holdout)
+
+
+# Trajectories that need no file: random walks in environments that come with the library.
+#
+# In ``key-to-door`` every action is drawn; in ``shortest-path`` an edge of the present node is (Chen et al. 2021,
+# section 2). A walk is a function of its number and the seed.
+
+MADE = ("key-to-door", "shortest-path")
+_APART = 1 << 40
+"""Seeds of training's episodes lie beyond those in which an agent is measured."""
+
+
+def random_walks(name: str, count: int, seed: int, holdout: float | None = None) -> Trajectories:
+    """Return ``count`` episodes of the environment ``name``."""
+    environment = make(name, count)
+    assert isinstance(environment.actions, Discrete)
+    draw = np.random.default_rng([seed, count])
+    observations, _ = environment.reset(seed=[_APART * (seed + 1) + row for row in range(count)])
+    seen, done, rewards, running = [], [], [], []
+    while not environment.ended.all():
+        seen.append(observations)
+        running.append(~environment.ended)
+        if isinstance(environment, ShortestPath):
+            actions = np.where(environment.allowed, draw.random(environment.allowed.shape), -1.0).argmax(1)
+        else:
+            actions = draw.integers(environment.actions.n, size=count)
+        done.append(actions)
+        observations, reward, *_ = environment.step(actions)
+        rewards.append(reward)
+    real = np.stack(running, axis=1)
+    arrays = {
+        "observations": np.stack(seen, axis=1)[real],
+        "actions": np.stack(done, axis=1)[real],
+        "rewards": np.stack(rewards, axis=1)[real],
+        "starts": np.concatenate([[0], real.sum(1).cumsum()]),
+    }
+    return trajectories(arrays, f"{name}-{count}-{seed}", name, holdout)
+
+
+# Trajectories to learn from, with the environment that they are of.
+
+OUTSIDE = 1e-4
+"""How far beyond its box an action may lie, by rounding."""
+
+
+@dataclass(frozen=True, eq=False)
+class TrajectoryData:
+    """Trajectories of an environment with these ``actions``; ``env`` is its name, None where it is unknown;
+    ``made`` says whether they are random walks of the library's own."""
+
+    trajectories: Trajectories
+    env: str | None
+    actions: Discrete | Box
+    options: TrajectoryOptions
+    made: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.trajectories.name
+
+    @property
+    def version(self) -> str:
+        return self.trajectories.version
+
+    @property
+    def fingerprint(self) -> str:
+        return self.trajectories.fingerprint
+
+    @property
+    def identity(self) -> dict[str, object]:
+        return self.trajectories.identity
+
+
+def open_data(spec: str, holdout: float | None, options: TrajectoryOptions, by_user: bool = False) -> TrajectoryData:
+    """Return the trajectories that ``spec`` names; trajectories of another environment than the options name
+    are an error. ``by_user``: the user gives the environment's name in this call."""
+    made = spec in MADE
+    result = random_walks(spec, options.trajectories, options.walk_seed, holdout) if made else None
+    result = result or open_trajectories(spec, holdout)
+    env = (named(options.env) if by_user else options.env) or (spec if made else None)
+    if options.gaussian and result.discrete:
+        raise KinformerError(f"`gaussian`: is for continuous actions, but those of {spec} are discrete; leave it out.")
+    if env is None:
+        return TrajectoryData(result, None, _space_of(result), options, made)
+    environment = make(env)
+    check_environment(environment, result.state_dim, result.discrete, spec)
+    check_actions(result, environment, spec)
+    environment.close()
+    return TrajectoryData(result, env, environment.actions, options, made)
+
+
+def _space_of(trajectories: Trajectories) -> Discrete | Box:
+    """Return the smallest space that holds all actions of the data."""
+    if trajectories.discrete:
+        return Discrete(trajectories.action_dim)
+    low, high = trajectories.bounds
+    return Box(tuple(map(float, low)), tuple(map(float, high)))
+
+
+def check_environment(environment: Environment, state_dim: int, discrete: bool, place: str) -> None:
+    """Refuse an environment of other observations or another kind of actions than ``place`` has."""
+    if environment.observation_dim != state_dim:
+        raise KinformerError(
+            f"`env` {environment.name}: has observations of {plural(environment.observation_dim, 'number')}, but "
+            f"those of {place} have {state_dim}; give the environment that the data is of."
+        )
+    if isinstance(environment.actions, Discrete) != discrete:
+        kinds = ("continuous", "discrete")
+        raise KinformerError(
+            f"`env` {environment.name}: has {kinds[not discrete]} actions, but those of {place} are {kinds[discrete]}; "
+            "give the environment that the data is of."
+        )
+
+
+def check_actions(trajectories: Trajectories, environment: Environment, place: str) -> None:
+    """Refuse actions that the environment does not know."""
+    space = environment.actions
+    if isinstance(space, Discrete):
+        if trajectories.action_dim > max(2, space.n):
+            raise KinformerError(
+                f"{place}: holds the action {int(trajectories.actions.max())}, but {environment.name} knows 0 to "
+                f"{space.n - 1} only."
+            )
+        return
+    if trajectories.action_dim != space.dim:
+        raise KinformerError(
+            f"{place}: actions have {plural(trajectories.action_dim, 'number')}, but those of {environment.name} have "
+            f"{space.dim}."
+        )
+    low, high = np.array(space.low) - OUTSIDE, np.array(space.high) + OUTSIDE
+    outside = np.flatnonzero(((trajectories.actions < low) | (trajectories.actions > high)).any(1))
+    if len(outside):
+        raise KinformerError(
+            f"{place}: the action of step {outside[0]} is {trajectories.actions[outside[0]].tolist()}, but those of "
+            f"{environment.name} lie between {list(space.low)} and {list(space.high)}."
+        )

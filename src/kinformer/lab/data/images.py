@@ -1,0 +1,812 @@
+"""The result of a reader of images: the images of each split, of one shape, before some are held out and all stored."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import os
+import re
+import struct
+import warnings
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b, sha256
+from importlib import resources
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from kinformer.lab.data.files import SourceFile, atomic_write, fingerprint_of, folder_files, reading_corpus, single_file
+from kinformer.lab.data.formats import content_of, default_cache, stored
+from kinformer.runtime.errors import KinformerError, plural
+from kinformer.runtime.files import reading, require_file
+from kinformer.runtime.tables import GZIP, check_ratio, read_arrays
+
+SPLITS = {
+    "train": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+}
+"""Names that people give to splits, and ours."""
+
+
+class Part(NamedTuple):
+    """The images of one split: ``images[i]`` is uint8 [height, width, channels] or, of grey ones, [height, width];
+    ``labels`` are names of classes; ``keys()`` are bytes that identify images, whose hashes say which are held out."""
+
+    images: np.ndarray | Sequence[np.ndarray]
+    labels: Sequence[str] | None
+    keys: Callable[[], list[bytes]]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """All images of a reader: ``shape`` is (height, width, channels), ``notes`` say what was changed or left out."""
+
+    parts: Mapping[str, Part]
+    shape: tuple[int, int, int]
+    notes: list[str] = field(default_factory=list)
+
+
+def array_part(images: np.ndarray, labels: np.ndarray | None) -> Part:
+    """Return a part whose images, uint8 [count, height, width] or [count, height, width, channels], are in memory."""
+    names = None if labels is None else [str(label) for label in labels.tolist()]
+    return Part(images, names, lambda: [image.tobytes() for image in images])
+
+
+def hash_order(keys: Sequence[bytes]) -> np.ndarray:
+    """Return indices in the order of the keys' hashes, int64: a shuffle that is the same on every machine."""
+    hashes = [blake2b(key, digest_size=16).digest() for key in keys]
+    return np.array(sorted(range(len(keys)), key=lambda index: (hashes[index], index)), np.int64)
+
+
+# Files in the IDX format, in which MNIST and its relatives come, plain or compressed by gzip.
+#
+# Four bytes (0, 0, the type of the elements, the number of dimensions), the size of each dimension as a big-endian
+# int32, and the elements. Images are bytes [count, height, width] or [count, height, width, channels], labels bytes
+# [count].
+
+_BYTES = 8
+"""The type of unsigned bytes."""
+_NAME = re.compile(r"images?[-.]idx\d[-.]ubyte(\.gz)?$")
+
+
+def is_images(name: str) -> bool:
+    """Return whether a file of this name is one of images in the IDX format (``train-images-idx3-ubyte.gz``)."""
+    return _NAME.search(name.lower()) is not None
+
+
+def read_idx(path: Path, dimensions: tuple[int, ...]) -> np.ndarray:
+    """Return the array in the IDX file ``path``, uint8; it must have one of these numbers of dimensions."""
+    with reading_corpus(path), path.open("rb") as raw:
+        packed = raw.read(2) == GZIP
+        raw.seek(0)
+        try:
+            return _read(path, gzip.GzipFile(fileobj=raw) if packed else raw, dimensions, packed)  # type: ignore[arg-type]
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise KinformerError(f"{path}: is truncated or damaged ({error}); fetch it again.") from None
+
+
+def _read(path: Path, file: BinaryIO, dimensions: tuple[int, ...], packed: bool) -> np.ndarray:
+    head = file.read(4)
+    if len(head) < 4 or head[:2] != b"\0\0" or head[2] != _BYTES or head[3] not in dimensions:
+        kinds = " or ".join(map(str, dimensions))
+        raise KinformerError(
+            f"{path}: begins with {head.hex(' ') or 'nothing'}, so it is no IDX file of bytes in {kinds} dimensions "
+            f"(00 00 08 and their number); give one as MNIST's are."
+        )
+    sizes = file.read(4 * head[3])
+    shape = struct.unpack(f">{head[3]}I", sizes) if len(sizes) == 4 * head[3] else (0,)
+    expected, size = math.prod(shape), path.stat().st_size
+    if not expected:
+        raise KinformerError(f"{path}: holds nothing (its sizes are {shape}); fetch it again.")
+    check_ratio(path, expected, size if packed else expected)
+    content = file.read(expected + 1) if packed or expected <= size else b""
+    if len(content) != expected:
+        amount = "more" if len(content) > expected else "fewer"
+        shown = " x ".join(map(str, shape))
+        raise KinformerError(f"{path}: has {amount} bytes than the {shown} that its head announces; fetch it again.")
+    return np.frombuffer(content, np.uint8).reshape(shape)
+
+
+def read_idx_file(path: Path) -> ImageSet:
+    """Return the images in the IDX file ``path``, and their labels if the file of labels stands beside it."""
+    return _image_set({"train": path})
+
+
+def read_idx_folder(folder: Path, files: list[Path]) -> ImageSet:
+    """Return the images in a folder that has the IDX files ``files``, a file a split, recognised by their names."""
+    by_split: dict[str, Path] = {}
+    for path in files:
+        split = _split_of(path.name.lower())
+        other = by_split.setdefault(split, path)
+        if other != path and other.name.removesuffix(".gz") != path.name.removesuffix(".gz"):
+            raise KinformerError(
+                f"{folder}: holds two files of images for {split}, {other.name} and {path.name}; give a folder with "
+                "one of them, or a file."
+            )
+    if "train" not in by_split:
+        raise KinformerError(f"{folder}: holds no file of training images; name it train-images-idx3-ubyte.gz.")
+    return _image_set(by_split)
+
+
+def _split_of(name: str) -> str:
+    if "t10k" in name or "test" in name:
+        return "test"
+    return "validation" if "valid" in name else "train"
+
+
+def _image_set(paths: dict[str, Path]) -> ImageSet:
+    parts = {split: _part(path) for split, path in paths.items()}
+    shapes = {np.asarray(part.images).shape[1:]: split for split, part in parts.items()}
+    if len(shapes) > 1:
+        shown = " and ".join(f"{' x '.join(map(str, shape))} ({split})" for shape, split in shapes.items())
+        raise KinformerError(f"{paths['train'].parent}: has images of unlike sizes, {shown}; give one set of images.")
+    (shape,) = shapes
+    height, width, *channels = shape
+    if channels not in ([], [1], [3]):
+        raise KinformerError(f"{paths['train']}: has images of {plural(channels[0], 'channel')}; 1 and 3 are known.")
+    return ImageSet(parts, (height, width, channels[0] if channels else 1))
+
+
+def _part(path: Path) -> Part:
+    images = read_idx(path, (3, 4))
+    labels = labels_beside(path)
+    if labels is None:
+        return array_part(images, None)
+    numbers = read_idx(labels, (1,))
+    if len(numbers) != len(images):
+        raise KinformerError(
+            f"{labels}: has {plural(len(numbers), 'label')} for the {plural(len(images), 'image')} of {path.name}."
+        )
+    return array_part(images, numbers)
+
+
+def labels_beside(path: Path) -> Path | None:
+    """Return the file of labels that belongs to the images ``path``:
+    ``train-labels-idx1-ubyte.gz`` for those of MNIST."""
+    start = path.name.lower().rindex("image")
+    rest = re.sub("(?i)idx[0-9]", "idx1", re.sub("(?i)^image", "label", path.name[start:])).removesuffix(".gz")
+    names = (f"{path.name[:start]}{rest}", f"{path.name[:start]}{rest}.gz")
+    return next((item for name in names if (item := path.with_name(name)).is_file()), None)
+
+
+# Images in a NumPy archive (.npz), as Keras's MNIST and MedMNIST come; nothing in it is ever unpickled.
+
+_IMAGES, _LABELS = ("images", "image", "pixels", "x"), ("labels", "label", "y")
+_LIKE = "images and labels, x_train and y_train, or train_images and train_labels"
+
+
+def read_npz(path: Path) -> ImageSet:
+    """Return the images in the archive ``path``: uint8 [count, height, width] or [count, height, width, channels].
+
+    Arrays are ``images`` (or ``x``) and, if there are any, ``labels`` (or ``y``), or these with a split before or
+    behind (``x_test``, ``val_images``). Raises :class:`KinformerError` for other archives.
+    """
+    named, names = read_arrays(path, lambda name: _role(name) is not None)
+    arrays = {role: array for name, array in named.items() if (role := _role(name)) is not None}
+    if "train" not in {split for split, what in arrays if what == "images"}:
+        raise KinformerError(f"{path}: holds {', '.join(sorted(names)) or 'nothing'}; name its arrays {_LIKE}.")
+    parts = {}
+    for (split, what), images in arrays.items():
+        if what == "images":
+            _check_images(path, images, arrays["train", "images"])
+            parts[split] = array_part(images, _labels(path, split, arrays.get((split, "labels")), len(images)))
+    height, width, *channels = arrays["train", "images"].shape[1:]
+    return ImageSet(parts, (height, width, channels[0] if channels else 1))
+
+
+def _role(name: str) -> tuple[str, str] | None:
+    """Return the split and the kind of an array, None if it is neither images nor labels."""
+    words = name.lower().split("_")
+    split = next((SPLITS[word] for word in words if word in SPLITS), "train")
+    rest = "_".join(word for word in words if word not in SPLITS)
+    what = "images" if rest in _IMAGES else "labels" if rest in _LABELS else None
+    return None if what is None else (split, what)
+
+
+def _check_images(path: Path, images: np.ndarray, train: np.ndarray) -> None:
+    shape = " x ".join(map(str, images.shape))
+    if images.dtype != np.uint8:
+        raise KinformerError(
+            f"{path}: its images are {images.dtype}, bytes are expected; save them as "
+            "(255 * images).round().astype('uint8') if they lie between 0 and 1."
+        )
+    if images.ndim not in (3, 4) or not images.size or (images.ndim == 4 and images.shape[3] not in (1, 3)):
+        raise KinformerError(
+            f"{path}: its images are {shape}, expected are count x height x width, with x 1 or x 3 channels behind."
+        )
+    if images.shape[1:] != train.shape[1:]:
+        raise KinformerError(f"{path}: has images of unlike sizes, {images.shape[1:]} and {train.shape[1:]}.")
+
+
+def _labels(path: Path, split: str, labels: np.ndarray | None, count: int) -> np.ndarray | None:
+    if labels is None:
+        return None
+    if labels.shape not in ((count,), (count, 1)) or labels.dtype.kind not in "iub":
+        shape = " x ".join(map(str, labels.shape))
+        raise KinformerError(
+            f"{path}: its labels of {split} are {labels.dtype}, {shape}; expected are {count} whole numbers."
+        )
+    return labels.reshape(count).astype(np.int64)
+
+
+# The chunks of a PNG: a check that it holds all of its rows, since Pillow decodes one whose data end early as if the
+# rest were black, and its EXIF, which may stand behind the rows.
+
+SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
+"""The channels of each type of colour."""
+_WHOLE = ((0, 0, 1, 1),)
+_ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+"""First column and row of each pass of an interlaced picture, and the steps to the next."""
+_BLOCK = 1 << 20
+
+
+def require_rows(path: Path) -> None:
+    """Refuse a PNG whose data unpack to fewer bytes than its size needs; other files pass.
+
+    Errors: ``KinformerError`` for such a file; ``ValueError`` or ``zlib.error`` for what is no PNG behind its head.
+    """
+    with path.open("rb") as file:
+        if file.read(len(SIGNATURE)) != SIGNATURE:
+            return
+        size, expected, present, unpacking = os.fstat(file.fileno()).st_size, 0, 0, zlib.decompressobj()
+        while len(head := file.read(8)) == 8:
+            length, name = struct.unpack(">I4s", head)
+            end = file.tell() + length + 4
+            if name == b"IHDR":
+                expected = _bytes(*struct.unpack(">IIBBBBB", file.read(13)))
+            elif name == b"IDAT":
+                packed = file.read(min(length, size))
+                while packed and present < expected:
+                    present += len(unpacking.decompress(packed, _BLOCK))
+                    packed = unpacking.unconsumed_tail
+            file.seek(end)
+        present += len(unpacking.flush())
+    if present < expected:
+        raise KinformerError(
+            f"{path}: holds {present} of the {plural(expected, 'byte')} of its rows; replace or remove it."
+        )
+
+
+def exif_of(path: Path) -> bytes:
+    """Return the EXIF of a PNG, as JPEG has it; empty where there is none. No row is read."""
+    with path.open("rb") as file:
+        file.seek(len(SIGNATURE))
+        while len(head := file.read(8)) == 8:
+            length, name = struct.unpack(">I4s", head)
+            if name == b"eXIf":
+                return b"Exif\0\0" + file.read(length)
+            file.seek(length + 4, 1)
+    return b""
+
+
+def _bytes(width: int, height: int, depth: int, colour: int, _method: int, _filter: int, interlaced: int) -> int:
+    """Return the bytes that all rows take, each with the byte that says how it is filtered."""
+    if colour not in _CHANNELS:
+        raise ValueError(f"its colours are of the type {colour}")
+    total = 0
+    for left, top, across, down in _ADAM7 if interlaced else _WHOLE:
+        columns, rows = -(-(width - left) // across), -(-(height - top) // down)
+        if columns > 0 and rows > 0:
+            total += rows * (1 + -(-columns * depth * _CHANNELS[colour] // 8))
+    return total
+
+
+# Pictures in a folder, PNG or JPEG, read by Pillow (the extra ``vision``): a folder per class, or none.
+#
+#     pictures/cat/1.png      pictures/train/cat/1.png      pictures/1.png
+#     pictures/dog/2.jpg      pictures/test/cat/7.png       pictures/2.jpg
+#
+# All become bytes of one shape. Grey stays grey where all are; a palette is looked up, CMYK becomes RGB, 16 bits
+# become 8, transparent pixels are laid over white, and a camera's rotation is applied; a note says what was changed.
+
+SUFFIXES = (".png", ".jpg", ".jpeg")
+_PICTURES = ("a PNG picture", "a JPEG picture")
+MOST_PIXELS = 1 << 26
+_GREY, _COLOUR, _DEEP = (
+    {"1", "L", "LA", "La"},
+    {"RGB", "RGBA", "RGBa", "RGBX", "P", "PA", "CMYK", "YCbCr"},
+    {"I;16", "I;16B"},
+)
+_ORIENTATION, _TURNED = 274, (5, 6, 7, 8)
+_TURNS = dict(
+    enumerate(
+        ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"), 2
+    )
+)
+"""How a picture of each orientation is made upright."""
+
+
+class Head(NamedTuple):
+    """The head of a picture's file: its size, mode, transparency and rotation, before its pixels."""
+
+    width: int
+    height: int
+    mode: str
+    transparent: bool
+    turned: bool
+
+
+def require_pillow(place: Path | str) -> ModuleType:
+    """Return Pillow's module of images, or raise one sentence."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise KinformerError(
+            f"{place}: needs Pillow to be read, which is not installed; pip install 'kinformer[vision]' gets it."
+        ) from None
+    return Image
+
+
+def read_folder(folder: Path, files: Sequence[SourceFile], size: int | None) -> ImageSet:
+    """Return the pictures among ``files``, which are all of ``folder``; with ``size`` each is scaled until its shorter
+    side has this many pixels, and the middle square is taken.
+
+    Raises :class:`KinformerError` for a picture that cannot be read, and for unlike sizes where ``size`` is None.
+    """
+    pictures = [file for file in files if Path(file.name).suffix.lower() in SUFFIXES]
+    others = [file.name for file in files if Path(file.name).suffix.lower() not in SUFFIXES]
+    heads = [read_head(Path(file.path)) for file in pictures]
+    if size is None:
+        _check_sizes(folder, pictures, heads)
+    colour = any(head.mode in _COLOUR for head in heads)
+    height, width = (size, size) if size else (heads[0].height, heads[0].width)
+    shape = (height, width, 3 if colour else 1)
+    groups: dict[str, list[int]] = defaultdict(list)
+    labels = []
+    for index, file in enumerate(pictures):
+        split, label = _place(file.name)
+        groups[split].append(index)
+        labels.append(label)
+    _check_groups(folder, pictures, groups, labels)
+    parts = {}
+    for split, members in groups.items():
+        chosen = [pictures[index] for index in members]
+        names = [name for index in members if (name := labels[index]) is not None] or None
+        parts[split or "train"] = Part(Pictures(chosen, shape), names, lambda chosen=chosen: _keys(chosen))  # type: ignore[misc]
+    return ImageSet(parts, shape, _notes(heads, others))
+
+
+class Pictures(Sequence[np.ndarray]):
+    """Pictures that are decoded on demand, uint8 of ``shape`` (height, width, channels)."""
+
+    def __init__(self, files: Sequence[SourceFile], shape: tuple[int, int, int]) -> None:
+        self.files, self.shape = files, shape
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: Any) -> Any:
+        return decode(Path(self.files[index].path), self.shape)
+
+
+def read_head(path: Path) -> Head:
+    """Return the head of ``path``, without its pixels; a file that is no picture is one sentence."""
+    Image = require_pillow(path)
+    require_file(path)
+    with _decoding(path), Image.open(path, formats=("PNG", "JPEG")) as image:
+        width, height = image.size
+        if width * height > MOST_PIXELS:
+            raise KinformerError(
+                f"{path}: has {width} x {height} pixels, more than {MOST_PIXELS}; scale it down, or leave it out."
+            )
+        if image.mode not in _GREY | _COLOUR | _DEEP:
+            raise KinformerError(f"{path}: has pixels of the mode {image.mode}; save it as RGB or grey of 8 bits.")
+        turned = _orientation(image, path) in _TURNED
+        transparent = image.has_transparency_data
+        return Head(*((height, width) if turned else (width, height)), image.mode, transparent, turned)
+
+
+def decode(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
+    """Return the picture ``path`` as uint8 of ``shape`` (height, width, channels),
+    scaled and cropped where it has another."""
+    Image = require_pillow(path)
+    height, width, channels = shape
+    with _decoding(path), Image.open(path, formats=("PNG", "JPEG")) as file:
+        turn = _TURNS.get(_orientation(file, path) or 1)
+        image = file if turn is None else file.transpose(Image.Transpose[turn])
+        if image.mode in _DEEP:
+            image = Image.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
+        elif image.has_transparency_data:
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        image = image.convert("RGB" if channels == 3 else "L")
+        require_rows(path)
+        if image.size != (width, height):
+            scale = min(image.width / width, image.height / height)
+            across, down = round(scale * width), round(scale * height)
+            left, top = (image.width - across) // 2, (image.height - down) // 2
+            middle = image.crop((left, top, left + across, top + down))
+            image = middle.resize((width, height), Image.Resampling.BICUBIC)
+        return np.array(image, np.uint8).reshape(shape)
+
+
+def _orientation(image: Any, path: Path) -> int | None:
+    """Return how a camera held the picture, by its EXIF; of JPEG, also with several pictures (MPO), and of PNG."""
+    from PIL.Image import Image
+
+    if image.format == "PNG" and "exif" not in image.info and (exif := exif_of(path)):
+        image.info["exif"] = exif
+    orientation: int | None = Image.getexif(image).get(_ORIENTATION)  # PNG's own method decodes the rows first
+    return orientation
+
+
+def write_png(path: Path, pixels: np.ndarray) -> None:
+    """Write ``pixels``, uint8 [height, width, 1 or 3], as a PNG."""
+    Image = require_pillow(path)
+    picture = Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
+    with atomic_write(path) as file:
+        picture.save(file, "PNG")
+
+
+class _decoding:  # noqa: N801 (used as a function)
+    """Report Pillow's errors about a damaged file, or what a file is instead of a picture, as one sentence; its
+    warnings of size are errors."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.reading = reading(path, "is no PNG or JPEG that can be read", "mend, replace or remove it")
+        self.caught = warnings.catch_warnings()
+
+    def __enter__(self) -> None:
+        self.reading.__enter__()
+        self.caught.__enter__()
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", message=".*decompression bomb.*")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        from PIL import UnidentifiedImageError
+
+        self.caught.__exit__(kind, error, trace)
+        if isinstance(error, UnidentifiedImageError) and (what := content_of(self.path)) not in (None, *_PICTURES):
+            raise KinformerError(f"{self.path}: is {what}, not a picture; give a PNG or JPEG.") from None
+        return self.reading.__exit__(kind, error, trace)
+
+
+def _keys(files: Sequence[SourceFile]) -> list[bytes]:
+    return [file.name.encode("utf-8", "surrogateescape") for file in files]
+
+
+def _place(name: str) -> tuple[str, str | None]:
+    """Return the split ("" if none is named) and the class (None if there is none) of a file of this name."""
+    *folders, _ = name.split("/")
+    split = SPLITS[folders.pop(0)] if folders and folders[0] in SPLITS else ""
+    return split, folders[0] if folders else None
+
+
+def _check_groups(
+    folder: Path, files: Sequence[SourceFile], groups: dict[str, list[int]], labels: Sequence[str | None]
+) -> None:
+    if "" in groups and len(groups) > 1:
+        named = ", ".join(name for name in groups if name)
+        raise KinformerError(
+            f"{folder}: holds {files[groups[''][0]].name} beside the splits {named}; move it into one."
+        )
+    if "train" not in groups and "" not in groups:
+        raise KinformerError(f"{folder}: holds no training pictures; add a folder called train.")
+    if None in labels and any(label is not None for label in labels):
+        raise KinformerError(
+            f"{folder}: {files[labels.index(None)].name} stands in no class's folder, others do; move it into one."
+        )
+
+
+def _check_sizes(folder: Path, files: Sequence[SourceFile], heads: Sequence[Head]) -> None:
+    sizes = Counter((head.width, head.height) for head in heads)
+    if len(sizes) > 1:
+        usual = sizes.most_common(1)[0][0]
+        index = next(index for index, head in enumerate(heads) if (head.width, head.height) != usual)
+        odd = f"{heads[index].width} x {heads[index].height}"
+        raise KinformerError(
+            f"{folder}: {files[index].name} has {odd} pixels, {sizes[usual]} of {plural(len(files), 'picture')} have "
+            f"{usual[0]} x {usual[1]}; give pictures of one size, or a size that all are scaled to."
+        )
+
+
+def _notes(heads: Sequence[Head], others: Sequence[str]) -> list[str]:
+    """Return what is changed or left out, as parts of sentences."""
+    grey = sum(head.mode in _GREY | _DEEP for head in heads)
+    counted = {
+        "with transparency, laid over white": sum(head.transparent for head in heads),
+        "of 16 bits, of which the upper 8 are kept": sum(head.mode in _DEEP for head in heads),
+        "with a palette, looked up": sum(head.mode in ("P", "PA") for head in heads),
+        "in CMYK, made RGB": sum(head.mode == "CMYK" for head in heads),
+        "turned as their camera says": sum(head.turned for head in heads),
+        "grey among coloured ones, made RGB": grey if grey < len(heads) else 0,
+    }
+    notes = [f"{plural(count, 'picture')} {what}" for what, count in counted.items() if count]
+    if others:
+        notes.append(f"{plural(len(others), 'file')} left out, which must be PNG or JPEG, {others[0]} among them")
+    return notes
+
+
+# Baselines of images by counting, which a model of images must beat.
+#
+# ``histogram``: how often each intensity stands at a place, over the training images. ``neighbours``: how often it
+# stands behind its four neighbours that are known in raster order (left, upper left, upper, upper right, of the same
+# channel), in twelve steps each, nought beyond the edge; of later channels the one before at the same place instead of
+# the upper left. Where a smaller image is known, whose pixels are the means of blocks, that of the block stands in
+# place of the upper right. Counts begin with shares of the level above: those of a place with the shares of all
+# places, those of a context with the shares of its channel, and these with even ones.
+
+LEVELS, STEPS = 256, 12
+_AT_ONCE, _MOST_TRAINED = 512, 60_000
+_WEIGHT = 32.0
+"""How many counts the level above is worth."""
+
+
+def floors(train: np.ndarray, held_out: np.ndarray) -> dict[str, float]:
+    """Return bits per dimension of ``held_out``, counted in the first 60,000 of ``train``; both uint8 [count, height,
+    width, channels]. All values are scored."""
+    train = train[:_MOST_TRAINED]
+    return {"histogram": _histogram(train, held_out), "neighbours": _neighbours(train, held_out)}
+
+
+def floor_over_source(train: np.ndarray, held_out: np.ndarray, factor: int) -> float:
+    """Return bits per dimension of ``held_out`` as :func:`floors` counts ``neighbours``, where images that are
+    ``factor`` times smaller, the means of blocks of pixels, are known."""
+    return _neighbours(train[:_MOST_TRAINED], held_out, factor)
+
+
+def reduced(images: np.ndarray, factor: int) -> np.ndarray:
+    """Return ``images`` uint8 [count, height, width, channels] ``factor`` times smaller on each side: every pixel is
+    the mean of a block, rounded."""
+    count, height, width, channels = images.shape
+    blocks = images.reshape(count, height // factor, factor, width // factor, factor, channels)
+    return np.rint(blocks.mean((2, 4), dtype=np.float64)).astype(np.uint8)
+
+
+def _histogram(train: np.ndarray, held_out: np.ndarray) -> float:
+    places = int(np.prod(train.shape[1:]))
+    counts = np.zeros((places, LEVELS))
+    for part in _parts(train):
+        index = np.arange(places) * LEVELS + part.reshape(len(part), places)
+        counts += np.bincount(index.ravel(), minlength=places * LEVELS).reshape(places, LEVELS)
+    bits = -np.log2(_shares(counts, _shares(counts.sum(0), np.full(LEVELS, 1 / LEVELS))))
+    sums = [bits[np.arange(places), part.reshape(len(part), places)].sum() for part in _parts(held_out)]
+    return float(sum(sums) / held_out.size)
+
+
+def _neighbours(train: np.ndarray, held_out: np.ndarray, factor: int | None = None) -> float:
+    channels = train.shape[3]
+    counts = np.zeros((channels, STEPS**4, LEVELS))
+    for part in _parts(train):
+        index = _contexts(part, factor) * LEVELS + part
+        counts += np.bincount(index.ravel(), minlength=counts.size).reshape(counts.shape)
+    whole = _shares(counts.sum(1), np.full(LEVELS, 1 / LEVELS))
+    bits = -np.log2(_shares(counts, whole[:, None])).ravel()
+    sums = [bits[_contexts(part, factor) * LEVELS + part].sum() for part in _parts(held_out)]
+    return float(sum(sums) / held_out.size)
+
+
+def _contexts(images: np.ndarray, factor: int | None = None) -> np.ndarray:
+    """Return the number of every value's context, channel by channel, int64 of the shape of ``images``; with ``factor``
+    the mean of its block is known."""
+    steps = images.astype(np.int64) * STEPS // LEVELS
+    padded = np.pad(steps, ((0, 0), (1, 0), (1, 1), (0, 0)))
+    left, upper_left, upper, upper_right = (
+        padded[:, 1:, :-2],
+        padded[:, :-1, :-2],
+        padded[:, :-1, 1:-1],
+        padded[:, :-1, 2:],
+    )
+    if factor is not None:
+        means = reduced(images, factor).astype(np.int64) * STEPS // LEVELS
+        upper_right = means.repeat(factor, 1).repeat(factor, 2)
+    second = np.concatenate([upper_left[..., :1], steps[..., :-1]], axis=-1)
+    number = ((left * STEPS + second) * STEPS + upper) * STEPS + upper_right
+    return number + np.arange(images.shape[3]) * STEPS**4
+
+
+def _shares(counts: np.ndarray, above: np.ndarray) -> np.ndarray:
+    """Return shares [..., LEVELS] of ``counts``, to which ``above`` adds its weight."""
+    # A Dirichlet prior: the level above counts as ``_WEIGHT`` observations.
+    return (counts + _WEIGHT * above) / (counts.sum(-1, keepdims=True) + _WEIGHT)
+
+
+def _parts(images: np.ndarray) -> list[np.ndarray]:
+    return [images[start : start + _AT_ONCE] for start in range(0, len(images), _AT_ONCE)]
+
+
+# Images to train and to evaluate on: IDX files, a NumPy archive, a folder of pictures, or scikit-learn's digits.
+#
+# They are decoded once, stored as bytes on disk and mapped into memory from there. A run stores the identity of its
+# data, since metrics on different data do not compare.
+#
+# ``digits.npz`` is the test set of Optical Recognition of Handwritten Digits (Alpaydin and Kaynak 1998, CC BY 4.0) as
+# scikit-learn ships it: 1,797 images of 8 x 8 pixels, whose 17 shades are here bytes from 0 to 255.
+
+DIGITS = "digits"
+HELD_OUT, HELD_OUT_OF_FEW, FEW = 0.05, 0.1, 10_000
+SCHEMA = 3
+_SPLITS = ("train", "validation", "test")
+_FORMATS = "a folder of PNG or JPEG pictures, IDX files as MNIST's, an .npz archive, or 'digits'"
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """A split of images: ``pixels`` uint8 [count, height, width, channels], mapped into memory; ``labels`` int64
+    [count], indices into ``classes``, or None; ``name`` is the split's."""
+
+    pixels: np.ndarray
+    labels: np.ndarray | None
+    classes: tuple[str, ...]
+    name: str
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Return height, width and channels."""
+        height, width, channels = self.pixels.shape[1:]
+        return height, width, channels
+
+
+@dataclass(frozen=True, eq=False)
+class ImageData:
+    """Named images in three splits, the same on every run; ``notes`` say what was changed of them or left out."""
+
+    name: str
+    version: str
+    fingerprint: str
+    splits: Mapping[str, Images]
+    notes: tuple[str, ...]
+
+    @property
+    def train(self) -> Images:
+        """Return the images to learn from."""
+        return self.splits["train"]
+
+    @property
+    def validation(self) -> Images:
+        """Return the images that decide between weights."""
+        return self.splits["validation"]
+
+    @property
+    def test(self) -> Images:
+        """Return the images of the reported metrics."""
+        return self.splits["test"]
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Return the names of the classes, none where images have no labels."""
+        return self.train.classes
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Return height, width and channels of every image."""
+        return self.train.shape
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """Return the identity that a run folder stores as JSON; metrics compare only where identities are equal."""
+        return {
+            "name": self.name,
+            "version": self.version,
+            "fingerprint": self.fingerprint,
+            "classes": list(self.classes),
+            "shape": list(self.shape),
+            "images": {name: len(split) for name, split in self.splits.items()},
+        }
+
+
+def read_images(
+    data: str = DIGITS, *, cache: Path | None = None, holdout: float | None = None, size: int | None = None
+) -> ImageData:
+    """Return the images that ``data`` names: ``"digits"``, or the path of a folder or a file.
+
+    Missing splits are held out of the training images by a hash, 5 % each (10 % of fewer than 10,000); ``holdout=0.1``
+    holds out a tenth once instead, which is then validation and test. ``size`` scales pictures, of whatever sizes, and
+    takes the middle square. ``cache`` is the folder for the bytes; ``~/.cache/kinformer`` if not given. Raises
+    :class:`KinformerError` for a path that is missing and for images that are damaged or of unlike sizes.
+    """
+    if holdout is not None and not 0 < holdout < 1:
+        raise KinformerError(f"holdout is {holdout} but must lie between 0 and 1; 0.1 holds out a tenth.")
+    if size is not None and size < 1:
+        raise KinformerError(f"size is {size} but must be 1 or more.")
+    if data == DIGITS:
+        with resources.as_file(resources.files("kinformer.lab.data") / "digits.npz") as path:
+            return _read_cached(path, DIGITS, cache, holdout, size)
+    path = Path(data).expanduser()
+    with reading_corpus(data):
+        exists = path.exists()
+    if not exists:
+        raise KinformerError(f"{data} does not exist; give {_FORMATS}.")
+    return _read_cached(path, path.resolve().name, cache, holdout, size)
+
+
+def _read_cached(path: Path, name: str, cache: Path | None, holdout: float | None, size: int | None) -> ImageData:
+    files = _files(path)
+    fingerprint = fingerprint_of(files)
+    key = sha256(
+        f"{'' if path.is_dir() else path.name}:{fingerprint}{holdout}{size}".encode("utf-8", "surrogateescape")
+    ).hexdigest()[:32]
+
+    def fill(folder: Path) -> dict[str, object]:
+        images = _find(path, files, size)
+        classes = _ordered({label for part in images.parts.values() for label in part.labels or ()})
+        for split, (part, order) in _held_out(images.parts, holdout, str(path)).items():
+            _write(folder, split, part, order, images.shape, classes)
+        return {"classes": classes, "notes": images.notes}
+
+    about, arrays = stored((cache or default_cache()) / "images" / key, SCHEMA, fill)
+    splits = {
+        split: Images(arrays[f"{split}.pixels"], arrays.get(f"{split}.labels"), tuple(about["classes"]), split)
+        for split in _SPLITS
+    }
+    return ImageData(name, fingerprint.split(":")[1][:12], fingerprint, splits, tuple(about["notes"]))
+
+
+def _files(path: Path) -> list[SourceFile]:
+    """Return the files that decide what is read of ``path``."""
+    if path.is_dir():
+        return folder_files(path, empty=True)
+    labels = labels_beside(path) if is_images(path.name) else None
+    return [single_file(path), *([] if labels is None else [single_file(labels)])]
+
+
+def _find(path: Path, files: list[SourceFile], size: int | None) -> ImageSet:
+    if path.is_dir() and any(Path(file.name).suffix.lower() in SUFFIXES for file in files):
+        return read_folder(path, files, size)
+    if size is not None:
+        raise KinformerError(f"{path}: only pictures in a folder are scaled; leave the size {size} out.")
+    if path.is_dir():
+        named = [Path(file.path) for file in files if "/" not in file.name and is_images(file.name)]
+        if not named:
+            raise KinformerError(f"{path}: holds neither pictures nor IDX files of images; give {_FORMATS}.")
+        return read_idx_folder(path, named)
+    if is_images(path.name):
+        return read_idx_file(path)
+    if path.suffix.lower() == ".npz":
+        return read_npz(path)
+    what = content_of(path) or "no file of images that is known"
+    raise KinformerError(f"{path}: is {what}; give {_FORMATS}, unpacked.")
+
+
+def _write(
+    folder: Path, split: str, part: Part, order: np.ndarray, shape: tuple[int, int, int], classes: list[str]
+) -> None:
+    mapped = np.lib.format.open_memmap(folder / f"{split}.pixels.npy", "w+", np.uint8, (len(order), *shape))
+    for row, index in enumerate(order):
+        mapped[row] = part.images[index].reshape(shape)
+    mapped.flush()
+    if part.labels is not None:
+        numbers = {label: number for number, label in enumerate(classes)}
+        np.save(folder / f"{split}.labels.npy", np.array([numbers[part.labels[index]] for index in order], np.int64))
+
+
+def _ordered(labels: set[str]) -> list[str]:
+    """Return labels by number where all are numbers, else by letter."""
+    return sorted(labels, key=int if all(label.isdecimal() for label in labels) else str)
+
+
+def _held_out(parts: Mapping[str, Part], holdout: float | None, place: str) -> dict[str, tuple[Part, np.ndarray]]:
+    """Return of each split where its images stand, and which it has; missing splits come out of the training images."""
+    train = hash_order(parts["train"].keys())
+    usual = HELD_OUT if len(train) >= FEW else HELD_OUT_OF_FEW
+    count = math.ceil((usual if holdout is None else holdout) * len(train))
+    held_out: dict[str, tuple[Part, np.ndarray]] = {}
+    for name in ("test", "validation"):
+        if name in parts:
+            held_out[name] = parts[name], np.arange(len(parts[name]))
+        elif holdout is not None and name == "validation" and "test" not in parts:
+            held_out[name] = held_out["test"]
+        else:
+            held_out[name], train = (parts["train"], train[:count]), train[count:]
+    if not len(train):
+        raise KinformerError(f"{place}: too few images ({len(parts['train'])}) to hold some out; give more.")
+    return {"train": (parts["train"], train), **held_out}

@@ -1,0 +1,741 @@
+"""Examples with labels, stored on disk as arrays that are mapped into memory: written once, read from there."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+import sys
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import chain, islice
+from pathlib import Path
+from typing import Generic, Literal, NamedTuple, Self, TypeAlias, TypeVar
+
+import numpy as np
+
+from kinformer.lab.data.files import SourceFile, fingerprint_of, folder_files, reading_corpus, single_file
+from kinformer.lab.data.formats import default_cache, refuse_packed, save_joined, stored
+from kinformer.lab.data.images import SPLITS
+from kinformer.lab.data.tokenizer import ByteTokenizer, Tokenizer
+from kinformer.runtime.errors import KinformerError, marked, nearest, plural
+from kinformer.runtime.fields import require_path
+from kinformer.runtime.parsing import parse_json_line
+from kinformer.runtime.progress import note_once
+
+SCHEMA = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """A part of labelled data: example i is ``ids[starts[i] : starts[i + 1]]`` and has the class ``labels[i]``."""
+
+    name: str
+    ids: np.ndarray
+    starts: np.ndarray
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Return the tokens of each example, int64 [examples]."""
+        return np.diff(self.starts)
+
+    def tokens(self, index: int) -> np.ndarray:
+        """Return the ids of an example, in the stored dtype."""
+        return self.ids[self.starts[index] : self.starts[index + 1]]
+
+
+@dataclass(frozen=True, eq=False)
+class Labelled:
+    """Labelled data in three splits ("train", "validation", "test"); ids lie below ``vocab_size``."""
+
+    name: str
+    version: str
+    fingerprint: str
+    classes: tuple[str, ...]
+    vocab_size: int
+    splits: Mapping[str, Examples]
+    columns: str = ""
+    """The words that say which columns of a table are the label and the text."""
+
+    def cut(self, split: str, room: int) -> str:
+        """Return a sentence about the examples of ``split`` with more than ``room`` tokens; empty without any."""
+        lengths = self.splits[split].lengths
+        if not (long := int((lengths > room).sum())):
+            return ""
+        return (
+            f"{long / len(lengths):.1%} of the {split} examples of {self.name} have more than {plural(room, 'token')}, "
+            f"{plural(int(lengths.max()), 'token')} at most, and are read by their beginning only"
+        )
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """Return the identity that a run folder stores as JSON; metrics compare only where identities are equal."""
+        return {
+            "name": self.name,
+            "version": self.version,
+            "fingerprint": self.fingerprint,
+            "classes": list(self.classes),
+            "examples": {name: len(split) for name, split in self.splits.items()},
+        }
+
+
+Written = Mapping[str, tuple[Iterable[np.ndarray], np.ndarray]]
+"""The examples' ids of each split, one array for each and all of one dtype, and their labels."""
+
+Make = Callable[[], tuple[Sequence[str], Written]]
+"""A function that makes the names of the classes, and the splits."""
+
+
+def keep(folder: Path, make: Make) -> tuple[tuple[str, ...], dict[str, Examples]]:
+    """Return the classes and splits in ``folder``, which is filled from ``make()`` if it is not there (see
+    :func:`kinformer.lab.data.formats.stored`)."""
+
+    def fill(target: Path) -> dict[str, object]:
+        classes, written = make()
+        for name, (examples, labels) in written.items():
+            starts = save_joined(target / f"{name}.ids.npy", examples)
+            for part, numbers in (("starts", starts), ("labels", labels)):
+                np.save(target / f"{name}.{part}.npy", numbers, allow_pickle=False)
+        return {"classes": list(classes)}
+
+    about, arrays = stored(folder, SCHEMA, fill)
+    parts = ("ids", "starts", "labels")
+    splits = {name: Examples(name, *(arrays[f"{name}.{part}"] for part in parts)) for name in _SPLITS}
+    return tuple(map(str, about["classes"])), splits
+
+
+_SPLITS = ("train", "validation", "test")
+
+
+# Tables of texts, with or without labels: TSV, CSV and JSON lines, read row by row.
+#
+# The columns of TSV and CSV are label and text, or text alone, unless the first line names them; other columns may
+# stand beside the named ones. The usual names are ``label``, and ``text`` or ``sentence``; where a table has two
+# columns, one of these names is enough. A first line is also a header where one of two columns repeats its values and
+# neither of the first line's cells occurs below it.
+
+TEXT_NAMES, LABEL_NAMES = ("text", "sentence"), ("label",)
+TableFormat = Literal["tsv", "csv", "jsonl"]
+BOM = b"\xef\xbb\xbf"
+_LOOKED_AT, _MOST_BYTES, _FEWEST_ROWS = 1000, 1 << 22, 8
+"""How many rows are looked at to find out whether the first line is a header, and how many it takes to tell."""
+_NAME = re.compile(r"(?!\d)\w[\w.()/#-]*( [\w.()/#-]+){0,2}")
+"""A cell that may be the name of a column: up to three words that do not begin with a digit."""
+_LONGEST_CELL = 2**31 - 1
+
+
+class Columns(NamedTuple):
+    """The names of the columns or fields with the text and the label (None: the usual names), and whether every row
+    must have a label. ``text_first``: without names, the first of two columns is the text, not the label."""
+
+    text: str | None = None
+    label: str | None = None
+    labelled: bool = False
+    text_names: Sequence[str] = TEXT_NAMES
+    label_names: Sequence[str] = LABEL_NAMES
+    text_first: bool = False
+
+
+class Row(NamedTuple):
+    """The bytes of a text and the name of its label (None without one); ``number`` is that of its line."""
+
+    number: int
+    text: bytes
+    label: str | None
+
+
+class _Order(NamedTuple):
+    """In which cells text and label stand, of how many; the names in the first line, None where it is a row."""
+
+    text: int
+    label: int | None
+    cells: int
+    names: Sequence[str] | None
+
+
+def read_table(stream: Iterable[bytes], place: str, format: TableFormat, columns: Columns) -> Iterator[Row]:
+    """Yield the rows of a table that is read from ``stream`` line by line; ``place`` names it in messages.
+
+    Errors: ``KinformerError`` for a row that lacks the text (or, where ``columns.labelled``, the label).
+    """
+    if format == "jsonl":
+        return _objects(lines_of(stream, place), place, columns)
+    return _cells(read_cells(stream, place, format), place, columns, _seekable(stream))
+
+
+def columns_taken(path: Path, format: TableFormat, columns: Columns) -> str:
+    """Return in words which columns of the table at ``path`` are the label and the text; empty for JSON lines."""
+    if format == "jsonl":
+        return ""
+    with reading_corpus(path), path.open("rb") as file:
+        head = _ahead(read_cells(file, str(path), format))
+    if not head:
+        return ""
+    order = _order(head, f"{path}, line {head[0][0]}", columns)
+    if order.label is None:
+        return ""
+    if order.names is None:
+        return "label and text are its first two columns" if order.label == 0 else "text and label are its columns"
+    return f"the label is its column {order.names[order.label]!r}, the text {order.names[order.text]!r}"
+
+
+def lines_of(stream: Iterable[bytes], place: str = "") -> Iterator[bytes]:
+    """Yield the lines without their ends and without a byte order mark; beside the end of a line, a carriage return
+    alone is one. ``place`` names the stream where it is refused because it is UTF-16."""
+    for number, line in enumerate(stream):
+        if not number:
+            line = _without_mark(line, place)
+        yield from line.splitlines()
+
+
+def _without_mark(line: bytes, place: str) -> bytes:
+    if place and line.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise KinformerError(f"{place}: is UTF-16 text; convert it first, as with iconv -f UTF-16 -t UTF-8.")
+    return line.removeprefix(BOM)
+
+
+def _seekable(stream: Iterable[bytes]) -> bool:
+    """Return whether rows can be read ahead: the rows of a pipe come one by one, and each is answered at once."""
+    return bool(getattr(stream, "seekable", lambda: True)())
+
+
+def _ahead(rows: Iterator[tuple[int, list[bytes]]]) -> list[tuple[int, list[bytes]]]:
+    """Return the first rows, fewer of long texts."""
+    head, size = [], 0
+    for row in islice(rows, _LOOKED_AT):
+        head.append(row)
+        size += sum(map(len, row[1]))
+        if size > _MOST_BYTES:
+            break
+    return head
+
+
+def read_cells(stream: Iterable[bytes], place: str, format: TableFormat) -> Iterator[tuple[int, list[bytes]]]:
+    """Yield the number and the cells of every line of a TSV or CSV, without blank lines."""
+    return _tabbed(stream, place) if format == "tsv" else _quoted(stream, place)
+
+
+def _tabbed(stream: Iterable[bytes], place: str) -> Iterator[tuple[int, list[bytes]]]:
+    for number, line in enumerate(lines_of(stream, place), start=1):
+        if line:
+            yield number, line.split(b"\t")
+
+
+def _quoted(stream: Iterable[bytes], place: str) -> Iterator[tuple[int, list[bytes]]]:
+    """Rows of CSV, whose quoted cells may hold line ends; bytes that are not UTF-8 pass as they are."""
+    lines = (
+        (line if number else _without_mark(line, place)).decode("utf-8", "surrogateescape")
+        for number, line in enumerate(stream)
+    )
+    rows = csv.reader(lines, strict=True)
+    while True:
+        number = rows.line_num + 1
+        limit = csv.field_size_limit(_LONGEST_CELL)  # the usual limit of 131,072 characters is less than a document
+        try:
+            row = next(rows, None)
+        except csv.Error as error:
+            raise KinformerError(
+                f"{place}, line {number}: is no row of CSV ({error}); mend its quotes, or write JSON lines."
+            ) from None
+        finally:
+            csv.field_size_limit(limit)
+        if row is None:
+            return
+        if row:
+            yield number, [cell.encode("utf-8", "surrogateescape") for cell in row]
+
+
+def _cells(rows: Iterator[tuple[int, list[bytes]]], place: str, columns: Columns, ahead: bool) -> Iterator[Row]:
+    head = _ahead(rows) if ahead else list(islice(rows, 1))
+    if not head:
+        return
+    order = _order(head, f"{place}, line {head[0][0]}", columns)
+    for number, cells in chain(head if order.names is None else head[1:], rows):
+        if len(cells) != order.cells:
+            wanted = f"{order.cells} are expected{_meaning(order)}"
+            raise KinformerError(f"{place}, line {number}: has {plural(len(cells), 'column')} where {wanted}; mend it.")
+        label = None if order.label is None else cells[order.label].decode("utf-8", "backslashreplace")
+        yield _row(place, number, cells[order.text], label, columns)
+
+
+def _meaning(order: _Order) -> str:
+    return ", a label and a text" if order.label is not None and order.cells == 2 else ""
+
+
+def _order(head: Sequence[tuple[int, list[bytes]]], place: str, columns: Columns) -> _Order:
+    """Return where text and label stand, by the names in the first line of ``head`` or by how many columns there
+    are."""
+    cells = head[0][1]
+    names = [cell.strip().decode("utf-8", "replace") for cell in cells]
+    lower = [name.lower() for name in names]
+    text = _index("text_field", columns.text, names, place)
+    label = _index("label_field", columns.label, names, place)
+    if text is None:
+        text = next((lower.index(name) for name in columns.text_names if name in lower), None)
+    if label is None:
+        label = next((lower.index(name) for name in columns.label_names if name in lower), None)
+    usual = columns.text is None and columns.label is None
+    if usual and len(cells) == 2 and (text is None) != (label is None):
+        side = label if text is None else text
+        assert side is not None
+        if _recurs(head, side):  # a class of this name, not the name of a column
+            text = label = None
+        else:
+            text, label = (side, 1 - side) if label is None else (1 - side, side)
+    if text is not None and text != label and (label is not None or not columns.labelled):
+        return _Order(text, label, len(cells), names)
+    if columns.text is not None or columns.label is not None:
+        lacking = "text_field" if text is None else "label_field"
+        raise KinformerError(f"{place}: names no other column; say by {marked(lacking)} which of {names} it is.")
+    if len(cells) == 2:
+        order = _Order(0, 1, 2, None) if columns.text_first else _Order(1, 0, 2, None)
+        return order if columns.text_first else _with_header(head, order, names, place)
+    if len(cells) == 1 and not columns.labelled:
+        return _Order(0, None, 1, None)
+    wanted = "2 are expected, a label and a text" if columns.labelled else "a text, or a label and a text, are expected"
+    raise KinformerError(
+        f"{place}: has {plural(len(cells), 'column')} where {wanted}; mend it, or name the columns in the first line "
+        "and say which is which with `text_field` and `label_field`."
+    )
+
+
+def _with_header(head: Sequence[tuple[int, list[bytes]]], order: _Order, names: Sequence[str], place: str) -> _Order:
+    """Return the ``order`` of two columns, with the ``names`` of the first line where the rows below tell that it is a
+    header: a column repeats its values, and no cell of the first line occurs below it.
+
+    Errors: ``KinformerError`` where the text repeats its values and the label does not.
+    """
+    rows = [cells for _, cells in head[1:] if len(cells) == 2]
+    repeats = [2 * len({cells[side] for cells in rows}) <= len(rows) for side in (0, 1)]
+    if len(rows) < _FEWEST_ROWS or not any(repeats):
+        return order
+    named = all(map(_NAME.fullmatch, names)) and not any(_recurs(head, side) for side in (0, 1))
+    assert order.label is not None
+    if not repeats[order.label]:
+        remedy = "name them text and label in the first line"
+        if named:
+            remedy = f"say by `text_field` and `label_field` which of {list(names)} is which"
+        raise KinformerError(
+            f"{place}: the second of two columns repeats its values, as labels do, but a label and a text are expected "
+            f"in this order; {remedy}."
+        )
+    if not named:
+        return order
+    note_once(
+        f"note: {place}: is taken for the names of the columns, a label {names[order.label]!r} and a text "
+        f"{names[order.text]!r}."
+    )
+    return order._replace(names=names)
+
+
+def _recurs(head: Sequence[tuple[int, list[bytes]]], side: int) -> bool:
+    """Return whether the first line's cell in the column ``side`` occurs in this column again."""
+    first = head[0][1][side]
+    return any(len(cells) > side and cells[side] == first for _, cells in head[1:])
+
+
+def _index(option: str, name: str | None, names: Sequence[str], place: str) -> int | None:
+    if name is None:
+        return None
+    if name not in names:
+        raise KinformerError(f"{place}: names no column {name!r} (see {marked(option)}); {nearest(name, names)}")
+    return names.index(name)
+
+
+def _objects(lines: Iterable[bytes], place: str, columns: Columns) -> Iterator[Row]:
+    texts = columns.text_names if columns.text is None else (columns.text,)
+    labels = columns.label_names if columns.label is None else (columns.label,)
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        row = parse_json_line(place, number, line, "write one object per line")
+        text, label = _field(row, texts), _field(row, labels)
+        label = int(label) if isinstance(label, float) and label.is_integer() else label  # 1.0, as pandas writes 1
+        has_label = isinstance(label, str | int | float) or (label is None and not columns.labelled)
+        if not isinstance(text, str) or not has_label:
+            raise KinformerError(f"{place}, line {number}: {_lacks(row, columns, isinstance(text, str))}")
+        yield _row(place, number, text.encode(), None if label is None else str(label), columns)
+
+
+def _lacks(row: object, columns: Columns, has_text: bool) -> str:
+    if columns.text is None and columns.label is None:
+        example = '{"text": "...", "label": "..."}' if columns.labelled else '{"text": "..."}'
+        wanted = "text or label" if columns.labelled else "text"
+        return f"lacks {wanted}; write {example}, or name the fields with `text_field` and `label_field`."
+    what, name, option = ("label", columns.label, "label_field") if has_text else ("text", columns.text, "text_field")
+    if name is None:
+        return f"lacks a {what}; name its field with {marked(option)}."
+    return f"lacks {name} (see {marked(option)}); {nearest(name, list(row) if isinstance(row, Mapping) else [])}"
+
+
+def _field(row: object, names: Sequence[str]) -> object:
+    return next((row[name] for name in names if name in row), None) if isinstance(row, Mapping) else None
+
+
+def _row(place: str, number: int, text: bytes, label: str | None, columns: Columns) -> Row:
+    missing = "text" if not text else "label" if columns.labelled and not label else None
+    if missing is not None and columns.labelled:
+        raise KinformerError(f"{place}, line {number}: its {missing} is empty; complete or remove the line.")
+    return Row(number, text, label or None)
+
+
+# Texts to predict from, one by one: lines, the rows of a table (TSV, CSV, JSON lines), or the files of a folder.
+
+Format = Literal["lines", "tsv", "csv", "jsonl"]
+STDIN = "-"
+
+
+class TextItem(NamedTuple):
+    """A text, the ``place`` that it stands in, for messages, and the ``label`` that its table names."""
+
+    place: str
+    text: str
+    label: str | None = None
+
+
+Check = Callable[[TextItem], object]
+"""A function that raises a :class:`KinformerError` for a text that a task cannot read."""
+
+
+TextSource: TypeAlias = str | Path | Sequence[str]
+"""Where texts come from: a file, a folder, "-" for standard input, or a list of texts."""
+T = TypeVar("T")
+
+
+class Inputs(NamedTuple, Generic[T]):
+    """``items``, read one by one as they are taken; ``total`` of them, None where they come from a stream."""
+
+    items: Iterator[T]
+    total: int | None
+
+
+def read_texts(
+    source: TextSource,
+    columns: Columns,
+    format: Format | None = None,
+    limit: int | None = None,
+    check: Check | None = None,
+) -> Inputs[TextItem]:
+    """Return the texts of ``source``: a file, a folder (each of its files is a text), "-" for standard input, or a list
+    of texts; only the first ``limit`` of them.
+
+    format: how the rows of a file are written; None goes by its ending, and reads lines where that says nothing.
+    check: a function that raises for a text that the task cannot read; by default for an empty one.
+
+    A file is read twice, so that every error in it is reported before anything is computed.
+
+    Errors: ``KinformerError`` for a source that is missing or empty, a text that is empty or not UTF-8, and a row that
+    lacks a column, each with its file and line.
+    """
+    check = check or refuse_empty
+    if not isinstance(source, str | Path):
+        texts = [TextItem(f"text {number}", text) for number, text in enumerate(source, start=1)]
+        return _counted(lambda: iter(texts), "the list of texts", limit, check)
+    if str(source) == STDIN:
+        rows = _rows(sys.stdin.buffer, "standard input", columns, format or "lines")
+        return Inputs(_some(_checked(rows, check), "standard input", limit), None)
+    require_path("texts", source)
+    path = Path(source).expanduser()
+    with reading_corpus(path):
+        exists, folder = path.exists(), path.is_dir()
+    if not exists:
+        raise KinformerError(f"{path} does not exist; give a file, a folder, - for standard input, or a list of texts.")
+    if folder:
+        files = [file.path for file in folder_files(path)]
+        return _counted(lambda: map(_file, files), str(path), limit, check)
+    if not path.is_file():
+        raise KinformerError(f"{path}: is neither a regular file nor a folder; pipe it in and give - instead.")
+    refuse_packed(path)
+    kind = format or _format_of(path)
+    return _counted(lambda: _opened(path, columns, kind), str(path), limit, check)
+
+
+def refuse_empty(item: TextItem) -> None:
+    """Raise where a text is empty."""
+    if not item.text.strip():
+        raise KinformerError(f"{item.place}: has no text; complete or remove it.")
+
+
+def _counted(read: Callable[[], Iterator[TextItem]], place: str, limit: int | None, check: Check) -> Inputs[TextItem]:
+    """Return the items of ``read()``, which is called twice: to check all of them, and to yield them."""
+    count = sum(1 for _ in _some(_checked(read(), check), place, limit))
+    return Inputs(_some(read(), place, limit), count)
+
+
+def _checked(items: Iterable[TextItem], check: Check) -> Iterator[TextItem]:
+    for item in items:
+        if not isinstance(item.text, str):
+            raise KinformerError(f"{item.place}: is {type(item.text).__name__}, not text; give texts.")
+        check(item)
+        yield item
+
+
+def _some(items: Iterable[TextItem], place: str, limit: int | None) -> Iterator[TextItem]:
+    """Yield the first ``limit`` items; raise where there is none."""
+    number = 0
+    for number, item in enumerate(islice(items, limit), start=1):  # noqa: B007 (the count is looked at behind the loop)
+        yield item
+    if not number:
+        raise KinformerError(f"{place}: is empty; give one item at least.")
+
+
+def _format_of(path: Path) -> Format:
+    formats: dict[str, Format] = {".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl"}
+    return formats.get(path.suffix.lower(), "lines")
+
+
+def _opened(path: Path, columns: Columns, kind: Format) -> Iterator[TextItem]:
+    with reading_corpus(path), path.open("rb") as file:
+        yield from _rows(file, str(path), columns, kind)
+
+
+def _rows(stream: Iterable[bytes], place: str, columns: Columns, kind: Format) -> Iterator[TextItem]:
+    if kind == "lines":
+        if columns.text is not None or columns.label is not None:
+            raise KinformerError(
+                f"`text_field` or `label_field`: {place} holds lines without fields; give a .tsv, .csv or .jsonl file, "
+                "or say by `format` that it is one."
+            )
+        for number, line in enumerate(lines_of(stream, place), start=1):
+            where = f"{place}, line {number}"
+            yield TextItem(where, _decoded(line, where))
+        return
+    for row in read_table(stream, place, kind, columns):
+        where = f"{place}, line {row.number}"
+        yield TextItem(where, _decoded(row.text, where), row.label)
+
+
+def _file(path: str) -> TextItem:
+    refuse_packed(Path(path))
+    with reading_corpus(path):
+        return TextItem(path, _decoded(Path(path).read_bytes().removeprefix(BOM), path).strip())
+
+
+def _decoded(text: bytes, place: str) -> str:
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise KinformerError(
+            f"{place}: is not UTF-8 (byte {text[error.start]:#04x}); convert it first, as with iconv."
+        ) from None
+
+
+# Labelled text of the user's: a folder per class, a table (TSV or CSV) or a file of JSON lines.
+#
+#     reviews/good/1.txt          reviews.tsv:  good<TAB>A fine film.         reviews.jsonl:  {"text": ..., "label": ...}
+#     reviews/bad/2.txt                         bad<TAB>Never again.
+#
+# A table's columns are label and text, unless its first line names them: ``label``, and ``text`` or ``sentence``, or
+# what ``text_field`` and ``label_field`` say, beside any others (see ``lab.data.labelled``). ``train``, ``val`` and
+# ``test`` may come separately, as folders of folders or as files of a folder (``train.tsv``). A missing one is held
+# out of the rest, 5 % each, by a hash of the text.
+
+HELD_OUT = 0.05
+_TABLES: dict[str, TableFormat] = {".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl"}
+_BATCH = 1 << 17
+"""Bytes of texts that are looked at together: their ids take eight times as much until they are narrowed."""
+
+
+class Example(NamedTuple):
+    """The bytes of a text and the name of its class."""
+
+    text: bytes
+    label: str
+
+
+class Texts:
+    """Labelled texts: text i is ``data[ends[i] : ends[i + 1]]``; ``labels`` counts the classes in
+    the order of ``names``, which several collections may share. ``order`` (None: all of them) says
+    which texts there are, and in what order."""
+
+    def __init__(self, names: dict[str, int]) -> None:
+        self.names, self.order = names, None
+        self.data, self.ends, self.labels = bytearray(), array("q", [0]), array("q")
+
+    order: np.ndarray | None
+
+    def extend(self, examples: Iterable[Example]) -> None:
+        """Add ``examples`` at the end."""
+        for text, label in examples:
+            self.data += text
+            self.ends.append(len(self.data))
+            self.labels.append(self.names.setdefault(label, len(self.names)))
+
+    def __len__(self) -> int:
+        return len(self.labels) if self.order is None else len(self.order)
+
+    def taken(self, order: np.ndarray) -> Self:
+        """Return the texts of the numbers ``order``, with the same bytes behind them."""
+        texts = type(self)(self.names)
+        texts.data, texts.ends, texts.labels, texts.order = self.data, self.ends, self.labels, order
+        return texts
+
+    def by_hash(self) -> np.ndarray:
+        """Return the numbers of all texts, in the order of the first 8 bytes of their sha256."""
+        digests = np.empty(len(self.labels), np.uint64)
+        for index in range(len(digests)):
+            digests[index] = int.from_bytes(sha256(self._text(index)).digest()[:8], "big")
+        return digests.argsort(kind="stable")
+
+    def batches(self) -> Iterator[list[bytes]]:
+        """Yield all texts in order, some at a time."""
+        batch: list[bytes] = []
+        size = 0
+        for index in range(len(self.labels)) if self.order is None else map(int, self.order):
+            batch.append(self._text(index))
+            size += len(batch[-1])
+            if size >= _BATCH:
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
+
+    def classes(self) -> np.ndarray:
+        """Return the number of each text's class in ``names``, int64."""
+        labels = np.frombuffer(self.labels, np.int64)
+        return labels if self.order is None else labels[self.order]
+
+    def _text(self, index: int) -> bytes:
+        return bytes(memoryview(self.data)[self.ends[index] : self.ends[index + 1]])
+
+
+BySplit = dict[str, Texts]
+
+
+def open_labelled(
+    spec: str,
+    *,
+    cache: Path | None = None,
+    tokenizer: Tokenizer | None = None,
+    holdout: float | None = None,
+    text_field: str | None = None,
+    label_field: str | None = None,
+) -> Labelled:
+    """Return the labelled data at the path ``spec``, as ids of ``tokenizer`` (bytes if None).
+
+    ``text_field`` and ``label_field`` name the columns of tables, or the fields of JSON lines, where these have other
+    names than the usual ones. ``holdout=0.1`` holds out a tenth instead of a twentieth twice; it is then validation
+    and test at once. ``cache`` is the folder for the ids, written once; ``~/.cache/kinformer`` if not given.
+
+    Raises :class:`KinformerError` for a path that is missing or holds no labelled examples.
+    """
+    if holdout is not None and not 0 < holdout < 1:
+        raise KinformerError(f"holdout is {holdout} but must lie between 0 and 1; 0.1 holds out a tenth.")
+    path = Path(spec).expanduser()
+    with reading_corpus(spec):
+        exists = path.exists()
+    if not exists:
+        raise KinformerError(
+            f"{spec} does not exist; give a folder with a folder per class, or a .tsv, .csv or .jsonl file."
+        )
+    tokenizer = tokenizer or ByteTokenizer()
+    files = folder_files(path) if path.is_dir() else [single_file(path)]
+    fingerprint = fingerprint_of(files)
+    columns = Columns(text_field, label_field, labelled=True)
+    named = "" if columns == Columns(labelled=True) else f"{text_field}\0{label_field}"
+    key = sha256(
+        f"{path.suffix}{fingerprint}{tokenizer.fingerprint}{holdout}{named}".encode("utf-8", "surrogateescape")
+    ).hexdigest()[:32]
+    folder = (cache or default_cache()) / "labelled" / key
+    classes, splits = keep(folder, lambda: _encoded(_split_examples(path, files, holdout, columns), tokenizer, spec))
+    version = fingerprint.split(":")[1][:12]
+    taken = columns_taken(path, _TABLES[path.suffix], columns) if path.suffix in _TABLES and path.is_file() else ""
+    return Labelled(path.resolve().name, version, fingerprint, classes, tokenizer.vocab_size, splits, taken)
+
+
+def _encoded(examples_of: BySplit, tokenizer: Tokenizer, place: str) -> tuple[list[str], Written]:
+    names = examples_of["train"].names  # of all splits
+    classes = _ordered(set(names))
+    if len(classes) < 2:
+        raise KinformerError(
+            f"{place}: all examples have the label {classes[0]!r}; give examples of two classes or more."
+        )
+    number = np.empty(len(classes), np.int64)
+    for index, label in enumerate(classes):
+        number[names[label]] = index
+    highest = tokenizer.vocab_size - 1
+    dtype = np.uint8 if highest < 1 << 8 else np.uint16 if highest < 1 << 16 else np.uint32
+
+    def ids(texts: Texts) -> Iterator[np.ndarray]:
+        for batch in texts.batches():
+            yield from (encoding.astype(dtype) for encoding in tokenizer.encode_batch(batch))
+
+    return classes, {split: (ids(texts), number[texts.classes()]) for split, texts in examples_of.items()}
+
+
+def _ordered(labels: set[str]) -> list[str]:
+    """Return labels by number where all are numbers, else by letter."""
+    return sorted(labels, key=int if all(label.isdecimal() for label in labels) else str)
+
+
+def _split_examples(path: Path, files: Sequence[SourceFile], holdout: float | None, columns: Columns) -> BySplit:
+    """Return the examples of each split."""
+    names: dict[str, int] = {}
+    if not path.is_dir():
+        texts = Texts(names)
+        texts.extend(_table(path, columns))
+        return _held_out({"train": texts}, holdout, str(path))
+    by_split: BySplit = defaultdict(lambda: Texts(names))
+    for file in files:
+        first, _, rest = file.name.partition("/")
+        stem, suffix = Path(first).stem, Path(first).suffix
+        if rest and first in SPLITS:
+            by_split[SPLITS[first]].extend([_labelled_file(file, rest, path)])
+        elif not rest and stem in SPLITS and suffix in _TABLES:
+            by_split[SPLITS[stem]].extend(_table(Path(file.path), columns))
+        else:
+            by_split[""].extend([_labelled_file(file, file.name, path)])
+    if "" in by_split and len(by_split) > 1:
+        splits = ", ".join(name for name in by_split if name)
+        raise KinformerError(
+            f"{path}: holds classes beside the splits {splits}; put every class into its split's folder."
+        )
+    if "train" not in by_split and "" not in by_split:
+        raise KinformerError(f"{path}: holds no train split; add a folder or a table of that name.")
+    return _held_out({name or "train": examples for name, examples in by_split.items()}, holdout, str(path))
+
+
+def _labelled_file(file: SourceFile, name: str, path: Path) -> Example:
+    """Return a file as an example: its class is the name of the folder that it stands in."""
+    label, _, rest = name.partition("/")
+    if not rest:
+        raise KinformerError(
+            f"{file.path}: stands in no class's folder; give a folder with a folder per class, a .tsv, .csv or .jsonl."
+        )
+    with reading_corpus(file.path):
+        return Example(Path(file.path).read_bytes().removeprefix(BOM), label)
+
+
+def _held_out(parts: BySplit, holdout: float | None, place: str) -> BySplit:
+    """Return the splits, missing ones taken from the rest of the data in the order of the texts' hashes."""
+    train = parts["train"].by_hash()
+    count = math.ceil((HELD_OUT if holdout is None else holdout) * len(train))
+    held_out: BySplit = {}
+    for name in ("test", "validation"):
+        if name in parts:
+            held_out[name] = parts[name]
+        elif holdout is not None and name == "validation" and "test" not in parts:
+            held_out[name] = held_out["test"]
+        else:
+            held_out[name], train = parts["train"].taken(train[:count]), train[count:]
+    if not len(train):
+        raise KinformerError(f"{place}: too few examples ({len(parts['train'])}) to hold some out; give more data.")
+    return {"train": parts["train"].taken(train), "validation": held_out["validation"], "test": held_out["test"]}
+
+
+def _table(path: Path, columns: Columns) -> Iterator[Example]:
+    if path.suffix not in _TABLES:
+        raise KinformerError(
+            f"{path}: is no labelled data; give a folder with a folder per class, a .tsv, a .csv or a .jsonl."
+        )
+    with reading_corpus(path), path.open("rb") as file:
+        for row in read_table(file, str(path), _TABLES[path.suffix], columns):
+            assert row.label is not None
+            yield Example(row.text, row.label)

@@ -1,0 +1,171 @@
+"""Multi-query associative recall (Arora et al. 2023, Zoology: section 4 and appendix E): pairs, then keys in any order.
+
+A row begins with ``pairs`` keys, each followed by its value. The rest is cut into slots of two tokens; as many of them
+are drawn as there are keys, slot i with a probability proportional to i^(gap_power - 1), and begin with a key. There
+the model predicts the value of that key, as the next token. What fills the rest is random, or the token 0.
+
+    pairs        |  slots
+    7 201 3 180  |  94 12  7 33  51 8  3 77  ...         asked: at 7 for 201, at 3 for 180
+
+Keys lie from 1 and below symbols / 2, values from there on; in a row both are distinct.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kinformer.lab.data.buckets import IGNORED
+from kinformer.runtime.errors import KinformerError, plural
+
+VERSION = "1"
+SPLITS = ("train", "validation", "test")
+
+
+class RecallRows(NamedTuple):
+    """The rows: ``tokens`` and ``labels`` int64 [rows, length], IGNORED where nothing is predicted; how
+    many ``pairs`` int64 [rows] a row has."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    pairs: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recall:
+    """The rows of the task, drawn on demand, of any of ``pairs`` alike often."""
+
+    pairs: tuple[int, ...] = (8,)
+    symbols: int = 256
+    gap_power: float = 0.01
+    random_fillers: bool = True
+    name: str = "recall"
+    version: str = VERSION
+
+    @property
+    def fingerprint(self) -> str:
+        """Return a text that identifies the rows, except for their length and number."""
+        fillers = "random" if self.random_fillers else "zero"
+        pairs = "-".join(map(str, self.pairs))
+        return f"mqar{self.version}:{pairs}:{self.symbols}:{self.gap_power:g}:{fillers}"
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """Return the identity that a run folder stores; metrics compare only where identities are equal."""
+        return {"name": self.name, "version": self.version, "fingerprint": self.fingerprint}
+
+    def check(self, length: int, pairs: tuple[int, ...] | None = None) -> None:
+        """Refuse rows of a ``length`` without room for the queries, and more ``pairs`` than there are keys."""
+        largest = max(self.pairs if pairs is None else pairs)
+        if largest > self.symbols // 2 - 1:
+            raise KinformerError(
+                f"{plural(largest, 'pair')} must have a key each, but {plural(self.symbols, 'symbol')} make "
+                f"{plural(self.symbols // 2 - 1, 'key')}; give `symbols` {2 * largest + 2} or more, or fewer pairs."
+            )
+        if 4 * largest > length:
+            raise KinformerError(
+                f"`length` {length}: {plural(largest, 'pair')} and as many queries take "
+                f"{plural(4 * largest, 'token')}; "
+                "give a longer length, or fewer pairs."
+            )
+
+    def rows(
+        self, split: str, part: int, count: int, length: int, seed: int = 0, pairs: tuple[int, ...] | None = None
+    ) -> RecallRows:
+        """Return ``count`` rows of ``length`` tokens, as ``split``, ``seed`` and ``part``
+        decide; ``pairs`` overrides the default."""
+        self.check(length, pairs)
+        draw = np.random.default_rng([SPLITS.index(split), seed, part])
+        pair_counts = draw.choice(self.pairs if pairs is None else pairs, count)
+        tokens = draw.integers(self.symbols, size=(count, length)) if self.random_fillers else np.zeros((count, length))
+        rows = RecallRows(
+            tokens.astype(np.int64), np.full((count, length), IGNORED, np.int64), pair_counts.astype(np.int64)
+        )
+        for number in np.unique(pair_counts).tolist():
+            self._write(draw, rows, np.flatnonzero(pair_counts == number)[:, None], number)
+        return rows
+
+    def _write(self, draw: np.random.Generator, rows: RecallRows, which: np.ndarray, number: int) -> None:
+        """Write the pairs and the queries into the rows ``which`` [n, 1]."""
+        half, slots = self.symbols // 2, (rows.tokens.shape[1] - 2 * number) // 2
+        keys = 1 + _distinct(draw.random((len(which), half - 1)), number)
+        values = half + _distinct(draw.random((len(which), self.symbols - half)), number)
+        rows.tokens[which, np.arange(0, 2 * number, 2)] = keys
+        rows.tokens[which, np.arange(1, 2 * number, 2)] = values
+        weight = (self.gap_power - 1) * np.log(np.arange(1, slots + 1))
+        # The largest of logarithms of weights with Gumbel noise are a draw without replacement, in order.
+        slot = 2 * number + 2 * _distinct(-weight - draw.gumbel(size=(len(which), slots)), number)
+        rows.tokens[which, slot] = keys
+        rows.labels[which, slot] = values
+
+
+def _distinct(costs: np.ndarray, number: int) -> np.ndarray:
+    """Return the columns of the ``number`` least ``costs`` of every row, in order."""
+    least = np.argpartition(costs, number - 1, axis=1)[:, :number]
+    order = np.take_along_axis(costs, least, 1).argsort(axis=1)
+    return np.take_along_axis(least, order, 1)
+
+
+# Associative retrieval (Schlag, Irie and Schmidhuber 2021, section 6.1): the value that was stored under a key.
+#
+# Every step of a sequence is one pair of a key and a value, each out of ``num_keys`` symbols; then some keys are
+# queried.
+#
+#     replace=False: every key once, so the memory must hold ``num_keys`` pairs        (how much fits in?)
+#
+#         step      0    1    2    3      query
+#         key       2    0    3    1        3
+#         value     1    3    0    2        0 = target, the value that came with key 3
+#
+#     replace=True: twice as many steps, keys come again with other values             (can it be updated?)
+#
+#         step      0    1    2    3    4    5      query
+#         key       2    0    2    1    0    2        2
+#         value     1    1    0    2    2    2        2 = target, the last value of key 2 (1 and 0 are old)
+
+
+class Retrieval(NamedTuple):
+    """The examples: ``keys``, ``values`` [rows, writes], ``queries``, ``targets`` [rows, num_queries]: int64 from 0 to
+    num_keys - 1."""
+
+    keys: Tensor
+    values: Tensor
+    queries: Tensor
+    targets: Tensor
+
+
+class AssociativeRetrieval:
+    """An endless stream of examples from a generator of its own: the same ``seed`` gives the same examples.
+
+    Without ``replace`` keys and values are permutations; with it both are drawn independently. A query is the key of a
+    uniformly drawn step, so every query has an answer, and a key that was written often is queried often.
+    """
+
+    def __init__(self, num_keys: int, replace: bool = False, seed: int = 0) -> None:
+        if num_keys < 1:
+            raise KinformerError(f"associative retrieval: num_keys is {num_keys}, expected 1 or more.")
+        self.num_keys, self.replace = num_keys, replace
+        self.writes = 2 * num_keys if replace else num_keys
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def batch(self, rows: int, num_queries: int = 1) -> Retrieval:
+        """Return ``rows`` sequences, each with ``num_queries`` queries."""
+        keys, values = self._symbols(rows), self._symbols(rows)
+        steps = torch.randint(self.writes, (rows, num_queries), generator=self.generator)
+        queries = keys.gather(1, steps)
+        return Retrieval(keys, values, queries, values.gather(1, last_write(keys, queries)))
+
+    def _symbols(self, rows: int) -> Tensor:
+        if self.replace:
+            return torch.randint(self.num_keys, (rows, self.writes), generator=self.generator)
+        return torch.rand(rows, self.num_keys, generator=self.generator).argsort(dim=1)
+
+
+def last_write(keys: Tensor, queries: Tensor) -> Tensor:
+    """Return the last step [rows, num_queries] at which each of ``queries`` stands in ``keys`` [rows, writes]."""
+    step = torch.arange(keys.shape[1], device=keys.device)
+    return torch.where(keys[:, None] == queries[..., None], step, -1).amax(dim=-1)

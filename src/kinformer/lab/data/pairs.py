@@ -1,0 +1,355 @@
+"""Pairs of lines in one file: tables of two columns, and JSON lines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+from kinformer.lab.data import number_words
+from kinformer.lab.data.files import SourceFile, fingerprint_of, folder_files, reading_corpus, single_file
+from kinformer.lab.data.tokenizer import ByteTokenizer, Tokenizer
+from kinformer.runtime.errors import KinformerError, plural
+from kinformer.runtime.parsing import parse_json_line
+from kinformer.runtime.progress import note_once
+from kinformer.runtime.tables import read_unpacked
+
+TABLES = (".tsv", ".jsonl")
+Row = tuple[str, str]
+Names = Sequence[str | None]
+"""The names of the columns of the source and of the target."""
+_USUAL = ("source", "target")
+ENGLISH = "en"
+
+
+def read_table(path: Path, text: str, names: Names) -> tuple[Names, list[Row]]:
+    """Return the names of source and target in the ``text`` of a file (``names`` where they are set), and its rows."""
+    lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+    if path.name.removesuffix(".gz").endswith(".tsv"):
+        return _columns(path, lines, names)
+    return _objects(path, lines, names)
+
+
+def _columns(path: Path, lines: Sequence[str], names: Names) -> tuple[Names, list[Row]]:
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        cells = line.split("\t")
+        if len(cells) != 2:
+            raise KinformerError(
+                f"{path}, line {number}: has {plural(len(cells), 'column')} where 2 are expected, a source and its "
+                "target; mend it."
+            )
+        rows.append((cells[0], cells[1]))
+    first = [cell.strip().lower() for cell in rows[0]] if rows else []
+    if rows and _is_header(first, names):
+        order = [
+            first.index(name.lower()) if name and name.lower() in first else side for side, name in enumerate(names)
+        ]
+        if order[0] == order[1]:
+            order[1 if names[0] else 0] = 1 - order[0]
+        return [first[side] for side in order], [(row[order[0]], row[order[1]]) for row in rows[1:]]
+    if any(names):
+        first_name = next(name for name in names if name)
+        raise KinformerError(
+            f"{path}: its first line names no column {first_name!r}; leave `source` and `target` out, the columns are "
+            "source and target then, or name them in the first line."
+        )
+    if first and all(map(_is_code, first)):
+        note_once(
+            f"note: {path}: its first line, {' and '.join(first)}, is taken for a pair of words; if these are "
+            "languages, name them by `source` and `target`."
+        )
+    return names, rows
+
+
+def _is_header(cells: Sequence[str], names: Names) -> bool:
+    """Return whether ``cells`` are names of columns: the usual ones, the given ``names``, or the codes of English and
+    another language (two other codes may be two words)."""
+    named = [name.lower() for name in names if name]
+    if named:
+        return all(name in cells for name in named)
+    return set(cells) == set(_USUAL) or (ENGLISH in cells and cells[0] != cells[1] and all(map(_is_code, cells)))
+
+
+def _is_code(cell: str) -> bool:
+    return len(cell) == 2 and cell.isascii() and cell.isalpha()
+
+
+def _objects(path: Path, lines: Sequence[str], names: Names) -> tuple[Names, list[Row]]:
+    rows, chosen = [], names
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        row = parse_json_line(path, number, line, "write one object per line")
+        row = row.get("translation", row) if isinstance(row, dict) else row
+        chosen = chosen if all(chosen) else _fields(row, chosen)
+        pair = [row.get(name) if isinstance(row, dict) else None for name in chosen]
+        if not all(isinstance(item, str) for item in pair):
+            shown = " and ".join(str(name) for name in chosen if name) or "source and target"
+            raise KinformerError(
+                f'{path}, line {number}: lacks the text of {shown}; write {{"source": "...", "target": "..."}}, or '
+                "name the fields with `source` and `target`."
+            )
+        source, target = (" ".join(str(item).splitlines()) for item in pair)
+        rows.append((source, target))
+    return chosen, rows
+
+
+def _fields(row: object, names: Names) -> Names:
+    """Return the fields of source and target: the usual ones, or the only two that are text, English first."""
+    texts = [name for name, value in row.items() if isinstance(value, str)] if isinstance(row, dict) else []
+    if not any(names) and set(_USUAL) <= set(texts):
+        return _USUAL
+    left = [name for name in texts if name not in names]
+    if len(left) != sum(name is None for name in names):
+        return [name or usual for name, usual in zip(names, _USUAL, strict=True)]
+    left.sort(key=lambda name: name != ENGLISH)
+    return [name or left.pop(0) for name in names]
+
+
+# Pairs of lines, a source and its target: two aligned files, a table of two columns (TSV), JSON lines; plain or gzip.
+#
+#     folder/train.en  train.de  val.en.gz  val.de.gz  ...     a folder: a pair of files for each part
+#     folder/train     (train.en, train.de)                   what the names of two files begin with
+#     pairs.tsv        source<TAB>target                      or with a first line that names the columns
+#     pairs.jsonl      {"source": ..., "target": ...}         or by languages, or both in "translation"
+#
+# A file's language is its ending. In a folder, names that begin with ``val``, ``dev`` and ``test`` are those parts,
+# all others are for training; a part that is missing is held out of the rest, 5 % each, by a hash of the source.
+
+NUMBER_WORDS = "number-words"
+HELD_OUT = 0.05
+_PARTS = {"val": "validation", "dev": "validation", "test": "test"}
+
+
+class Pairs(NamedTuple):
+    """The lines of text: ``source[i]`` and its translation ``target[i]``, none of them empty, UTF-8."""
+
+    source: Sequence[bytes]
+    target: Sequence[bytes]
+
+    def taken(self, numbers: Sequence[int]) -> Pairs:
+        """Return some of the pairs, in this order."""
+        return Pairs([self.source[index] for index in numbers], [self.target[index] for index in numbers])
+
+
+class Languages(NamedTuple):
+    """The names of the two sides: endings of files, or names of columns; None where they are not set."""
+
+    source: str | None = None
+    target: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Parallel:
+    """The pairs in the splits "train", "validation" and "test"; of several parts that are one of the last two,
+    each is a split by its own name, too."""
+
+    name: str
+    version: str
+    fingerprint: str
+    languages: Languages
+    tokenizer: Tokenizer
+    splits: Mapping[str, Pairs]
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """Return the identity that a run folder stores as JSON; metrics compare only where identities are equal."""
+        return {
+            "name": f"{self.name} ({self.languages.source} to {self.languages.target})",
+            "version": self.version,
+            "fingerprint": self.fingerprint,
+            "languages": list(self.languages),
+            "examples": {name: len(pairs.source) for name, pairs in self.splits.items()},
+        }
+
+
+def open_pairs(
+    spec: str,
+    *,
+    tokenizer: Tokenizer | None = None,
+    holdout: float | None = None,
+    languages: Languages = Languages(),  # noqa: B008 (an immutable value)
+) -> Parallel:
+    """Return the pairs that ``spec`` names: a path as above, or ``number-words`` (``lab.data.number_words``).
+
+    ``holdout=0.1`` holds out a tenth instead of a twentieth twice; it is then validation and test at once. Where
+    ``languages`` are not given, English is the source if it is one of them, else the first by the alphabet. Raises
+    :class:`KinformerError` for a path that is missing, sides that do not match, and text that is not UTF-8; pairs with
+    an empty side are left out, which a note tells.
+    """
+    if holdout is not None and not 0 < holdout < 1:
+        raise KinformerError(f"holdout is {holdout} but must lie between 0 and 1; 0.1 holds out a tenth.")
+    tokenizer = tokenizer or ByteTokenizer()
+    if spec == NUMBER_WORDS:
+        if holdout is not None:
+            raise KinformerError(f"`holdout` {holdout:g}: is for files, but number words are made; leave it out.")
+        made = {name: Pairs(*number_words.pairs(name)) for name in number_words.SIZES}
+        version = number_words.VERSION
+        return Parallel(spec, version, f"{spec}:{version}", Languages("en", "de"), tokenizer, made)
+    path = Path(spec).expanduser()
+    files = _files(path)
+    languages, parts = _parts(path, files, languages)
+    fingerprint = f"{fingerprint_of(files)}:{languages.source}-{languages.target}"
+    splits = _held_out(parts, holdout, path)
+    return Parallel(path.name, fingerprint.split(":")[1][:12], fingerprint, languages, tokenizer, splits)
+
+
+def _files(path: Path) -> list[SourceFile]:
+    with reading_corpus(path):
+        if path.is_dir():
+            return folder_files(path)
+        if path.is_file():
+            return [single_file(path)._replace(name=path.name)]
+        beside = sorted(path.parent.glob(f"{path.name}.*")) if path.parent.is_dir() else []
+    if not beside:
+        raise KinformerError(
+            f"{path} does not exist, and no file's name begins with it; give a folder or the beginning of two aligned "
+            "files (train for train.en and train.de), a .tsv or a .jsonl."
+        )
+    return [single_file(item)._replace(name=item.name) for item in beside]
+
+
+def _parts(path: Path, files: Sequence[SourceFile], requested: Languages) -> tuple[Languages, dict[str, Pairs]]:
+    """Return the languages, and the pairs of every part by its name."""
+    tables: dict[str, SourceFile] = {}
+    sides: dict[str, dict[str, SourceFile]] = {}
+    for file in files:
+        name = file.name.removesuffix(".gz")
+        stem, _, ending = name.rpartition(".")
+        if f".{ending}" in TABLES:
+            tables[stem] = file
+        elif stem:
+            sides.setdefault(stem, {})[ending] = file
+    if tables:
+        return _of_tables(tables, requested)
+    languages = _languages(path, sides, requested)
+    parts = {}
+    for stem, side in sides.items():
+        there = [language for language in languages if language in side]
+        if len(there) == 2:
+            source, target = ((side[str(language)], _lines(side[str(language)])) for language in languages)
+            parts[stem] = _aligned(source, target)
+        elif there:
+            missing = next(language for language in languages if language not in side)
+            raise KinformerError(
+                f"{side[str(there[0])].path}: has no other side {stem}.{missing}; every part needs a file of either "
+                "language."
+            )
+    return languages, parts
+
+
+def _languages(path: Path, sides: Mapping[str, Mapping[str, object]], requested: Languages) -> Languages:
+    candidates = sorted({ending for side in sides.values() if len(side) > 1 for ending in side})
+    candidates = candidates or sorted({ending for side in sides.values() for ending in side})
+    for option, language in zip(("`source`", "`target`"), requested, strict=True):
+        if language is not None and language not in candidates:
+            raise KinformerError(
+                f"{option} {language}: {path} has no such files; their endings are {_listed(candidates)}."
+            )
+    if requested.source is not None and requested.source == requested.target:
+        raise KinformerError(f"`source` and `target` are both {requested.source}; give two languages.")
+    left = [item for item in candidates if item not in requested]
+    if len(left) > 2 - sum(item is not None for item in requested):
+        raise KinformerError(
+            f"{path}: has files of more than two endings ({_listed(candidates)}); say which with `source` and `target`."
+        )
+    if len(candidates) < 2:
+        raise KinformerError(
+            f"{path}: has files of one language only ({_listed(candidates) or 'none'}); aligned files differ in their "
+            "ending, as train.en and train.de."
+        )
+    left.sort(key=lambda language: language != ENGLISH)
+    source = requested.source or left.pop(0)
+    return Languages(source, requested.target or left.pop(0))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+
+
+def _of_tables(tables: Mapping[str, SourceFile], requested: Languages) -> tuple[Languages, dict[str, Pairs]]:
+    languages, parts = requested, {}
+    for stem, file in tables.items():
+        pairs, rows = read_table(Path(file.path), _text(Path(file.path)), languages)
+        languages = Languages(*pairs)
+        source, target = ([row[side].encode() for row in rows] for side in (0, 1))
+        parts[stem] = _without_empty(source, target, file.path)
+    return Languages(languages.source or "source", languages.target or "target"), parts
+
+
+def _text(path: Path) -> str:
+    """Return the text of a file, unpacked and decoded."""
+    data = read_unpacked(path)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise KinformerError(
+            f"{path}, line {line}: is not UTF-8 (byte {data[error.start]:#04x}); convert it first, as with iconv."
+        ) from None
+
+
+def _lines(file: SourceFile) -> list[bytes]:
+    lines = _text(Path(file.path)).split("\n")
+    if lines[-1] == "":
+        lines.pop()
+    return [line.removesuffix("\r").encode() for line in lines]
+
+
+def _aligned(source: tuple[SourceFile, list[bytes]], target: tuple[SourceFile, list[bytes]]) -> Pairs:
+    counts = [len(lines) for _, lines in (source, target)]
+    if counts[0] != counts[1]:
+        raise KinformerError(
+            f"{source[0].path} has {plural(counts[0], 'line')} but {target[0].path} has {counts[1]:,}; line by line "
+            "they must be translations of each other."
+        )
+    return _without_empty(source[1], target[1], source[0].path)
+
+
+def _without_empty(source: Sequence[bytes], target: Sequence[bytes], place: str) -> Pairs:
+    full = [index for index, pair in enumerate(zip(source, target, strict=True)) if all(map(bytes.strip, pair))]
+    if not full:
+        raise KinformerError(f"{place}: holds no pair of lines; give data with text on both sides.")
+    if left := len(source) - len(full):
+        note_once(f"note: {place}: {left} of {plural(len(source), 'pair')} have an empty side and are left out.")
+    return Pairs(source, target).taken(full)
+
+
+def _held_out(parts: Mapping[str, Pairs], holdout: float | None, path: Path) -> dict[str, Pairs]:
+    """Return the splits: parts by their names, and missing ones taken from the rest in the order of hashes."""
+    held_out: dict[str, list[str]] = {}
+    for stem in parts:
+        first = stem.lower() if len(parts) > 1 else "train"
+        split = next((split for begin, split in _PARTS.items() if first.startswith(begin)), "train")
+        held_out.setdefault(split, []).append(stem)
+    if "train" not in held_out:
+        raise KinformerError(f"{path}: holds {', '.join(held_out)} but nothing to train on; add a part called train.")
+    joined = {name: _joined([parts[stem] for stem in stems]) for name, stems in held_out.items()}
+    train = joined.pop("train")
+    order = sorted(range(len(train.source)), key=lambda index: sha256(train.source[index]).digest())
+    count = math.ceil((HELD_OUT if holdout is None else holdout) * len(order))
+    for name in ("test", "validation"):
+        if name in joined:
+            continue
+        if holdout is not None and name == "validation" and "test" not in held_out:
+            joined[name] = joined["test"]
+        else:
+            joined[name], order = train.taken(order[:count]), order[count:]
+    if not order:
+        raise KinformerError(f"{path}: too few pairs ({len(train.source)}) to hold some out; give more data.")
+    named = [stem for name, stems in held_out.items() if name != "train" and len(stems) > 1 for stem in stems]
+    return {"train": train.taken(order), **joined} | {stem: parts[stem] for stem in named if stem not in joined}
+
+
+def _joined(some: Sequence[Pairs]) -> Pairs:
+    sides: tuple[list[bytes], list[bytes]] = ([], [])
+    for pairs in some:
+        for side, lines in zip(sides, pairs, strict=True):
+            side.extend(lines)
+    return Pairs(*sides)

@@ -1,0 +1,548 @@
+"""The 61 phones of TIMIT's transcripts folded into the 39 classes by which error rates are reported (Lee and Hon 1989,
+"Speaker-independent phone recognition using hidden Markov models", table II).
+
+The table is that of Kaldi's recipe for TIMIT (``egs/timit/s5/conf/phones.60-48-39.map``): classes confused with each
+other count as one, closures and pauses are silence, and the glottal stop ``q`` is left out of both transcripts. Names
+of the 48 phones that models are trained on there fold into the same classes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
+from functools import cached_property
+from hashlib import sha256
+from math import ceil
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kinformer.lab.data.files import SourceFile, fingerprint_of, folder_files, reading_corpus, single_file
+from kinformer.lab.data.images import SPLITS
+from kinformer.lab.data.labelled import TableFormat, lines_of, read_cells
+from kinformer.lab.data.waves import DTMF, ENDINGS, KEYS, RATE, Calls, read_sound, resample, sound_info
+from kinformer.runtime.errors import KinformerError, nearest, plural, require
+from kinformer.runtime.parsing import parse_json_line
+from kinformer.runtime.progress import note, note_once
+
+SILENCE, LEFT_OUT = "sil", "q"
+_ALONE = "ae aw ay b ch d dh dx eh ey f g iy jh k ow oy p r s t th uh v w y z"
+_MERGED = {
+    "aa": "ao",
+    "ah": "ax ax-h",
+    "er": "axr",
+    "hh": "hv",
+    "ih": "ix",
+    "l": "el",
+    "m": "em",
+    "n": "en nx",
+    "ng": "eng",
+    "sh": "zh",
+    "uw": "ux",
+    SILENCE: "bcl dcl gcl kcl pcl tcl epi pau h# cl vcl",  # cl and vcl are closures of the 48
+}
+CLASSES = {phone: phone for phone in _ALONE.split()} | {
+    phone: name for name, others in _MERGED.items() for phone in (name, *others.split())
+}
+"""The class of every phone but ``q``."""
+
+
+def folded(phones: Sequence[str]) -> list[str]:
+    """Return the classes of ``phones``, in any case; a symbol that is no phone is an error."""
+    names = [phone.lower() for phone in phones]
+    for name in names:
+        if name not in CLASSES and name != LEFT_OUT:
+            raise KinformerError(
+                f"`fold` timit39: {name!r} in a transcript is none of TIMIT's phones; leave it "
+                "out where transcripts are of other symbols."
+            )
+    return [CLASSES[name] for name in names if name != LEFT_OUT]
+
+
+# Recorded clips and their transcripts: which files, which words, which speaker, which part of the data.
+#
+#     clips/7_theo_3.wav        transcripts.tsv:  file<TAB>transcript[<TAB>speaker[<TAB>split]]
+#     clips/9_lucas_0.wav                         a.wav<TAB>call me at noon<TAB>ann<TAB>train
+#
+# A table is TSV, CSV or JSON lines and stands beside the clips, under any name; its first line may name its columns,
+# also as Common Voice (path, sentence, client_id) and Hugging Face (file_name, transcription) do, and LJSpeech's lines
+# of ``name|text|normalised text`` are read. Tables ``train.tsv``, ``dev.tsv`` and ``test.tsv``, or one in each folder
+# of those names, are the splits. Without a table the transcript is the first field of a file's name, up to the first
+# underscore, and the speaker is the second where every name has three or more.
+
+TABLE = "transcripts.tsv"
+HELD_OUT = 0.05
+_TABLES: dict[str, TableFormat] = {".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl"}
+_COLUMNS = {
+    "file": ("file", "path", "file_name", "filename", "audio"),
+    "transcript": ("transcript", "transcription", "sentence", "text"),
+    "speaker": ("speaker", "speaker_id", "client_id"),
+    "split": ("split",),
+}
+"""The names of columns, ours first."""
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A file and its transcript. ``samples`` of a channel come at ``rate`` a second; ``split``
+    is empty where the data do not name it."""
+
+    name: str
+    path: str
+    transcript: str
+    speaker: str = ""
+    split: str = ""
+    samples: int = 0
+    rate: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holdout:
+    """The rule of held-out clips: for the test, one ``speaker`` or the clips whose
+    names match ``pattern``; else a ``share``."""
+
+    speaker: str | None = None
+    pattern: str | None = None
+    share: float | None = None
+
+
+def find_clips(path: Path) -> tuple[list[Clip], list[SourceFile], bool]:
+    """Return the clips under ``path`` (a folder or a table), all files that name them, and whether a table does.
+
+    Errors: ``KinformerError`` for a path without clips, a line that is none, and sound that cannot be read or is empty.
+    """
+    with reading_corpus(path):
+        exists, table = path.exists(), path.is_file()
+    if not exists:
+        raise KinformerError(f"{path} does not exist; give a folder of WAV or FLAC files, or a .tsv that lists them.")
+    tables = [path] if table else _tables(path)
+    if tables:
+        clips = [clip for item in tables for clip in _listed(item, path)]
+        files = [*map(single_file, tables), *(single_file(Path(clip.path)) for clip in clips)]
+    else:
+        files = [file for file in folder_files(path, empty=True) if Path(file.name).suffix.lower() in ENDINGS]
+        clips = _named(files)
+    if not clips:
+        raise KinformerError(f"{path}: holds no sound; give a folder of WAV or FLAC files, or a .tsv that lists them.")
+    infos = (sound_info(clip.path) for clip in clips)
+    clips = [replace(clip, samples=info.samples, rate=info.rate) for clip, info in zip(clips, infos, strict=True)]
+    return clips, files, bool(tables)
+
+
+def _tables(folder: Path) -> list[Path]:
+    """Return the tables of transcripts in ``folder``: the table of the usual name, the tables of the splits, or the
+    only table."""
+    if (folder / TABLE).is_file():
+        return [folder / TABLE]
+    tables = [Path(file.path) for file in folder_files(folder, empty=True) if Path(file.name).suffix.lower() in _TABLES]
+    parts = [table for table in tables if _split_of(table, folder)]
+    if any(_split_of(table, folder) == "train" for table in parts):
+        if others := [table for table in tables if table not in parts]:
+            note_once(
+                f"note: {folder}: the splits have tables, so {plural(len(others), 'other table')} are not read, "
+                f"{others[0].name} among them."
+            )
+        return parts
+    if len(tables) > 1:
+        raise KinformerError(
+            f"{folder}: holds {plural(len(tables), 'table')}, {tables[0].name} and {tables[1].name} among them; give "
+            f"the one with the transcripts as `data`, or call it {TABLE}."
+        )
+    return tables
+
+
+def _split_of(table: Path, folder: Path) -> str:
+    """Return the split that a table is of, by its name or its folder's; empty if none."""
+    parts = table.relative_to(folder).parts if table != folder else (table.name,)
+    return SPLITS.get(table.stem.lower(), SPLITS.get(parts[0].lower(), "") if len(parts) > 1 else "")
+
+
+def _listed(table: Path, place: Path) -> list[Clip]:
+    """Return the clips that a table lists; ``place`` is the table, or the folder of the data."""
+    clips, split, there = [], _split_of(table, place) if table != place else "", _Beside(table.parent)
+    for number, row in _rows(table):
+        clips.append(_clip(table, number, row, split, there))
+    if not clips:
+        raise KinformerError(f"{table}: lists no clip; write file, transcript and, if known, speaker and split.")
+    return clips
+
+
+def _rows(table: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield the number of every line that lists a clip, and its cells by the names of their columns."""
+    with reading_corpus(table), table.open("rb") as file:
+        if (kind := _TABLES.get(table.suffix.lower(), "tsv")) == "jsonl":
+            for number, line in enumerate(lines_of(file, str(table)), start=1):
+                row = parse_json_line(table, number, line, "write one object per line") if line.strip() else None
+                if isinstance(row, dict):
+                    row = {str(name).lower(): str(value) for name, value in row.items() if value is not None}
+                    yield number, {name: row[key] for name, key in _columns_in(list(row)).items()}
+            return
+        columns: list[str] | None = None
+        for number, raw in _cells(file, str(table), kind):
+            cells = [_decoded(cell, table, number).strip() for cell in raw]
+            if columns is None:
+                named = _columns_in([cell.lower() for cell in cells])
+                if {"file", "transcript"} <= named.keys():
+                    by_name = {key: name for name, key in named.items()}
+                    columns = [by_name.get(cell.lower(), cell) for cell in cells]
+                    continue
+                columns = ["file", "transcript", "speaker", "split"]
+            if not 2 <= len(cells) <= len(columns):
+                raise KinformerError(
+                    f"{table}, line {number}: has {plural(len(cells), 'column')} where file, transcript and, if known, "
+                    "speaker and split are expected; mend it, or name the columns in the first line."
+                )
+            yield number, dict(zip(columns, cells, strict=False))
+
+
+def _columns_in(names: Sequence[str]) -> dict[str, str]:
+    """Return which of ``names`` is which column."""
+    taken = {ours: next((name for name in usual if name in names), None) for ours, usual in _COLUMNS.items()}
+    return {ours: name for ours, name in taken.items() if name is not None}
+
+
+def _cells(file: BinaryIO, place: str, kind: TableFormat) -> Iterator[tuple[int, list[bytes]]]:
+    """Yield the lines of a table in cells; of LJSpeech's lines, the name and the normalised text."""
+    name, bar, _ = file.readline().partition(b"|")
+    file.seek(0)
+    if kind == "tsv" or not bar or b"," in name:
+        yield from read_cells(file, place, kind)
+        return
+    for number, line in enumerate(lines_of(file, place), start=1):
+        if line:
+            cells = line.split(b"|")
+            yield number, [cells[0], cells[-1]]
+
+
+def _decoded(cell: bytes, table: Path, number: int) -> str:
+    try:
+        return cell.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise KinformerError(
+            f"{table}, line {number}: is no UTF-8 text ({error.reason}); save the transcripts as UTF-8."
+        ) from None
+
+
+class _Beside:
+    """The sound files under the folder of a table, which names them by their paths, names or names without endings."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, name: str) -> Path | None:
+        path = self.folder / name
+        if name and path.is_file():
+            return path
+        beside = self.names.get(name)
+        return None if beside is None else Path(beside)
+
+    @cached_property
+    def names(self) -> dict[str, str | None]:
+        """The path of every name, None of one that several files have."""
+        names: dict[str, str | None] = {}
+        for file in folder_files(self.folder, empty=True):
+            if (path := Path(file.name)).suffix.lower() in ENDINGS:
+                names |= {name: None if name in names else file.path for name in (path.name, path.stem)}
+        return names
+
+
+def _clip(table: Path, number: int, row: dict[str, str], split: str, beside: _Beside) -> Clip:
+    file, transcript, split = row.get("file", ""), row.get("transcript", ""), row.get("split", "").lower() or split
+    if not transcript:
+        raise KinformerError(f"{table}, line {number}: its transcript is empty; complete or remove the line.")
+    path = beside(file)
+    if path is None:
+        names = ", or name the columns file and transcript in the first line" if number == 1 else ""
+        raise KinformerError(
+            f"{table}, line {number}: the file {table.parent / file} is missing; mend its name or remove the "
+            f"line{names}."
+        )
+    if split and split not in SPLITS:
+        raise KinformerError(f"{table}, line {number}: its split {split!r} is unknown; {nearest(split, SPLITS)}")
+    return Clip(file, str(path), transcript, row.get("speaker", ""), SPLITS.get(split, ""))
+
+
+def _named(files: Sequence[SourceFile]) -> list[Clip]:
+    """Return the clips of a folder, by their names."""
+    fields = [Path(file.name).stem.split("_") for file in files]
+    has_speakers = all(len(parts) > 2 for parts in fields)
+    clips = []
+    for file, parts in zip(files, fields, strict=True):
+        if not parts[0].strip():
+            raise KinformerError(
+                f"{file.path}: its name begins with no transcript, as 7_theo_0.wav does; rename it, or list the clips "
+                f"in {TABLE}."
+            )
+        first = file.name.split("/")[0]
+        split = SPLITS.get(first, "") if "/" in file.name else ""
+        clips.append(Clip(file.name, file.path, parts[0].strip(), parts[1] if has_speakers else "", split))
+    return clips
+
+
+def split_clips(clips: Sequence[Clip], holdout: Holdout, place: str) -> dict[str, list[Clip]]:
+    """Return the clips of each split: as the data say, a speaker's or a pattern's for the test, and
+    missing splits by a hash of the names."""
+    by_split: dict[str, list[Clip]] = {name: [] for name in ("", "train", "validation", "test")}
+    for clip in clips:
+        by_split[clip.split].append(clip)
+    chosen = _chosen(clips, holdout, place)
+    if chosen:
+        names = {clip.name for clip in chosen}
+        by_split = {name: [clip for clip in some if clip.name not in names] for name, some in by_split.items()}
+        by_split["test"] = chosen
+    rest = by_split["train"] + by_split[""]
+    order = sorted(rest, key=lambda clip: sha256(clip.name.encode("utf-8", "surrogateescape")).digest())
+    count = math.ceil((HELD_OUT if holdout.share is None else holdout.share) * len(rest))
+    for name in ("test", "validation"):
+        if by_split[name]:
+            continue
+        if name == "validation" and holdout.share is not None and not chosen and not _has_split(clips, "test"):
+            by_split[name] = by_split["test"]
+        else:
+            by_split[name], order = order[:count], order[count:]
+    retained = {clip.name for clip in order}
+    train = [clip for clip in rest if clip.name in retained]
+    if not train:
+        raise KinformerError(f"{place}: too few clips ({len(clips)}) to hold some out; give more data.")
+    return {"train": train, "validation": by_split["validation"], "test": by_split["test"]}
+
+
+def _has_split(clips: Sequence[Clip], split: str) -> bool:
+    return any(clip.split == split for clip in clips)
+
+
+def _chosen(clips: Sequence[Clip], holdout: Holdout, place: str) -> list[Clip]:
+    """Return the clips that the rule holds out for the test."""
+    if holdout.speaker is not None and holdout.pattern is not None:
+        raise KinformerError(
+            f"`held_out_speaker` {holdout.speaker} and `test_clips` {holdout.pattern} contradict; give one of them."
+        )
+    if holdout.speaker is not None:
+        speakers = sorted({clip.speaker for clip in clips if clip.speaker})
+        if holdout.speaker not in speakers:
+            speakers_text = f"its speakers are {', '.join(speakers)}" if speakers else "it does not say who speaks"
+            raise KinformerError(f"`held_out_speaker` {holdout.speaker}: is not in {place}; {speakers_text}.")
+        return [clip for clip in clips if clip.speaker == holdout.speaker]
+    if holdout.pattern is not None:
+        chosen = [clip for clip in clips if fnmatch(clip.name, holdout.pattern)]
+        if not chosen:
+            raise KinformerError(
+                f"`test_clips` {holdout.pattern}: matches no file of {place}, such as {clips[0].name}; mend the "
+                "pattern."
+            )
+        return chosen
+    return []
+
+
+# Sound for speech recognition: recorded clips (``lab.data.sound``), or synthetic telephone tones (``lab.data.waves``).
+#
+# Utterances of a split are numbered; each has samples at the data's rate and a transcript, made of *symbols*:
+# characters, or labels with spaces between them (words, digits, phonemes). Clips may be joined into longer utterances.
+
+CHARACTERS, LABELS = "characters", "labels"
+ROUNDS = 40
+ROOM = 1 << 26
+"""How many samples of every split are kept in memory."""
+LONGEST_PAUSE, SHORTEST_PAUSE = 0.3, 0.05
+_JOINED = 0x4A4F494E
+
+
+class Utterances(Protocol):
+    """The utterances of a split: ``lengths`` int64 [count] in samples, and each one's samples and transcript."""
+
+    lengths: np.ndarray
+
+    def samples(self, number: int) -> Tensor:
+        """Return the samples of the utterance ``number``, float32 [time]."""
+        ...
+
+    def transcript(self, number: int) -> str: ...
+
+    def name(self, number: int) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoundOptions:
+    """The options of recordings: ``units`` (characters or labels; None as they fit the data), ``join`` (how
+    many clips make an utterance, least and most), ``rate`` of sampling (None: that of most clips),
+    ``held``: the rule of held-out clips."""
+
+    units: str | None = None
+    join: tuple[int, int] | None = None
+    rate: int | None = None
+    held: Holdout = field(default_factory=Holdout)
+
+    def __post_init__(self) -> None:
+        require("sample_rate", self.rate, 1000)
+
+
+@dataclass(frozen=True, eq=False)
+class Sound:
+    """Utterances in three splits, ``rate`` samples a second, and the ``symbols`` that transcripts are made of."""
+
+    name: str
+    version: str
+    fingerprint: str
+    rate: int
+    unit: str
+    symbols: tuple[str, ...]
+    splits: Mapping[str, Utterances]
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """Return the identity that a run folder stores as JSON."""
+        return {
+            "name": self.name, "version": self.version, "fingerprint": self.fingerprint,
+            "rate": self.rate, "unit": self.unit, "symbols": list(self.symbols),
+            "examples": {name: len(split.lengths) for name, split in self.splits.items()},
+        }  # fmt: skip
+
+
+def split_symbols(transcript: str, unit: str) -> list[str]:
+    """Return the symbols of a transcript."""
+    return list(transcript) if unit == CHARACTERS else transcript.split()
+
+
+def join_symbols(symbols: Sequence[str], unit: str) -> str:
+    """Return the transcript that the symbols make."""
+    return ("" if unit == CHARACTERS else " ").join(symbols)
+
+
+class Recorded:
+    """The utterances of one clip each, or of several with pauses; ``groups`` are their clips, by number."""
+
+    def __init__(self, clips: Sequence[Clip], groups: Sequence[np.ndarray], rate: int, seed: int) -> None:
+        self.clips, self.groups, self.rate = clips, groups, rate
+        self._resampled: dict[int, Tensor] = {}
+        self._room = ROOM
+        lengths = np.array([ceil(clip.samples * rate / clip.rate) for clip in clips], np.int64)
+        random = np.random.default_rng([_JOINED, seed])
+        low, high = (round(seconds * rate) for seconds in (SHORTEST_PAUSE, LONGEST_PAUSE))
+        self.pauses = [random.integers(low, high + 1, len(group) - 1) for group in groups]
+        sums = [int(lengths[group].sum() + pauses.sum()) for group, pauses in zip(groups, self.pauses, strict=True)]
+        self.lengths = np.array(sums, np.int64)
+
+    def samples(self, number: int) -> Tensor:
+        pieces: list[Tensor] = []
+        for index, pause in zip(self.groups[number].tolist(), [*self.pauses[number].tolist(), 0], strict=True):
+            pieces += [self._clip(index), torch.zeros(pause)]
+        return torch.cat(pieces)
+
+    def transcript(self, number: int) -> str:
+        return " ".join(clip.transcript for clip in self._of(number))
+
+    def name(self, number: int) -> str:
+        return " + ".join(clip.name for clip in self._of(number))
+
+    def _clip(self, index: int) -> Tensor:
+        """Return a clip's samples, cached as long as there is room."""
+        if index in self._resampled:
+            return self._resampled[index]
+        samples, rate = read_sound(self.clips[index].path)
+        resampled = resample(torch.from_numpy(samples), rate, self.rate)
+        if len(resampled) <= self._room:
+            self._resampled[index] = resampled
+            self._room -= len(resampled)
+        return resampled
+
+    def _of(self, number: int) -> list[Clip]:
+        return [self.clips[index] for index in self.groups[number].tolist()]
+
+
+def open_sound(spec: str, options: SoundOptions, symbols: Sequence[str] | None = None) -> Sound:
+    """Return the sound that ``spec`` names: ``dtmf``, a folder of clips, or a table of them.
+
+    ``symbols``: the symbols of a trained model, in their order, if there is one. Errors: ``KinformerError`` for data
+    that cannot be read, and for a transcript with a symbol that no training transcript has.
+    """
+    if spec == DTMF:
+        return _tones(options)
+    path = Path(spec).expanduser()
+    clips, files, table = find_clips(path)
+    fingerprint = fingerprint_of(files)
+    rates = [clip.rate for clip in clips]
+    rate = options.rate or max(sorted(set(rates)), key=rates.count)
+    _tell_resampled(path.name, rates, rate)
+    unit = options.units or (CHARACTERS if table else LABELS)
+    splits = split_clips(clips, options.held, str(path))
+    all_symbols = _symbols(splits, unit, options.join is not None) if symbols is None else tuple(symbols)
+    for some in splits.values():
+        _check_symbols(some, unit, all_symbols)
+    parts: dict[str, Utterances] = {
+        name: Recorded(some, _groups(some, options.join, ROUNDS if name == "train" else 1), rate, number)
+        for number, (name, some) in enumerate(splits.items())
+    }
+    return Sound(path.resolve().name, fingerprint.split(":")[1][:12], fingerprint, rate, unit, all_symbols, parts)
+
+
+def _tones(options: SoundOptions) -> Sound:
+    for flag, unused in (
+        ("`held_out_speaker`", options.held.speaker),
+        ("`test_clips`", options.held.pattern),
+        ("`holdout`", options.held.share),
+        ("`sample_rate`", options.rate),
+    ):
+        if unused is not None:
+            raise KinformerError(f"{flag} {unused}: is for recordings, but telephone tones are made; leave it out.")
+    splits: dict[str, Utterances] = {name: Calls(name, options.join) for name in ("train", "validation", "test")}
+    least, most = Calls.keys(options.join)
+    name = f"{DTMF}-{least}-{most}"
+    return Sound(DTMF, "1", name, RATE, options.units or LABELS, _with_space(KEYS, options.units), splits)
+
+
+def _with_space(symbols: Sequence[str], unit: str | None) -> tuple[str, ...]:
+    return (*([" "] if unit == CHARACTERS else []), *symbols)
+
+
+def _tell_resampled(name: str, rates: Sequence[int], rate: int) -> None:
+    others = sorted({clip_rate for clip_rate in rates if clip_rate != rate})
+    if others:
+        count = sum(clip_rate != rate for clip_rate in rates)
+        have = ", ".join(f"{other:,}" for other in others)
+        clips = f"{count:,} of {plural(len(rates), 'clip')} have {have} samples a second"
+        note(f"note: {name}: {clips} and are resampled to {rate:,}.")
+
+
+def _symbols(splits: Mapping[str, Sequence[Clip]], unit: str, joined: bool) -> tuple[str, ...]:
+    symbols = {symbol for clip in splits["train"] for symbol in split_symbols(clip.transcript, unit)}
+    return tuple(sorted(symbols | ({" "} if joined and unit == CHARACTERS else set())))
+
+
+def _check_symbols(clips: Sequence[Clip], unit: str, trained: Sequence[str]) -> None:
+    """Refuse symbols that no model trained on the ``trained`` ones could write."""
+    symbols = set(trained)
+    for clip in clips:
+        for symbol in split_symbols(clip.transcript, unit):
+            if symbol not in symbols:
+                raise KinformerError(
+                    f"{clip.path}: its transcript {clip.transcript!r} has the symbol {symbol!r}, which no training "
+                    f"transcript has ({plural(len(trained), 'symbol')}: {' '.join(trained)[:60]}); mend it or leave "
+                    "the clip out."
+                )
+
+
+def _groups(clips: Sequence[Clip], join: tuple[int, int] | None, rounds: int) -> list[np.ndarray]:
+    """Return the clips of every utterance: one each, or some of one speaker,
+    every clip once in each of the ``rounds``."""
+    if join is None:
+        return [np.array([number]) for number in range(len(clips))]
+    speakers: dict[str, list[int]] = {}
+    for number, clip in enumerate(clips):
+        speakers.setdefault(clip.speaker, []).append(number)
+    groups: list[np.ndarray] = []
+    for turn in range(rounds):
+        for place, speaker in enumerate(sorted(speakers)):
+            random = np.random.default_rng([_JOINED, turn, place])
+            order = random.permutation(speakers[speaker])
+            while len(order):
+                count = int(random.integers(join[0], join[1] + 1))
+                if len(order) - count < join[0]:
+                    count = len(order) if len(order) <= join[1] else len(order) - join[0]
+                groups.append(order[:count])
+                order = order[count:]
+    return groups

@@ -1,0 +1,334 @@
+"""Text to token ids and back: bytes, or a tokenizer.json of the Hugging Face ``tokenizers`` library."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from kinformer.lab.data.files import atomic_write, reading_corpus
+from kinformer.lab.data.tokenizer_growth import require_bounded
+from kinformer.runtime import files
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import require_file
+
+if TYPE_CHECKING:
+    from kinformer.lab.data.split import Split
+
+PIECE, MOST_TOKENS = 1 << 16, 1 << 24
+_MOST_BYTES, _NEIGHBOURS = 4, 8
+"""The most bytes of a character in UTF-8, and how many ids before a token are decoded with the token."""
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BLANKS = str.maketrans("\u0120\u2581\u0109\u010a\u010d", "  \t\n\r")
+
+
+class TextStream(Protocol):
+    """A decoder of ids as they come; characters that are still incomplete wait for their rest."""
+
+    def feed(self, token: int) -> str:
+        """Return the text that ``token`` completes, possibly empty."""
+        ...
+
+    def finish(self) -> str:
+        """Return the text that was still waiting, with U+FFFD for bytes that never became a character."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """The protocol from text to ids and back. ``fingerprint`` differs between
+    tokenizers; ids lie below ``vocab_size``; ``prefix`` holds the ids that begin every prompt, such as BOS."""
+
+    vocab_size: int
+    fingerprint: str
+    prefix: tuple[int, ...]
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Return ids int64 [length] of ``text``."""
+        ...
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """Return the ids of each of ``texts``."""
+        ...
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of ``tokens``, with U+FFFD where they are no text."""
+        ...
+
+    def spell(self, token: int) -> str:
+        """Return the text of ``token`` inside of a text, where the blank that it begins with is kept."""
+        ...
+
+    def stream(self, before: Sequence[int] = ()) -> TextStream:
+        """Return a decoder for ids that come one by one behind the ids ``before``, whose text it leaves out."""
+        ...
+
+
+def prompt_ids(tokenizer: Tokenizer, text: str | bytes) -> np.ndarray:
+    """Return the ids of ``text`` as a prompt: they begin with the tokenizer's ``prefix``, once, also where the text
+    spells the prefix itself. An empty text stays empty."""
+    ids, prefix = tokenizer.encode(text), np.array(tokenizer.prefix, np.int64)
+    return ids if not len(ids) or np.array_equal(ids[: len(prefix)], prefix) else np.concatenate([prefix, ids])
+
+
+class ByteTokenizer:
+    """The default vocabulary: a token is a byte."""
+
+    vocab_size = 256
+    fingerprint = "bytes"
+    prefix: tuple[int, ...] = ()
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Return ids int64 [length]: the UTF-8 bytes of a string (bytes escaped by the system's decoding come back)."""
+        return np.frombuffer(as_bytes(text), np.uint8).astype(np.int64)
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """Return the ids of each of ``texts``."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of ``tokens``, with U+FFFD where they are not UTF-8."""
+        return bytes(int(token) for token in tokens).decode("utf-8", "replace")
+
+    def spell(self, token: int) -> str:
+        """Return the character of an ASCII byte, else U+FFFD."""
+        return self.decode([token])
+
+    def stream(self, before: Sequence[int] = ()) -> ByteStream:
+        """Return a decoder for bytes that come one by one; the bytes ``before`` do not affect it."""
+        return ByteStream()
+
+
+class ByteStream:
+    """A decoder of UTF-8, byte by byte."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token: int) -> str:
+        """Return the character that the byte completes, or nothing."""
+        return self._decoder.decode(bytes([token]))
+
+    def finish(self) -> str:
+        """Return U+FFFD if a character was left incomplete."""
+        return self._decoder.decode(b"", final=True)
+
+
+class FileTokenizer:
+    """A tokenizer.json. Texts get no special tokens, and prompts get ``prefix`` (:func:`prompt_ids`). Truncation and
+    padding set in the file are ignored. A file whose fingerprint is not ``fingerprint`` is refused.
+
+    Bits per byte are honest for a tokenizer that loses nothing (byte-level BPE); one that normalises text (lower case,
+    unknown words) leaves some of the bytes unpredicted.
+    """
+
+    def __init__(self, path: str | Path, fingerprint: str | None = None, prefix: Sequence[int] = ()) -> None:
+        with reading_corpus(path):
+            Path(path).stat()
+            require_file(Path(path))
+            self.source = Path(path).read_bytes()
+        self.fingerprint, self.prefix = file_fingerprint(self.source), tuple(prefix)
+        if fingerprint not in (None, self.fingerprint):
+            raise KinformerError(
+                f"{path}: is not the tokenizer that the run was made with ({self.fingerprint[:19]} instead of "
+                f"{str(fingerprint)[:19]}); restore that from a copy."
+            )
+        library = _library()
+        with _library_errors(path, "is not a tokenizer.json", "give one made by tokenizers"):
+            self._tokenizer = library.Tokenizer.from_buffer(self.source)
+        require_bounded(path, self._tokenizer)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+        if self.vocab_size > MOST_TOKENS:
+            raise KinformerError(
+                f"{path}: its highest token is {self.vocab_size - 1}, but must be below {MOST_TOKENS}; renumber them."
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Write the same tokenizer.json to ``path``, atomically."""
+        with atomic_write(Path(path)) as file:
+            file.write(self.source)
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Return ids int64 [length] of UTF-8 text."""
+        return self.encode_batch([as_bytes(text)])[0]
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """Return ids of each of ``texts``, UTF-8; anything else is a :class:`KinformerError`."""
+        try:
+            decoded = [text.decode("utf-8") for text in texts]
+        except UnicodeDecodeError as error:
+            raise KinformerError(
+                f"a tokenizer needs UTF-8 text but byte {error.object[error.start]:#04x} is not ({error.reason}); "
+                "convert the data to UTF-8 or leave the tokenizer out and train on bytes."
+            ) from error
+        with _library_errors("the tokenizer", "cannot encode this text", "give another one, or other data"):
+            encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
+        return [np.array(encoding.ids, np.int64) for encoding in encodings]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of ``tokens``."""
+        with _library_errors("the tokenizer", "cannot decode these tokens", "give another one"):
+            return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
+
+    def spelled(self) -> tuple[list[str], bool]:
+        """Return how each id is spelled, with blanks for the signs that stand for them, and whether ``##`` marks a
+        token that continues a word, as in WordPiece."""
+        pieces = [self._tokenizer.id_to_token(token) or "" for token in range(self.vocab_size)]
+        marked = type(self._tokenizer.model).__name__ == "WordPiece"
+        return [piece.translate(_BLANKS) for piece in pieces], marked
+
+    def spell(self, token: int) -> str:
+        """Return the text of ``token`` inside of a text, where the blank that it begins with is kept."""
+        # Decoders drop the first blank of a whole text, so the token stands behind itself.
+        return self.decode([token, token])[len(self.decode([token])) :]
+
+    def stream(self, before: Sequence[int] = ()) -> FileStream:
+        """Return a decoder for ids that come one by one behind the ids ``before``, whose text it leaves out."""
+        return FileStream(self, before)
+
+
+@contextmanager
+def _library_errors(place: str | Path, what: str, remedy: str) -> Iterator[None]:
+    """Report errors in the library as one sentence, a panic of its Rust code too, which is no ``Exception``."""
+    with files.reading(place, what, remedy):
+        try:
+            yield
+        except BaseException as error:
+            if type(error).__module__ != "pyo3_runtime":
+                raise
+            raise ValueError(str(error)) from None
+
+
+def file_fingerprint(source: bytes) -> str:
+    """Return the fingerprint of a tokenizer.json that holds ``source``."""
+    return "sha256:" + sha256(source).hexdigest()
+
+
+class FileStream:
+    """A decoder of the newest ids beside the last ones before them, since a token's text depends on its neighbours:
+    WordPiece joins words, and the decoders of LLaMA 2 and Mistral drop the blank at the beginning of a text.
+
+    ``before``: ids that stand before the first one, such as the prompt's.
+    """
+
+    def __init__(self, tokenizer: FileTokenizer, before: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._before, self._waiting = self._tail([int(token) for token in before]), list[int]()
+
+    def feed(self, token: int) -> str:
+        """Return the text that ``token`` completes, or nothing while a character is incomplete."""
+        self._waiting.append(token)
+        text = self._text(self._waiting)
+        if not text.endswith(_REPLACEMENT):
+            return self._shown(len(self._waiting), text)
+        # A character has at most 4 bytes, and a token at least one, so the oldest token that waits is complete.
+        return "" if len(self._waiting) < _MOST_BYTES else self._shown(1, self._text(self._waiting[:1]))
+
+    def finish(self) -> str:
+        """Return the text of the ids that were waiting."""
+        return self._shown(len(self._waiting), self._text(self._waiting))
+
+    def _text(self, tokens: list[int]) -> str:
+        """Return the text of ``tokens`` behind the ids before them."""
+        before, text = self._tokenizer.decode(self._before), self._tokenizer.decode(self._before + tokens)
+        # An invalid byte makes the decoder replace the whole run of bytes, also the part that was shown.
+        return text[len(before) :] if text.startswith(before) else self._tokenizer.decode(tokens)
+
+    def _shown(self, count: int, text: str) -> str:
+        """Return ``text``, which belongs to the first ``count`` waiting ids, and count these ids as shown."""
+        shown, self._waiting = self._waiting[:count], self._waiting[count:]
+        if shown:
+            self._before = shown if text else (self._before + shown)[-_NEIGHBOURS:]
+        return text
+
+    def _tail(self, before: list[int]) -> list[int]:
+        """Return the last ids of ``before``, from the beginning of a character."""
+        start = max(0, len(before) - _NEIGHBOURS)
+        starts = range(start, max(-1, start - _MOST_BYTES), -1)
+        whole = (start for start in starts if not self._tokenizer.decode(before[start:]).startswith(_REPLACEMENT))
+        return before[next(whole, start) :]
+
+
+def train_tokenizer(split: Split, vocab_size: int, path: str | Path, limit: int = 256 << 20) -> FileTokenizer:
+    """Learn a byte-level BPE of at most ``vocab_size`` tokens from the first ``limit`` bytes of ``split``.
+
+    Writes it to ``path`` (a tokenizer.json) and returns it. It encodes any text and loses nothing.
+    """
+    return train_tokenizer_on(texts_of(split, limit), vocab_size, path)
+
+
+def texts_of(split: Split, limit: int = 256 << 20) -> Iterator[str]:
+    """Yield the first ``limit`` bytes of ``split`` in pieces."""
+    return (piece.decode("utf-8", "replace") for piece in text_pieces(split.text.take(limit)))
+
+
+def train_tokenizer_on(texts: Iterable[str], vocab_size: int, path: str | Path) -> FileTokenizer:
+    """Learn a byte-level BPE of at most ``vocab_size`` tokens from ``texts``, and write it to ``path``."""
+    if vocab_size < 256:
+        raise KinformerError(f"vocab_size is {vocab_size} but a byte-level tokenizer needs 256 or more.")
+    library = _library()
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size, show_progress=False, initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    with atomic_write(Path(path)) as file:
+        file.write(tokenizer.to_str().encode())
+    return FileTokenizer(path)
+
+
+def text_pieces(split: Split) -> Iterator[bytes]:
+    """Yield the bytes of ``split`` in pieces of at most 64 KiB that end at a line's end, else between characters.
+
+    No piece crosses a document's end.
+    """
+    ends = [*split.documents[1:].tolist(), len(split)]
+    for start, end in zip(split.documents.tolist(), ends, strict=True):
+        while start < end:
+            piece = split.extents.read(start, min(start + PIECE, end))
+            if start + len(piece) < end:
+                piece = piece[: piece.rfind(b"\n") + 1 or _last_character_start(piece)]
+            yield piece
+            start += len(piece)
+
+
+def _last_character_start(piece: bytes) -> int:
+    tail = piece[-4:]
+    for back, byte in enumerate(reversed(tail), start=1):
+        if byte & 0xC0 != 0x80:
+            return len(piece) - back
+    return len(piece)
+
+
+def as_bytes(text: str | bytes) -> bytes:
+    """Return ``text`` as UTF-8; bytes that the system's decoding escaped come back.
+    Half of a surrogate pair is an error."""
+    if not isinstance(text, str):
+        return text
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        raise KinformerError(
+            f"the text holds {ascii(text[error.start])}, half of a surrogate pair, at place {error.start}, which is no "
+            "character; leave it out."
+        ) from None
+
+
+def _library() -> ModuleType:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise KinformerError(
+            "a tokenizer.json needs the package 'tokenizers', which is not installed; "
+            "run pip install 'kinformer[text]'."
+        ) from error
+    return tokenizers

@@ -1,0 +1,265 @@
+"""The evaluation of a run with and without a datastore at its head (kNN-LM): at
+many weights, and with fewer entries."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kinformer.lab.data import Split, first_bytes
+from kinformer.lab.datastore.attach import (
+    EXACT_BELOW,
+    NEIGHBOURS,
+    TEMPERATURE,
+    WEIGHT,
+    StoredRun,
+    attach_mixture,
+    note_stored,
+    probes_of,
+    searcher,
+)
+from kinformer.lab.datastore.store import Datastore
+from kinformer.lab.evaluation.bits import Windows
+from kinformer.lab.evaluation.mixing import WEIGHTS, Grid, Setting, Sweep, Watched, sweep
+from kinformer.lab.tasks.evaluation import EvaluationReport, TextTable, evaluated
+from kinformer.lab.tasks.runs import LoadedRun
+from kinformer.lab.tasks.shared.text import HeldOut, check_positions, held_out, main_windows
+from kinformer.lab.training.logging import Metric
+from kinformer.runtime.errors import KinformerError, marked, plural
+from kinformer.runtime.parsing import parse_counts
+from kinformer.runtime.progress import note, progressing
+
+if TYPE_CHECKING:
+    from kinformer.lab.datastore.attach import AttachedDecoder
+
+RECALLED = 256
+BITS = Metric("bits_per_byte", "bits per byte")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreMeasurement:
+    """The result with ``entries`` entries: the setting, the split it was chosen
+    on (None: the user's), and the metrics."""
+
+    entries: int
+    setting: Setting
+    tuned_on: Split | None
+    sweep: Sweep
+    bytes_read: int
+    recall: float | None
+    recalled: int
+    seconds: float
+
+    @property
+    def bits(self) -> float:
+        return self.sweep.bits_per_byte(self.setting)
+
+    def at(self, weight: float) -> float:
+        """Return bits per byte with another weight."""
+        return self.sweep.bits_per_byte(
+            Setting(weight=weight, temperature=self.setting.temperature, neighbours=self.setting.neighbours)
+        )
+
+
+class MixtureOptions(Protocol):
+    """The options by which a store is mixed in (``lab.runs.options.EvaluateOptions``)."""
+
+    @property
+    def weight(self) -> float | None: ...
+    @property
+    def neighbours(self) -> int | None: ...
+    @property
+    def knn_temperature(self) -> float | None: ...
+    @property
+    def tune(self) -> bool: ...
+    @property
+    def sizes(self) -> str | None: ...
+    @property
+    def max_bytes(self) -> int | None: ...
+    @property
+    def chunk(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class _Job:
+    """The parts of one evaluation: its options, the run, the model, its datastore and the windows."""
+
+    options: MixtureOptions
+    probes: int | None
+    run: StoredRun
+    model: AttachedDecoder
+    store: Datastore
+    windows: Windows | None
+    quiet: bool
+
+
+def evaluate_datastore(runs: Sequence[StoredRun], options: Any, task_options: Any, quiet: bool) -> EvaluationReport:
+    """Evaluate a run with the datastore that ``options`` (``lab.runs.options.EvaluateOptions``) name; ``task_options`` are
+    its task's evaluation options."""
+    sizes = _sizes(runs, options, task_options)
+    run = runs[0]
+    model = run.model(options.set).to(options.prepare(options.seed))
+    attached = attach_mixture(run, model, options)
+    if task_options.plot is not None:
+        from kinformer.lab.drawing.style import check
+
+        check(Path(task_options.plot))
+    windows = main_windows(run, model, task_options)
+    check_positions(model, windows)
+    store: Datastore = attached.head.searcher.store  # type: ignore[union-attr,assignment]
+    job = _Job(options, probes_of(store.folder, options.probes), run, attached, store, windows, quiet)
+    held = held_out(run, options, task_options.holdout)
+    tuning, reported = _parts(held, options)
+    measured = [held.split] if tuning is None or tuning.name == held.split.name else [tuning, reported]
+    note_stored(store.record, run, held.corpus, options.data, measured)
+    done = [
+        _measure(job, tuning, reported, size)
+        for size in (*(item for item in sizes if item < store.entries), store.entries)
+    ]
+    return _report(job, held, reported, done, task_options.plot)
+
+
+def _sizes(runs: Sequence[StoredRun], options: MixtureOptions, task_options: object) -> list[int]:
+    """Return the numbers of entries that are tried too; raise for options that conflict with a datastore."""
+    for flag in ("lengths", "recl", "baseline"):
+        if getattr(task_options, flag, None):
+            raise KinformerError(f"{marked(flag)}: does not go together with `datastore`; leave one out.")
+    if len(runs) > 1:
+        raise KinformerError("`datastore`: belongs to one run; give one DIR.")
+    try:
+        return [] if options.sizes is None else parse_counts(options.sizes)
+    except ValueError:
+        raise KinformerError(
+            f"`sizes` {options.sizes}: is not a list of numbers of entries; write as in 10k,100k."
+        ) from None
+
+
+def _parts(held: HeldOut, options: MixtureOptions) -> tuple[Split | None, Split]:
+    """Return the split to tune on, if any, and the split to report: never the same tokens."""
+    if not options.tune:
+        return None, held.split
+    splits = held.corpus.splits
+    disjoint = splits["validation"].extents.pieces != splits["test"].extents.pieces
+    if disjoint and held.split.name == "test" and len(splits["validation"]) > 1:
+        tuning = splits["validation"]
+        if options.max_bytes is not None:
+            tuning = first_bytes(tuning, options.max_bytes, held.corpus.tokenizer)
+        return tuning, held.split
+    half = len(held.split) // 2
+    tuning, reported = held.split.take(half), held.split.skip(half)
+    for part in (tuning, reported):
+        part.require(2, "tuning on one half and reporting the other")
+    return tuning, reported
+
+
+def _measure(job: _Job, tuning: Split | None, reported: Split, entries: int) -> StoreMeasurement:
+    """Tune, if requested, and measure with the first ``entries`` entries; few of them, which fill no list, exactly."""
+    options = job.options
+    probes = None if entries < min(EXACT_BELOW, job.store.entries) else job.probes
+    limit = NEIGHBOURS if options.neighbours is None else options.neighbours
+    with progressing(job.quiet) as progress:
+        if tuning is None:
+            weight = WEIGHT if options.weight is None else options.weight
+            temperature = TEMPERATURE if options.knn_temperature is None else options.knn_temperature
+            setting = Setting(weight=weight, temperature=temperature, neighbours=limit)
+        else:
+            grid, search = Grid.up_to(limit), searcher(job.store, probes, entries)
+            setting = sweep(job.model, search, tuning, job.windows, grid, chunk=options.chunk, progress=progress).best
+        watched = Watched(searcher(job.store, probes, entries), len(reported) // RECALLED)
+        grid = Grid(tuple(sorted({*WEIGHTS, setting.weight})), (setting.temperature,), (setting.neighbours,))
+        started_at = time.perf_counter()
+        swept = sweep(job.model, watched, reported, job.windows, grid, chunk=options.chunk, progress=progress)
+        seconds = time.perf_counter() - started_at
+    return StoreMeasurement(
+        entries=entries,
+        setting=setting,
+        tuned_on=tuning,
+        sweep=swept,
+        bytes_read=watched.bytes_read,
+        recall=watched.recall(searcher(job.store, None, entries)) if probes else None,
+        recalled=watched.queries,
+        seconds=seconds,
+    )
+
+
+def _report(
+    job: _Job, held: HeldOut, reported: Split, done: list[StoreMeasurement], plot: str | None
+) -> EvaluationReport:
+    whole = done[-1]
+    weights = [(weight, whole.at(weight)) for weight in whole.sweep.grid.weights]
+    if plot is not None:
+        from kinformer.lab.drawing.plots import plot_datastore as draw
+
+        sizes = [(float(item.entries), item.bits) for item in done] if len(done) > 1 else []
+        draw(whole.at(0.0), weights, sizes, Path(plot))
+        note(f"drew {plot}")
+    evaluation = evaluated(
+        LoadedRun(job.run, None),
+        {BITS: whole.bits},
+        held.identity,
+        _blocks(job, held, reported, done),
+        facts=_facts(job, held, reported, done) | {"weights": [list(point) for point in weights]},
+        baselines={"bits_per_byte_alone": whole.at(0.0)},
+    )
+    return EvaluationReport([evaluation])
+
+
+def _metrics(outcome: StoreMeasurement) -> dict[str, object]:
+    return {"entries": outcome.entries} | asdict(outcome.setting) | {
+        "bits_per_byte": outcome.bits,
+        "bits_per_byte_alone": outcome.at(0.0),
+        "bytes_read_per_query": outcome.bytes_read / outcome.sweep.tokens,
+        "recall": outcome.recall,
+        "recall_queries": outcome.recalled if outcome.recall is not None else None,
+        "seconds": outcome.seconds,
+    }  # fmt: skip
+
+
+def _facts(job: _Job, held: HeldOut, reported: Split, done: list[StoreMeasurement]) -> dict[str, object]:
+    whole, tuned = done[-1], done[-1].tuned_on
+    return (
+        {"datastore": str(job.store.folder)}
+        | {"bytes": reported.bytes, "tokens": whole.sweep.tokens}
+        | {"context": None if job.windows is None else job.windows.context, "carried": job.windows is None}
+        | {"tuned_on": None if tuned is None else {"split": tuned.name, "bytes": tuned.bytes}}
+        | {"approximate": job.probes is not None, "probes": job.probes}
+        | _metrics(whole)
+        | {"sizes": [_metrics(item) for item in done]}
+    )
+
+
+def _blocks(job: _Job, held: HeldOut, reported: Split, done: list[StoreMeasurement]) -> list[str | TextTable]:
+    whole, setting = done[-1], done[-1].setting
+    blocks: list[str | TextTable] = [
+        f"{job.run.folder} ({job.run.member}) on {held.corpus.name} {held.corpus.version}, {reported.name} split",
+        f"datastore {job.store.folder}: {plural(job.store.entries, 'entry')} of {plural(job.store.dim, 'number')}",
+    ]
+    if whole.tuned_on is not None:
+        same = "first half of the " if whole.tuned_on.name == reported.name else ""
+        rest = ", the figures are of its second half" if same else ""
+        blocks.append(f"tuned on the {same}{whole.tuned_on.name} split ({plural(whole.tuned_on.bytes, 'byte')}){rest}")
+    way = "exact search"
+    if whole.recall is not None and job.probes is not None:
+        way = (
+            f"{plural(job.probes, 'probe')}, recall@{setting.neighbours} {whole.recall:.3f} of "
+            f"{plural(whole.recalled, 'query')}"
+        )
+    blocks += [
+        f"{whole.bits:.4f} bits per byte with weight {setting.weight:g}, temperature {setting.temperature:g}, "
+        f"{plural(setting.neighbours, 'neighbour')}; {whole.at(0.0):.4f} with weight 0, which is the model alone",
+        f"{plural(reported.bytes, 'byte')}, {plural(whole.sweep.tokens, 'prediction')}, {way}, "
+        f"{whole.bytes_read / whole.sweep.tokens:,.0f} bytes read per query, {reported.bytes / whole.seconds:,.0f} "
+        "bytes/s\n",
+    ]
+    rows = [(f"{weight:g}", f"{whole.at(weight):.4f}") for weight in whole.sweep.grid.weights]
+    blocks.append(TextTable(("weight", "bits per byte"), rows, (0, 1)))
+    if len(done) > 1:
+        sizes = [
+            (f"{item.entries:,}", f"{item.setting.weight:g}", f"{item.setting.temperature:g}", f"{item.bits:.4f}")
+            for item in done
+        ]
+        blocks += ["", TextTable(("entries", "weight", "temperature", "bits per byte"), sizes, range(4))]
+    return blocks

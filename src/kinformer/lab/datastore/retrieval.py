@@ -1,0 +1,348 @@
+"""A decoder whose head takes neighbours that another, frozen one retrieves from a store (SPALM, Yogatama et al. 2021).
+
+Both read the same tokens, and the state is that of both; the store is no part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.contract import select_valid
+from kinformer.core.model import Hidden
+from kinformer.core.parts import Input, Neighbours
+from kinformer.core.state import State
+from kinformer.lab.data import Corpus, Split
+from kinformer.lab.datastore.attach import (
+    GATED_NEIGHBOURS,
+    RETRIEVAL,
+    KeyedDecoder,
+    KeyedStates,
+    OpenRun,
+    StoredRun,
+    keyed,
+    looks_up,
+    origin_of,
+    probes_of,
+    search_words,
+    searcher,
+)
+from kinformer.lab.datastore.neighbours import NeighbourTable, is_whole, neighbours_of, neighbours_without_self, table
+from kinformer.lab.datastore.search import ExactSearch, ListSearch, similarity_of
+from kinformer.lab.datastore.store import Datastore, IndexedText, StoredText, entries_of
+from kinformer.lab.evaluation.bits import Windows, streamable
+from kinformer.lab.tasks.task import TrainingPlan
+from kinformer.lab.training.data_module import DataModule
+from kinformer.lab.training.settings import Settings
+from kinformer.models.decoder import Decoder
+from kinformer.runtime.errors import KinformerError, marked, require
+from kinformer.runtime.progress import note, progressing
+
+if TYPE_CHECKING:
+    from kinformer.core.parts import Searcher
+    from kinformer.core.stack import ModelConfig
+    from kinformer.lab.datastore.options import TrainingOptions
+
+
+class RetrievingState(NamedTuple):
+    """The state: ``decoder`` is that of the model itself, ``retriever`` that of the model that makes its queries."""
+
+    decoder: State
+    retriever: State
+
+
+class RetrievingDecoder(nn.Module):
+    """A language model: ``decoder`` with the ``neighbours`` nearest entries of ``searcher`` at every token.
+
+    ``retriever`` made the store's keys; it is frozen. Only :meth:`logits` searches the store.
+    """
+
+    def __init__(
+        self, decoder: Decoder, retriever: KeyedDecoder, searcher: ExactSearch | ListSearch, neighbours: int
+    ) -> None:
+        super().__init__()
+        self.decoder, self.retriever = decoder, retriever.requires_grad_(False)
+        self.searcher, self.neighbours = searcher, neighbours
+        self.train(decoder.training)
+
+    def train(self, mode: bool = True) -> RetrievingDecoder:
+        super().train(mode)
+        self.retriever.eval()
+        return self
+
+    @property
+    def input(self) -> Input:
+        return self.decoder.input
+
+    @property
+    def vocab_size(self) -> int:
+        return self.decoder.vocab_size
+
+    @property
+    def max_length(self) -> int | None:
+        """Return the length at which the positions of either end."""
+        ends = [end for end in (self.decoder.max_length, self.retriever.decoder.max_length) if end is not None]
+        return min(ends, default=None)
+
+    def initial_state(self, batch: int, *, dtype: torch.dtype | None = None, **options: Any) -> RetrievingState:
+        """Return the state of ``batch`` new sequences; ``dtype`` is of the decoder's part."""
+        return RetrievingState(
+            self.decoder.initial_state(batch, dtype=dtype, **options),
+            self.retriever.decoder.initial_state(batch, **options),
+        )
+
+    def forward(
+        self,
+        values: Tensor,
+        state: RetrievingState | None = None,
+        *,
+        valid: Tensor | None = None,
+        reset: Tensor | None = None,
+    ) -> tuple[Tensor, RetrievingState]:
+        """Return logits [batch, time, vocab] (zero where not ``valid``) and the state after the chunk."""
+        inputs, state = self.head_inputs(values, state, valid=valid, reset=reset)
+        return select_valid(self.logits(inputs), valid), state
+
+    def hidden(
+        self,
+        values: Tensor,
+        state: RetrievingState | None = None,
+        *,
+        valid: Tensor | None = None,
+        reset: Tensor | None = None,
+        taps: Sequence[int] = (),
+    ) -> Hidden:
+        """Return the decoder's hidden states and taps, and the state after the chunk."""
+        before = state or RetrievingState(None, None)
+        hidden_states, after, tapped = self.decoder.hidden(values, before.decoder, valid=valid, reset=reset, taps=taps)
+        with torch.no_grad():
+            _, retriever_state, _ = self.retriever.decoder.hidden(values, before.retriever, valid=valid, reset=reset)
+        return Hidden(hidden_states, RetrievingState(after, retriever_state), tapped)
+
+    def head_inputs(
+        self,
+        values: Tensor,
+        state: RetrievingState | None = None,
+        *,
+        valid: Tensor | None = None,
+        reset: Tensor | None = None,
+    ) -> tuple[KeyedStates, RetrievingState]:
+        """Return the decoder's hidden states and the retriever's keys, and the state after the chunk."""
+        before = state or RetrievingState(None, None)
+        hidden_states, after, _ = self.decoder.hidden(values, before.decoder, valid=valid, reset=reset)
+        with torch.no_grad():
+            _, keys, retriever_state = self.retriever(values, before.retriever, valid=valid, reset=reset)
+        return KeyedStates(hidden_states, keys), RetrievingState(after, retriever_state)
+
+    def logits(self, inputs: KeyedStates) -> Tensor:
+        """Return logits [batch, time, vocab] of head inputs [batch, time, ...]."""
+        result = self.searcher.search(inputs.keys.flatten(0, -2).detach(), self.neighbours)
+        neighbours = following(result).view(*inputs.hidden_states.shape[:-1], -1)
+        return self.decoder.head(inputs.hidden_states, self.decoder.input, neighbours=neighbours)
+
+
+def following(neighbours: Neighbours) -> Tensor:
+    """Return the tokens [n, k] that followed, -1 where there is no neighbour."""
+    return neighbours.tokens.masked_fill(neighbours.entries < 0, -1)
+
+
+# The retrieval of a run whose head searches a store (SPALM): its datastore, the retriever that made it, and tables.
+#
+# ``config.json`` names them under ``data.retrieval``. The tokens after the neighbours of every training and validation
+# token are searched once and stored in the datastore's folder, for all runs with as many neighbours.
+
+
+@dataclass(frozen=True)
+class _Retrieval:
+    """An open datastore, the retriever that made it and its searcher; ``part`` are the run's
+    training tokens, entries ``first`` and on."""
+
+    keys: KeyedDecoder
+    store: Datastore
+    searcher: Searcher
+    neighbours: int
+    probes: int | None
+    part: StoredText
+    first: int
+
+
+@runtime_checkable
+class TakesNeighbours(Protocol):
+    """The protocol of rows of text that can be joined with the tokens after every token's neighbours."""
+
+    def with_neighbours(self, train: np.ndarray, validation: np.ndarray) -> DataModule:
+        """Return the same rows with ``train`` and ``validation`` [tokens, k] int64, -1 where there is no neighbour."""
+        ...
+
+
+def choose_retrieval(options: TrainingOptions, config: ModelConfig) -> dict[str, object]:
+    """Return the retrieval entry of a new run's ``data``."""
+    named = {name: getattr(options, name) for name in ("retriever", "neighbours", "probes")}
+    if options.datastore is None:
+        for name, value in named.items():
+            if value is not None:
+                raise KinformerError(f"{marked(name)}: says how a datastore is used; give `datastore` FOLDER too.")
+        if looks_up(config):
+            note("note: there is no `datastore`, so this trains the model without its long-term memory.")
+        return {}
+    if not looks_up(config):
+        raise KinformerError(
+            f"`datastore` {options.datastore}: the head of {options.member!r} looks nothing up while it is trained; "
+            "train spalm, or give the datastore to kinformer evaluate and generate."
+        )
+    if options.retriever is None:
+        raise KinformerError(
+            f"`datastore` {options.datastore}: is searched with what made it; give `retriever` RUN, the run that "
+            "kinformer index was given."
+        )
+    require("neighbours", options.neighbours, 1)
+    require("probes", options.probes, 0)
+    paths = {name: str(Path(str(getattr(options, name))).resolve()) for name in ("datastore", "retriever")}
+    probes = probes_of(paths["datastore"], options.probes)
+    return {RETRIEVAL: paths | {"neighbours": options.neighbours or GATED_NEIGHBOURS, "probes": probes}}
+
+
+def resume_retrieval(run: StoredRun, options: TrainingOptions) -> dict[str, object]:
+    """Return the retrieval entry of a resumed run's ``data``: as it was, except for folders that were moved."""
+    retrieval = run.data.get(RETRIEVAL)
+    for name in ("datastore", "retriever", "neighbours", "probes"):
+        value = getattr(options, name)
+        moved = retrieval is not None and name in ("datastore", "retriever")
+        if value is not None and not moved and (retrieval is None or (value or None) != retrieval[name]):
+            raise KinformerError(
+                f"`{name}` {value}: the run in {run.folder} was begun otherwise, and a resumed run goes on as it was; "
+                "leave it out, or give another `out`."
+            )
+    if retrieval is None:
+        return {}
+    paths = {name: getattr(options, name) for name in ("datastore", "retriever")}
+    return {
+        RETRIEVAL: retrieval | {name: str(Path(path).resolve()) for name, path in paths.items() if path is not None}
+    }
+
+
+def with_neighbours(
+    rows: DataModule, run: StoredRun, open_run: OpenRun, plan: TrainingPlan, device: str, quiet: bool
+) -> DataModule:
+    """Return the run's rows of text with the tokens of their neighbours, where the model uses them."""
+    if RETRIEVAL not in run.data:
+        return rows
+    if not isinstance(rows, TakesNeighbours):
+        raise KinformerError("`datastore`: this task looks nothing up; leave it out.")
+    corpus, settings = plan.data, plan.settings
+    retrieval = _open(run, open_run, corpus, device)
+    _check_settings(run, retrieval, settings, rows.carries)
+    train_plan = _plan(retrieval, "train", len(corpus.splits["train"]) - 1, {})
+    if not is_whole(retrieval.store, train_plan):
+        how = search_words(retrieval.probes)
+        note(f"neighbours of every token are looked up {how}, once for all runs that ask for as many")
+    with progressing(quiet, "looking up neighbours") as progress:
+        train = table(
+            retrieval.store,
+            train_plan,
+            neighbours_without_self(retrieval.store, retrieval.searcher, retrieval.first, train_plan),
+            progress,
+        )
+        held_out = corpus.splits["validation"].take(settings.validation_tokens)
+        source = {"fingerprint": corpus.fingerprint, "holdout": run.data.get("holdout"), "split": "validation"}
+        held_out_plan = _plan(retrieval, "validation", len(held_out) - 1, source)
+        validation = table(
+            retrieval.store,
+            held_out_plan,
+            lambda done: neighbours_of(_keys(retrieval, held_out), retrieval.searcher, held_out_plan, done),
+            progress,
+        )
+    return rows.with_neighbours(train, validation)
+
+
+def _open(run: StoredRun, open_run: OpenRun, corpus: Corpus, device: str) -> _Retrieval:
+    record = run.data[RETRIEVAL]
+    retriever = open_run(record["retriever"])
+    keys = keyed(retriever, retriever.model().to(device))
+    store = Datastore(record["datastore"], origin_of(retriever, keys))
+    part, first = _train_part(store, run, corpus)
+    return _Retrieval(
+        keys, store, searcher(store, record["probes"]), record["neighbours"], record["probes"], part, first
+    )
+
+
+def _train_part(store: Datastore, run: StoredRun, corpus: Corpus) -> tuple[StoredText, int]:
+    """Return the part of ``store`` that is the run's training split, entry by entry, and where it begins."""
+    reason, tokenizer = "it holds other data", run.tokenizer
+    assert tokenizer is not None
+    if store.record.origin.tokenizer != tokenizer.fingerprint:
+        raise _foreign(store, run, corpus, "its tokens are those of another tokenizer")
+    first, matches = 0, []
+    for part in store.record.parts:
+        source = part.source
+        if source.get("fingerprint") == corpus.fingerprint:
+            read_as = (source.get("splits"), source.get("holdout"), source.get("max_bytes"))
+            if read_as == (["train"], run.data.get("holdout"), None):
+                matches.append((part, first))
+            else:
+                reason = "it holds another part of it"
+        first += part.total
+    if len(matches) != 1 or reason != "it holds other data" or not _same_tokens(store, *matches[0], corpus):
+        raise _foreign(store, run, corpus, reason)
+    return matches[0]
+
+
+def _same_tokens(store: Datastore, part: StoredText, first: int, corpus: Corpus) -> bool:
+    """Return whether entry t of ``part`` is the token behind training token t."""
+    train, step = corpus.splits["train"], 1 << 20
+    if part.total != len(train) - 1:
+        return False
+    return all(
+        np.array_equal(
+            store.tokens[first + start : first + min(start + step, part.total)],
+            train.tokens(1 + start, min(step, part.total - start)),
+        )
+        for start in range(0, part.total, step)
+    )
+
+
+def _foreign(store: Datastore, run: StoredRun, corpus: Corpus, reason: str) -> KinformerError:
+    return KinformerError(
+        f"{store.folder}: is no datastore of the training split of {corpus.name} as this run reads it ({reason}); make "
+        f"one: kinformer index {run.data['retrieval']['retriever']} --data {run.data['spec']} --datastore FOLDER."
+    )
+
+
+def _check_settings(run: StoredRun, retrieval: _Retrieval, settings: Settings, segments: bool) -> None:
+    """Raise unless the objective uses neighbours and the retriever reads what the
+    model reads, and does not end before it."""
+    reader, where = retrieval.keys.decoder, run.data[RETRIEVAL]["retriever"]
+    if settings.objective not in (None, "next-token"):
+        raise KinformerError(f"`objective` {settings.objective}: looks nothing up; take next-token.")
+    if segments and not streamable(reader):
+        raise KinformerError(
+            f"`segments`: the state goes on without end, but that of the retriever {where} grows with every token or "
+            "its positions end; take one with a bounded state, or leave `segments` out."
+        )
+    if reader.max_length is not None and settings.length > reader.max_length:
+        raise KinformerError(
+            f"`length` {settings.length}: the positions of the retriever {where} end at {reader.max_length}; give "
+            f"`length` {reader.max_length} or less, or take another retriever."
+        )
+
+
+def _plan(retrieval: _Retrieval, name: str, tokens: int, source: Mapping[str, object]) -> NeighbourTable:
+    settings: dict[str, object] = {"first": retrieval.first, "probes": retrieval.probes}
+    if (similarity := similarity_of(retrieval.store.folder, None)) != "l2":
+        settings["similarity"] = similarity
+    return NeighbourTable(name=name, tokens=tokens, neighbours=retrieval.neighbours, source=settings | dict(source))
+
+
+def _keys(retrieval: _Retrieval, split: Split) -> Iterator[Tensor]:
+    """Yield the retriever's keys of ``split``, read as the datastore's text was."""
+    source = retrieval.part.source
+    context = source.get("context")
+    windows = None if context is None else Windows(context=context, overlap=source.get("overlap", 0.0))
+    text = IndexedText([split], windows, source["chunk"], {})
+    return (keys for keys, _, _ in entries_of(retrieval.keys, text, 0, ()))

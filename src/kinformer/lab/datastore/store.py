@@ -1,0 +1,476 @@
+"""A datastore (Khandelwal et al. 2020, kNN-LM): a model's key of every context, and the token that came next.
+
+A folder with ``store.json`` (the record, below), ``keys.bin`` (``entries`` x ``dim``, float16 or float32) and
+``tokens.bin`` (``entries`` x int32), raw little-endian arrays that are mapped, never loaded. The record counts only
+what is safely on the disk, so both files may be longer than it says, and never shorter.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kinformer.core.state import map_tensors, tensors
+from kinformer.lab.data import EvaluationStream, Split, first_bytes, open_corpus
+from kinformer.lab.datastore.attach import StoredRun
+from kinformer.lab.evaluation.bits import Windows, batches
+from kinformer.lab.tasks.shared.text import WindowOptions, check_positions, main_windows, spec_of
+from kinformer.runtime.errors import KinformerError, choose, plural
+from kinformer.runtime.files import (
+    load_tensors,
+    locked,
+    read_json,
+    remove_partials,
+    require_signature,
+    require_utf8,
+    save_tensors,
+    signed,
+    write_json,
+)
+from kinformer.runtime.parsing import JsonObject
+
+if TYPE_CHECKING:
+    from kinformer.core.state import State
+    from kinformer.lab.datastore.attach import KeyedDecoder
+    from kinformer.models.decoder import Decoder
+
+
+SCHEMA = 1
+RECORD, KEYS, TOKENS = "store.json", "keys.bin", "tokens.bin"
+DTYPES = ("float16", "float32")
+TOKEN = np.dtype("<i4")
+_CHECKED_BLOCKS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeySpace:
+    """The space of keys: the model's ``weights`` (a digest), which of its representations the keys are, their width,
+    and the vocabulary of the tokens. Keys compare only within one space."""
+
+    weights: str
+    representation: str
+    dim: int
+    vocab_size: int
+    tokenizer: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredText:
+    """A text in the store: ``source`` names it and how it was read; ``written`` of ``total`` entries."""
+
+    source: JsonObject
+    written: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """The record: ``blocks`` are (entries up to its end, crc32 of its keys, crc32
+    of its tokens) of every flushed piece."""
+
+    origin: KeySpace
+    dtype: str
+    parts: tuple[StoredText, ...] = ()
+    blocks: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def entries(self) -> int:
+        return self.blocks[-1][0] if self.blocks else 0
+
+    @property
+    def key_bytes(self) -> int:
+        """Return the bytes of one key."""
+        return self.origin.dim * np.dtype(self.dtype).itemsize
+
+    def to_json(self) -> dict[str, object]:
+        return signed({"schema": SCHEMA, "entries": self.entries} | asdict(self))
+
+
+def read_record(folder: Path) -> Record:
+    """Return the record of a datastore; anything that is not one is one clear sentence."""
+    place = folder / RECORD
+    if not place.exists():
+        raise KinformerError(
+            f"{folder}: is no datastore (it has no {RECORD}); make one with: kinformer index RUN --datastore {folder}."
+        )
+    data = read_json(place)
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if schema != SCHEMA:
+        raise KinformerError(f"{place}: has schema {schema!r}, but this version reads {SCHEMA}; rebuild the store.")
+    require_signature(data, place)
+    try:
+        record = Record(
+            origin=KeySpace(**data["origin"]),
+            dtype=data["dtype"],
+            parts=tuple(StoredText(**part) for part in data["parts"]),
+            blocks=tuple((int(end), int(keys), int(tokens)) for end, keys, tokens in data["blocks"]),
+        )
+        ends = [0, *(end for end, _, _ in record.blocks)]
+        whole = record.dtype in DTYPES and record.origin.dim > 0 and ends == sorted(set(ends))
+        whole = whole and sum(part.written for part in record.parts) == record.entries == data["entries"]
+    except Exception:  # whatever is wrong with it
+        whole = False
+    if not whole:
+        raise KinformerError(f"{place}: is damaged; restore it from a copy, or rebuild the store.")
+    return record
+
+
+def require_origin(folder: Path, stored: KeySpace, wanted: KeySpace) -> None:
+    """Raise where the store's keys or tokens are of another space than those of the model at hand."""
+    reasons = {
+        "weights": "its keys were made by a model with other weights",
+        "representation": f"its keys are the model's {stored.representation!r}, not its {wanted.representation!r}",
+        "dim": f"its keys have {plural(stored.dim, 'number')}, not {wanted.dim}",
+        "vocab_size": f"its tokens are of a vocabulary of {stored.vocab_size}, not {wanted.vocab_size}",
+        "tokenizer": "its tokens are those of another tokenizer",
+    }
+    for field in fields(KeySpace):
+        if getattr(stored, field.name) != getattr(wanted, field.name):
+            raise KinformerError(
+                f"{folder}: belongs to another model ({reasons[field.name]}); use the run that it was made with, or "
+                "make a datastore of this one with kinformer index."
+            )
+
+
+class Datastore:
+    """A whole datastore, read-only. ``keys`` [entries, dim] and ``tokens`` [entries] are mapped arrays.
+
+    Errors: ``KinformerError`` for a store that is unfinished, truncated, damaged, or another model's than ``origin``.
+    Sizes are always checked; of the contents up to eight pieces, evenly spread, or all with ``check_all``.
+    """
+
+    def __init__(self, folder: str | Path, origin: KeySpace | None = None, *, check_all: bool = False) -> None:
+        self.folder = Path(folder)
+        self.record = read_record(self.folder)
+        if origin is not None:
+            require_origin(self.folder, self.record.origin, origin)
+        self._check_finished()
+        self.keys = self._map(KEYS, np.dtype(self.record.dtype).newbyteorder("<"), (self.entries, self.dim))
+        self.tokens = self._map(TOKENS, TOKEN, (self.entries,))
+        for index in self._checked(check_all):
+            self._check_block(index)
+
+    @property
+    def entries(self) -> int:
+        return self.record.entries
+
+    @property
+    def dim(self) -> int:
+        return self.record.origin.dim
+
+    def blocks(self, size: int, stop: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yield (number of the first entry, keys [at most ``size``, dim] float32) of
+        all entries below ``stop``, in order."""
+        stop = self.entries if stop is None else stop
+        for start in range(0, stop, size):
+            yield start, self.float_keys(slice(start, min(start + size, stop)))
+
+    def float_keys(self, entries: slice | np.ndarray) -> Tensor:
+        """Return the keys of ``entries`` as float32, in memory of their own."""
+        taken = self.keys[entries]
+        return torch.from_numpy(np.array(taken) if isinstance(entries, slice) else np.asarray(taken)).float()
+
+    def next_tokens(self, entries: np.ndarray) -> Tensor:
+        """Return the tokens of ``entries`` as int64, of any shape; ids outside the vocabulary are a sign of damage."""
+        tokens = self.tokens[entries].astype(np.int64)
+        if tokens.size and not (tokens.min() >= 0 and tokens.max() < self.record.origin.vocab_size):
+            raise KinformerError(f"{self.folder / TOKENS}: is damaged (it holds ids that no token has); rebuild it.")
+        return torch.from_numpy(tokens)
+
+    def _check_finished(self) -> None:
+        unfinished = [part for part in self.record.parts if part.written < part.total]
+        if unfinished or not self.entries:
+            part = f"{unfinished[0].written:,} of {plural(unfinished[0].total, 'entry')}" if unfinished else "no entry"
+            raise KinformerError(
+                f"{self.folder}: is not finished (it holds {part} of a text); give the same kinformer index command "
+                "again to go on."
+            )
+
+    def _map(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+        path, needed = self.folder / name, dtype.itemsize * int(np.prod(shape))
+        size = path.stat().st_size if path.is_file() else 0
+        if size < needed:
+            raise KinformerError(
+                f"{path}: is truncated ({size:,} of {plural(needed, 'byte')}); restore it from a copy, or rebuild the "
+                "store."
+            )
+        return np.memmap(path, dtype, "r", shape=shape)
+
+    def _checked(self, check_all: bool) -> list[int]:
+        count = len(self.record.blocks)
+        wanted = count if check_all else min(count, _CHECKED_BLOCKS)
+        return sorted({round(index) for index in np.linspace(0, count - 1, wanted)})
+
+    def _check_block(self, index: int) -> None:
+        start = self.record.blocks[index - 1][0] if index else 0
+        stop, keys, tokens = self.record.blocks[index]
+        for name, array, crc in ((KEYS, self.keys, keys), (TOKENS, self.tokens, tokens)):
+            if crc32(array[start:stop]) != crc:
+                raise KinformerError(
+                    f"{self.folder / name}: is damaged (entries {start:,} to {stop:,} do not match their checksum); "
+                    "restore it from a copy, or rebuild the store."
+                )
+
+
+def crc32(array: np.ndarray, before: int = 0) -> int:
+    """Return the crc32 of a contiguous array's bytes, continued from ``before``."""
+    return zlib.crc32(np.ascontiguousarray(array).data.cast("B"), before)
+
+
+class Writer:
+    """The writer of a datastore: entries are appended, flushed to the disk, and only then counted.
+
+    A build that is killed at any moment goes on from the last flush, and ends with the same bytes as one that is
+    not.
+
+    The writer of the datastore in ``folder``, which is created if it is not there; a context manager.
+
+    ``FLUSHED``: after how many entries a flush is due.
+
+    Opening cuts off what a killed process had written but not counted. Only one process may write at a time.
+    """
+
+    FLUSHED = 1 << 16
+
+    def __init__(self, folder: str | Path, origin: KeySpace, *, dtype: str = "float16") -> None:
+        self.folder = Path(folder)
+        if dtype not in DTYPES:
+            raise KinformerError(f"dtype is {dtype!r} but must be one of {', '.join(DTYPES)}.")
+        with ExitStack() as resources:
+            require_utf8(self.folder)
+            resources.enter_context(locked(self.folder))
+            self.record = self._open_record(origin, dtype)
+            remove_partials(self.folder, (RECORD, self._state_file("*").name))
+            self._keys, self._tokens = (resources.enter_context(self._open(name)) for name in (KEYS, TOKENS))
+            self._cut(self._keys, self.record.entries * self.record.key_bytes)
+            self._cut(self._tokens, self.record.entries * TOKEN.itemsize)
+            self._resources = resources.pop_all()
+        self._pending, self._crcs = 0, [0, 0]
+
+    def _open_record(self, origin: KeySpace, dtype: str) -> Record:
+        if (self.folder / RECORD).exists():
+            record = read_record(self.folder)
+            require_origin(self.folder, record.origin, origin)
+            if record.dtype != dtype:
+                raise KinformerError(f"{self.folder}: holds keys of {record.dtype}, not {dtype}; go on with those.")
+            return record
+        remove_partials(self.folder, (RECORD,))
+        if any(self.folder.iterdir()):
+            raise KinformerError(f"{self.folder}: is neither a datastore nor an empty folder; give a new one.")
+        record = Record(origin=origin, dtype=dtype)
+        write_json(self.folder / RECORD, record.to_json())
+        return record
+
+    def _open(self, name: str) -> BinaryIO:
+        return open(self.folder / name, "ab")
+
+    def _cut(self, file: BinaryIO, size: int) -> None:
+        present = os.fstat(file.fileno()).st_size
+        if present < size:
+            raise KinformerError(
+                f"{file.name}: is truncated ({present:,} of {plural(size, 'byte')}); restore it from a copy, or "
+                "rebuild it."
+            )
+        os.ftruncate(file.fileno(), size)
+
+    def holds(self, source: Mapping[str, object]) -> bool:
+        """Return whether the store is empty or has begun with ``source``."""
+        return not self.record.parts or any(part.source == source for part in self.record.parts)
+
+    def begin(self, source: Mapping[str, object], total: int) -> int:
+        """Begin to write ``source``, a text of ``total`` entries; return how many of them it has already."""
+        parts = self.record.parts
+        if parts and parts[-1].source == source:
+            return parts[-1].written
+        if any(part.source == source for part in parts):
+            return total
+        if parts and parts[-1].written < parts[-1].total:
+            raise KinformerError(
+                f"{self.folder}: another text is not finished there ({parts[-1].written:,} of {parts[-1].total:,} "
+                "entries); finish that with its own kinformer index command first."
+            )
+        self.record = replace(self.record, parts=(*parts, StoredText(source=dict(source), written=0, total=total)))
+        write_json(self.folder / RECORD, self.record.to_json())
+        return 0
+
+    def append(self, keys: Tensor, tokens: np.ndarray) -> None:
+        """Add entries: ``keys`` [n, dim] and the tokens [n] that followed."""
+        keys_stored = keys.detach().to("cpu", getattr(torch, self.record.dtype))
+        if not bool(keys_stored.isfinite().all()):
+            finite = bool(keys.isfinite().all())
+            reason = "too large for float16; use float32" if finite else "not finite; the run diverged"
+            raise KinformerError(f"{self.folder}: the model's keys are {reason}.")
+        for index, (file, array) in enumerate(
+            ((self._keys, keys_stored.numpy()), (self._tokens, tokens.astype(TOKEN)))
+        ):
+            file.write(array.data.cast("B"))
+            self._crcs[index] = crc32(array, self._crcs[index])
+        self._pending += len(keys_stored)
+
+    @property
+    def pending(self) -> int:
+        """Return the entries since the last flush, which a crash would lose."""
+        return self._pending
+
+    def flush(self, state: Sequence[Tensor] = ()) -> None:
+        """Write the appended entries to the disk, with the ``state`` to go on from, then count them."""
+        if not self._pending:
+            return
+        if state:
+            leaves = {f"{index:04d}": leaf.clone() for index, leaf in enumerate(state)}
+            save_tensors(self._state_file(self.record.entries + self._pending), leaves)
+        for file in (self._keys, self._tokens):
+            file.flush()
+            os.fsync(file.fileno())
+        last = self.record.parts[-1]
+        self.record = replace(
+            self.record,
+            parts=(*self.record.parts[:-1], replace(last, written=last.written + self._pending)),
+            blocks=(*self.record.blocks, (self.record.entries + self._pending, *self._crcs)),  # type: ignore[arg-type]
+        )
+        write_json(self.folder / RECORD, self.record.to_json())
+        self._pending, self._crcs = 0, [0, 0]
+        for path in self.folder.glob(self._state_file("*").name):
+            if path != self._state_file(self.record.entries):
+                path.unlink()
+
+    def load_state(self) -> list[Tensor]:
+        """Return the ``state`` of the last flush."""
+        path = self._state_file(self.record.entries)
+        tensors = load_tensors(path)[0] if path.exists() else {}
+        return [tensors[name] for name in sorted(tensors)]
+
+    def _state_file(self, entries: int | str) -> Path:
+        return self.folder / f"state-{entries}.safetensors"
+
+    def close(self) -> None:
+        """Release the folder and its files; entries that were not flushed are not counted."""
+        self._resources.close()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# The text of a datastore, and the entries that a model makes of it, in order.
+
+
+@dataclass(frozen=True)
+class IndexedText:
+    """A text and how it is read; ``identity`` says both, as plain data. ``windows`` None: with the state carried."""
+
+    splits: Sequence[Split]
+    windows: Windows | None
+    chunk: int
+    identity: dict[str, object]
+
+    @property
+    def entries(self) -> int:
+        """Return the number of entries: one for every token that has one before it."""
+        return sum(len(split) - 1 for split in self.splits)
+
+
+class SourceOptions(WindowOptions, Protocol):
+    """The options that name a text and how it is read (``lab.runs.options.IndexOptions``)."""
+
+    @property
+    def data(self) -> str | None: ...
+    @property
+    def split(self) -> str: ...
+    @property
+    def holdout(self) -> float | None: ...
+    @property
+    def max_bytes(self) -> int | None: ...
+    @property
+    def chunk(self) -> int: ...
+
+
+def open_source(run: StoredRun, model: Decoder, options: SourceOptions) -> IndexedText:
+    """Return the text that ``options`` name."""
+    holdout = run.data.get("holdout") if options.holdout is None else options.holdout
+    corpus = open_corpus(spec_of(run, options.data), tokenizer=run.tokenizer, holdout=holdout)
+    names = ["train", "validation", "test"] if holdout is None else ["train", "test"]
+    if options.split != "all":
+        names = [choose(options.split, corpus.splits, "`split`")]
+    splits = [corpus.splits[name] for name in names if len(corpus.splits[name])]
+    if options.max_bytes is not None:
+        splits = [first_bytes(splits[0], options.max_bytes, corpus.tokenizer)]
+    for split in splits:
+        split.require(2, "an entry")
+    windows = main_windows(run, model, options)
+    check_positions(model, windows)
+    identity = {
+        "name": corpus.name,
+        "fingerprint": corpus.fingerprint,
+        "splits": names,
+        "holdout": holdout,
+        "max_bytes": options.max_bytes,
+        "context": None if windows is None else windows.context,
+        "overlap": 0.0 if windows is None else windows.overlap,
+        "chunk": options.chunk,
+    }
+    return IndexedText(splits, windows, options.chunk, identity)
+
+
+Entries = tuple[Tensor, np.ndarray, tuple[Tensor, ...]]
+
+
+def entries_of(model: KeyedDecoder, text: IndexedText, done: int, leaves: Sequence[Tensor]) -> Iterator[Entries]:
+    """Yield keys [n, width], next tokens [n] and the carried state's tensors, from entry number ``done`` on.
+
+    ``done`` is where an earlier call had come to, and ``leaves`` are the tensors that it gave there.
+    """
+    first = 0
+    for split in text.splits:
+        entries = len(split) - 1
+        if done < first + entries:
+            retained = leaves if done > first else ()
+            skipped = max(0, done - first)
+            with torch.inference_mode():
+                if text.windows is None:
+                    yield from _carried(model, EvaluationStream(split, text.chunk), skipped, retained)
+                else:
+                    yield from _windowed(model, split, text, skipped)
+        first += entries
+
+
+def _carried(
+    model: KeyedDecoder, stream: EvaluationStream, skipped: int, leaves: Sequence[Tensor]
+) -> Iterator[Entries]:
+    device = next(model.parameters()).device
+    state: State = model.decoder.initial_state(1)
+    if skipped:
+        source = iter(leaves)
+        state = map_tensors(lambda _: next(source).to(device), state)
+    seen = 0
+    for segment in stream:
+        seen += segment.tokens.shape[1] - 1
+        if seen > skipped:
+            tokens = torch.from_numpy(segment.tokens).to(device)
+            _, keys, state = model(tokens[:, :-1], state)
+            yield keys[0], segment.tokens[0, 1:], tuple(tensors(state))
+
+
+def _windowed(model: KeyedDecoder, split: Split, text: IndexedText, skipped: int) -> Iterator[Entries]:
+    assert text.windows is not None
+    device = next(model.parameters()).device
+    seen = 0
+    for group in batches(len(split) - 1, text.windows, max(1, text.chunk // text.windows.context)):
+        seen += sum(window.size - window.unscored for window in group)
+        if seen > skipped:
+            tokens = split.rows(np.array([window.start for window in group]), group[0].size + 1)
+            unscored = np.array([window.unscored for window in group])
+            counted = np.arange(group[0].size) >= unscored[:, None]
+            keys = model(torch.from_numpy(tokens[:, :-1]).to(device)).keys
+            yield keys[torch.from_numpy(counted).to(device)], tokens[:, 1:][counted], ()

@@ -1,0 +1,246 @@
+"""Curves of losses, returns and stores, in one style."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log2
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NotRequired, TypedDict
+
+from kinformer.lab.drawing.style import BLUE, FAINT, ORANGE, QUIET, RED, SERIES, bare, figure, save, spread
+from kinformer.lab.evaluation.recl import THRESHOLD, Recl
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+# Loss against context length and against position, in the manner of Press et al. 2022 (ALiBi), figures 1 and 4.
+
+Points = tuple[tuple[int, float], ...]
+Stroke = Literal["solid", "dashed", "dotted"]
+
+HEADROOM = 0.4
+ACROSS, DOWN = 0.06, 0.05
+STROKES: dict[Stroke, str | tuple[float, tuple[float, ...]]] = {
+    "solid": "-",
+    "dashed": (0, (4, 1.6)),
+    "dotted": (0, (1, 1.4)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """One model: bits per byte at each context length, and by position (the last of each bin) in its longest window.
+
+    ``trained``: its training length. Without a ``colour`` it gets one of its own.
+    """
+
+    name: str
+    trained: int | None
+    lengths: Points
+    positions: Points
+    colour: str | None = None
+    stroke: Stroke = "solid"
+
+
+def plot_lengths(curves: Sequence[Curve], path: Path) -> None:
+    """Draw both pictures side by side, as PNG or SVG by the ending of ``path``; values far above are cut off."""
+    with figure(11.0, 4.7) as drawn:
+        left, right = drawn.subplots(1, 2)
+        colours = [curve.colour or SERIES[index % len(SERIES)] for index, curve in enumerate(curves)]
+        _panel(left, curves, [curve.lengths for curve in curves], colours)
+        left.set_xlabel("context length (tokens, non-overlapping windows)")
+        left.set_ylabel("bits per byte")
+        _panel(right, curves, [curve.positions for curve in curves], colours)
+        right.set_xlabel("position in the longest window (tokens before, up to)")
+        drawn.tight_layout(w_pad=2.0)
+        save(drawn, path)
+
+
+def _panel(axes: Axes, curves: Sequence[Curve], lines: Sequence[Points], colours: Sequence[str]) -> None:
+    axes.set_xscale("log", base=2)
+    bare(axes, "left", "bottom")
+    axes.grid(axis="y", color=FAINT, linewidth=0.7)
+    axes.set_axisbelow(True)
+    low, high = _range(curves, lines)
+    for one, points, colour in zip(curves, lines, colours, strict=True):
+        stroke = STROKES[one.stroke]
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=colour, linewidth=1.6, linestyle=stroke)
+    trained = {curve.trained for curve in curves if curve.trained}
+    for length in trained:
+        axes.axvline(length, color=QUIET, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
+    if len(trained) == 1:
+        axes.annotate(
+            "training length", (trained.pop(), high), (-2, -2), textcoords="offset points", color=QUIET, rotation=90,
+            va="top", ha="right", fontsize=7.5,
+        )  # fmt: skip
+    axes.set_ylim(low, high)
+    ticks = sorted({x for points in lines for x, _ in points})
+    shown = ticks[:: -(-len(ticks) // 9)]
+    axes.set_xticks(shown, [str(tick) for tick in shown])
+    axes.minorticks_off()
+    if len(curves) > 1:
+        _label(axes, [curve.name for curve in curves], lines, colours)
+
+
+def _range(curves: Sequence[Curve], lines: Sequence[Points]) -> tuple[float, float]:
+    """Return the range from the best value to somewhat above the models' values at their training length."""
+    values = [y for points in lines for _, y in points]
+    within = [y for one, points in zip(curves, lines, strict=True) for x, y in points if x == one.trained]
+    low, high = min(values), max(values)
+    if within:
+        high = min(high, max(within) * (1 + HEADROOM))
+    margin = 0.04 * ((high - low) or 1.0)
+    return low - margin, high + margin
+
+
+def _label(axes: Axes, names: Sequence[str], lines: Sequence[Points], colours: Sequence[str]) -> None:
+    """Write each curve's name where it ends: beside its last point, or above the
+    picture where it leaves that for good."""
+    low, high = axes.get_ylim()
+    left, right = (log2(x) for x in axes.get_xlim())
+    ends = [((log2(points[-1][0]) - left) / (right - left), points[-1][1]) for points in lines]
+    exits = [_exit(points, high) for points in lines]
+    leaving = [index for index, left_at in enumerate(exits) if left_at is not None]
+    staying = [index for index, left_at in enumerate(exits) if left_at is None]
+    tops = spread([(exits[index] - left) / (right - left) for index in leaving], ACROSS)  # type: ignore[operator]
+    for index, x in zip(leaving, tops, strict=True):
+        axes.annotate(
+            names[index], (x, 1.01), xycoords="axes fraction", color=colours[index], rotation=35, ha="left",
+            va="bottom", fontsize=8, annotation_clip=False,
+        )  # fmt: skip
+    last = max((ends[index][0] for index in staying), default=0.0)
+    groups = [i for i in staying if ends[i][0] == last], [i for i in staying if ends[i][0] < last]
+    for sooner, group in enumerate(groups):
+        offset = (0.012, -0.05) if sooner else (0.02, 0.0)
+        heights = spread([(ends[index][1] - low) / (high - low) for index in group], DOWN)
+        for index, height in zip(group, heights, strict=True):
+            point = (ends[index][0] + offset[0], height + offset[1])
+            axes.annotate(names[index], point, xycoords="axes fraction", color=colours[index], va="center", fontsize=8)
+
+
+def _exit(points: Points, high: float) -> float | None:
+    """Return log2 of where the curve crosses ``high`` for the last time, if it ends above."""
+    if points[-1][1] <= high:
+        return None
+    below = max((index for index, (_, y) in enumerate(points) if y <= high), default=None)
+    if below is None:
+        return log2(points[0][0])
+    (x0, y0), (x1, y1) = points[below], points[below + 1]
+    return log2(x0) + (log2(x1) - log2(x0)) * (high - y0) / (y1 - y0)
+
+
+# Returns against target returns, in the manner of Chen et al. 2021, figure 4.
+
+
+class Mean(TypedDict):
+    """The mean return of some episodes."""
+
+    mean: float
+
+
+class Point(Mean):
+    """The mean return of episodes that aimed at ``target`` (None: at the best, whose mean is ``optimal``), and half the
+    width of its ``confidence`` interval."""
+
+    target: float | None
+    confidence: float
+    optimal: NotRequired[float]
+
+
+def plot_returns(rows: Sequence[Point], clone: Mean | None, best: float, title: str, path: Path) -> None:
+    """Draw ``rows``, the best of the data and the mean of cloned behaviour; the last two are lines."""
+    points = sorted((row["optimal"] if row["target"] is None else row["target"], row) for row in rows)
+    with figure(5.4, 4.2) as drawn:
+        axes = drawn.subplots()
+        bare(axes, "left", "bottom")
+        axes.grid(axis="y", color=FAINT, linewidth=0.7)
+        axes.set_axisbelow(True)
+        targets = [target for target, _ in points]
+        means = [row["mean"] for _, row in points]
+        low, high = min([*targets, *means]), max([*targets, *means])
+        axes.plot([low, high], [low, high], color=QUIET, linewidth=0.8, linestyle=(0, (1, 1.4)), label="as asked for")
+        axes.axhline(best, color=QUIET, linewidth=1.0, linestyle=(0, (4, 1.6)), label="best of the data")
+        if clone is not None:
+            axes.axhline(clone["mean"], color=ORANGE, linewidth=1.0, label="cloned behaviour")
+        spread = [row["confidence"] for _, row in points]
+        axes.errorbar(
+            targets, means, yerr=spread, color=BLUE, marker="o", markersize=4, linewidth=1.6, capsize=2, label="agent"
+        )
+        axes.set_xlabel("return asked for")
+        axes.set_ylabel("return (mean, 95 % confidence)")
+        axes.set_title(title, loc="left")
+        axes.legend(frameon=False)
+        drawn.tight_layout()
+        save(drawn, path)
+
+
+# The relative gain of each step to a longer context, the picture behind a relative effective context length.
+
+
+def plot_effective_context(names: Sequence[str], contexts: Sequence[int], curves: Sequence[Recl], path: Path) -> None:
+    """Draw the gain in percent of perplexity against the context that a step
+    leads to, one line per model; PNG or SVG."""
+    with figure(6.4, 4.0) as drawn:
+        axes = drawn.subplots()
+        bare(axes, "left", "bottom")
+        axes.grid(axis="y", color=FAINT, linewidth=0.7)
+        axes.axhline(100 * THRESHOLD, color=QUIET, linewidth=0.8, linestyle=(0, (2, 2)))
+        axes.annotate(
+            "least gain that counts", (contexts[-1], 100 * THRESHOLD), (0, 2), textcoords="offset points", color=QUIET,
+            ha="right", va="bottom", fontsize=7.5,
+        )  # fmt: skip
+        for index, curve in enumerate(curves):
+            gains = [100 * gain for gain in curve.gains]
+            axes.plot(contexts[1:], gains, color=SERIES[index % len(SERIES)], linewidth=1.6, marker="o", markersize=3)
+        axes.set_xlabel("context (tokens)")
+        axes.set_ylabel("gain over one step shorter (% of perplexity)")
+        low, high = axes.get_ylim()
+        heights = [(100 * item.gains[-1] - low) / (high - low) for item in curves]
+        for index, (name, curve, height) in enumerate(zip(names, curves, spread(heights, 0.055), strict=True)):
+            axes.annotate(
+                f"{name}: RECL {'at least ' if curve.at_least else ''}{curve.length}",
+                (1.02, height),
+                xycoords="axes fraction",
+                color=SERIES[index % len(SERIES)],
+                va="center",
+            )
+        drawn.tight_layout()
+        save(drawn, path)
+
+
+# Bits per byte against a store's weight and against its size (Khandelwal et al. 2020, figures 4 and 5).
+
+StorePoints = Sequence[tuple[float, float]]
+
+
+def plot_datastore(alone: float, weights: StorePoints, sizes: StorePoints, path: Path) -> None:
+    """Draw both curves as PNG or SVG; ``alone`` is the model's metric without a store. ``sizes`` may be empty."""
+    from matplotlib.ticker import EngFormatter, NullFormatter
+
+    with figure(10.0 if sizes else 5.2, 3.8) as drawn:
+        panels = drawn.subplots(1, 2 if sizes else 1, squeeze=False)[0]
+        _store_panel(panels[0], alone, weights, BLUE)
+        panels[0].set_xlabel("weight of the store")
+        panels[0].set_ylabel("bits per byte")
+        if sizes:
+            _store_panel(panels[1], alone, sizes, RED)
+            panels[1].set_xscale("log")
+            panels[1].xaxis.set_major_formatter(EngFormatter(sep=""))
+            panels[1].xaxis.set_minor_formatter(NullFormatter())
+            panels[1].set_xlabel("entries in the store")
+        drawn.tight_layout(w_pad=2.0)
+        save(drawn, path)
+
+
+def _store_panel(axes: Axes, alone: float, points: StorePoints, colour: str) -> None:
+    bare(axes, "left", "bottom")
+    axes.grid(axis="y", color=FAINT, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.axhline(alone, color=QUIET, linewidth=0.9, linestyle=(0, (2, 2)))
+    axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.6, marker="o", markersize=3)
+    axes.annotate(
+        "the model alone", (points[0][0], alone), (4, 2), textcoords="offset points", color=QUIET, ha="left",
+        va="bottom", fontsize=7.5,
+    )  # fmt: skip

@@ -1,0 +1,517 @@
+"""The rules of thumb of the field for plain decoders, to be printed with what was counted.
+
+Sources: 12 L E^2 + V E parameters and 6 FLOPs a parameter and token (Kaplan et al. 2020, section 2.1); activations of
+B T L (14 E + T N) numbers (after Korthikanti et al. 2022, section 4, which counts every stored score of N heads).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kinformer.core.config import Config
+from kinformer.core.contract import CausalMixer, ReadsSource
+from kinformer.core.encoder import EncoderMixer
+from kinformer.core.model import Model, SourceModel, StackedModel, WholeModel
+from kinformer.core.parts import active_parameters
+from kinformer.core.pattern import Pattern
+from kinformer.core.stack import ModelConfig, sparse_tables, units_of
+from kinformer.core.state import nbytes
+from kinformer.lab.estimation.parts import (
+    Costs,
+    ModelSpec,
+    distinct,
+    forward_and_loss,
+    imitated,
+    in_pieces,
+    layer_keys,
+    measure,
+    measure_inference,
+    measure_state,
+    without_data,
+)
+from kinformer.runtime.compiling import unallocated
+from kinformer.runtime.errors import KinformerError, choose
+from kinformer.runtime.workspace import scratch_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RulesOfThumb:
+    """The results of the rules; ``train_bytes`` is weights, gradients, optimiser state and activations."""
+
+    parameters: int
+    flops_step: int
+    activation_bytes: int
+    train_bytes: int
+
+
+def rules_of_thumb(
+    config: ModelConfig, *, length: int, batch: int, optimizer_bytes: int, precision: str
+) -> RulesOfThumb | None:
+    """Return the rules for a config of tokens whose first layer's mixer has ``num_heads``; None for any other.
+
+    Weights take 4 bytes (6 with a bfloat16 copy), gradients 4, optimiser state ``optimizer_bytes`` (AdamW 8, momentum
+    4, one in 8 bits 2), a stored number 4 bytes (2 in bfloat16).
+    """
+    heads = getattr(getattr(config.layers[0], "mixer", None), "num_heads", None)
+    if heads is None or hasattr(config, "encoder") or not hasattr(config.input, "vocab_size"):
+        return None
+    depth, width, narrow = len(config.uses), config.dim, precision == "bf16-mixed"
+    parameters = (getattr(config.input, "vocab_size", None) or 0) * width + 12 * depth * width**2
+    activations = (2 if narrow else 4) * batch * length * depth * (14 * width + length * heads)
+    return RulesOfThumb(
+        parameters=parameters,
+        flops_step=6 * parameters * batch * length,
+        activation_bytes=activations,
+        train_bytes=parameters * ((6 if narrow else 4) + 4 + optimizer_bytes) + activations,
+    )
+
+
+# The size of a model's state, from the declarations of its mixers.
+
+
+def state_bytes(model: Any, length: int) -> int:
+    """Return the bytes of one row's state in float32 after ``length`` tokens: those that the mixers
+    declare, and the model's counters; a source has as many tokens. 0 for an encoder. Nothing is computed,
+    so the model may be on the meta device."""
+    if model.config.protocol is WholeModel:
+        return 0
+    mixers = [module for module in model.modules() if isinstance(module, CausalMixer)]
+
+    def declared(length: int, source: int) -> int:
+        total = 0
+        for mixer in mixers:
+            options: dict[str, Any] = {"source_length": source} if isinstance(mixer, ReadsSource) else {}
+            total += mixer.state_bytes(length, **options)
+        return total
+
+    reads = model.config.protocol is SourceModel
+    begun = model.begin(model.source_input.example(1, 1, "meta")) if reads else model.initial_state(1)
+    return nbytes(begun) - declared(0, 1) + declared(length, length)
+
+
+# The bytes of an optimiser's state, by the kind of the optimiser and of each parameter.
+
+OPTIMIZERS = ("adamw", "adamw-8bit", "radam", "muon", "lamb", "adafactor", "adagrad", "sgd")
+ADAMS = ("adamw", "adamw-8bit", "radam", "lamb")
+LEAST_IN_8_BITS, SCALED_TOGETHER = 4096, 256
+"""Elements of the smallest tensor whose AdamW state has 8 bits, and of those that share a scale."""
+
+
+def optimizer_bytes(model: nn.Module, optimizer: str) -> int:
+    """Return the bytes of an optimiser's float32 state: two elements a parameter for AdamW, RAdam and LAMB, one for
+    SGD with momentum and for Adagrad. AdamW in 8 bits has two bytes a parameter and two scales for every 256, in
+    tensors of 4,096 elements or more (Dettmers et al. 2022).
+
+    Muon keeps one for the layers' matrices and is AdamW for the rest; Adafactor keeps a row and a column of a matrix.
+    Tables with sparse gradients have an Adam of their own, frozen parameters nothing.
+    """
+    total, tables = 0, sparse_tables(model)
+    inner = {parameter for unit in units_of(model) for parameter in unit.parameters()}
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        matrix = parameter.dim() >= 2
+        if parameter in tables:
+            elements = 2 * parameter.numel()
+        elif optimizer == "adafactor" and matrix:
+            elements = parameter.numel() // parameter.shape[-1] + parameter.numel() // parameter.shape[-2]
+        elif optimizer == "adamw-8bit" and parameter.numel() >= LEAST_IN_8_BITS:
+            total += 2 * parameter.numel() + 8 * -(-parameter.numel() // SCALED_TOGETHER)
+            continue
+        elif optimizer in ADAMS or (optimizer == "muon" and not (matrix and parameter in inner)):
+            elements = 2 * parameter.numel()
+        else:
+            elements = parameter.numel()
+        total += 4 * elements
+    return total
+
+
+# Costs at any length from runs at short ones: counts are exact quadratics of the length where tiles fall alike.
+
+DIRECT = 2048
+"""Up to this length costs are measured as they are."""
+STEP = 512
+"""A multiple of every kernel's tile: lengths that differ by it are cut alike."""
+
+
+def at_length(measure: Callable[[int], Costs], length: int, horizon: int) -> Costs:
+    """Return ``measure(length)``; a long one is continued from three lengths beyond ``horizon``, the widest window.
+
+    Whether the costs are a quadratic is seen at two further lengths, one of them a horizon beyond the others. Irregular
+    patterns, and segments that are cut differently at every length, fail there and are measured as they are.
+    """
+    windows = -(-horizon // STEP)
+    start, checks = length % STEP + STEP * max(2, windows), (3, 4 + windows)
+    if length <= max(DIRECT, start + checks[-1] * STEP):
+        return measure(length)
+    samples = [measure(start + i * STEP) for i in range(3)]
+    for number in checks:
+        want, got = through(samples, start, STEP, start + number * STEP), measure(start + number * STEP)
+        if any(want.get(key, 0) != got.get(key, 0) for key in want.keys() | got.keys()):
+            return measure(length)
+    return through(samples, start, STEP, length)
+
+
+def through(samples: list[Costs], start: int, step: int, length: int) -> Costs:
+    """Return the value at ``length`` of the parabola through three samples, ``step`` apart from ``start`` on."""
+    steps = Fraction(length - start, step)
+    costs = {}
+    for key in samples[0].keys() | samples[1].keys() | samples[2].keys():
+        first, second, third = (sample.get(key, 0) for sample in samples)
+        curve = steps * (steps - 1) / 2 * (third - 2 * second + first)
+        costs[key] = round(first + steps * (second - first) + curve)
+    return costs
+
+
+# The memory of a training step that recomputes layers: every live tensor is counted while it runs on shapes only.
+#
+# With checkpoints every layer keeps its input, in a reversible stack nothing; the state that it passes on lives until
+# the loss is computed. In the backward one layer at a time is computed again. Memory is highest either where the loss
+# is or in the widest layer's backward.
+
+FLOAT = 4
+
+
+class Live(TorchDispatchMode):
+    """The bytes of the distinct storages that operations have made and that are still alive, ``counted`` ones excluded.
+
+    ``now``: at present; ``peak``: at most so far. With ``inside``, the peak also counts what operators allocate before
+    they return.
+    """
+
+    def __init__(self, counted: Iterable[Tensor], inside: bool = False) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._inside = inside
+        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in counted}
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+                continue  # a sparse tensor owns none; its indices and values are tensors of their own
+            if tensor.untyped_storage()._cdata not in self._sizes:
+                self._add(tensor.untyped_storage())
+        inside = scratch_bytes(func, args) if self._inside else 0
+        self.peak = max(self.peak, self.now + inside)
+        return made
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        self._sizes[storage._cdata] = storage.nbytes()
+        self.now += storage.nbytes()
+        weakref.finalize(storage, self._remove, storage._cdata)
+
+    def _remove(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+
+def measure_live(
+    config: ModelSpec, batch: int, length: int, autocast: bool = False, pieces: bool = False, inside: bool = False
+) -> Costs:
+    """Return the most ``live`` bytes until the ``loss`` exists, and in the ``backward``, which frees the state.
+
+    Arguments as of ``lab.estimation.parts.measure``; ``inside``: with the operators' own temporaries. Weights
+    and their gradients, which exist before, do not count.
+    """
+    forward, loss_from = forward_and_loss(pieces)
+    model = without_data(config)
+    with FakeTensorMode() if autocast else nullcontext():
+        model, tokens = imitated(model, batch, length, "cpu" if autocast else "meta")
+        sparse = sparse_tables(model)
+        for parameter in model.parameters():
+            parameter.grad = None if parameter in sparse else torch.zeros_like(parameter)
+        gradients = (parameter.grad for parameter in model.parameters() if parameter not in sparse)
+        with Live([*model.parameters(), *model.buffers(), *gradients, tokens], inside) as live:
+            with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+                made, state = forward(model, tokens)
+                loss = loss_from(model, made, tokens)
+            until_loss = live.peak
+            del made, state
+            live.peak = live.now
+            loss.backward()
+    return {("live", "loss"): until_loss, ("live", "backward"): live.peak}
+
+
+def live_bytes(config: ModelSpec, live: Mapping[str, int], tokens: int, handed: int) -> int:
+    """Return the bytes at the highest moment of a step of the whole model.
+
+    live: of the model of distinct layers, at most until the ``loss`` and in the ``backward``. tokens: batch * length.
+    handed: the bytes that further layers leave until the loss is computed; checkpointed ones keep their inputs until
+    their backward (the residual stream is float32 also under autocast).
+    """
+    inputs = len(config.uses) - len(set(config.layers)) if config.stack.checkpoint else 0
+    further = FLOAT * tokens * config.dim * inputs
+    return further + max(live["loss"] + handed, live["backward"])
+
+
+# The costs of a model before anything is run: parameters, FLOPs, memory in training and inference, by part and in all.
+#
+# Nothing is computed: one layer of every distinct config is run on shapes only (``parts``), long lengths are continued
+# from short ones (``length``), and like layers are multiplied. A training step is one forward, the cross-entropy of
+# every token and one backward; activations are what autograd saves for it. ``peak`` estimates the rest of a process.
+# At inference a forward may compute less: segment memories hold projections, nothing is computed for learning alone.
+# It may compute more, too: exits decide.
+
+Precision = Literal["fp32", "bf16-mixed"]
+COUNTED = {
+    "flops_inference": "inference",
+    "flops_forward": "forward",
+    "flops_backward": "backward",
+    "activation_bytes": "saved",
+}
+"""Fields of a :class:`PartCost` and what they count of :data:`Costs`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartCost:
+    """A row of the table: ``count`` like parts of the model taken together."""
+
+    part: str
+    count: int
+    parameters: int
+    flops_inference: int
+    flops_forward: int
+    flops_backward: int
+    activation_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Totals for all rows of the batch; ``memory`` breaks the bytes down, ``parts`` the rest.
+
+    flops_forward: of the forward of a training step, ``flops_step``. flops_inference: of one forward without gradients,
+    where tokens may leave early or halt as if none did. active_parameters: those that one token uses, where experts or
+    a table have more.
+    """
+
+    parameters: int
+    active_parameters: int
+    flops_forward: int
+    flops_inference: int
+    flops_step: int
+    train_bytes: int
+    inference_bytes: int
+    state_bytes: int
+    memory: dict[str, dict[str, int]]
+    parts: list[PartCost]
+
+
+def estimate(
+    config: ModelSpec, *, length: int, batch: int = 1, optimizer: str = "adamw", precision: Precision = "fp32"
+) -> Estimate:
+    """Return the costs of a model config (with ``layers``, ``replace`` and ``build``) for ``batch`` rows of ``length``
+    tokens.
+
+    An encoder, which has no state, is taken to predict every token of sequences without padding; an encoder-decoder to
+    read sources of ``length`` tokens first.
+
+    Training memory is weights, gradients and optimiser state in float32, and activations; with ``bf16-mixed`` these
+    include the bfloat16 copies of the weights that autocast keeps. Where the stack recomputes layers, activations are
+    the most bytes alive at once, and a step's FLOPs count what is computed again. Inference memory is weights and the
+    state after ``length`` tokens, in float32, or with ``bf16-mixed`` in bfloat16 (sums stay float32).
+
+    Errors: ``KinformerError`` for an unknown optimiser, sizes below 1 and lengths beyond the model's positions.
+    """
+    choose(optimizer, OPTIMIZERS, "optimizer")
+    with unallocated():
+        model = config.build()
+    _check(model, length, batch)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    costs = _costs(config, model, batch, length, precision) | _inference_costs(config, model, batch, length)
+    rows = _table(config, model, costs)
+    if config.stack.recomputes:
+        handed = _handed_on(config, model, batch, length, precision)
+        live = {part: amount for (kind, part), amount in costs.items() if kind == "live"}
+        rows = _with_recomputed(rows, live_bytes(config, live, batch * length, handed), config)
+    memory = {
+        "train": {
+            "weights": 4 * parameters,
+            "gradients": 4 * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+            "optimizer": optimizer_bytes(model, optimizer),
+            "activations": sum(row.activation_bytes for row in rows),
+        },
+        **_inference(config, model, batch, length),
+    }
+    inference = memory["inference_fp32" if precision == "fp32" else "inference_bf16"]
+    forward = sum(row.flops_forward for row in rows)
+    return Estimate(
+        parameters=parameters,
+        active_parameters=active_parameters(model),
+        flops_forward=forward,
+        flops_inference=sum(row.flops_inference for row in rows),
+        flops_step=forward + sum(row.flops_backward for row in rows),
+        train_bytes=sum(memory["train"].values()),
+        inference_bytes=sum(inference.values()),
+        state_bytes=inference["state"],
+        memory=memory,
+        parts=rows,
+    )
+
+
+def _check(model: Model, length: int, batch: int) -> None:
+    for name, value in (("length", length), ("batch", batch)):
+        if value < 1:
+            raise KinformerError(f"{name} must be 1 or more, but is {value}.")
+    ends = (model.max_length, getattr(model, "max_source_length", None))
+    longest = min((end for end in ends if end is not None), default=length)
+    if length > longest:
+        raise KinformerError(
+            f"length is {length}, but the learned positions of this model end at max_length = {longest}; "
+            f"use a shorter length, or `set` position.max_length={length}, and the max_length of mixers that have one."
+        )
+
+
+def horizon_of(model: Model) -> int:
+    """Return the widest window of the model's mixers."""
+    return max((_window(module) for module in model.modules()), default=0)
+
+
+def _window(module: nn.Module) -> int:
+    if isinstance(module, CausalMixer):
+        return module.retained or 0
+    pattern = getattr(module, "pattern", None) if isinstance(module, EncoderMixer) else None
+    return max(pattern.behind or 0, pattern.ahead or 0) if isinstance(pattern, Pattern) else 0
+
+
+def _costs(config: ModelSpec, model: StackedModel, batch: int, length: int, precision: Precision) -> Costs:
+    """Return the costs of the model of distinct layers."""
+    single = distinct(config)
+    pieces = in_pieces(model, batch * length)
+    usual = [partial(item, pieces=pieces) for item in (measure, measure_live)]
+    measures = usual if config.stack.recomputes else usual[:1]
+    costs: Costs = {}
+    for one in measures:
+        costs |= at_length(partial(one, single, batch), length, horizon_of(model))
+    if precision == "fp32":
+        return costs
+    step, settled = 64, 320  # from here on kernels no longer choose otherwise for small calls
+    start = settled + step * (horizon_of(model) // step)
+    for one in measures:
+        if length <= start:
+            result = one(single, batch, length, autocast=True)
+        else:
+            samples = [one(single, 1, start + i * step, autocast=True) for i in range(3)]
+            fixed, row = through(samples, start, step, 0), through(samples, start, step, length)
+            result = {key: fixed[key] + batch * (row[key] - fixed[key]) for key in row}
+        costs |= {key: amount for key, amount in result.items() if key[0] in ("saved", "live")}
+    return costs
+
+
+def _inference_costs(config: ModelSpec, model: StackedModel, batch: int, length: int) -> Costs:
+    """Return the ``inference`` costs of the model of distinct layers. Exits stand between layers, so with exits the
+    whole model is run, and the first layer of each kind stands for its like."""
+    single = config if config.stack.reads_exits else distinct(config)
+    costs = at_length(partial(measure_inference, single, batch), length, horizon_of(model))
+    keys = layer_keys(single)
+    firsts = {str(keys.index(key)): str(number) for number, key in enumerate(dict.fromkeys(keys))}
+    chosen: Costs = {}
+    for (kind, part), amount in costs.items():
+        path = part.split(".")
+        if path[0] != "layers":
+            chosen[kind, part] = amount
+        elif path[1] in firsts:
+            chosen[kind, ".".join(["layers", firsts[path[1]], *path[2:]])] = amount
+    return chosen
+
+
+def _inference(config: ModelSpec, model: StackedModel, batch: int, length: int) -> dict[str, dict[str, int]]:
+    """Return the bytes of weights and state after ``length`` tokens, in either precision."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {
+        f"inference_{name}": {
+            "weights": dtype.itemsize * parameters,
+            "state": _state(config, model, batch, length, dtype),
+        }
+        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
+    }
+
+
+def _state(config: ModelSpec, model: StackedModel, batch: int, length: int, dtype: torch.dtype) -> int:
+    """Return the bytes of the state, like layers multiplied."""
+    layers, single = Counter(config.uses), distinct(config)
+    costs = at_length(lambda n: measure_state(single, batch, n, dtype), length, horizon_of(model))
+    times = {f"layers.{index}": layers[layer] for index, layer in enumerate(single.layers)}
+    total = sum(times.get(part, 1) * amount for (_, part), amount in costs.items())
+    # The stack of ``single`` has no exits, whose rule may read the mean vector of the source.
+    return total + (batch * config.dim * dtype.itemsize if model.stack.reads_source else 0)
+
+
+def _table(config: ModelSpec, model: StackedModel, costs: Costs) -> list[PartCost]:
+    """Return the rows in the order of the model, like layers in one, and at last
+    the rest between the parts and the loss."""
+    alike: dict[tuple[int, Config], list[int]] = {}
+    keys = layer_keys(config)
+    for index, key in enumerate(keys):
+        alike.setdefault(key, []).append(index)
+    groups = list(alike.values())
+    group_of = {index: number for number, group in enumerate(groups) for index in group}
+    uses = Counter(keys[index] for index in config.stack.uses(len(keys)))
+    parameters: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        parameters[_part(name.split("."), group_of)] += parameter.numel()
+    rows = []
+    for name in dict.fromkeys([*parameters, *(part for kind, part in costs if kind != "live")]):
+        label, count = name, len(config.uses) // len(config.layers) if name == "halting" else 1
+        if name.startswith("layers."):
+            _, number, *rest = name.split(".")
+            group = groups[int(number)]
+            label, count = ".".join(["layers", _span(group), *rest]), uses[keys[group[0]]]
+        amounts = {field: count * costs.get((kind, name), 0) for field, kind in COUNTED.items()}
+        rows.append(PartCost(part=label, count=count, parameters=parameters[name], **amounts))
+    return [row for row in rows if row.parameters or any(getattr(row, field) for field in COUNTED)]
+
+
+def _handed_on(config: ModelSpec, model: StackedModel, batch: int, length: int, precision: Precision) -> int:
+    """Return the bytes that layers beyond the first of each kind leave until the loss
+    exists: states, and autocast's copies."""
+    single = distinct(config)
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    whole, part = (_state(item, model, batch, length, dtype) for item in (config, single))
+    if precision == "fp32" or not config.stack.checkpoint:
+        return whole - part
+    with unallocated():
+        parameters = sum(parameter.numel() for parameter in single.build().parameters())
+    return whole - part + dtype.itemsize * (sum(parameter.numel() for parameter in model.parameters()) - parameters)
+
+
+def _with_recomputed(rows: list[PartCost], live: int, config: ModelSpec) -> list[PartCost]:
+    """Return the rows with one more: the bytes of all layers together, at the highest
+    moment, beyond those of the other parts."""
+    live -= sum(row.activation_bytes for row in rows)
+    recomputed = {"parameters": 0} | dict.fromkeys(COUNTED, 0) | {"activation_bytes": live}
+    part = "checkpoints" if config.stack.checkpoint else "recomputed"
+    return [*rows, PartCost(part=part, count=len(config.uses), **recomputed)]
+
+
+def _part(path: list[str], group_of: dict[int, int]) -> str:
+    """Return the part that owns a parameter, in the model of distinct layers."""
+    if path[0] != "stack":
+        return path[0]
+    return ".".join(["layers", str(group_of[int(path[2])]), path[3]]) if path[1] == "layers" else path[1]
+
+
+def _span(indices: list[int]) -> str:
+    """Return numbers of layers as text: ``0-11``, or ``0,2,4``."""
+    if len(indices) > 1 and indices == list(range(indices[0], indices[-1] + 1)):
+        return f"{indices[0]}-{indices[-1]}"
+    return ",".join(map(str, indices))

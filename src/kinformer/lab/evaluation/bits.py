@@ -1,0 +1,281 @@
+"""Windows over a stream, for models that cannot carry a state for ever: together they score every token once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from math import isfinite, log
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.contract import CausalMixer
+from kinformer.core.model import CausalModel, Model, device_of
+from kinformer.core.state import State, map_tensors
+from kinformer.lab.data.split import EvaluationStream, Split
+from kinformer.runtime.errors import KinformerError, plural, require_finite
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """The windows of ``context`` tokens, of which the share ``overlap`` was scored before and is context only."""
+
+    context: int
+    overlap: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.context < 1:
+            raise KinformerError(f"context is {self.context} but must be 1 token or more.")
+        if not 0 <= self.overlap < 1:
+            raise KinformerError(f"overlap is {self.overlap:g} but must be at least 0 and below 1.")
+
+    def behind(self, prefix: int) -> Windows:
+        """Return windows that leave room for ``prefix`` tokens in front of each window.
+
+        Errors: ``KinformerError`` for a context without such room.
+        """
+        if self.context <= prefix:
+            raise KinformerError(
+                f"context is {self.context} but must be at least {prefix + 1}, as every window begins with "
+                f"{plural(prefix, 'token')} of the tokenizer."
+            )
+        return replace(self, context=self.context - prefix)
+
+
+class ScoredWindow(NamedTuple):
+    """A window: inputs ``start .. start + size - 1`` predict the tokens one later; the first
+    ``unscored`` predictions are not counted."""
+
+    start: int
+    size: int
+    unscored: int
+
+
+def cut(predictions: int, windows: Windows) -> Iterator[ScoredWindow]:
+    """Yield the windows over a stream of ``predictions`` inputs, in order; the last may be shorter."""
+    repeated = int(windows.context * windows.overlap)
+    start, scored = 0, 0
+    while scored < predictions:
+        size = min(windows.context, predictions - start)
+        yield ScoredWindow(start, size, scored - start)
+        scored = start + size
+        start = scored - repeated
+
+
+def batches(predictions: int, windows: Windows, rows: int) -> Iterator[list[ScoredWindow]]:
+    """Yield windows of one size together, at most ``rows`` at a time."""
+    for _, alike in groupby(cut(predictions, windows), key=lambda window: window.size):
+        group: list[ScoredWindow] = []
+        for window in alike:
+            group.append(window)
+            if len(group) == rows:
+                yield group
+                group = []
+        if group:
+            yield group
+
+
+# Head inputs before every prediction of a stream: with the state carried from end to end, or in windows.
+
+
+class Contexts(NamedTuple):
+    """The head inputs of some positions (``head_inputs``), leaves [rows, n, ...]; the ``targets`` [rows, n] that come
+    next, and which are ``counted``, bool."""
+
+    inputs: Any
+    targets: Tensor
+    counted: Tensor
+
+
+def contexts(
+    model: CausalModel, stream: EvaluationStream, windows: Windows | None, prefix: Sequence[int] = ()
+) -> Iterator[Contexts]:
+    """Yield the contexts of all predictions of ``stream``, each of them counted once, in order.
+
+    ``windows`` None: the state is carried. Else windows are side by side, at most ``stream.length`` tokens of them but
+    at least one window. ``prefix``: ids such as BOS in front of the stream, or in front of every window. In a window
+    they count as tokens of its context. Their predictions are not counted.
+    """
+    device = device_of(model)
+    first = torch.tensor([list(prefix)], device=device)
+    if windows is None:
+        state: State = model.head_inputs(first)[1] if prefix else None
+        for segment in stream:
+            tokens, counted = (torch.from_numpy(field).to(device) for field in (segment.tokens, segment.valid))
+            inputs, state = model.head_inputs(tokens[:, :-1], state)
+            yield Contexts(inputs, tokens[:, 1:], counted)
+        return
+    rows = max(1, stream.length // windows.context)
+    for group in batches(stream.predictions, windows.behind(len(prefix)), rows):
+        size = group[0].size
+        tokens = torch.from_numpy(stream.split.rows(np.array([window.start for window in group]), size + 1)).to(device)
+        unscored = torch.tensor([window.unscored for window in group], device=device)
+        read = torch.cat([first.expand(len(tokens), -1), tokens[:, :-1]], 1) if prefix else tokens[:, :-1]
+        inputs, _ = model.head_inputs(read)
+        if prefix:
+            inputs = map_tensors(lambda x: x[:, len(prefix) :], inputs)
+        yield Contexts(inputs, tokens[:, 1:], torch.arange(size, device=device) >= unscored[:, None])
+
+
+# Bits per byte of a model on a split, by one protocol: every token is scored once, in order.
+#
+#     bits per byte = (sum of -ln p(token | what came before) / ln 2 + log2(vocab_size)) / bytes of text
+#
+# The last term in the numerator charges the very first token, which nothing predicts. By bytes of text, models with
+# different tokenizers compare.
+
+CHUNK = 2048
+_LOGITS_AT_ONCE = 1 << 24
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """The result: ``nats`` is the sum over ``tokens`` predictions; ``context`` None means that the state was carried.
+
+    ``by_position`` is the same by position within the windows; it is empty where the state was carried.
+    """
+
+    bits_per_byte: float
+    nats: float
+    tokens: int
+    bytes: int
+    context: int | None
+    overlap: float
+    by_position: tuple[Bin, ...] = ()
+
+    @property
+    def bits_per_token(self) -> float:
+        """Return the bits of a predicted token on average."""
+        return self.nats / log(2) / self.tokens
+
+
+def streamable(model: Model) -> bool:
+    """Return whether the state stays bounded and positions do not end, so that
+    a stream of any length can be carried."""
+    mixers = (module for module in model.modules() if isinstance(module, CausalMixer))
+    return model.max_length is None and all(mixer.growth != "linear" for mixer in mixers)
+
+
+def measure(
+    model: CausalModel,
+    split: Split,
+    windows: Windows | None = None,
+    *,
+    chunk: int = CHUNK,
+    progress: Progress | None = None,
+    prefix: Sequence[int] = (),
+) -> Measurement:
+    """Measure ``model`` (in eval mode) on ``split``: with its state carried from end to end, or in ``windows``.
+
+    ``chunk`` is how many tokens are computed at a time (whole windows side by side, at least one); it bounds the memory
+    and changes nothing else. ``progress(done, total)`` is called after every chunk. ``prefix``: ids such as BOS in
+    front of the split, or of every window, as prompts of the model begin with them.
+
+    Errors: ``KinformerError`` for a vocabulary that is too small, windows beyond the model's positions, predictions
+    that are not finite.
+    """
+    _check(model, split, windows, chunk)
+    stream = EvaluationStream(split, chunk)
+    by_position = ByPosition()
+    nats, done = 0.0, 0
+    with torch.inference_mode():
+        for inputs, targets, counted in contexts(model, stream, windows, prefix):
+            losses = negative_log_likelihood(model, inputs, targets)
+            if windows is not None:
+                by_position.add(losses, counted)
+            nats, done = nats + float(losses.where(counted, 0.0).sum()), done + int(counted.sum())
+            require_finite(isfinite(nats), f" within the first {plural(done, 'token')} of split {split.name!r}")
+            if progress is not None:
+                progress(done, stream.predictions)
+    assert done == stream.predictions
+    return Measurement(
+        bits_per_byte=stream.bits_per_byte(nats),
+        nats=nats,
+        tokens=done,
+        bytes=split.bytes,
+        context=None if windows is None else windows.context,
+        overlap=0.0 if windows is None else windows.overlap,
+        by_position=by_position.bins(done / split.bytes),
+    )
+
+
+def negative_log_likelihood(model: CausalModel, inputs: object, targets: Tensor) -> Tensor:
+    """Return -ln p of ``targets`` [batch, n] by the head's ``inputs`` (leaves [batch, n, ...]), [batch, n] float64."""
+    parts = logits_in_parts(model, inputs, targets)
+    nats = [nn.functional.cross_entropy(logits, wanted, reduction="none") for logits, wanted in parts]
+    return torch.cat(nats).double().view(targets.shape)
+
+
+def logits_in_parts(model: CausalModel, inputs: object, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield logits [n, vocab], float32 at least, of the head's ``inputs`` (leaves [batch, time, ...]) and the
+    ``targets`` [batch, time] of the same positions, [n], some positions at a time."""
+    wanted, flat = targets.flatten(), map_tensors(lambda x: x.flatten(0, 1), inputs)
+    # Logits of a whole chunk over a large vocabulary would be the peak of memory.
+    step = max(1, _LOGITS_AT_ONCE // model.vocab_size)
+    for start in range(0, len(wanted), step):
+        part = slice(start, start + step)
+        logits = model.logits(map_tensors(lambda x, part=part: x[None, part], flat))[0]  # type: ignore[misc]
+        yield logits.to(torch.promote_types(logits.dtype, torch.float32)), wanted[part]
+
+
+def _check(model: CausalModel, split: Split, windows: Windows | None, chunk: int) -> None:
+    if chunk < 1:
+        raise KinformerError(f"chunk is {chunk} but must be 1 token or more.")
+    if model.training:
+        raise KinformerError("the model is in training mode, with its random masks; call model.eval() first.")
+    if split.vocab_size > model.vocab_size:
+        raise KinformerError(
+            f"split {split.name!r} of {split.corpus} has ids up to {split.vocab_size - 1}, but this model knows "
+            f"{model.vocab_size}; use the tokenizer that the model was trained with."
+        )
+    needed = len(split) - 1 if windows is None else min(windows.context, len(split) - 1)
+    if model.max_length is not None and needed > model.max_length:
+        raise KinformerError(
+            f"a context of {plural(needed, 'token')} is beyond this model's positions, which end at max_length = "
+            f"{model.max_length}; choose a smaller context."
+        )
+
+
+class Bin(NamedTuple):
+    """The predictions that had ``first`` to ``last`` tokens of their window before them."""
+
+    first: int
+    last: int
+    tokens: int
+    bits_per_byte: float
+
+
+class ByPosition:
+    """The sums of negative log-likelihoods by how many tokens of its window a prediction had before it, in bins that
+    double: 1, 2, 3-4, 5-8, 9-16, ..."""
+
+    def __init__(self) -> None:
+        self._nats: dict[int, float] = defaultdict(float)
+        self._tokens: dict[int, int] = defaultdict(int)
+
+    def add(self, nats: Tensor, counted: Tensor) -> None:
+        """Add ``nats`` [rows, size], whose column j had j + 1 tokens before it;
+        ``counted`` is bool of the same shape."""
+        by_column = nats.where(counted, 0.0).sum(dim=0).cpu()
+        tokens = counted.sum(dim=0).cpu()
+        first, power = 0, 0
+        while first < len(by_column):
+            last = min(1 << power, len(by_column))
+            self._nats[power] += float(by_column[first:last].sum())
+            self._tokens[power] += int(tokens[first:last].sum())
+            first, power = last, power + 1
+
+    def bins(self, tokens_per_byte: float = 1.0) -> tuple[Bin, ...]:
+        """Return the bins that hold a prediction, in order; bits per byte take
+        every token for the mean number of bytes."""
+        return tuple(
+            Bin((1 << power >> 1) + 1, 1 << power, count, self._nats[power] / log(2) / count * tokens_per_byte)
+            for power, count in sorted(self._tokens.items())
+            if count
+        )

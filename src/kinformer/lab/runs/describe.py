@@ -1,0 +1,295 @@
+"""The description of a member or run, without computing anything: its record, config, sizes, formulas and pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import NamedTuple, TypedDict
+
+import torch
+from torch import nn
+
+from kinformer.core.config import override, to_dict
+from kinformer.core.model import Model
+from kinformer.core.parts import active_parameters
+from kinformer.core.stack import ModelConfig, Stack
+from kinformer.family.build import configure
+from kinformer.family.kinds import kinds
+from kinformer.family.record import Member, MemberFacts
+from kinformer.family.table import FAMILY, member
+from kinformer.lab.drawing.formulas import formulas, symbols
+from kinformer.lab.drawing.text import TextPicture, pictures
+from kinformer.lab.estimation.cluster import Cluster, MeshCost, ServingCost, serving_costs
+from kinformer.lab.estimation.estimate import (
+    Estimate,
+    Live,
+    RulesOfThumb,
+    estimate,
+    optimizer_bytes,
+    rules_of_thumb,
+    state_bytes,
+)
+from kinformer.lab.estimation.options import Device, EstimateOptions, device_of, numbers_of
+from kinformer.lab.estimation.parts import without_data
+from kinformer.lab.estimation.peak import interpreter_bytes, peak
+from kinformer.lab.runs.run import open_run
+from kinformer.lab.tasks.next_token.objectives import NextTokenLoss, TokenBatch
+from kinformer.lab.tasks.table import TASKS
+from kinformer.lab.training.data_module import Objective
+from kinformer.lab.training.settings import Settings
+from kinformer.runtime.compiling import unallocated
+from kinformer.runtime.errors import KinformerError, marked
+from kinformer.runtime.fields import require_path
+from kinformer.runtime.parsing import JsonObject
+
+LENGTHS = (1, 128, 1024, 8192, 65536)
+"""Tokens at which the bytes of the state are computed."""
+
+
+class FormulaFacts(TypedDict):
+    """The formula of a part: a sentence and lines of mathematics."""
+
+    slot: str
+    kind: str
+    says: str
+    lines: tuple[str, ...]
+
+
+class ParameterFacts(TypedDict):
+    """The numbers of parameters: in all, those that one token uses, and by part."""
+
+    total: int
+    active: int
+    parts: dict[str, int]
+
+
+class DescriptionFacts(MemberFacts):
+    """A member's record and all that follows from a config. ``training``: the options of training that differ from the
+    usual ones; ``computes``: formulas; ``symbols``: by a size's name here, the papers' symbol and the value;
+    ``state_bytes``: of one row, by the tokens absorbed."""
+
+    recipe: str
+    training: JsonObject
+    computes: list[FormulaFacts]
+    symbols: dict[str, list[object]]
+    config: JsonObject
+    parameters: ParameterFacts
+    max_length: int | None
+    state_bytes: dict[str, int]
+    patterns: list[TextPicture]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """A member in a recipe, or the model of a run: the member's record, the model's recipe and config, and the
+    ``facts`` as data for JSON."""
+
+    member: Member
+    recipe: str
+    config: ModelConfig
+    facts: DescriptionFacts
+
+
+def describe(
+    name: str, recipe: str | None = None, vocab_size: int | None = None, changes: Mapping[str, object] | None = None
+) -> Description:
+    """Describe a member or a run; the public form is :func:`kinformer.show`."""
+    record, recipe, config, training = subject_of(name, recipe, vocab_size, changes or {})
+    with unallocated():
+        model = config.build()
+    facts: DescriptionFacts = {
+        **record.facts,
+        "recipe": recipe,
+        "training": dict(record.training.get(recipe, {})) if training is None else training_of(training),
+        "computes": [
+            {"slot": item.slot, "kind": item.kind, "says": item.says, "lines": item.lines} for item in formulas(config)
+        ],
+        "symbols": {name: [symbol, value] for symbol, name, value in symbols(config)},
+        "config": to_dict(config),
+        "parameters": {
+            "total": sum(parameter.numel() for parameter in model.parameters()),
+            "active": active_parameters(model),
+            "parts": _parameters(model),
+        },
+        "max_length": model.max_length,
+        "state_bytes": {str(length): state_bytes(model, length) for length in _lengths(model)},
+        "patterns": pictures(model),
+    }
+    return Description(member=record, recipe=recipe, config=config, facts=facts)
+
+
+class Subject(NamedTuple):
+    """The ``member``, ``recipe`` and ``config`` that a name stands for; ``training`` are a run's settings, None of a
+    member."""
+
+    member: Member
+    recipe: str
+    config: ModelConfig
+    training: JsonObject | None
+
+
+def training_of(settings: Mapping[str, object]) -> dict[str, object]:
+    """Return a run's settings of training that are not the usual ones."""
+    plain = {item.name: item.default for item in fields(Settings)}
+    return {name: value for name, value in settings.items() if value != plain.get(name) and value not in ([], None)}
+
+
+def subject_of(name: str, recipe: str | None, vocab_size: int | None, changes: Mapping[str, object]) -> Subject:
+    """Return what a name of the family or a run folder stands for, with ``changes``."""
+    require_path("member", name)
+    if name not in FAMILY and "/" in name and not Path(name).is_dir():
+        raise KinformerError(f"{name}: is no run folder, and no member has such a name; see: kinformer list.")
+    if name in FAMILY or not Path(name).is_dir():
+        record, recipe = member(name), recipe or "small"
+        return Subject(record, recipe, configure(record.name, recipe, vocab_size, changes), None)
+    run = open_run(name)
+    for option, value in (("recipe", recipe), ("vocab_size", vocab_size)):
+        if value is not None:
+            raise KinformerError(f"{marked(option)} {value}: the run in {run.folder} has its own; leave it out.")
+    config = override(run.config, changes, kinds())
+    return Subject(member(run.member), run.recipe, config, run.training)
+
+
+def _parameters(model: nn.Module) -> dict[str, int]:
+    """Return the number of parameters by part; equal parts of all layers are counted together."""
+    parts: dict[str, int] = {}
+    for name, child in model.named_children():
+        inner = [(name, child)]
+        if isinstance(child, Stack):
+            inner = [(f"layers.*.{part}", item) for unit in child.units for part, item in unit.named_children()]
+            inner.append(("shared", child.shared))
+        for part, module in inner:
+            parts[part] = parts.get(part, 0) + sum(parameter.numel() for parameter in module.parameters())
+    return {part: count for part, count in parts.items() if count}
+
+
+def _lengths(model: Model) -> list[int]:
+    ends = (model.max_length, getattr(model, "max_source_length", None))
+    limit = min((end for end in ends if end is not None), default=None)
+    return [length for length in LENGTHS if limit is None or length < limit] + ([limit] if limit else [])
+
+
+# The estimate of a member on many devices: the best meshes for training it, and for serving it.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterEstimate:
+    """The costs on many devices: ``meshes``, by the number of devices, fastest first; ``serving``, for a device of a
+    node and for several; ``refused``: why no row can be shared by devices, where that is so ("" else)."""
+
+    device: Device
+    meshes: dict[int, list[MeshCost]]
+    serving: list[ServingCost]
+    refused: str
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """Return the estimate as data that JSON can hold."""
+        return asdict(self)
+
+
+def cluster_of(config: ModelConfig, options: EstimateOptions, length: int) -> ClusterEstimate | None:
+    """Return the costs of ``config`` on the numbers of devices that ``options`` name; None where these name none."""
+    if options.devices is None:
+        return None
+    device, numbers = device_of(options.hardware), numbers_of(options.devices)
+    cluster = Cluster(
+        config,
+        device,
+        options.efficiency,
+        batch=options.batch_size,
+        length=length,
+        optimizer=options.optimizer,
+        precision=options.precision,
+        rounds=options.rounds,
+    )
+    meshes = {number: cluster.costs(number) for number in numbers}
+    if not any(meshes.values()):
+        least = max(1, max(numbers) // device.node)
+        raise KinformerError(
+            f"`batch_size` {options.batch_size} cannot be shared by {max(numbers)} devices, of which at most "
+            f"{device.node} share a row; give a multiple of {least}, or fewer `devices`."
+        )
+    return ClusterEstimate(
+        device=device, meshes=meshes, serving=serving_costs(cluster, max(numbers)), refused=cluster.refused
+    )
+
+
+# The estimate of a member's costs, before anything is run: of the model, its objective, and the process.
+
+LENGTH = 1024
+PLAIN = "next-token"
+RULE_BYTES = {"adamw": 8, "adamw-8bit": 2, "radam": 8, "lamb": 8, "muon": 4, "adafactor": 0, "adagrad": 4, "sgd": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberEstimate(Estimate):
+    """The costs of a member, in a recipe or as in a run, for ``batch_size`` sequences of ``length`` tokens.
+
+    peak, peak_bytes: bytes of a process that trains it on a CPU, by part and in all.
+    rules_of_thumb: what the field's rules say of a plain decoder of these sizes; None where they say nothing.
+    cluster: the costs on many devices; None where no number of them is given.
+    """
+
+    recipe: str
+    length: int
+    batch_size: int
+    peak_bytes: int
+    peak: dict[str, int]
+    rules_of_thumb: RulesOfThumb | None
+    cluster: ClusterEstimate | None
+
+
+def estimate_member(options: EstimateOptions) -> MemberEstimate:
+    """Return the costs of ``options.member`` in its recipe, or of a run's model, with its changes.
+
+    Errors: ``KinformerError`` for unknown names, changes that do not fit, and lengths beyond the model's positions.
+    """
+    record, recipe, config, training = subject_of(options.member, options.recipe, options.vocab_size, options.set)
+    sizes = {
+        "length": options.length or (training or {}).get("length") or config.input.length or LENGTH,
+        "batch": options.batch_size,
+    }
+    costs = estimate(config, **sizes, optimizer=options.optimizer, precision=options.precision)
+    objective = objective_cost(config, record.objective, **sizes, optimizer=options.optimizer)
+    process = peak(config, costs, **sizes, objective=objective, interpreter=interpreter_bytes())
+    rules = rules_of_thumb(config, **sizes, optimizer_bytes=RULE_BYTES[options.optimizer], precision=options.precision)
+    return MemberEstimate(
+        **vars(costs),
+        recipe=recipe,
+        length=sizes["length"],
+        batch_size=sizes["batch"],
+        peak_bytes=sum(process.values()),
+        peak=process,
+        rules_of_thumb=rules,
+        cluster=cluster_of(config, options, sizes["length"]),
+    )
+
+
+def objective_cost(config: ModelConfig, name: str, *, length: int, batch: int, optimizer: str) -> dict[str, int] | None:
+    """Return the bytes of ``weights`` (with gradients and optimiser state) and ``activations`` by which a training step
+    with the causal objective ``name`` exceeds one with next-token; None for next-token itself."""
+    if name == PLAIN:
+        return None
+    task = next(task for task in TASKS.values() if name in task.objectives)
+    model = without_data(config)
+    with unallocated():
+        objective = task.objective(name, model)
+    module = objective if isinstance(objective, nn.Module) else nn.Module()
+    trained = sum(parameter.numel() for parameter in module.parameters())
+    plain = _peak_bytes(model, NextTokenLoss(), length, batch)
+    return {
+        "weights": 8 * trained + optimizer_bytes(module, optimizer),
+        "activations": _peak_bytes(model, objective, length, batch) - plain,
+    }
+
+
+def _peak_bytes(model: nn.Module, objective: Objective, length: int, batch: int) -> int:
+    """Return the most bytes that are alive at once until the loss is known."""
+    rows = TokenBatch(torch.zeros(batch, length + 1, dtype=torch.int64, device="meta"))
+    counted = [*model.parameters(), *model.buffers(), *getattr(objective, "parameters", list)()]
+    with Live([*counted, rows.tokens]) as live:
+        loss, _, _ = objective(model, rows, None, 0.0)
+    del loss
+    return live.peak

@@ -1,0 +1,435 @@
+"""A run as a graph without Python: a folder with an ONNX file or a compiled package, and with ``graph.json`` beside it.
+
+``graph.json`` has the keys ``schema``, ``kinformer``, ``format``, ``member``, ``weights`` (what identifies the run's),
+``tokenizer`` ("bytes", or the file in the folder), ``vocab_size``, ``max_length`` (null: none), ``file`` (of the model)
+and ``state``: ``name``, ``dtype`` and ``shape`` of every leaf, in order. A new sequence begins with zeros of these
+shapes, "batch" being the number of sequences and "past" 0. Of ONNX also ``opset``, ``inputs`` and ``outputs``; of a
+package ``sha256`` and the ``machine`` that it is for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kinformer.core.config import to_dict
+from kinformer.core.model import CausalModel, SourceModel, WholeModel
+from kinformer.core.state import Leaf
+from kinformer.family.table import member as member_called
+from kinformer.generation.packed import use_package
+from kinformer.interop.checkpoint import TOKENIZER
+from kinformer.interop.encoder_routes import labels_of
+from kinformer.interop.encoders import ids_of
+from kinformer.interop.graphs import onnx, package
+from kinformer.interop.graphs.flat import require_graphable
+from kinformer.interop.routes import Padding
+from kinformer.interop.tokenizer_files import (
+    Special,
+    chat_templates,
+    of_encoder,
+    padding_of,
+    write_chat_templates,
+    write_speech,
+    write_tokenizer,
+)
+from kinformer.interop.writing import DTYPES, GENERATES, Form, appearing, form_of, require_new, settings_of, write_model
+from kinformer.lab.runs.run import BYTES, Run, open_run
+from kinformer.lab.tasks.shared.text import ends_of, vocab_size_of
+from kinformer.lab.tasks.speech.predict import writing_of
+from kinformer.lab.training.checkpoint import best_of, best_weights
+from kinformer.runtime.errors import KinformerError, choose, marked, nearest, plural, spelled
+from kinformer.runtime.fields import require_path
+from kinformer.runtime.files import read_json, reading, require_file, require_signature, signed, write_json
+from kinformer.runtime.parsing import JsonObject
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+GRAPH = "graph.json"
+SCHEMA = 1
+FORMATS = ("onnx", "aoti")
+
+
+@dataclass(frozen=True)
+class ExportedGraph:
+    """The ``folder``, its ``format`` and ``file``, and the names of the state's ``leaves``.
+
+    ``difference``: how far the logits that onnxruntime computes are from the model's, of the largest; None of a
+    package, which is not run when it is made.
+    """
+
+    folder: Path
+    format: str
+    file: str
+    leaves: tuple[str, ...]
+    parameters: int
+    difference: float | None
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """The facts as data that JSON can hold."""
+        names = ("format", "file", "parameters", "difference")
+        return {"out": str(self.folder), "leaves": list(self.leaves)} | {name: getattr(self, name) for name in names}
+
+
+def export_graph(run: Run, out: Path, format: str, announce: Callable[[str], object]) -> ExportedGraph:
+    """Write ``run`` into the new folder ``out`` as a graph; ``announce`` is called with what it will be.
+
+    Errors: ``KinformerError`` for a model that is no graph, and for what is not installed here.
+    """
+    (onnx.require_packages if format == "onnx" else package.require_compiler)()
+    try:
+        require_graphable(run.config)
+    except KinformerError as error:
+        raise KinformerError(f"{run.folder}: {error}") from None
+    require_new(out)
+    announce(_sentence(format))
+    model, difference = run.model(), None
+    facts = _facts(run, model, format)
+    with appearing(out) as place:
+        try:
+            if format == "onnx":
+                described, difference = onnx.write_onnx(model, place, facts)
+            else:
+                described = package.write_package(model, place)
+        except KinformerError as error:
+            raise KinformerError(f"{run.folder}: {error}") from error
+        if facts["tokenizer"] == TOKENIZER:
+            shutil.copyfile(run.folder / str(run.vocabulary), place / TOKENIZER)
+        write_json(place / GRAPH, signed(facts | described))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    names = tuple(leaf["name"] for leaf in described["state"])
+    return ExportedGraph(out, format, described["file"], names, parameters, difference)
+
+
+def _sentence(format: str) -> str:
+    if format == "onnx":
+        return (
+            "the folder is one ONNX graph for prompts and steps, which onnxruntime runs without kinformer or PyTorch."
+        )
+    return (
+        "the folder is a package of one step, which AOTInductor compiles for this processor; this takes a minute or "
+        "so, and `package` of generate uses it."
+    )
+
+
+def _facts(run: Run, model: CausalModel, format: str) -> dict[str, object]:
+    from kinformer import __version__
+
+    has_file = run.vocabulary not in (None, BYTES) and (run.folder / str(run.vocabulary)).is_file()
+    return {
+        "schema": SCHEMA,
+        "kinformer": __version__,
+        "format": format,
+        "member": run.member,
+        "weights": run.weights_digest(),
+        "tokenizer": TOKENIZER if has_file else BYTES if run.vocabulary == BYTES else None,
+        "vocab_size": model.vocab_size,
+        "max_length": model.max_length,
+    }
+
+
+def attach_package(run: Run, model: nn.Module, folder: str | Path) -> None:
+    """Let sessions of ``model``, that of ``run``, step by the package in ``folder``.
+
+    Errors: ``KinformerError`` for a folder without a package, one of other weights, and one for another machine.
+    """
+    folder = Path(folder)
+    facts = _package_facts(folder)
+    if facts["weights"] != run.weights_digest():
+        raise KinformerError(
+            f"`package` {folder}: was made of other weights than {run.folder} has now; export the run again."
+        )
+    step = package.load_package(folder / facts["file"], facts)
+    use_package(model, step, [Leaf(**{**leaf, "shape": tuple(leaf["shape"])}) for leaf in facts["state"]])
+
+
+def _package_facts(folder: Path) -> JsonObject:
+    path = folder / GRAPH
+    if not path.is_file():
+        raise KinformerError(
+            f"`package` {folder}: holds no {GRAPH}; give a folder that kinformer export wrote with `format` aoti."
+        )
+    facts: JsonObject = read_json(path)
+    require_signature(facts, path, required=True)
+    with reading(path):
+        if facts["format"] != "aoti":
+            raise KinformerError(
+                f"`package` {folder}: is of the format {facts['format']}, but generate takes one of aoti; export the "
+                "run with `format` aoti."
+            )
+        if facts["schema"] != SCHEMA or not {"file", "weights", "machine", "sha256", "state"} <= set(facts):
+            raise KinformerError(f"{path}: is by another version of kinformer; export the run again.")
+        require_file(folder / facts["file"])
+    return facts
+
+
+# Export of a run folder to a folder that the library transformers loads, or to a graph (``lab.runs.exporting``).
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The ``folder``, its ``model_type``, the classes of transformers that load it, and how much it holds.
+
+    ``reason``: why the model is no architecture of transformers; empty if it is one.
+    """
+
+    folder: Path
+    model_type: str
+    model_class: str
+    auto_class: str
+    reason: str
+    dtype: str
+    parameters: int
+    shards: int
+
+    @property
+    def native(self) -> bool:
+        """Return whether transformers loads the folder without code of ours."""
+        return not self.reason
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """The facts as data that JSON can hold."""
+        names = ("model_type", "model_class", "auto_class", "native", "reason", "dtype", "parameters", "shards")
+        return {"out": str(self.folder)} | {name: getattr(self, name) for name in names}
+
+
+def export(
+    folder: str | Path,
+    out: str | Path,
+    *,
+    format: str = "hf",
+    dtype: str = "float32",
+    max_shard_size: str | int = "5GB",
+    announce: Callable[[str], object] = lambda sentence: None,
+) -> Exported | ExportedGraph:
+    """Write the run in ``folder`` into the new folder ``out``; ``announce`` is called with what it will be and why."""
+    require_path("out", out)
+    if choose(format, ("hf", *FORMATS), "format") != "hf":
+        usual = {"dtype": (dtype, "float32"), "max_shard_size": (max_shard_size, "5GB")}
+        if changed := [name for name, (value, default) in usual.items() if value != default]:
+            raise KinformerError(
+                f"{marked(changed[0])}: is for `format` hf, but a graph is one file of float32; omit it."
+            )
+        return export_graph(_exportable(folder), Path(out), format, announce)
+    if dtype not in DTYPES:
+        raise KinformerError(f"`dtype` {dtype!r}: is no type of exported weights; {nearest(str(dtype), DTYPES)}")
+    shard_bytes, run, out = size_in_bytes(max_shard_size), _exportable(folder), Path(out)
+    try:
+        has_tokenizer = run.vocabulary == BYTES or (run.folder / str(run.vocabulary)).is_file()
+        source = _source(run) if has_tokenizer else None
+        padding = padding_of(source) if has_tokenizer else None
+        form = form_of(run.config, run.training.get("length"), padding)
+    except KinformerError as error:
+        raise KinformerError(f"{folder}: {error}") from None
+    require_new(out)
+    announce(sentence_of(form))
+    if run.vocabulary is not None and not has_tokenizer:
+        announce(f"{folder} has no {run.vocabulary}, so the folder has none either.")
+    weights = best_weights(run.folder)[0]
+    model = run.model()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    with appearing(out) as place:
+        settings = settings_of(form, run.config, run.member, dtype) | _labels(run) | _prompt_ids(run, source)
+        if form.use == "CTC":
+            settings |= write_speech(place, *writing_of(run))
+        shards = write_model(place, form, settings, weights, shard_bytes)
+        if has_tokenizer:
+            named = run.prompts.get("special_tokens", {})
+            write_tokenizer(place, source, model.max_length, _special(run, form, padding), named)
+            write_chat_templates(place, chat_templates(run.folder))
+        (place / "README.md").write_text(card(run, form, parameters, dtype, out.name), encoding="utf-8")
+    return Exported(out, form.model_type, form.model_class, form.auto_class, form.reason, dtype, parameters, shards)
+
+
+def _exportable(folder: str | Path) -> Run:
+    """Return the run in ``folder``; refuse one that is not complete without a datastore."""
+    run = open_run(folder)
+    if "retrieval" in run.data:
+        raise KinformerError(f"{folder}: reads a datastore, which has no place in an exported folder; export its base.")
+    return run
+
+
+def size_in_bytes(size: str | int) -> int:
+    """Return the bytes of a size such as ``5GB``, ``500 MB``, ``64KiB`` or a number of bytes."""
+    match = re.fullmatch(r"\s*(\d{1,12}(?:\.\d{1,6})?)\s*([KMG]?I?)B?\s*", str(size).upper())
+    if match is None or match[2] not in UNITS or (count := int(float(match[1]) * UNITS[match[2]])) < 1:
+        raise KinformerError(f"`max_shard_size` {size}: is no size; write for example 5GB, 500MB or 64KiB.")
+    return count
+
+
+def sentence_of(form: Form) -> str:
+    """Return what a folder in ``form`` will be."""
+    if form.native is None:
+        return (
+            f"the folder is remote code of kinformer, as {form.reason}; load it with {form.auto_class} and "
+            "trust_remote_code=True where kinformer is installed."
+        )
+    notes = "".join(f"; {note}" for note in (form.native.reordered, *form.native.notes) if note)
+    what = f"the folder is a {form.model_type} ({form.model_class}), which {form.auto_class} loads by itself"
+    return f"{what}{notes}."
+
+
+def _source(run: Run) -> bytes | None:
+    """Return the run's tokenizer.json; None for bytes."""
+    return None if run.vocabulary == BYTES else (run.folder / str(run.vocabulary)).read_bytes()
+
+
+def _labels(run: Run) -> dict[str, object]:
+    """Return the names of the run's classes, if it has some."""
+    names, head = (run.data.get("identity") or {}).get("classes"), getattr(run.config, "head", None)
+    return labels_of(list(map(str, names))) if names and hasattr(head, "classes") else {}
+
+
+def _prompt_ids(run: Run, source: bytes | None) -> dict[str, object]:
+    """Return the ids of an imported decoder's tokens that begin and pad its texts, as ``config.json`` names them."""
+    named = run.prompts.get("special_tokens")
+    if not named or source is None or run.config.protocol is not CausalModel:
+        return {}
+    ids, size = ids_of(json.loads(source)), vocab_size_of(run.config)
+    by_name = {f"{role}_id": ids.get(named.get(role), size) for role in ("bos_token", "pad_token")}
+    return {name: number for name, number in by_name.items() if number < size}
+
+
+def _special(run: Run, form: Form, padding: Padding | None) -> Special:
+    """Return the special tokens of the folder's tokenizer."""
+    tokens = to_dict(run.config.input)
+    if run.config.protocol is WholeModel:
+        by_id = form.model_type in ("roberta", "longformer")
+        return of_encoder(tokens, padding.text if padding and padding.text else None if by_id else "sep_token")
+    if run.config.protocol is SourceModel:
+        roles = {"bos_token": (tokens["bos_token"], "<s>"), "eos_token": (tokens["eos_token"], "</s>")}
+        return Special(roles, None, "eos_token", "bos_token")
+    end, first = ends_of(run.config).eos, next(iter(run.prompts.get("prefix", ())), None)
+    roles = {role: (token, "") for role, token in (("bos_token", first), ("eos_token", end)) if token is not None}
+    return Special(roles, None if first is None else "bos_token", None, "eos_token")
+
+
+CARD = """---
+library_name: transformers
+pipeline_tag: {pipeline}
+tags:
+- kinformer
+- {member}
+---
+
+# {name}
+
+{title} ({paper}): member `{member}` of Kinformer, recipe `{recipe}`, {parameters}, weights in {dtype}.
+{growth}
+
+Data: `{data}`. Training: {training}.
+
+{measured}## Use
+
+```python
+from transformers import {imports}
+
+model = {auto_class}.from_pretrained("{name}"{trust})
+{use}
+```
+
+{form}
+
+## Departures from the paper
+
+{departures}
+
+Written by `kinformer export` from a run of the task {task}.
+"""
+"""The model card."""
+WHOLE = "It reads whole texts or images."
+OF_TEXT = """tokenizer = AutoTokenizer.from_pretrained("{name}")
+inputs = tokenizer("It was ", return_tensors="pt")
+print({use})"""
+OF_IMAGES = """processor = AutoImageProcessor.from_pretrained("{name}")
+inputs = processor(image, return_tensors="pt")  # an image as PIL or NumPy has it
+print({use})"""
+OF_SOUND = """import torch
+
+samples = torch.zeros(1, model.config.sampling_rate)  # a second of sound from -1 to 1
+print([model.config.id2label[number] for number in model(samples).logits.argmax(-1)[0].tolist()])"""
+OF_STEPS = """import torch
+
+states, actions = torch.zeros(1, 1, {state_dim}), torch.zeros(1, 1, {action_dim})  # one step, yet without action
+steps = {{"timesteps": torch.zeros(1, 1, dtype=torch.int64), "attention_mask": torch.ones(1, 1)}}
+print(model(states=states, actions=actions, rewards=None, returns_to_go=torch.ones(1, 1, 1), **steps).action_preds)"""
+GENERATED, LOGITS = "tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0])", "model(**inputs).logits"
+PIPELINES = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForTokenClassification": "token-classification",
+    "AutoModelForImageClassification": "image-classification",
+    "AutoModelForSeq2SeqLM": "translation",
+    "AutoModelForCTC": "automatic-speech-recognition",
+    "AutoModel": "reinforcement-learning",
+}
+"""What a model card calls the use of a model."""
+
+
+def card(run: Run, form: Form, parameters: int, dtype: str, name: str) -> str:
+    """Return the model card: what the model is, what it was trained on, and what was measured."""
+    record = member_called(run.member)
+    sentence = sentence_of(form)
+    preparer, use = _use(run, form, name)
+    return CARD.format(
+        member=run.member,
+        name=name,
+        title=record.title,
+        paper=record.paper,
+        recipe=run.recipe,
+        parameters=plural(parameters, "parameter"),
+        dtype=dtype,
+        growth=f"Growth of its state with the tokens absorbed: {record.growth}." if record.causal else WHOLE,
+        data=run.data.get("spec") or "unknown",
+        training=_training(run) or "elsewhere; the weights were imported",
+        measured=_measured(run),
+        auto_class=form.auto_class,
+        pipeline=PIPELINES[form.auto_class],
+        imports=", ".join(one for one in (form.auto_class, preparer) if one),
+        use=use,
+        trust="" if form.native else ", trust_remote_code=True",
+        form=sentence[0].upper() + sentence[1:],
+        departures="\n".join(f"- {one}" for one in map(spelled, record.departures or ("none",))),
+        task=run.task.name,
+    )
+
+
+def _use(run: Run, form: Form, name: str) -> tuple[str, str]:
+    """Return the class of transformers that prepares inputs, empty if there is none, and the code that uses a model."""
+    if form.auto_class == "AutoModelForImageClassification":
+        return "AutoImageProcessor", OF_IMAGES.format(name=name, use=LOGITS)
+    if form.auto_class == "AutoModelForCTC":
+        return "", OF_SOUND
+    if form.auto_class == "AutoModel":
+        return "", OF_STEPS.format(**to_dict(run.config.input))
+    return "AutoTokenizer", OF_TEXT.format(name=name, use=GENERATED if form.auto_class in GENERATES else LOGITS)
+
+
+def _training(run: Run) -> str:
+    """Return the settings of the run's training in a line; empty for one that was imported."""
+    names = ("steps", "minutes", "length", "batch_size", "lr", "seed")
+    return ", ".join(f"{name.replace('_', ' ')} {run.training[name]}" for name in names if run.training.get(name))
+
+
+def _measured(run: Run) -> str:
+    """Return the section with the metrics of the best validation; empty for a run that was never validated."""
+    best = best_of(run.folder)
+    if best is None:
+        return ""
+    metrics = {metric.name: metric for metric in run.task.metrics}
+    lines = [
+        f"- {metrics[name].text(value) if name in metrics else f'{name} {value:.4g}'}"
+        for name, value in best[0].items()
+    ]
+    return "\n".join(["## Measured", "", f"On the run's validation data, after step {best[1]:,}:", "", *lines, "", ""])

@@ -1,0 +1,603 @@
+"""Runs under EleutherAI's lm-evaluation-harness: ``lm`` is its model ``kinformer``, ``evaluate`` runs its tasks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import fields
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from lm_eval import evaluate
+from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
+from lm_eval.tasks import TaskManager
+
+from kinformer.core.model import CausalModel
+from kinformer.generation.sampling import SamplingOptions, StoppedText, ends_of_text
+from kinformer.generation.session import Session
+from kinformer.lab.data import Tokenizer
+from kinformer.lab.data.tokenizer import prompt_ids
+from kinformer.lab.evaluation.bits import CHUNK
+from kinformer.lab.evaluation.continuations import Continuation, ContinuationScorer, Score
+from kinformer.lab.runs.inference import require_continuing
+from kinformer.lab.runs.options import EvaluateOptions, Machine
+from kinformer.lab.runs.run import Run, open_run
+from kinformer.lab.tasks.evaluation import Evaluation, EvaluationReport, EvaluationSettings, TextTable, evaluated
+from kinformer.lab.tasks.runs import LoadedRun
+from kinformer.lab.tasks.shared.options import NextTokenEvaluationOptions, short_names, tell_untrained
+from kinformer.lab.tasks.shared.text import CARRIED, check_positions, main_windows
+from kinformer.lab.training.logging import Metric
+from kinformer.runtime.errors import KinformerError, marked, nearest, plural, require
+from kinformer.runtime.parsing import JsonObject
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+
+# Prompts of the harness continued as batches: greedily or drawn, until a stop string or the end of a text.
+
+MAX_NEW_TOKENS = 256
+"""Tokens that are drawn at most where a task names no number, as in the harness."""
+ROWS = 32
+LIMIT_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""The names under which tasks limit the tokens to draw; the first that is present counts."""
+NEUTRAL = {"num_beams": 1, "repetition_penalty": 1.0, "num_return_sequences": 1}
+"""Options of other libraries that mean nothing at these values."""
+
+
+class Prompt(NamedTuple):
+    """The ids to continue, and the task's ``generation_kwargs``."""
+
+    tokens: Sequence[int]
+    options: JsonObject
+
+
+class Drawing(NamedTuple):
+    """How prompts are continued: by at most ``max_new_tokens``, until one of the texts ``stops``."""
+
+    max_new_tokens: int
+    stops: tuple[str, ...]
+    sampling: tuple[tuple[str, Any], ...]
+
+
+def drawing_of(options: JsonObject) -> Drawing:
+    """Return what ``generation_kwargs`` of a task mean: greedy, unless `do_sample` or a temperature is set.
+
+    Errors: ``KinformerError`` for an option that generation here does not have.
+    """
+    values = {name: value for name, value in options.items() if value is not None}
+    until = values.pop("until", [])
+    stops = (until,) if isinstance(until, str) else tuple(until)
+    numbers = [int(values.pop(name)) for name in LIMIT_NAMES if name in values]
+    temperature = float(values.pop("temperature", 1.0 if values.get("do_sample") else 0.0))
+    temperature = 0.0 if values.pop("do_sample", temperature > 0) is False else temperature
+    values = {name: value for name, value in values.items() if NEUTRAL.get(name) != value}
+    for name in values:
+        if name not in SamplingOptions.__annotations__:
+            raise KinformerError(
+                f"generation_kwargs: {name!r} is not an option of generation here; "
+                f"{nearest(name, sorted(SamplingOptions.__annotations__))}"
+            )
+    if not temperature:  # a greedy draw reads nothing else of the probabilities
+        values = {name: value for name, value in values.items() if name == "repetition_penalty"}
+    sampling = {"temperature": temperature} | values
+    max_new_tokens = numbers[0] if numbers else MAX_NEW_TOKENS
+    return Drawing(max_new_tokens, tuple(stop for stop in stops if stop), tuple(sampling.items()))
+
+
+def continued(
+    model: CausalModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    length: int | None,
+    rows: int | None,
+    generator: torch.Generator | None = None,
+) -> Iterator[tuple[int, str]]:
+    """Yield the number of each of ``prompts`` and its continuation, as batches of at most ``rows`` are done.
+
+    ``length``: how many tokens of prompt and continuation the model reads at most; of a longer prompt the end counts.
+    ``generator``: gives the seed of every batch; None is PyTorch's global one.
+    """
+    groups: dict[Drawing, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        groups.setdefault(drawing_of(prompt.options), []).append(number)
+    for drawing, numbers in groups.items():
+        room = None if length is None else length - drawing.max_new_tokens
+        if room is not None and room < 1:
+            raise KinformerError(
+                f"a task draws up to {drawing.max_new_tokens} tokens, which leaves no room for a prompt in a context "
+                f"of {length}; give a larger `context`, or the task a smaller max_gen_toks."
+            )
+        numbers.sort(key=lambda number: len(prompts[number].tokens), reverse=True)
+        for start in range(0, len(numbers), rows or ROWS):
+            batch = numbers[start : start + (rows or ROWS)]
+            ends = [list(prompts[number].tokens[-room if room else 0 :]) for number in batch]
+            yield from zip(batch, _batch(model, tokenizer, ends, drawing, generator), strict=True)
+
+
+def _batch(
+    model: CausalModel,
+    tokenizer: Tokenizer,
+    prompts: list[list[int]],
+    drawing: Drawing,
+    generator: torch.Generator | None,
+) -> list[str]:
+    """Return the continuations of ``prompts``, stepped together until the last of them has ended."""
+    longest = max(map(len, prompts))
+    tokens = torch.tensor([ids + [0] * (longest - len(ids)) for ids in prompts])
+    valid = torch.arange(longest) < torch.tensor([[len(ids)] for ids in prompts])
+    sampling = dict(drawing.sampling)
+    if sampling.get("seed") is None:
+        sampling["seed"] = int(torch.randint(2**62, (), generator=generator))
+    session = Session(model, len(prompts), room=drawing.max_new_tokens, **sampling)
+    session.feed(tokens, valid)
+    ends = ends_of_text(model)
+    rows = [StoppedText(tokenizer.stream(ids), drawing.stops, ends) for ids in prompts]
+    texts = [""] * len(prompts)
+    for drawn in session.stream(drawing.max_new_tokens):
+        for number, (row, token) in enumerate(zip(rows, drawn, strict=True)):
+            texts[number] += "" if row.stopped else row.feed(token)
+        if all(row.stopped for row in rows):
+            break
+    return [text if row.stopped else text + row.finish() for text, row in zip(texts, rows, strict=True)]
+
+
+# A run as the model ``kinformer`` of EleutherAI's lm-evaluation-harness (Gao et al. 2021).
+#
+# What it means is the harness's: context and continuation are tokenised together, trailing blanks of a context belong
+# to the continuation, an empty context is the prefix token, of what is too long the end counts, a text without a
+# context is scored in windows. What is its own is the way there: see ``lab.evaluation.continuations``.
+
+try:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+    from tqdm import tqdm
+except ImportError as error:
+    raise KinformerError(
+        "the harness needs the package 'lm_eval', which is not installed; run pip install 'kinformer[harness]'."
+    ) from error
+
+AUTO = "auto"
+INSTEAD = "kinformer evaluate without the harness"
+"""What runs that look things up are measured with."""
+
+
+@register_model("kinformer")
+class KinformerLM(TemplateLM):  # type: ignore[misc]
+    """A run of next-token, as ``--model kinformer --model_args run=FOLDER`` names it.
+
+    run: its folder.
+    context: how many tokens the model reads at most, or "carried": all, and a rolling text whole, with its state
+        carried. If not given, as the run was trained: carried after training by segments, else the training length.
+    chunk: tokens that are computed at a time; changes no result.
+    batch_size: the most contexts that are absorbed at a time, and texts that are continued; "auto" for what ``chunk``
+        allows. ``max_batch_size`` bounds "auto".
+    device: "auto", and "cuda" where there is none, is the GPU if there is one, else the CPU.
+    set: overrides of the config that leave the weights as they are, from Python alone.
+    quiet: no bars.
+    """
+
+    def __init__(
+        self,
+        run: str | Path,
+        context: str | int | None = None,
+        chunk: int = CHUNK,
+        batch_size: str | int | None = None,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        set: Mapping[str, object] | None = None,
+        quiet: bool = False,
+    ) -> None:
+        super().__init__()
+        opened = open_run(run)
+        require_continuing(opened, INSTEAD)
+        self.run, self.quiet = opened, quiet
+        self.rows = max_batch_size
+        self.generator: torch.Generator | None = None
+        """What texts are drawn with; None is PyTorch's global generator, which the harness's own command seeds."""
+        if batch_size is not None and batch_size != AUTO:
+            self.rows = whole_number("batch_size", batch_size)
+        self.chunk = whole_number("chunk", chunk)
+        self._device = _device(device)
+        self.model = opened.model(set).to(self._device)
+        self.length = _length(opened, self.model, context)
+        tokenizer = opened.tokenizer
+        assert tokenizer is not None
+        self.tokenizer_of_run = tokenizer
+        self.requests = self.cut = 0
+        """How many requests with a context there were, and of how many the end alone was read."""
+        self._encoded = lru_cache(maxsize=64)(lambda text: prompt_ids(tokenizer, text).tolist())
+
+    @property
+    def eot_token_id(self) -> int:
+        """Return the id that ends a text; of a run that knows none, what stands before one."""
+        return next(iter(ends_of_text(self.model)), self._newline)
+
+    @property
+    def _newline(self) -> int:
+        """The last id of a new line, behind which a text may begin."""
+        return int(self._encoded("\n")[-1])
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Return the id that stands for an empty context: BOS where prompts begin with it, else the end of a text."""
+        return next(iter(self.tokenizer_of_run.prefix), self.eot_token_id)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Return what identifies the run's tokenizer in caches of requests."""
+        return self.tokenizer_of_run.fingerprint
+
+    def get_model_info(self) -> dict[str, object]:
+        """Return what the harness writes beside its results."""
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        context = CARRIED if self.length is None else self.length
+        about: dict[str, object] = {"run": str(self.run.folder), "member": self.run.member, "context": context}
+        return about | {"prefix_token_id": self.prefix_token_id, "model_num_parameters": parameters}
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: object) -> list[int]:
+        """Return the ids of ``string`` as a prompt: behind BOS where the run's prompts begin with it."""
+        return list(self._encoded(string))
+
+    def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of each continuation in nats, and whether it is what greedy decoding gives."""
+        encoded = [self._encode(*request.args) for request in requests]
+        arguments = [request.args for request in requests]
+        return self._loglikelihood_tokens(
+            [(pair, *ids) for pair, ids in zip(arguments, encoded, strict=True)], disable_tqdm=disable_tqdm
+        )
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihood of each text in nats: in the harness's windows, or with the state carried."""
+        windows = [(number, part) for number, request in enumerate(requests) for part in self._windows(*request.args)]
+        totals = [0.0] * len(requests)
+
+        def add(index: int, score: Score) -> None:
+            totals[windows[index][0]] += score.log_likelihood
+
+        self._score([Continuation(tuple(a), tuple(b)) for _, (a, b) in windows], add, disable_tqdm)
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Return what continues each context, until a stop string appears, which is left out."""
+        prompts = [
+            Prompt(self._encoded(context) or [self.prefix_token_id], options)
+            for context, options in (request.args for request in requests)
+        ]
+        self._note_cuts(len(prompt.tokens) + drawing_of(prompt.options).max_new_tokens for prompt in prompts)
+        texts = [""] * len(prompts)
+        with self._bar("generate_until", len(prompts), disable_tqdm) as bar:
+            for number, text in continued(
+                self.model, self.tokenizer_of_run, prompts, self.length, self.rows, self.generator
+            ):
+                texts[number] = text
+                self.cache_hook.add_partial("generate_until", requests[number].args, text)
+                bar.update()
+        return texts
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[tuple[str, str] | None, Sequence[int], Sequence[int]]],
+        disable_tqdm: bool = False,
+        **options: object,
+    ) -> list[tuple[float, bool]]:
+        self._note_cuts(len(a) + len(b) - 1 for _, a, b in requests)
+        results = [(0.0, True)] * len(requests)
+
+        def note(index: int, score: Score) -> None:
+            results[index] = (score.log_likelihood, score.greedy)
+            if requests[index][0] is not None:
+                self.cache_hook.add_partial("loglikelihood", requests[index][0], results[index])
+
+        self._score([Continuation(tuple(a), tuple(b)) for _, a, b in requests], note, disable_tqdm)
+        return results
+
+    def _score(self, continuations: list[Continuation], note: Callable[[int, Score], None], disable_tqdm: bool) -> None:
+        scorer = ContinuationScorer(self.model, self.length, chunk=self.chunk, rows=self.rows)
+        with self._bar("loglikelihood", len(continuations), disable_tqdm) as bar:
+            for index, score in scorer.scores(continuations):
+                note(index, score)
+                bar.update()
+
+    def _encode(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Return the ids of both, tokenised together; before a continuation alone stands the prefix token."""
+        if context:
+            return self._encode_pair(context, continuation)  # type: ignore[no-any-return]
+        ids, prefix = self.tok_encode(continuation), self.prefix_token_id
+        return (ids[:1], ids[1:]) if ids[:1] == [prefix] else ([prefix], ids)
+
+    def _windows(self, text: str) -> list[tuple[list[int], list[int]]]:
+        """Return the windows of a text: the tokens to predict, each once, and what stands before them."""
+        ids = self.tok_encode(text)
+        if self.length is None:
+            return [([self.prefix_token_id], ids)]
+        windows = get_rolling_token_windows(
+            token_list=ids, prefix_token=self.prefix_token_id, max_seq_len=self.length, context_len=1
+        )
+        return [make_disjoint_window(window) for window in windows]
+
+    def _note_cuts(self, lengths: Iterable[int]) -> None:
+        for tokens in lengths:
+            self.requests += 1
+            self.cut += self.length is not None and tokens > self.length
+
+    def _bar(self, what: str, total: int, disabled: bool) -> tqdm:
+        return tqdm(total=total, desc=f"Running {what} requests", disable=True if disabled or self.quiet else None)
+
+
+def whole_number(name: str, value: str | int) -> int:
+    """Return ``value`` of the model's argument ``name``, which may be text, as a whole number of 1 or more."""
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        raise KinformerError(f"`{name}` is {value!r} but must be a whole number of 1 or more.") from None
+    require(name, number, 1)
+    return number
+
+
+def _device(name: str | None) -> torch.device:
+    """Return the device that is meant; the harness's command names cuda:0 where nobody names one."""
+    name = AUTO if name is None or (name.startswith("cuda") and not torch.cuda.is_available()) else name
+    return Machine(device=name).usable_device()
+
+
+def _length(run: Run, model: CausalModel, context: str | int | None) -> int | None:
+    """Return how many tokens the model reads at most, None if the state is carried however many there are."""
+    options = NextTokenEvaluationOptions(context=None if context is None else str(context))
+    windows = main_windows(run, model, options)
+    check_positions(model, windows)
+    tell_untrained(run, 0 if windows is None else windows.context)
+    return None if windows is None else windows.context
+
+
+# Evaluation of runs by tasks of lm-evaluation-harness.
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import Task
+
+    LoadedTasks = Mapping[str, Mapping[str, Task]]
+
+READ = ("set", "chunk", "seed", "device", "threads", "task_options")
+"""The general options that tasks of the harness read."""
+RESAMPLES = 1000
+"""Resamples for the standard errors of metrics that have no formula for it."""
+
+POOL = "DISABLE_MULTIPROC"
+"""What keeps the harness from resampling in forks of this process, which has threads."""
+
+
+class Value(NamedTuple):
+    """A metric of a task of the harness, or of a group of its tasks: its name, value, standard error (None where the
+    harness has none), and whether less is better."""
+
+    task: str
+    metric: str
+    value: float
+    error: float | None
+    lower_is_better: bool
+
+    @property
+    def name(self) -> str:
+        """Return the name among the metrics of an evaluation."""
+        return f"{self.task}/{self.metric}"
+
+
+class Tasks(TaskManager):  # type: ignore[misc]
+    """The harness's tasks, which are refused in one sentence where they cannot be loaded."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+        for name in names:
+            if name.endswith((".yaml", ".yml")) and not _is_file(name):
+                raise KinformerError(f"`harness` {name}: there is no such file; give the path of a task's YAML file.")
+        super().__init__(include_defaults=not all(map(_is_file, names)))
+        for name in names:
+            if not _is_file(name) and name not in self.all_tasks:
+                raise KinformerError(
+                    f"`harness` {name}: is neither a task of lm-evaluation-harness nor a YAML file; "
+                    f"{nearest(name, self.all_tasks)}"
+                )
+
+    def load(self, task_list: list[str]) -> LoadedTasks:
+        """Load tasks with their data, as the harness does."""
+        with _in_a_sentence("cannot be loaded", task_list, "check its file and data, or the connection if it has none"):
+            return super().load(task_list)
+
+
+@contextmanager
+def _in_a_sentence(what: str, names: Sequence[object], remedy: str) -> Iterator[None]:
+    """Report what the harness, or a library that it calls, raises because of tasks as one sentence."""
+    try:
+        yield
+    except (KinformerError, MemoryError, RuntimeError):
+        raise
+    except Exception as error:
+        reason = next(iter(str(error).strip().splitlines()), "").rstrip(".")
+        raise KinformerError(
+            f"`harness` {','.join(map(str, names))}: {what} ({type(error).__name__}: {reason}); {remedy}."
+        ) from error
+
+
+def evaluate_by_harness(
+    runs: Sequence[Run], options: EvaluateOptions, task_options: NextTokenEvaluationOptions, quiet: bool
+) -> EvaluationReport:
+    """Evaluate each of ``runs`` by the harness's tasks; the report has a value for every metric of every task."""
+    _check_options(runs, options)
+    options.usable_device()
+    names = [name.strip() for name in str(task_options.harness).split(",")]
+    with _quietly(quiet):
+        tasks = Tasks(names)
+    parts = [_evaluate(run, tasks, options, task_options, quiet) for run in runs]
+    together = _side_by_side(runs, [values for _, values in parts]) if len(runs) > 1 else []
+    return EvaluationReport([evaluation for evaluation, _ in parts], together)
+
+
+def _evaluate(
+    run: Run, tasks: Tasks, options: EvaluateOptions, task_options: NextTokenEvaluationOptions, quiet: bool
+) -> tuple[Evaluation, list[Value]]:
+    started_at = time.perf_counter()
+    options.prepare(options.seed)
+    lm = KinformerLM(
+        run.folder,
+        task_options.context,
+        options.chunk,
+        device=options.device,
+        set=options.set,
+        quiet=quiet or not _watched(),
+    )
+    lm.generator = torch.Generator().manual_seed(options.seed or DEFAULT_OTHER_SEED)
+    remedy = "check it by the command lm_eval validate, and that it has as many examples as `fewshot` says"
+    with _seeded(options.seed), _quietly(quiet), _in_a_sentence("cannot be done", tasks.names, remedy):
+        loaded = _loaded(tasks, task_options.fewshot, options.seed)
+        results: JsonObject = evaluate(
+            lm, loaded, limit=task_options.limit, bootstrap_iters=RESAMPLES, log_samples=False
+        )
+    values = values_of(results)
+    carried = lm.length is None
+    read = "the state carried, so that rolling texts are read whole" if carried else f"contexts of {lm.length} tokens"
+    cut = f"{lm.cut:,} of {plural(lm.requests, 'request')} with a context had more tokens; of those the end was read"
+    changes = tuple(f"{path}={value}" for path, value in options.set.items())
+    subject = LoadedRun(run, None, changes)
+    about = f"{subject.title} by lm-evaluation-harness {version('lm_eval')}, {read}"
+    evaluation = evaluated(
+        subject,
+        {Metric(value.name, value.metric, value.lower_is_better): value.value for value in values},
+        {"harness": version("lm_eval"), "tasks": tasks.names},
+        [about, *([cut] if lm.cut else []), _table(values, results)],
+        facts={
+            "context": CARRIED if carried else lm.length,
+            "prefix_token": lm.prefix_token_id,
+            "requests": lm.requests,
+            "cut": lm.cut,
+            "limit": task_options.limit,
+            "tasks": {name: _facts(name, values, results) for name in dict.fromkeys(value.task for value in values)},
+        },
+        since=started_at,
+    )
+    return evaluation, values
+
+
+def _loaded(tasks: Tasks, fewshot: int | None, seed: int) -> LoadedTasks:
+    """Return the tasks with as many examples as `fewshot` says, unless a task itself says none, as in the harness."""
+    loaded = tasks.load(tasks.names)
+    for task in loaded["tasks"].values():
+        usual = task.get_config("num_fewshot")
+        if usual != 0:
+            task.set_config("num_fewshot", (usual or 0) if fewshot is None else fewshot)
+        task.set_fewshot_seed(seed or DEFAULT_OTHER_SEED)
+    return loaded
+
+
+def values_of(results: JsonObject) -> list[Value]:
+    """Return all values of the harness's ``results``, in its order, those of groups included."""
+    values = []
+    for task, metrics in results["results"].items():
+        better = results["higher_is_better"].get(task) or {}
+        for key, value in metrics.items():
+            metric, comma, rule = key.partition(",")
+            if not comma or metric.endswith("_stderr") or isinstance(value, str):
+                continue
+            error = metrics.get(f"{metric}_stderr,{rule}")
+            name = metric if rule == "none" else f"{metric},{rule}"
+            deviation = float(error) if isinstance(error, int | float) else None
+            values.append(Value(task, name, float(value), deviation, better.get(metric) is False))
+    return values
+
+
+def _facts(task: str, values: Sequence[Value], results: JsonObject) -> dict[str, object]:
+    """Return what is reported of a task as data for JSON."""
+    metrics = {
+        value.metric: {"value": value.value, "standard_error": value.error, "lower_is_better": value.lower_is_better}
+        for value in values
+        if value.task == task
+    }
+    return {"version": results["versions"].get(task), "fewshot": results["n-shot"].get(task)} | {
+        "items": (results["n-samples"].get(task) or {}).get("effective"),
+        "metrics": metrics,
+    }
+
+
+def _table(values: Sequence[Value], results: JsonObject) -> TextTable:
+    rows = []
+    for number, value in enumerate(values):
+        facts = _facts(value.task, (), results)
+        first = number == 0 or values[number - 1].task != value.task
+        about = [value.task, facts["items"] or "", facts["fewshot"] if facts["fewshot"] is not None else ""]
+        error = "" if value.error is None else f"{value.error:.4f}"
+        rows.append([*(about if first else ["", "", ""]), value.metric, f"{value.value:.4f}", error])
+    return TextTable(("task", "items", "shots", "metric", "value", "± error"), rows, (1, 2, 4, 5))
+
+
+def _side_by_side(runs: Sequence[Run], values: Sequence[Sequence[Value]]) -> list[str | TextTable]:
+    """Return a table with a column for each of several runs."""
+    columns = [{(value.task, value.metric): f"{value.value:.4f}" for value in part} for part in values]
+    rows = [[*key, *(column.get(key, "-") for column in columns)] for key in columns[0]]
+    headers = ("task", "metric", *short_names([run.folder for run in runs]))
+    return ["", TextTable(headers, rows, range(2, len(headers)))]
+
+
+def _check_options(runs: Sequence[Run], options: EvaluateOptions) -> None:
+    """Refuse runs that continue no texts, and what a task of the harness does not read, which brings its own data."""
+    for run in runs:
+        require_continuing(run, INSTEAD)
+    for option in fields(EvaluateOptions):
+        default = EvaluationSettings().split if option.name == "split" else option.default
+        if option.name not in READ and getattr(options, option.name) != default:
+            raise KinformerError(f"{marked(option.name)}: means nothing to tasks of a `harness`; leave it out.")
+
+
+def _is_file(name: str) -> bool:
+    return Path(name).expanduser().is_file()
+
+
+def _watched() -> bool:
+    """Return whether bars would be seen: whether standard error is a terminal."""
+    return getattr(sys.stderr, "isatty", bool)()
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed Python's and NumPy's random numbers with ``seed`` (0: the harness's own seeds), and restore them."""
+    of_python, of_numpy, pool = random.getstate(), np.random.get_state(), os.environ.get(POOL)
+    random.seed(seed or DEFAULT_RANDOM_SEED)
+    np.random.seed((seed or DEFAULT_OTHER_SEED) % (1 << 32))
+    os.environ[POOL] = "1"
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        if pool is None:
+            del os.environ[POOL]
+        else:
+            os.environ[POOL] = pool
+
+
+@contextmanager
+def _quietly(quiet: bool) -> Iterator[None]:
+    """Let the harness write bars alone, and only where somebody sees them; standard output is for the result."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    with ExitStack() as streams:
+        stderr = sys.stderr
+        if quiet or not _watched():
+            stderr = streams.enter_context(open(os.devnull, "w", encoding="utf-8"))
+            streams.enter_context(redirect_stderr(stderr))
+        streams.enter_context(redirect_stdout(stderr))
+        logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)

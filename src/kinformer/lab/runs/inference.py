@@ -1,0 +1,320 @@
+"""Commands that use a trained run: evaluate, generate, predict, and embed."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from kinformer.core.model import CausalModel, device_of
+from kinformer.core.parts import NeedsStore
+from kinformer.generation.packed import pack
+from kinformer.lab.evaluation.depths import PONDER_STEPS, PonderRecorder, noting_steps
+from kinformer.lab.runs.files import spooled
+from kinformer.lab.runs.options import EmbedOptions, EvaluateOptions, GenerateOptions, PredictOptions
+from kinformer.lab.runs.run import STORES, Run, open_run
+from kinformer.lab.tasks.evaluation import (
+    Embedded,
+    Evaluation,
+    EvaluationReport,
+    EvaluationSettings,
+    Predicted,
+    PredictionSettings,
+)
+from kinformer.lab.tasks.next_token.generate import Conversation
+from kinformer.lab.tasks.runs import LoadedRun
+from kinformer.lab.tasks.table import evaluation_options, generation_options, prediction_options, refuse_options
+from kinformer.lab.tasks.task import DRAWING, PREDICTING, Task
+from kinformer.runtime.errors import KinformerError, marked
+
+# The check that a run continues texts row by row, each independent of the others: for serving, and for a harness.
+
+
+def require_continuing(run: Run, instead: str) -> None:
+    """Raise unless ``run`` continues texts, each by itself; ``instead`` names what a run of another kind can be used
+    with."""
+    generation = run.task.generation
+    run.task.check_generation(run)
+    if generation.prompt != "text" or not generation.reads or run.tokenizer is None:
+        raise KinformerError(
+            f"{run.folder}: is a run of the task {run.task.name}, and only texts are continued here; give a run of "
+            "next-token."
+        )
+    if isinstance(getattr(run.config, "head", None), NeedsStore):
+        raise KinformerError(
+            f"{run.folder}: is a run of {run.member!r}, which looks things up for all of its sequences together, so "
+            f"that none can join; use {instead}."
+        )
+
+
+# The language model that a task's option ``language_model`` names: another run, which reads this one's outputs.
+
+
+def language_model_of(task_options: object, device: torch.device) -> LoadedRun | None:
+    """Return the run that ``task_options`` name, with its model on ``device``; None where they name none.
+
+    Errors: ``KinformerError`` for a run that continues no text.
+    """
+    name = getattr(task_options, "language_model", None)
+    if name is None:
+        return None
+    run = open_run(name)
+    if run.task.name != "next-token":
+        raise KinformerError(
+            f"`language_model` {name}: is a run of the task {run.task.name}, which predicts no text; give a run of "
+            "next-token that was trained on transcripts, one a line."
+        )
+    return LoadedRun(run, run.model().to(device))
+
+
+# Evaluation of runs on held-out data, each as its task says.
+
+
+def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: bool = True) -> EvaluationReport:
+    """Measure the runs in ``folders``, side by side where their task compares them."""
+    if not folders:
+        raise KinformerError("evaluate: needs DIR; see kinformer evaluate --help.")
+    options.check_store()
+    runs = [open_run(folder) for folder in folders]
+    _check_alike(runs)
+    options_of_task = [evaluation_options(run.task, options.task_options, str(run.folder)) for run in runs]
+    if getattr(options_of_task[0], "harness", None) is not None:
+        from kinformer.lab.runs.harness import evaluate_by_harness
+
+        return evaluate_by_harness(runs, options, options_of_task[0], quiet)
+    for run in runs:
+        refuse_options(run.task.evaluation.refused, options)
+    with spooled(options.data) as data:
+        options = replace(options, data=data)
+        if (report := STORES.evaluate(runs, options, options_of_task[0], quiet)) is not None:
+            return report
+        evaluation_settings = EvaluationSettings(
+            **{field.name: getattr(options, field.name) for field in fields(EvaluationSettings)}
+        )
+        if len({run.task.name for run in runs}) == 1:
+            return _measured(runs, options, evaluation_settings, options_of_task[0], quiet)
+        parts = [
+            _measured([run], options, evaluation_settings, item, quiet)
+            for run, item in zip(runs, options_of_task, strict=True)
+        ]
+        return EvaluationReport([part.evaluations[0] for part in parts])
+
+
+def _check_alike(runs: Sequence[Run]) -> None:
+    """Refuse runs of models that are measured in different ways."""
+    for run in runs[1:]:
+        if run.task.models.protocols[0] is not runs[0].task.models.protocols[0]:
+            raise KinformerError(
+                f"{run.folder}: is a run of the task {run.task.name}, unlike {runs[0].folder}, which is one of "
+                f"{runs[0].task.name}; evaluate it by itself."
+            )
+
+
+def _measured(
+    runs: Sequence[Run],
+    options: EvaluateOptions,
+    evaluation_settings: EvaluationSettings,
+    task_options: object,
+    quiet: bool,
+) -> EvaluationReport:
+    changes = tuple(f"{path}={value}" for path, value in options.set.items())
+    lookups: dict[Path, Mapping[str, object] | None] = {}
+    taken: dict[Path, PonderRecorder] = {}
+
+    def load(run: Any) -> LoadedRun:
+        model = run.model(options.set).to(options.prepare(options.seed))
+        model = STORES.attach(run, model, options)
+        lookups[run.folder] = STORES.facts(model)
+        taken[run.folder] = open_counts.enter_context(noting_steps(model))
+        beside = language_model_of(task_options, device_of(model))
+        return LoadedRun(run, model, changes, lookups[run.folder], language_model=beside)
+
+    with ExitStack() as open_counts:
+        report = runs[0].task.evaluate(runs, load, evaluation_settings, task_options, quiet)
+    evaluations = [_with_steps(item, taken[run.folder]) for run, item in zip(runs, report.evaluations, strict=True)]
+    report = replace(report, evaluations=evaluations)
+    for run in runs:
+        STORES.note_text(lookups.get(run.folder), run, evaluation_settings, getattr(task_options, "holdout", None))
+    return report
+
+
+def _with_steps(evaluation: Evaluation, taken: PonderRecorder) -> Evaluation:
+    """Return the evaluation with the steps per token of a model whose tokens halt, unless it has them already."""
+    if taken.mean is None or PONDER_STEPS.name in evaluation.metrics:
+        return evaluation
+    metric = {PONDER_STEPS.name: taken.mean}
+    return replace(
+        evaluation,
+        metrics={**evaluation.metrics, **metric},
+        units=(*evaluation.units, PONDER_STEPS),
+        facts={**evaluation.facts, **metric},
+        text=(*evaluation.text, PONDER_STEPS.text(taken.mean)),
+    )
+
+
+# Generation with a trained run and what belongs to it.
+
+
+def generate(
+    folder: str | Path,
+    prompt: str | bytes | Iterable[bytes] | None,
+    options: GenerateOptions,
+    write: Callable[[str], None] | None = None,
+) -> Any:
+    """Return what the run's task generates from ``prompt``: a text, lines as they come, or None, as ``task.generation``
+    says. ``write`` is called with every piece of a single sample as soon as it is drawn."""
+    options.check_store()
+    run = open_run(folder)
+    run.task.check_generation(run)
+    _check_prompt(run.task, prompt)
+    subject, options = _prepared(run, options)
+    return run.task.generate(subject, prompt, options, write)
+
+
+def converse(folder: str | Path, options: GenerateOptions) -> Conversation:
+    """Return a new conversation with the run in ``folder``.
+
+    Errors: ``KinformerError`` for a run whose task draws no text freely.
+    """
+    options.check_store()
+    run = open_run(folder)
+    run.task.check_generation(run)
+    if run.task.generation.prompt != "text" or "temperature" not in run.task.generation.reads:
+        raise KinformerError(
+            f"{run.folder}: is a run of the task {run.task.name}, which continues no text freely; give one of "
+            "next-token."
+        )
+    if options.samples != 1:
+        raise KinformerError(f"`samples` {options.samples}: a text that is continued in turns is one; leave it out.")
+    return Conversation(*_prepared(run, options))
+
+
+def _prepared(run: Run, options: GenerateOptions) -> tuple[LoadedRun, Any]:
+    """Return the run's model, ready to generate, and the options with seed and temperature, as tasks read them."""
+    task_options = generation_options(run.task, options.task_options, str(run.folder))
+    check_drawing(run.task, options)
+    options = replace(
+        options,
+        task_options=task_options,
+        seed=secrets.randbits(32) if options.seed is None else options.seed,
+        temperature=run.task.generation.temperature if options.temperature is None else options.temperature,
+    )
+    assert options.seed is not None
+    device = options.prepare(options.seed)
+    model = run.model(options.set).to(device, torch.bfloat16 if options.weights == "bf16" else None)
+    packed = model if run.task.generation.prompt == "lines" else pack(model, options.samples)
+    if options.package is not None:
+        _attach_package(run, packed, options)
+    model = STORES.attach(run, packed, options, options.samples)
+    beside = language_model_of(task_options, device)
+    return LoadedRun(run, model, draft=_draft(run, options, device), language_model=beside), options
+
+
+def _draft(run: Run, options: GenerateOptions, device: torch.device) -> str | CausalModel | None:
+    """Return what guesses the run's next tokens: None, "ngram", "mtp", or the model of another run of its tokens."""
+    if options.draft in (None, "ngram", "mtp"):
+        return options.draft
+    other = open_run(options.draft)
+    mine, others = run.tokenizer, other.tokenizer
+    if other.task.name != run.task.name or others is None or mine is None or others.fingerprint != mine.fingerprint:
+        raise KinformerError(
+            f"`draft` {other.folder}: has another task or tokenizer than {run.folder}, and so other tokens; train the "
+            "draft with both of that run."
+        )
+    model = other.model().to(device, torch.bfloat16 if options.weights == "bf16" else None)
+    return pack(model, options.samples)
+
+
+def _attach_package(run: Run, model: nn.Module, options: GenerateOptions) -> None:
+    """Let ``model`` step by the package that the options name; refuse options that it was not made for."""
+    from kinformer.lab.runs.exporting import attach_package
+
+    changed = {"set": bool(options.set), "samples": options.samples > 1, "weights": options.weights != "fp32"}
+    changed |= {"device": next(model.parameters()).device.type != "cpu"}
+    if names := [name for name, differs in changed.items() if differs]:
+        raise KinformerError(
+            f"{marked(names[0])}: does not go with `package`, which holds one sequence's step with the run's weights "
+            "in float32, for a CPU; leave one of both out."
+        )
+    attach_package(run, model, options.package or "")
+
+
+def _check_prompt(task: Task, prompt: str | bytes | Iterable[bytes] | None) -> None:
+    prompted = task.generation.prompt is not None
+    if not prompted and prompt is not None:
+        raise KinformerError(f"`prompt`: the task {task.name} continues no text; leave it out.")
+    if prompted and prompt is None:
+        raise KinformerError("there must be one prompt; give `prompt` TEXT, `prompt` - or `prompt_file` PATH.")
+    if prompted and not prompt:
+        raise KinformerError("the prompt is empty; give at least one character with `prompt` or `prompt_file`.")
+
+
+def check_drawing(task: Task, options: GenerateOptions) -> None:
+    """Refuse the options of drawing that a task does not read."""
+    usual = {option.name: option.default for option in fields(GenerateOptions)}
+    for name in DRAWING:
+        value = getattr(options, name)
+        if name not in task.generation.reads and value != usual[name]:
+            shown = " ".join(value) if isinstance(value, tuple) else value if isinstance(value, str) else f"{value:g}"
+            reason = task.generation.unread or f"the task {task.name} does not read it"
+            raise KinformerError(f"{marked(name)} {shown}: {reason}; leave it out.")
+
+
+# Prediction with a trained run: classes, filled masks, transcripts, translations, answers, actions.
+
+
+def predictions(folder: str | Path, source: object, options: PredictOptions) -> Iterator[Predicted]:
+    """Yield the predictions of the run in ``folder`` for the items of ``source``, one by one as they are computed.
+
+    source: a file or a folder, "-" for standard input, or a list of items.
+
+    Errors: ``KinformerError`` for a task that predicts nothing, an option that it does not read, and a bad item.
+    """
+    run = open_run(folder)
+    if run.task.prediction.refusal is not None:
+        raise KinformerError(
+            f"{run.folder}: is a run of {run.member!r} for the task {run.task.name}; {run.task.prediction.refusal}"
+        )
+    task_options = prediction_options(run.task, options.task_options, str(run.folder))
+    _check_read(run.task, options)
+    settings = PredictionSettings(**{item.name: getattr(options, item.name) for item in fields(PredictionSettings)})
+    model = STORES.attach(run, run.model(options.set).to(options.prepare(options.seed)))
+    subject = LoadedRun(run, model, language_model=language_model_of(task_options, device_of(model)))
+    yield from run.task.predict(subject, source, settings, task_options)
+
+
+def _check_read(task: Task, options: PredictOptions) -> None:
+    """Refuse the general options that mean nothing to a task."""
+    for option in fields(options):
+        value = getattr(options, option.name)
+        if option.name in PREDICTING and option.name not in task.prediction.reads and value != option.default:
+            raise KinformerError(
+                f"{marked(option.name)} {value}: predictions of the task {task.name} do not read it; leave it out."
+            )
+
+
+# Vectors of texts, images and sounds: the last hidden states of a trained run, one vector for each item.
+
+
+def embeddings(folder: str | Path, source: object, options: EmbedOptions) -> Iterator[Embedded]:
+    """Yield the items of ``source`` in order, each with its vector, as they are computed.
+
+    source: a file or a folder, "-" for standard input, or a list of texts or of paths.
+
+    Errors: ``KinformerError`` for a run that reads neither text, images nor sound, and for a bad item.
+    """
+    run = open_run(folder)
+    for option in ("text_field", "format"):
+        value = getattr(options, option)
+        if value is not None and run.tokenizer is None:
+            raise KinformerError(
+                f"{marked(option)} {value}: says how texts are written, and {run.folder} reads none; leave it out."
+            )
+    model = STORES.attach(run, run.model(options.set).to(options.prepare(options.seed)))
+    yield from run.task.embed(LoadedRun(run, model), source, options)

@@ -1,0 +1,405 @@
+"""Reading of ``config.json``: its schema, keys and types are checked before anything uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from types import NoneType
+from typing import TYPE_CHECKING, Any
+
+from kinformer.core.config import override
+from kinformer.family.build import model_config, storable, weight_shapes
+from kinformer.family.kinds import kinds
+from kinformer.family.table import FAMILY
+from kinformer.family.table import member as member_called
+from kinformer.lab.data.files import SPOOLED
+from kinformer.lab.datastore.options import Stores
+from kinformer.lab.tasks.table import ALL, training_options
+from kinformer.lab.tasks.table import task as task_called
+from kinformer.lab.training.checkpoint import (
+    CHECKPOINTS,
+    SHARDED,
+    WEIGHTS,
+    Checkpoints,
+    best_of,
+    best_weights,
+    place_of_best,
+)
+from kinformer.lab.training.logging import METRICS
+from kinformer.lab.training.settings import Settings
+from kinformer.runtime.draws import private_numbers
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.fields import require_path, require_types
+from kinformer.runtime.files import (
+    DIGEST,
+    digest,
+    load_weights,
+    locked,
+    partial_of,
+    read_json,
+    reading,
+    remove_partials,
+    require_signature,
+    require_utf8,
+    require_weights,
+    save_tensors,
+    signed,
+    write_json,
+)
+from kinformer.runtime.parsing import JsonObject
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kinformer.core.stack import ModelConfig
+    from kinformer.lab.data import Tokenizer
+    from kinformer.lab.tasks.task import Task
+
+
+SCHEMA = 2
+CONFIG = "config.json"
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "member": (str,),
+    "recipe": (str,),
+    "model": (dict,),
+    "tokenizer": (str, NoneType),
+    "task": (dict,),
+    "data": (dict,),
+    "training": (dict,),
+}
+_FURTHER: Mapping[str, tuple[type, ...]] = {
+    "tokenizer_fingerprint": (str,),
+    "packages": (dict,),
+    "prompts": (dict,),
+    "checksum": (str,),
+}
+_PROMPTS: Mapping[str, tuple[type, ...]] = {"prefix": (list,), "special_tokens": (dict,)}
+_DATA: Mapping[str, tuple[type, ...]] = {
+    "spec": (str, NoneType),
+    "holdout": (float, int, NoneType),
+    "identity": (dict, NoneType),
+    "init": (str,),
+    "inherited": (dict,),
+    "retrieval": (dict,),
+}
+_RETRIEVAL: Mapping[str, tuple[type, ...]] = {
+    "datastore": (str,),
+    "retriever": (str,),
+    "neighbours": (int,),
+    "probes": (int, NoneType),
+}
+_TYPE_NAMES = {str: "text", dict: "a table", list: "a list", NoneType: "null", int: "a whole number", float: "a number"}
+
+
+def read_config(place: Path) -> JsonObject:
+    """Return the table in the file ``place``.
+
+    Errors: ``KinformerError`` for a file that is no config of a run, or lacks a key or has one of another type.
+    """
+    folder = place.parent
+    if not place.exists():
+        raise KinformerError(
+            f"{folder}: is no run folder (it has no {CONFIG}); train one with: kinformer train MEMBER --out DIR."
+        )
+    data = read_json(place)
+    if isinstance(data, dict) and "model_type" in data and "schema" not in data:
+        raise KinformerError(
+            f"{folder}: is a checkpoint of another library; make it a run first: kinformer import {folder} --out DIR."
+        )
+    if not isinstance(data, dict) or "schema" not in data:
+        raise KinformerError(f"{place}: is not the config of a run; restore it from a copy, or give another folder.")
+    schema = data["schema"]
+    if schema == 1:
+        raise KinformerError(
+            f"{place}: has schema 1, as kinformer 0.1 wrote it, but this version reads schema {SCHEMA}; train it "
+            "again, or read it with kinformer 0.1."
+        )
+    if schema != SCHEMA:
+        raise KinformerError(
+            f"{place}: has schema {schema!r}, but this version reads schema {SCHEMA}; use a matching version."
+        )
+    if missing := [name for name in _TYPES if name not in data]:
+        raise KinformerError(f"{place}: lacks {', '.join(missing)}; restore it from a copy.")
+    _check(data, {**_TYPES, **_FURTHER}, place, "")
+    _check(data["data"], _DATA, place, "data.")
+    _check_prompts(data.get("prompts", {}), place)
+    _check(data["data"].get("retrieval", {}), _RETRIEVAL, place, "data.retrieval.")
+    name = data["tokenizer"]
+    if name is not None and (Path(name).name != name or name == ".."):
+        raise KinformerError(f"{place}: tokenizer is {name!r}, not a file of this folder; restore it from a copy.")
+    if not isinstance(data["task"].get("name"), str) or not isinstance(data["task"].get("options"), dict):
+        raise KinformerError(f"{place}: task is {data['task']!r}, without a name or options; restore it from a copy.")
+    return data
+
+
+def settings_in(training: JsonObject) -> Settings:
+    """Return the settings in a config, checked like those of the command line."""
+    if unknown := sorted(map(str, training.keys() - {field.name for field in fields(Settings)})):
+        raise KinformerError(f"training has the unknown setting {unknown[0]!r}; use a matching version.")
+    return Settings(**training)
+
+
+def _check_prompts(prompts: JsonObject, place: Path) -> None:
+    _check(prompts, _PROMPTS, place, "prompts.")
+    parts = (
+        ("prefix", prompts.get("prefix", ()), int),
+        ("special_tokens", prompts.get("special_tokens", {}).values(), str),
+    )
+    for name, values, kind in parts:
+        if not all(type(value) is kind for value in values):
+            expected = "a list of whole numbers" if kind is int else "a table of texts"
+            raise KinformerError(
+                f"{place}: prompts.{name} is {prompts[name]!r}, not {expected}; restore it from a copy."
+            )
+
+
+def _check(data: Mapping[str, object], types: Mapping[str, tuple[type, ...]], place: Path, prefix: str) -> None:
+    for name, expected in types.items():
+        if name in data and (not isinstance(data[name], expected) or isinstance(data[name], bool)):
+            kind = " or ".join(_TYPE_NAMES[item] for item in expected)
+            raise KinformerError(f"{place}: {prefix}{name} is {data[name]!r}, not {kind}; restore it from a copy.")
+
+
+# Run folders: ``config.json`` (what was trained, on what, how), ``model.safetensors`` (the best weights so far).
+#
+# Where several processes hold parts of the weights, the best ones are in ``best/``, as shards.
+#
+# ``config.json`` has the keys ``schema``, ``kinformer``, ``member``, ``recipe``, ``model`` (the model's config as
+# data), ``tokenizer`` ("bytes", the name of a file in the folder, or null), ``task`` (its name and its own options),
+# ``data`` (how it was named, and its identity), ``training`` (the settings) and ``checksum`` (of all other keys);
+# besides ``tokenizer_fingerprint`` where the tokenizer is a file, ``prompts`` where the model was imported with
+# special tokens, and ``packages``, where other packages' the member and the task are. The chat template of an imported
+# model is the file ``chat_template.jinja``; its further ones are in ``additional_chat_templates``.
+
+TOKENIZER, BYTES, CHAT_TEMPLATE = "tokenizer.json", "bytes", "chat_template.jinja"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A trained model, or one in training, in its folder.
+
+    member, recipe: what it is of the family.
+    config: the model's.
+    task, options: what it is trained for, and the task's own options.
+    data: ``spec`` (the data as it was named), ``holdout``, ``identity``; and where there are some, ``init`` (the run it
+        began with), ``inherited`` (what of its weights is that run's) and ``retrieval`` (its datastore).
+    training: the settings; empty of an imported run.
+    vocabulary: "bytes", the name of a tokenizer's file in the folder, or None where the task reads no text.
+    prompts: how an imported model is prompted: ``prefix`` (the ids that begin every prompt, such as BOS) and
+        ``special_tokens`` (their texts by the names that transformers gives them); empty of other runs.
+    tokenizer_fingerprint: what identifies that file; None until there is one.
+    by_user: the names of the ``options`` that the user gives in this call; the others come from the folder.
+    """
+
+    folder: Path
+    member: str
+    recipe: str
+    config: ModelConfig
+    task: Task
+    options: Any
+    data: JsonObject
+    training: JsonObject
+    vocabulary: str | None = BYTES
+    prompts: JsonObject = field(default_factory=dict)
+    tokenizer_fingerprint: str | None = field(default=None, compare=False)
+    by_user: frozenset[str] = field(default=frozenset(), compare=False)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The run's tokenizer, None for a task whose data are not text."""
+        from kinformer.lab.data import ByteTokenizer, FileTokenizer
+
+        if self.vocabulary is None:
+            return None
+        if self.vocabulary == BYTES:
+            return ByteTokenizer()
+        return FileTokenizer(self.folder / self.vocabulary, self.tokenizer_fingerprint, self.prompts.get("prefix", ()))
+
+    @property
+    def chat_template(self) -> Path | None:
+        """The file of the chat template that an imported model came with, None if there is none."""
+        path = self.folder / CHAT_TEMPLATE
+        return path if path.is_file() else None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the best validation, the deciding one first; empty for a run that was never validated."""
+        best = best_of(self.folder)
+        return {} if best is None else best[0]
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The run's ``metrics`` under their former name."""
+        return self.metrics
+
+    def save(self) -> None:
+        """Write the run's ``config.json``, signed."""
+        from kinformer import __version__
+
+        data = {
+            "schema": SCHEMA,
+            "kinformer": __version__,
+            "member": self.member,
+            "recipe": self.recipe,
+            "model": storable(self.config),
+            "tokenizer": self.vocabulary,
+            "task": {"name": self.task.name, "options": asdict(self.options)},
+            "data": self.data,
+            "training": self.training,
+        }
+        added = {"member": FAMILY.package(self.member), "task": ALL.package(self.task.name)}
+        if packages := {name: package for name, package in added.items() if package is not None}:
+            data["packages"] = packages
+        if self.prompts:
+            data["prompts"] = self.prompts
+        if fingerprint := self.tokenizer_fingerprint or self._fingerprint():
+            data["tokenizer_fingerprint"] = fingerprint
+        write_json(self.folder / CONFIG, signed(data))
+
+    def _fingerprint(self) -> str | None:
+        """Return the fingerprint of the tokenizer's file as it is now, None if there is none."""
+        from kinformer.lab.data.tokenizer import file_fingerprint
+
+        if self.vocabulary in (None, BYTES) or not (self.folder / self.vocabulary).is_file():
+            return None
+        return file_fingerprint((self.folder / self.vocabulary).read_bytes())
+
+    def build(self) -> Any:
+        """Return the model, newly initialised."""
+        with reading(self.folder / CONFIG, "says a model that cannot be built here", "use a larger machine"):
+            return self.config.build()
+
+    def model(self, changes: Mapping[str, object] | None = None) -> Any:
+        """Return the model with its best weights, in eval mode, without its datastore (see ``lab.datastore.attach``).
+
+        ``changes`` are overrides of its config, such as another scaling of its positions; they must leave the name and
+        the shape of every weight as they are.
+        """
+        config = self._changed(changes) if changes else self.config
+        place, (tensors, _) = place_of_best(self.folder), best_weights(self.folder)
+        with reading(self.folder / CONFIG, "says a model that cannot be built"):
+            require_weights(weight_shapes(config), tensors, place)
+            with private_numbers(0):  # the stored weights replace the random ones
+                model = config.build()
+        load_weights(model, tensors, place)
+        return model.eval()
+
+    def weights_digest(self) -> str:
+        """Return the sha256 of the names, shapes, types and bytes of the weights that :meth:`model` reads."""
+        tensors, metadata = best_weights(self.folder)
+        return metadata.get(DIGEST) or digest(tensors)
+
+    def _changed(self, changes: Mapping[str, object]) -> ModelConfig:
+        changed = override(self.config, changes, kinds())
+        before, after = weight_shapes(self.config), weight_shapes(changed)
+        for name in sorted(before.keys() | after.keys()):
+            if before.get(name) != after.get(name):
+                shapes = " to ".join(str(shape) if shape else "none" for shape in (before.get(name), after.get(name)))
+                raise KinformerError(
+                    f"`set` {' '.join(changes)}: turns the weight {name} from {shapes}, but a trained model's weights "
+                    f"stay as they are in {self.folder}; train a new run for that."
+                )
+        return changed
+
+
+def open_run(folder: str | Path) -> Run:
+    """Return the run in a folder.
+
+    Errors: ``KinformerError`` for a folder that holds no run, or a damaged one.
+    """
+    require_path("run", folder)
+    folder = Path(folder)
+    place = folder / CONFIG
+    data = read_config(place)
+    packages = data.get("packages", {})
+    with reading(place):
+        try:
+            member_called(data["member"], packages.get("member"))
+            task = task_called(data["task"]["name"], packages.get("task"))
+            options = training_options(task, data["task"]["options"])
+            require_types(options, task.Options)
+            task.choose_objective(settings_in(data["training"]).objective)
+        except (KinformerError, TypeError) as error:
+            raise KinformerError(f"{place}: {error}") from None
+        config = model_config(data["model"], f"{place}: model")
+    require_signature(data, place)
+    return Run(
+        folder=folder,
+        member=data["member"],
+        recipe=data["recipe"],
+        config=config,
+        task=task,
+        options=options,
+        data=data["data"],
+        training=data["training"],
+        vocabulary=data["tokenizer"],
+        prompts=data.get("prompts", {}),
+        tokenizer_fingerprint=data.get("tokenizer_fingerprint"),
+    )
+
+
+def save_weights(folder: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write ``model.safetensors``."""
+    save_tensors(folder / WEIGHTS, weights, metadata)
+
+
+# Writing in a run's folder: by one process at a time, which removes nothing there but what it made itself.
+#
+# While a run is created, ``.config.json.partial`` stands in its folder; ``config.json`` is written last. So what a
+# killed creation leaves behind is distinguished from a user's own files, and is removed when the folder is locked
+# next.
+
+_MADE_FIRST = (TOKENIZER, SPOOLED, WEIGHTS)
+"""What creating or importing a run may write before its config."""
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Lock a run's folder for this process, and remove half-written files of dead processes."""
+    require_utf8(folder)
+    with locked(folder):
+        _remove_leftovers(folder)
+        yield
+
+
+@contextmanager
+def creating(folder: Path) -> Iterator[None]:
+    """Create a run in ``folder``, which this process has locked; where that fails, remove all that was written."""
+    require_empty(folder)
+    try:
+        with partial_of(folder / CONFIG).open("xb"):
+            pass
+        yield
+    except BaseException:
+        _remove_leftovers(folder)
+        raise
+
+
+def require_empty(folder: Path) -> None:
+    """Refuse a folder that holds anything."""
+    if (folder / CONFIG).exists():
+        raise KinformerError(
+            f"`out` {folder}: holds a run already; add `resume` to continue it, or give another folder."
+        )
+    if any(folder.iterdir()):
+        raise KinformerError(f"`out` {folder}: is not empty; give a new folder.")
+
+
+def _remove_leftovers(folder: Path) -> None:
+    if partial_of(folder / CONFIG).exists() and not (folder / CONFIG).exists():
+        for name in _MADE_FIRST:
+            (folder / name).unlink(missing_ok=True)
+    remove_partials(folder, (CONFIG, METRICS, *_MADE_FIRST))
+    for name in (CHECKPOINTS, SHARDED):
+        Checkpoints(folder / name, 1).clean()
+
+
+# The datastores of runs, reached through the hook of ``datastore``.
+
+STORES = Stores(open_run)

@@ -1,0 +1,49 @@
+"""The options of tracing. Free of PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kinformer.lab.runs.options import Machine
+from kinformer.runtime.errors import KinformerError, marked, require, require_seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceOptions(Machine):
+    """The options of tracing a trained run on a text."""
+
+    layers: str | None = None
+    """Only these layers, counted from 1, as in 1,4; all if not given."""
+    heads: str | None = None
+    """Only these heads, counted from 1, as in 1,2; all if not given."""
+    target: str | None = None
+    """Of a run of the task translate: the translation to trace; the run's own if not given."""
+    max_tokens: int = 256
+    """Trace the first N tokens of the text only: weights take N x N numbers for every head."""
+    set: Mapping[str, object] = field(default_factory=dict)
+    """A change that leaves the weights as they are, as in `set` layers.*.mixer.position.scaling=yarn."""
+    seed: int = 0
+    """Decides everything random, such as the hashes of a member that has some."""
+
+    def __post_init__(self) -> None:
+        require("max_tokens", self.max_tokens, 1)
+        require_seed(self.seed)
+        super().__post_init__()
+
+
+def numbers_in(name: str, text: str | None, highest: int, what: str) -> tuple[int, ...]:
+    """Return the numbers from 1 to ``highest`` that an option's text lists, in order; all where it is None.
+
+    Errors: ``KinformerError`` for what is no such number.
+    """
+    if text is None:
+        return tuple(range(1, highest + 1))
+    parts = [part.strip() for part in text.split(",")]
+    valid = [str(number) for number in range(1, highest + 1)]
+    for part in parts:
+        if part not in valid:
+            raise KinformerError(
+                f"{marked(name)} {text}: {part!r} is none of the {what} 1 to {highest}; list some of these."
+            )
+    return tuple(sorted({int(part) for part in parts}))

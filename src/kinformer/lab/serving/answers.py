@@ -1,0 +1,277 @@
+"""Tokens of a request on their way to a client: as text that never ends in half a character or in a stop string."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kinformer.generation.sampling import StoppedText
+from kinformer.lab.data import Tokenizer
+from kinformer.lab.serving.engine import TokenScore
+from kinformer.lab.serving.fields import Body
+from kinformer.runtime.errors import KinformerError
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token, where its text begins in the choice's, and its score where one was requested."""
+
+    token: int
+    offset: int
+    score: TokenScore | None
+
+
+@dataclass(slots=True)
+class Piece:
+    """The next part of a choice: its ``text``, the ``tokens`` that begin in it, and at the end the ``reason``."""
+
+    choice: int
+    text: str = ""
+    tokens: list[ScoredToken] = field(default_factory=list)
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The end of a request for which the model failed, or which the server ended."""
+
+    error: KinformerError
+
+
+class TextListener:
+    """A listener that passes ``send`` the pieces of the choices of one request, the first of which has the number
+    ``first``.
+
+    A token is passed on with the text in which it begins, so that a stop string takes its tokens with it. ``ends``:
+    the tokens that end a choice and are not passed on. ``before``: the prompt's tokens, which a choice continues.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[Piece | Failure], None],
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        first: int,
+        ends: Sequence[int] = (),
+        before: Sequence[int] = (),
+    ) -> None:
+        self._send, self._tokenizer, self._stops, self._first, self._ends = send, tokenizer, stops, first, ends
+        self._before = before
+        self._echo: tuple[str, list[int], int, int] = "", [], 0, 0
+        self._choices: dict[int, _Choice] = {}
+
+    def echo(self, prompt: str, tokens: list[int], copies: int, added: int = 0) -> None:
+        """Begin each of ``copies`` choices with ``prompt``, whose ``tokens`` follow when they are scored; the first
+        ``added`` tokens stand in front of the prompt's text."""
+        self._echo = prompt, tokens, copies, added
+        for copy in range(copies):
+            self._send(Piece(self._first + copy, prompt))
+
+    def scored(self, scores: list[TokenScore | None]) -> None:
+        """Pass on the scored tokens of the prompt."""
+        decoder = StoppedText(self._tokenizer.stream(), ())
+        tokens = []
+        for place, (token, score) in enumerate(zip(self._echo[1], scores, strict=True)):
+            tokens.append(ScoredToken(token, decoder.decoded, score))
+            if place >= self._echo[3]:
+                decoder.feed(token)
+        for copy in range(self._echo[2]):
+            self._send(Piece(self._first + copy, tokens=tokens))
+
+    def drawn(self, copy: int, token: int, score: TokenScore | None) -> bool:
+        """Pass on what the token completes; return whether it or a stop string ends the copy."""
+        choice = self._choice(copy)
+        choice.waiting.append(ScoredToken(token, choice.begins + choice.text.decoded, score))
+        if text := choice.text.feed(token):
+            self._send(Piece(self._first + copy, text, choice.show(text)))
+        return choice.text.stopped
+
+    def ended(self, copy: int, reason: str) -> None:
+        """Pass on what was waiting, and why the copy ends."""
+        choice = self._choice(copy)
+        text = choice.text.finish()
+        reason = "stop" if choice.text.stopped else reason
+        tokens = choice.show(text) if reason == "stop" else choice.waiting
+        self._send(Piece(self._first + copy, text, tokens, reason))
+
+    def failed(self, error: KinformerError) -> None:
+        """Pass on that nothing more comes of the request."""
+        self._send(Failure(error))
+
+    def _choice(self, copy: int) -> _Choice:
+        if copy not in self._choices:
+            text = StoppedText(self._tokenizer.stream(self._before), self._stops, self._ends)
+            self._choices[copy] = _Choice(text, len(self._echo[0]))
+        return self._choices[copy]
+
+
+class _Choice:
+    """One choice in the making: its text, which ``begins`` behind what is echoed, and tokens that wait for theirs."""
+
+    def __init__(self, text: StoppedText, begins: int) -> None:
+        self.text, self.begins, self.shown = text, begins, begins
+        self.waiting: list[ScoredToken] = []
+
+    def show(self, text: str) -> list[ScoredToken]:
+        """Return the tokens that begin in what is shown, ``text`` included."""
+        self.shown += len(text)
+        ready = [item for item in self.waiting if item.offset < self.shown]
+        self.waiting = self.waiting[len(ready) :]
+        return ready
+
+
+# The JSON of answers, in the form that OpenAI's clients read.
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+def encoded(data: object) -> bytes:
+    """Return ``data`` as JSON in UTF-8; halves of surrogate pairs, which are no characters, stay escaped."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
+
+
+def event(data: object) -> bytes:
+    """Return ``data`` as one server-sent event."""
+    return b"data: " + encoded(data) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def error(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, object]:
+    """Return an error in OpenAI's form."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class Answer:
+    """The answers to one request: :meth:`chunk` for a part of a choice, :meth:`full` for all of them.
+
+    ``texts`` and ``tokens`` add up what was answered, by choice.
+    """
+
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
+
+    def __init__(self, body: Body, tokenizer: Tokenizer, choices: int) -> None:
+        self.body, self.tokenizer = body, tokenizer
+        self.created, self.id = int(time.time()), self.prefix + secrets.token_hex(12)
+        self.texts: list[list[str]] = [[] for _ in range(choices)]
+        self.tokens: list[list[ScoredToken]] = [[] for _ in range(choices)]
+        self.reasons: list[str | None] = [None] * choices
+        self._spellings: dict[int, tuple[str, bool]] = {}
+
+    def take(self, piece: Piece) -> None:
+        """Add a piece to what the choices have."""
+        self.texts[piece.choice].append(piece.text)
+        self.tokens[piece.choice] += piece.tokens
+        self.reasons[piece.choice] = piece.reason
+
+    def chunk(self, piece: Piece) -> dict[str, object]:
+        """Return the event of a piece."""
+        choice = self._delta(piece) | {
+            "logprobs": self._scores(piece.tokens),
+            "finish_reason": piece.reason,
+        }
+        if self.body.return_token_ids:
+            choice["token_ids"] = [item.token for item in piece.tokens]
+        return self._frame(self.chunk_kind, [{"index": piece.choice} | choice])
+
+    def full(self, usage: dict[str, int]) -> dict[str, object]:
+        """Return the answer with all choices and the ``usage``."""
+        choices = []
+        for number, (texts, tokens, reason) in enumerate(zip(self.texts, self.tokens, self.reasons, strict=True)):
+            choice = {"index": number} | self._text("".join(texts))
+            choice |= {"logprobs": self._scores(tokens), "finish_reason": reason}
+            if self.body.return_token_ids:
+                choice["token_ids"] = [item.token for item in tokens]
+            choices.append(choice)
+        return self._frame(self.kind, choices) | {"usage": usage}
+
+    def usage_chunk(self, usage: dict[str, int]) -> dict[str, object]:
+        """Return the event that ends a stream of which the usage was requested."""
+        return self._frame(self.chunk_kind, []) | {"usage": usage}
+
+    def opening(self) -> list[dict[str, object]]:
+        """Return the events before the first piece."""
+        return []
+
+    def _frame(self, kind: str, choices: list[dict[str, object]]) -> dict[str, object]:
+        frame = {"id": self.id, "object": kind, "created": self.created, "model": self.body.model, "choices": choices}
+        return frame | ({"usage": None} if self.body.include_usage else {})
+
+    def _text(self, text: str) -> dict[str, object]:
+        return {"text": text}
+
+    def _delta(self, piece: Piece) -> dict[str, object]:
+        return self._text(piece.text)
+
+    def _scores(self, tokens: Sequence[ScoredToken]) -> dict[str, object] | None:
+        if self.body.logprobs is None:
+            return None
+        scores = [item.score for item in tokens]
+        return {
+            "tokens": [self.spelled(item.token) for item in tokens],
+            "token_logprobs": [None if score is None else score.logprob for score in scores],
+            "top_logprobs": [None if score is None else self._top(score.top) for score in scores],
+            "text_offset": [item.offset for item in tokens],
+        }
+
+    def _top(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Return the scores of tokens by their spelling. The less likely of two tokens with one spelling, such as a
+        letter and its byte, stands under its id."""
+        scores: dict[str, float] = {}
+        for token, value in top:
+            text = self.spelled(token)
+            scores[f"token_id:{token}" if text in scores else text] = value
+        return scores
+
+    def spelled(self, token: int) -> str:
+        """Return the text of a token, or ``token_id:N`` where it is no text alone, as half of a character is none."""
+        return self._spelling(token)[0]
+
+    def _spelling(self, token: int) -> tuple[str, bool]:
+        """Return how a token is spelled, and whether the spelling is its text. Each token is decoded once."""
+        if token not in self._spellings:
+            text = self.tokenizer.spell(token)
+            complete = bool(text) and _REPLACEMENT not in text
+            self._spellings[token] = (text if complete else f"token_id:{token}", complete)
+        return self._spellings[token]
+
+
+class ChatAnswer(Answer):
+    """An answer to a chat: messages in place of texts."""
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+
+    def opening(self) -> list[dict[str, object]]:
+        delta = {"role": "assistant", "content": ""}
+        return [
+            self._frame(self.chunk_kind, [{"index": number, "delta": delta, "logprobs": None, "finish_reason": None}])
+            for number in range(len(self.texts))
+        ]
+
+    def _text(self, text: str) -> dict[str, object]:
+        return {"message": {"role": "assistant", "content": text}}
+
+    def _delta(self, piece: Piece) -> dict[str, object]:
+        return {"delta": {"content": piece.text} if piece.text else {}}
+
+    def _scores(self, tokens: Sequence[ScoredToken]) -> dict[str, object] | None:
+        if self.body.logprobs is None:
+            return None
+        content = []
+        for item in tokens:
+            assert item.score is not None
+            top = [self._entry(token, logprob) for token, logprob in item.score.top]
+            content.append(self._entry(item.token, item.score.logprob) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, object]:
+        text, complete = self._spelling(token)
+        return {
+            "token": text,
+            "logprob": logprob,
+            "bytes": list(text.encode()) if complete else None,
+        }

@@ -1,0 +1,603 @@
+"""A request for continuations of one prompt, and the listener that receives their tokens."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kinformer.core.contract import CausalMixer
+from kinformer.core.model import CausalModel, StackedModel, device_of
+from kinformer.core.state import (
+    State,
+    join_rows,
+    nbytes,
+    renewed,
+    repeat_rows,
+    reserve,
+    reserved_parts,
+    select_rows,
+    value,
+)
+from kinformer.generation.recording import logits_after
+from kinformer.generation.sampling import Sampling, UniformStreams, draw
+from kinformer.generation.session import Steps, require_continuing, require_ids, require_positions
+from kinformer.runtime.errors import KinformerError, plural, require, require_finite
+from kinformer.runtime.fields import Checked
+from kinformer.runtime.matmul import FEW, few_rows
+
+DrawSettings: TypeAlias = tuple[float, int | None, float | None, float | None]
+"""The temperature, top_k, top_p and min_p of a draw."""
+
+
+class TokenScore(NamedTuple):
+    """The log-probability of a token by the model, before temperature and cuts, and the most probable tokens with
+    theirs, best first."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class Listener(Protocol):
+    """A listener to one request. The engine's thread calls it between steps, so that it must not wait."""
+
+    def scored(self, scores: list[TokenScore | None]) -> None:
+        """Take the score of every token of the prompt; the first has none."""
+        ...
+
+    def drawn(self, copy: int, token: int, score: TokenScore | None) -> bool:
+        """Take the next token of a copy; return whether the copy ends with it."""
+        ...
+
+    def ended(self, copy: int, reason: str) -> None:
+        """Take the end of a copy: "stop" where the listener ended it, or "length"."""
+        ...
+
+    def failed(self, error: KinformerError) -> None:
+        """Take the end of what remained of the request, for which the model failed."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Request:
+    """A request for ``copies`` continuations of ``tokens`` [length] int64, of at most ``max_new_tokens`` each.
+
+    Copy j draws from stream ``first_stream + j`` of the seed of ``sampling``, as row ``first_stream + j`` does in
+    ``kinformer.generate``. ``logprobs``: how many of the most probable tokens a score holds; None gives no scores.
+    ``scores_prompt``: also score the tokens of the prompt.
+    """
+
+    tokens: np.ndarray
+    listener: Listener
+    sampling: Sampling
+    max_new_tokens: int
+    copies: int = 1
+    first_stream: int = 0
+    logprobs: int | None = None
+    scores_prompt: bool = False
+
+    @property
+    def length(self) -> int:
+        """Return the number of tokens of the longest sequence that the request may become."""
+        return len(self.tokens) + self.max_new_tokens
+
+
+class Row:
+    """One copy of a request while it is continued: its place in its stream of random numbers, and its length."""
+
+    def __init__(self, request: Request, copy: int) -> None:
+        self.request, self.copy = request, copy
+        self.new_tokens = 0
+        self._uniforms = UniformStreams(request.sampling.seed, [request.first_stream + copy])
+
+    @property
+    def remaining(self) -> int:
+        """Return how many more tokens may be drawn."""
+        return self.request.max_new_tokens - self.new_tokens
+
+    @property
+    def draw_settings(self) -> DrawSettings:
+        """Return the settings of sampling that rows must share to draw in one operation."""
+        sampling = self.request.sampling
+        return sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+
+    def uniform(self, device: torch.device) -> Tensor:
+        """Return the next random number [1, 1] of this row."""
+        return self._uniforms.next(device)
+
+
+# How many rows may be continued at a time, and how large their state may become.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits(Checked):
+    """The bounds of an engine.
+
+    max_streams: rows at a time, a request of n copies being n of them.
+    max_state_bytes: of the state that all rows may come to hold together; None for no bound.
+    max_waiting: requests that wait for their turn; further ones are refused.
+    chunk: tokens of prompts that are absorbed between two steps.
+    """
+
+    max_streams: int = 64
+    max_state_bytes: int | None = None
+    max_waiting: int = 64
+    chunk: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("max_streams", "max_state_bytes", "chunk"):
+            require(name, getattr(self, name), 1)
+        require("max_waiting", self.max_waiting, 0)
+        super().__post_init__()
+
+
+class BusyError(KinformerError):
+    """A refusal of a request that may be repeated later, as all rows are taken and enough requests wait."""
+
+
+class Admission:
+    """The rows that are admitted; ``row_bytes(length)`` is the size of a row's state in a batch whose longest row has
+    ``length`` tokens."""
+
+    def __init__(self, limits: Limits, row_bytes: Callable[[int], int]) -> None:
+        self.limits, self._row_bytes = limits, row_bytes
+        self._lengths: Counter[int] = Counter()
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows that are admitted."""
+        return self._lengths.total()
+
+    def require_rows(self, prompts: int, copies: int) -> None:
+        """Raise where ``prompts`` of ``copies`` each can never be accepted at a time."""
+        limits = self.limits
+        if copies > limits.max_streams:
+            raise KinformerError(
+                f"n is {copies:,}, but this server continues at most {plural(limits.max_streams, 'sequence')} at a "
+                "time (its max_streams); lower n."
+            )
+        if prompts > limits.max_streams + limits.max_waiting:
+            raise KinformerError(
+                f"prompt holds {plural(prompts, 'text')}, but this server accepts at most "
+                f"{limits.max_streams + limits.max_waiting:,} at a time (its max_streams and max_waiting); send fewer "
+                "in a request."
+            )
+
+    def require_possible(self, request: Request) -> None:
+        """Raise where the request does not even fit by itself."""
+        self.require_rows(1, request.copies)
+        limits, needed = self.limits, request.copies * self._row_bytes(request.length)
+        if limits.max_state_bytes is not None and needed > limits.max_state_bytes:
+            raise KinformerError(
+                f"{plural(request.copies, 'continuation')} of up to {plural(request.length, 'token')} need a state of "
+                f"up to {plural(needed, 'byte')}, but this server holds at most {limits.max_state_bytes:,} "
+                "(its max_state_bytes); lower max_tokens or n, or shorten the prompt."
+            )
+
+    def fits(self, request: Request) -> bool:
+        """Return whether the request fits beside those that are admitted."""
+        rows, limits = self.rows + request.copies, self.limits
+        if limits.max_state_bytes is None or rows > limits.max_streams:
+            return rows <= limits.max_streams
+        return rows * self._row_bytes(max([request.length, *self._lengths])) <= limits.max_state_bytes
+
+    def enter(self, request: Request) -> None:
+        """Admit all rows of the request."""
+        self._lengths[request.length] += request.copies
+
+    def leave(self, request: Request, rows: int = 1) -> None:
+        """Release some rows of the request."""
+        self._lengths[request.length] -= rows
+        self._lengths += Counter()  # forget lengths without rows
+
+
+# The rows that are stepped as one batch, and their state.
+
+ROOM = 256
+"""Tokens for which a growing state has room; after that many steps it is laid out again."""
+_FAR = 1 << 30
+_UNKNOWN = 0
+"""Steps that are expected before rows leave or join: a recording waits until as many were made as it costs."""
+
+
+class ContinuedModel(CausalModel, StackedModel, Protocol):
+    """A causal model of this library, whose stack says how its state grows."""
+
+
+class Joining(NamedTuple):
+    """Rows that join a batch, their ``state`` and the last token of each, ``tokens`` [rows] int64."""
+
+    rows: Sequence[Row]
+    state: State
+    tokens: Tensor
+
+
+class Batch:
+    """Rows of ``model`` that are stepped together; rows leave and join between steps.
+
+    The states of rows of unlike length are right-aligned, so growing states take the slots of the longest row for all.
+    ``tokens`` [rows] int64 are the last of each row, which the next step absorbs.
+    """
+
+    def __init__(self, model: CausalModel) -> None:
+        self.model = model
+        self.rows: list[Row] = []
+        self.tokens = torch.empty(0, dtype=torch.int64, device=device_of(model))
+        self._state: State = None
+        self._steps = 0
+        self._stepping = Steps(model, _UNKNOWN, recorded=True)
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the bytes that the state of all rows holds now."""
+        return 0 if self._state is None else nbytes(self._state)
+
+    def change(self, leaving: Sequence[Row], joining: Sequence[Joining]) -> None:
+        """Let rows leave, and others join behind the rest; lay the state out again where its room is used up."""
+        grown = self._steps >= ROOM and any(reserved_parts(self._state))
+        if not (leaving or joining or grown):
+            return
+        gone = set(map(id, leaving))
+        staying = [index for index, row in enumerate(self.rows) if id(row) not in gone]
+        parts = []
+        if staying:
+            state = value(self._stepping.settled(self._state))
+            parts.append(select_rows(state, torch.tensor(staying)) if leaving else state)
+        self._state = None  # else it would live beside its successor
+        parts += [value(item.state) for item in joining]
+        self.tokens = torch.cat([self.tokens[staying], *(item.tokens for item in joining)])
+        self.rows = [self.rows[index] for index in staying] + [row for item in joining for row in item.rows]
+        self._steps, self._stepping = 0, Steps(self.model, _UNKNOWN, recorded=True)
+        if parts:
+            state = renewed(join_rows(parts) if len(parts) > 1 else parts[0], derived=True)
+            self._state = reserve(state, min(ROOM, max(row.remaining for row in self.rows)))
+
+    def step(self) -> Tensor:
+        """Return logits [rows, vocab] behind :attr:`tokens`, which the state absorbs."""
+        self._steps += 1
+        logits, self._state = self._stepping.step(self.tokens[:, None], self._state)
+        return logits
+
+
+def row_bytes(model: ContinuedModel, length: int) -> int:
+    """Return the most bytes that the state of a row of up to ``length`` tokens holds in a :class:`Batch` in which no
+    row is longer, room included.
+
+    A state that grows takes the slots of its tokens and of :data:`ROOM` more. A window is twice as large as what it
+    retains, and 64 slots, so that it seldom has to be moved to the front of its buffer.
+    """
+    units = [model.stack.units[index] for index in model.stack.order]
+    mixers = [module for unit in units for module in unit.modules() if isinstance(module, CausalMixer)]
+    dtype = next(weight.dtype for weight in model.parameters() if weight.is_floating_point())
+    fixed = nbytes(model.initial_state(1)) - sum(mixer.state_bytes(0, dtype=dtype) for mixer in mixers)
+    return fixed + sum(_mixer_bytes(partial(mixer.state_bytes, dtype=dtype), length) for mixer in mixers)
+
+
+def _mixer_bytes(declared: Callable[[int], int], length: int) -> int:
+    slot, limit = declared(2) - declared(1), declared(_FAR)
+    if slot == 0 or limit > declared(_FAR // 2):
+        return declared(length + ROOM)
+    return 2 * limit + 64 * slot
+
+
+# Prompts that are absorbed in chunks, between the steps of others.
+
+_LEAST = -9999.0
+"""The log-probability of what is impossible, as JSON has no infinite number."""
+
+
+class Prefill:
+    """The prompt of one request on its way into a state; copies share it."""
+
+    def __init__(self, model: CausalModel, request: Request) -> None:
+        self.model, self.request = model, request
+        self.absorbed = 0
+        self.scores: list[TokenScore | None] = [None]
+        self._tokens = torch.from_numpy(request.tokens)[None].to(device_of(model))
+        self._logits: Tensor | None = None
+        room = min(ROOM, request.max_new_tokens)
+        self._state: State = reserve(model.initial_state(1), len(request.tokens) + room)
+
+    @property
+    def done(self) -> bool:
+        """Return whether the state holds the full prompt."""
+        return self.absorbed == len(self.request.tokens)
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the bytes that the state holds now."""
+        return nbytes(self._state)
+
+    def absorb(self, limit: int) -> int:
+        """Absorb the next chunk, of at most ``limit`` tokens; return how many it has."""
+        chunk = self._tokens[:, self.absorbed : self.absorbed + limit]
+        with few_rows(chunk.device, chunk.numel() < FEW):
+            if self.request.scores_prompt:
+                self._score(chunk)
+            else:
+                self._logits, self._state = logits_after(self.model, chunk, self._state)
+        self.absorbed += chunk.shape[1]
+        return chunk.shape[1]
+
+    def logits(self) -> Tensor:
+        """Return the logits [copies, vocab] behind the prompt."""
+        assert self._logits is not None
+        return self._logits.expand(self.request.copies, -1)
+
+    def joining(self, rows: list[Row], tokens: Tensor) -> Joining:
+        """Return the copies ``rows`` of this prompt, each with its first of ``tokens`` [rows], for a batch to take."""
+        state, self._state = value(self._state), None
+        return Joining(rows, repeat_rows(state, len(rows)) if len(rows) > 1 else state, tokens)
+
+    def _score(self, chunk: Tensor) -> None:
+        logits, self._state = self.model(chunk, self._state)
+        before = logits[:, :-1] if self._logits is None else torch.cat([self._logits[:, None], logits[:, :-1]], dim=1)
+        targets = chunk[0, chunk.shape[1] - before.shape[1] :]
+        self.scores += scores(before[0], targets, self.request.logprobs or 0)
+        self._logits = logits[:, -1]
+
+
+def scores(logits: Tensor, tokens: Tensor, top: int) -> list[TokenScore]:
+    """Return the scores of ``tokens`` [rows] under ``logits`` [rows, vocab], each with the ``top`` most probable."""
+    logprobs = logits.log_softmax(dim=-1).clamp_min(_LEAST)
+    chosen = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+    best = logprobs.topk(min(top, logits.shape[-1]), dim=-1)
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [TokenScore(score, list(zip(*pair, strict=True))) for score, pair in zip(chosen, pairs, strict=True)]
+
+
+class Engine:
+    """An engine that continues many sequences as one batch, by turns: admit, absorb prompts, step.
+
+    An engine for ``model``: :meth:`submit` and :meth:`cancel` may be called by any thread, :meth:`turn` by one.
+
+    Rows join and leave the batch between steps. A prompt is absorbed in chunks between steps, once for all copies.
+    What a row draws is what ``kinformer.generate`` draws for the same prompt, stream and seed, whatever its
+    neighbours are (up to the rounding of products of other sizes).
+
+    ``counts`` adds up prompt tokens (``prompt``), drawn ones (``drawn``), steps (``steps``), and copies by how they
+    ended: ``stop``, ``length``, ``cancelled``, ``failed``; and requests that were ``refused``.
+    """
+
+    def __init__(self, model: ContinuedModel, limits: Limits | None = None) -> None:
+        require_continuing(model)
+        self.model, self.limits = model, limits or Limits()
+        self.counts: Counter[str] = Counter()
+        self.state_bytes = 0
+        self._batch = Batch(model)
+        self._prefills: deque[Prefill] = deque()
+        self._entered: list[Request] = []
+        self._waiting: deque[Request] = deque()
+        self._cancelled: set[Request] = set()
+        self._admission = Admission(self.limits, lru_cache(4096)(lambda length: row_bytes(model, length)))
+        self._changed = threading.Condition()
+        self._closing = False
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows that are admitted, prompts on their way included."""
+        return self._admission.rows
+
+    @property
+    def waiting(self) -> int:
+        """Return the number of requests that wait for rows or state to become free."""
+        return len(self._waiting)
+
+    def submit(self, request: Request) -> None:
+        """Accept a request; its listener is called from the next turn on.
+
+        Errors: ``KinformerError`` where it can never be served; :class:`BusyError` where too many wait already.
+        """
+        self.check(request)
+        with self._changed:
+            if self._closing:
+                raise BusyError("the server is shutting down; repeat the request when it is back.")
+            if not self._waiting and self._admission.fits(request):
+                self._admission.enter(request)
+                self._entered.append(request)
+            elif len(self._waiting) < self.limits.max_waiting:
+                self._waiting.append(request)
+            else:
+                self.counts["refused"] += 1
+                raise BusyError(
+                    f"{plural(self.rows, 'sequence')} are being continued and {plural(self.waiting, 'request')} "
+                    "wait, as many as this server takes; repeat the request later."
+                )
+            self._changed.notify()
+
+    def check_rows(self, prompts: int, copies: int) -> None:
+        """Raise where ``prompts`` of ``copies`` each can never be accepted at a time, before anything is built."""
+        self._admission.require_rows(prompts, copies)
+
+    def check(self, request: Request) -> None:
+        """Raise where the request can never be served."""
+        if len(request.tokens) == 0:
+            raise KinformerError("the prompt is empty; give one token or more.")
+        require_ids(self.model, int(request.tokens.min()), int(request.tokens.max()))
+        require_positions(self.model, max(len(request.tokens), request.length - 1))
+        self._admission.require_possible(request)
+
+    def cancel(self, request: Request) -> None:
+        """End a request whose listener has left; its rows are free from the next turn on."""
+        with self._changed:
+            self._cancelled.add(request)
+            self._changed.notify()
+
+    def run(self) -> None:
+        """Take turns until :meth:`close`, waiting while there is nothing to do; requests that are open then fail."""
+        while True:
+            with self._changed:
+                idle = not (self._prefills or self._batch.rows)
+                while idle and not (self._entered or self._waiting or self._cancelled or self._closing):
+                    self._changed.wait()
+                if self._closing:
+                    break
+            self.turn()
+        requests = [*self._entered, *self._waiting, *(prefill.request for prefill in self._prefills)]
+        for request in dict.fromkeys([*requests, *(row.request for row in self._batch.rows)]):
+            request.listener.failed(KinformerError("the server is shutting down; repeat the request when it is back."))
+
+    def close(self) -> None:
+        """Let :meth:`run` return after the present turn."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+
+    def turn(self) -> bool:
+        """Admit what fits, absorb a chunk of prompts, and step the batch; return whether anything remains."""
+        with torch.inference_mode():
+            self._admit()
+            leaving = self._drop_cancelled()
+            joining = self._absorb()
+            self._step(leaving, joining)
+        self.state_bytes = self._batch.state_bytes + sum(prefill.state_bytes for prefill in self._prefills)
+        return bool(self._batch.rows or self._prefills or self._entered or self._waiting)
+
+    def _drop_cancelled(self) -> list[Row]:
+        """Return the rows of the batch whose listeners have left; forget the others at once."""
+        with self._changed:
+            cancelled, self._cancelled = self._cancelled, set()
+            for request in [item for item in self._waiting if item in cancelled]:
+                self._waiting.remove(request)
+                self.counts["cancelled"] += request.copies
+        for prefill in [item for item in self._prefills if item.request in cancelled]:
+            self._prefills.remove(prefill)
+            self._leave(prefill.request, "cancelled", prefill.request.copies)
+        rows = [row for row in self._batch.rows if row.request in cancelled]
+        for row in rows:
+            self._leave(row.request, "cancelled")
+        return rows
+
+    def _admit(self) -> None:
+        with self._changed:
+            while self._waiting and self._admission.fits(self._waiting[0]):
+                self._admission.enter(self._waiting[0])
+                self._entered.append(self._waiting.popleft())
+            entered, self._entered = self._entered, []
+        self._prefills.extend(Prefill(self.model, request) for request in entered)
+
+    def _leave(self, request: Request, how: str, rows: int = 1) -> None:
+        self.counts[how] += rows
+        with self._changed:
+            self._admission.leave(request, rows)
+
+    def _absorb(self) -> list[Joining]:
+        """Absorb prompts in turns, up to a chunk of tokens together; return the rows whose prompts are complete."""
+        budget, joining = self.limits.chunk, []
+        while budget > 0 and self._prefills:
+            prefill = self._prefills.popleft()
+            try:
+                absorbed = prefill.absorb(budget)
+                budget -= absorbed
+                self.counts["prompt"] += absorbed
+                if not prefill.done:
+                    self._prefills.append(prefill)
+                elif (item := self._started(prefill)) is not None:
+                    joining.append(item)
+            except (KinformerError, RuntimeError) as error:
+                prefill.request.listener.failed(_failure(error))
+                self._leave(prefill.request, "failed", prefill.request.copies)
+        return joining
+
+    def _started(self, prefill: Prefill) -> Joining | None:
+        """Return the copies of a complete prompt that go on behind their first token; None where there is none."""
+        request = prefill.request
+        logits = prefill.logits()
+        require_finite(bool(logits[:1].isfinite().all()))
+        if request.scores_prompt:
+            request.listener.scored(prefill.scores)
+        if request.max_new_tokens == 0:
+            for copy in range(request.copies):
+                request.listener.ended(copy, "length")
+                self._leave(request, "length")
+            return None
+        rows = [Row(request, copy) for copy in range(request.copies)]
+        tokens = self._draw(rows, logits)
+        ended = self._report(rows, logits, tokens)
+        if len(ended) == len(rows):
+            return None
+        staying = [index for index, row in enumerate(rows) if row not in ended]
+        return prefill.joining([rows[index] for index in staying], tokens[staying])
+
+    def _step(self, leaving: Sequence[Row], joining: Sequence[Joining]) -> None:
+        """Step the batch without ``leaving`` and with ``joining``; report what is drawn."""
+        batch = self._batch
+        rows = [row for row in batch.rows if row not in leaving] + [row for item in joining for row in item.rows]
+        try:
+            batch.change(leaving, joining)
+            if not rows:
+                return
+            logits = batch.step()
+            self.counts["steps"] += 1
+            batch.tokens = self._draw(rows, logits)
+            broken = {row.request for row, finite in zip(rows, logits.isfinite().all(-1).tolist()) if not finite}
+            failed = [row for row in rows if row.request in broken]
+            if failed:
+                self._fail(failed, KinformerError(_NOT_FINITE))
+            batch.change([*failed, *self._report(rows, logits, batch.tokens, broken)], ())
+        except (KinformerError, RuntimeError) as error:
+            self._batch = Batch(self.model)
+            self._fail([row for row in rows if row.remaining], _failure(error))
+
+    def _fail(self, rows: Sequence[Row], error: KinformerError) -> None:
+        for row in rows:
+            self._leave(row.request, "failed")
+        for request in {row.request: None for row in rows}:
+            request.listener.failed(error)
+
+    def _draw(self, rows: Sequence[Row], logits: Tensor) -> Tensor:
+        """Return the next token of ``rows`` by ``logits`` [rows, vocab], drawn together where the settings agree."""
+        kinds: dict[DrawSettings, list[int]] = {}
+        for index, row in enumerate(rows):
+            kinds.setdefault(row.draw_settings, []).append(index)
+        tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+        for indices in kinds.values():
+            chosen = [rows[index] for index in indices]
+            values = logits if len(kinds) == 1 else logits[indices]
+            tokens[indices] = draw(values, chosen[0].request.sampling, partial(_uniforms, chosen, logits.device))
+        return tokens
+
+    def _report(
+        self, rows: Sequence[Row], logits: Tensor, tokens: Tensor, broken: Collection[Request] = ()
+    ) -> list[Row]:
+        """Report what was drawn to the listeners but of ``broken`` requests; return the rows that end with it."""
+        ended = []
+        for index, (row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
+            request, score = row.request, None
+            if request in broken:
+                continue
+            row.new_tokens += 1
+            self.counts["drawn"] += 1
+            if request.logprobs is not None:
+                (score,) = scores(logits[index : index + 1], tokens[index : index + 1], request.logprobs)
+            stopped = request.listener.drawn(row.copy, token, score)
+            if stopped or row.remaining == 0:
+                reason = "stop" if stopped else "length"
+                request.listener.ended(row.copy, reason)
+                self._leave(request, reason)
+                ended.append(row)
+        return ended
+
+
+_NOT_FINITE = (
+    "the model's predictions are not finite numbers; its weights are damaged or diverged, or need a wider type (fp32)."
+)
+
+
+def _uniforms(rows: Sequence[Row], device: torch.device) -> Tensor:
+    return torch.cat([row.uniform(device) for row in rows])
+
+
+def _failure(error: Exception) -> KinformerError:
+    """Return ``error`` as a sentence for the listeners of what it ended."""
+    if isinstance(error, KinformerError):
+        return error
+    reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+    return KinformerError(f"the model could not be computed ({reason}); ask for fewer or shorter sequences at a time.")

@@ -1,0 +1,352 @@
+"""The fields of a request's JSON, as OpenAI's clients send them, checked one by one."""
+
+from __future__ import annotations
+
+import json
+import re
+import reprlib
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from kinformer.generation.sampling import Sampling
+from kinformer.lab.data.files import reading_corpus
+from kinformer.runtime.errors import LARGEST, KinformerError, nearest, plural
+from kinformer.runtime.fields import is_of_kind, kind_name
+from kinformer.runtime.parsing import JsonObject
+
+if TYPE_CHECKING:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+MOST_STOPS, MOST_LOGPROBS, MOST_TOKENS = 4, 20, 1 << 20
+MOST_NESTED = 1 << 17
+"""Lists and objects of a body: Python's JSON reader keeps all other threads waiting, a second for each million."""
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+IGNORED = ("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
+"""Fields that do not affect what is generated."""
+NEUTRAL: Mapping[str, object] = {
+    "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "best_of": 1, "suffix": "",
+    "response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "functions": [],
+    "parallel_tool_calls": True, "modalities": ["text"], "reasoning_effort": "none",
+}  # fmt: skip
+"""Fields that are not supported, each with the value that requests nothing of it."""
+SHARED = (
+    "model", "max_tokens", "temperature", "top_p", "top_k", "n", "stream", "stream_options", "stop", "seed",
+    "return_token_ids",
+)  # fmt: skip
+COMPLETION = (*SHARED, "prompt", "echo", "logprobs")
+CHAT = (*SHARED, "messages", "max_completion_tokens", "logprobs", "top_logprobs")
+
+
+class FieldError(KinformerError):
+    """A mistake in a request; ``param`` names the field, ``code`` the kind of mistake where clients know one."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param, self.code = param, code
+
+
+@dataclass(frozen=True, kw_only=True)
+class Body:
+    """What a completion of either kind requests: the ``model``, how tokens are drawn, and the form of the answer.
+
+    ``seed`` is a random one where the request names none; ``max_tokens`` and ``logprobs`` are None where it does not.
+    ``fields`` are all that the request has.
+    """
+
+    model: str
+    sampling: Sampling
+    max_tokens: int | None
+    n: int
+    stops: tuple[str, ...]
+    logprobs: int | None
+    echo: bool
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+    fields: Mapping[str, object]
+
+
+def parse(data: bytes) -> JsonObject:
+    """Return the fields in the JSON of ``data``."""
+    if data.count(b"[") + data.count(b"{") > MOST_NESTED:  # some may be text
+        outside = _STRING.sub(b"", data)
+        if (count := outside.count(b"[") + outside.count(b"{")) > MOST_NESTED:
+            raise FieldError(f"the body has {count} lists and objects, but may have at most {MOST_NESTED}; send fewer.")
+    try:
+        fields = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise FieldError(f"the body is not UTF-8 ({error.reason} at byte {error.start}); send JSON in UTF-8.") from None
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise FieldError(f"the body is no JSON ({reason}); send an object of fields.") from None
+    if not isinstance(fields, dict):
+        raise FieldError("the body is JSON but no object; send an object of fields such as model and prompt.")
+    return fields
+
+
+def read(fields: Mapping[str, object], supported: tuple[str, ...], seed: int | None = None) -> Body:
+    """Return what ``fields`` request; only those that are ``supported`` may request anything. ``seed`` is that of a
+    request that names none; None draws one."""
+    values = {name: value for name, value in fields.items() if value is not None}
+    for name, value in values.items():
+        if name in supported or name in IGNORED:
+            continue
+        if name not in NEUTRAL:
+            raise FieldError(f"{short(name)} is not a field of this request; {nearest(name, supported)}", short(name))
+        if value != NEUTRAL[name]:
+            raise FieldError(f"{name} is {short(value)}, but this server does not support it; leave it out.", name)
+    if "model" not in values:
+        raise FieldError("the request names no model; give the field model (/v1/models lists what there is).", "model")
+    options = _mapping(values, "stream_options")
+    stream = _value(values, "stream", bool, False)
+    if options and not stream:
+        raise FieldError("stream_options are given, but stream is false; leave them out.", "stream_options")
+    chat = "messages" in supported
+    return Body(
+        model=_value(values, "model", str, ""),
+        sampling=_sampling(values, seed),
+        max_tokens=_count(
+            values, "max_completion_tokens", 0, _count(values, "max_tokens", 0, None, MOST_TOKENS), MOST_TOKENS
+        ),
+        n=_count(values, "n", 1, 1) or 1,
+        stops=_stops(values),
+        logprobs=_chat_logprobs(values) if chat else _count(values, "logprobs", 0, None, MOST_LOGPROBS),
+        echo=_value(values, "echo", bool, False),
+        stream=stream,
+        include_usage=_value(options, "include_usage", bool, False),
+        return_token_ids=_value(values, "return_token_ids", bool, False),
+        fields=values,
+    )
+
+
+def prompts(fields: Mapping[str, object]) -> list[str | list[int]]:
+    """Return the prompts of a completion, each a text or a list of token ids."""
+    prompt = fields.get("prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if all(map(_is_id, prompt)):
+            return [prompt]
+        if all(isinstance(item, str) or (isinstance(item, list) and all(map(_is_id, item))) for item in prompt):
+            return prompt
+    raise FieldError("prompt must be a text, a list of texts, a list of token ids, or a list of such lists.", "prompt")
+
+
+def messages(fields: Mapping[str, object]) -> list[dict[str, str]]:
+    """Return the messages of a chat, each with a ``role`` and its ``content`` as one text."""
+    items = fields.get("messages")
+    if not isinstance(items, list) or not items:
+        raise FieldError("messages must be a list of one message or more.", "messages")
+    return [_message(item, place) for place, item in enumerate(items)]
+
+
+def _message(item: object, place: int) -> dict[str, str]:
+    where = f"messages[{place}]"
+    if not isinstance(item, dict) or not isinstance(item.get("role"), str):
+        raise FieldError(f"{where} must be an object with role and content.", where)
+    content = item.get("content")
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(part["text"] if isinstance(part.get("text"), str) else "" for part in content)
+    if not isinstance(content, str):
+        raise FieldError(f"{where}.content must be text, or a list of parts of the type text.", where)
+    return {"role": item["role"], "content": content}
+
+
+def _sampling(values: Mapping[str, object], seed: int | None) -> Sampling:
+    return Sampling(
+        temperature=_number(values, "temperature", 1.0),
+        top_k=_value(values, "top_k", int, None),
+        top_p=_number(values, "top_p", 1.0) if "top_p" in values else None,
+        seed=_count(values, "seed", 0, secrets.randbits(48) if seed is None else seed, LARGEST - 1),
+    )
+
+
+def _stops(values: Mapping[str, object]) -> tuple[str, ...]:
+    stop = values.get("stop", [])
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list) or not all(isinstance(item, str) and item for item in stops):
+        raise FieldError("stop must be a text that is not empty, or a list of such.", "stop")
+    if len(stops) > MOST_STOPS:
+        raise FieldError(f"stop has {plural(len(stops), 'text')}, but may have at most {MOST_STOPS}.", "stop")
+    return tuple(stops)
+
+
+def _chat_logprobs(values: Mapping[str, object]) -> int | None:
+    top = _count(values, "top_logprobs", 0, None, MOST_LOGPROBS)
+    if not _value(values, "logprobs", bool, False):
+        if top is not None:
+            raise FieldError("top_logprobs is given, but logprobs is not true; set it.", "top_logprobs")
+        return None
+    return top or 0
+
+
+def _mapping(values: Mapping[str, object], name: str) -> Mapping[str, object]:
+    value = values.get(name, {})
+    if not isinstance(value, dict):
+        raise FieldError(f"{name} is {short(value)} but must be an object.", name)
+    return value
+
+
+def _value(values: Mapping[str, object], name: str, kind: type, default: object) -> Any:
+    if name not in values:
+        return default
+    if not is_of_kind(values[name], kind):
+        raise FieldError(f"{name} is {short(values[name])} but must be {kind_name(kind)}.", name)
+    return values[name]
+
+
+def _number(values: Mapping[str, object], name: str, default: float) -> float:
+    try:
+        return float(_value(values, name, float, default))
+    except OverflowError:
+        raise FieldError(f"{name} is {short(values[name])} but must be a number below 1e308.", name) from None
+
+
+def _count(
+    values: Mapping[str, object], name: str, minimum: int, default: int | None, maximum: int = 1 << 40
+) -> int | None:
+    value = _value(values, name, int, default)
+    if value is not None and not minimum <= value <= maximum:
+        raise FieldError(f"{name} is {short(value)} but must be a whole number from {minimum} to {maximum}.", name)
+    return value
+
+
+def _is_id(item: object) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool) and abs(item) < 1 << 62
+
+
+def short(value: object) -> str:
+    """Return how ``value`` begins, as text of at most 40 characters, however large the value is."""
+    text = reprlib.repr(value).encode("ascii", "backslashreplace").decode()
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+MOST_CHARACTERS = 8 << 20
+"""The most characters of a prompt, and of a text or a list that a template repeats."""
+UNNAMED = {"bos_token": "", "eos_token": ""}
+"""The special tokens of a run that names none, so that templates can add them to a text."""
+
+
+class ChatTemplate:
+    """Chats as prompts, by a Jinja template: the imported model's, or one that the operator gives.
+
+    The template in the file ``path``, which makes a prompt of ``messages``; ``stops`` end an answer.
+
+    It renders what ``apply_chat_template`` of the library transformers renders, in Jinja's sandbox: with
+    ``messages``, ``add_generation_prompt`` (true), ``tools`` and ``documents`` (None), the ``special_tokens`` by
+    name (``bos_token``), ``raise_exception``, ``strftime_now``, a ``tojson`` that keeps letters and order, and the
+    tags ``break``, ``continue`` and ``generation``.
+    """
+
+    def __init__(
+        self, path: str | Path, stops: Sequence[str] = (), special_tokens: Mapping[str, str] | None = None
+    ) -> None:
+        self.stops = tuple(stops)
+        self._special_tokens = special_tokens or UNNAMED
+        with reading_corpus(path):
+            source = Path(path).read_text(encoding="utf-8")
+        environment = _environment()
+        try:
+            self._template = environment.from_string(source)
+        except Exception as error:  # the parser also raises what Python's own parser does, and RecursionError
+            raise KinformerError(f"{path}: is not a Jinja template ({_reason(error)}); mend it.") from None
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], **names: object) -> str:
+        """Return the prompt that the template makes of ``messages``; ``names``: what else it reads, such as ``tools``.
+
+        Errors: :class:`FieldError` for messages that the template refuses or cannot render.
+        """
+        variables = (
+            {"tools": None, "documents": None, "add_generation_prompt": True} | dict(self._special_tokens) | names
+        )
+        pieces, length = [], 0
+        try:
+            for piece in self._template.generate(messages=list(messages), **variables):
+                length += len(piece)
+                if length > MOST_CHARACTERS:
+                    raise KinformerError(f"its prompt has more than {MOST_CHARACTERS} characters")
+                pieces.append(piece)
+        except Exception as error:  # a template may raise anything, as {{ 1 / 0 }} does
+            raise FieldError(f"the chat template refuses these messages ({_reason(error)}).", "messages") from None
+        return "".join(pieces)
+
+
+def _reason(error: Exception) -> str:
+    """Return what an error says, in one line."""
+    text, kind = " ".join(str(error).split())[:200].rstrip("."), type(error).__name__
+    if not text:
+        return kind  # as of MemoryError
+    return text if isinstance(error, KinformerError) else f"{kind}: {text}"
+
+
+@lru_cache(maxsize=1)
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Return the sandbox with what transformers gives to chat templates."""
+    try:
+        from jinja2 import nodes
+        from jinja2.ext import Extension
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:
+        raise KinformerError(
+            "a chat template needs the package 'jinja2', which is not installed; pip install 'kinformer[serve]'."
+        ) from error
+
+    class Generation(Extension):
+        """The tag ``generation`` around the model's own turns. It renders its body unchanged."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_rendered"), [], [], body).set_lineno(line)
+
+        def _rendered(self, caller: Any) -> Any:
+            return caller()
+
+    class Sandbox(ImmutableSandboxedEnvironment):
+        """A sandbox in which no text or list is repeated beyond all bounds."""
+
+        intercepted_binops = frozenset(("*", "**"))
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            for one, times in ((left, right), (right, left)):
+                if operator == "*" and isinstance(one, str | list | tuple) and isinstance(times, int):
+                    _bound(len(one) * times)
+            if operator == "**" and isinstance(left, int) and isinstance(right, int):
+                _bound(left.bit_length() * right)
+            return super().call_binop(context, operator, left, right)
+
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return environment
+
+
+def _bound(size: int) -> None:
+    if size > MOST_CHARACTERS:
+        raise KinformerError(f"it makes a value of {size} parts, more than {MOST_CHARACTERS}")
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> NoReturn:
+    raise KinformerError(str(message) or "it gives no reason")

@@ -1,0 +1,187 @@
+"""One HTTP request between the engine's thread and the server's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kinformer.generation.sampling import ends_of_text
+from kinformer.lab.data import Tokenizer
+from kinformer.lab.data.tokenizer import as_bytes, prompt_ids
+from kinformer.lab.serving.answers import Failure, Piece, TextListener
+from kinformer.lab.serving.engine import Engine, Request, TokenScore
+from kinformer.lab.serving.fields import Body
+from kinformer.runtime.errors import KinformerError, plural
+
+if TYPE_CHECKING:
+    from starlette.types import Receive
+
+
+MOST_VALUES = 1 << 18
+"""Tokens and log-probabilities that an answer may have: their JSON takes some 20 bytes each, and is built at once."""
+MOST_BEHIND = 1 << 14
+"""Tokens and log-probabilities of each row of a stream that may wait for a client that reads slowly."""
+
+
+class ClientLeftError(Exception):
+    """The client closed its connection before it had the full answer."""
+
+
+class Job:
+    """The choices of one HTTP request: ``body.n`` for each of ``prompts``, texts or lists of ids.
+
+    Choice number i is what row i of ``kinformer.generate`` is for the prompts repeated ``n`` times each. It may be
+    built outside of the event loop; :meth:`submit` and :meth:`pieces` must run in it.
+    """
+
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, body: Body, prompts: Sequence[str | list[int]], new: int | None
+    ) -> None:
+        engine.check_rows(len(prompts), body.n)
+        self.engine, self.body = engine, body
+        self.prompt_tokens = self.new_tokens = 0
+        self._values = self._sent = self._taken = 0
+        self._overflowed = False
+        self._queue: asyncio.Queue[Piece | Failure | None] = asyncio.Queue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._requests = [
+            self._request(tokenizer, prompt, number * body.n, new) for number, prompt in enumerate(prompts)
+        ]
+
+    @property
+    def choices(self) -> int:
+        """Return the number of choices of the answer."""
+        return len(self._requests) * self.body.n
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Return how many tokens were absorbed and drawn so far."""
+        total = self.prompt_tokens + self.new_tokens
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.new_tokens,
+            "total_tokens": total,
+        }
+
+    def submit(self) -> None:
+        """Hand all requests to the engine, or none where it is busy."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            for request in self._requests:
+                self.engine.submit(request)
+        except KinformerError:
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        """End what is still being continued."""
+        for request in self._requests:
+            self.engine.cancel(request)
+
+    async def pieces(self, receive: Receive) -> AsyncIterator[Piece]:
+        """Yield the pieces as they come, until all choices have ended.
+
+        Errors: ``KinformerError`` where the engine fails; :class:`ClientLeftError` as soon as ``receive`` says so.
+        """
+        watch = asyncio.create_task(self._watch(receive))
+        left = self.choices
+        try:
+            while left:
+                item = await self._queue.get()
+                if item is None:
+                    raise ClientLeftError
+                self._taken += 1
+                if isinstance(item, Failure):
+                    raise item.error
+                left -= item.reason is not None
+                yield item
+        finally:
+            watch.cancel()
+            if left:
+                self.cancel()
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._queue.put_nowait(None)
+
+    def _request(self, tokenizer: Tokenizer, prompt: str | list[int], first: int, new: int | None) -> Request:
+        body = self.body
+        tokens = prompt if isinstance(prompt, list) else prompt_ids(tokenizer, prompt).tolist()
+        listener = _Counting(self, tokenizer, first, tokens)
+        self.prompt_tokens += len(tokens)
+        limit = self.engine.model.max_length
+        if body.max_tokens is not None:
+            new = body.max_tokens
+        elif limit is not None and new is not None:
+            new = max(1, min(new, limit + 1 - len(tokens)))
+        request = Request(
+            tokens=np.array(tokens, np.int64),
+            listener=listener,
+            sampling=body.sampling,
+            max_new_tokens=new or 0,
+            copies=body.n,
+            first_stream=first,
+            logprobs=body.logprobs,
+            scores_prompt=body.echo and body.logprobs is not None,
+        )
+        self.engine.check(request)
+        self._require_size(request)
+        if body.echo:
+            text = tokenizer.decode(tokens) if isinstance(prompt, list) else as_bytes(prompt).decode("utf-8", "replace")
+            added = 0 if isinstance(prompt, list) else len(tokens) - len(tokenizer.encode(prompt))
+            listener.echo(text, tokens, body.n, added)
+        return request
+
+    def _require_size(self, request: Request) -> None:
+        """Raise where the answer, with ``request`` added, may become too large; new tokens leave a stream as they
+        come."""
+        tokens = len(request.tokens) if self.body.echo else 0
+        if not self.body.stream:
+            tokens += request.max_new_tokens
+        self._values += request.copies * tokens * (1 + (request.logprobs or 0))
+        if self._values > MOST_VALUES:
+            raise KinformerError(
+                f"the answer may have {self._values:,} values (n x tokens x (1 + logprobs)), but must have at most "
+                f"{MOST_VALUES:,}; lower n, max_tokens or logprobs, or send less of prompt."
+            )
+
+    @property
+    def _most_behind(self) -> int:
+        """Return how many pieces may wait for a client that reads a stream."""
+        rows = min(self.choices, self.engine.limits.max_streams)
+        return 2 * self.choices + rows * (MOST_BEHIND // (1 + (self.body.logprobs or 0)))
+
+    def _send(self, item: Piece | Failure) -> None:
+        """Pass a piece on to the event loop, from any thread; where a stream's client is too far behind, end it."""
+        if self._overflowed:
+            return
+        if self._loop is not None and self.body.stream and self._sent - self._taken >= self._most_behind:
+            self._overflowed = True
+            self.cancel()
+            item = Failure(
+                KinformerError(
+                    f"{plural(self._sent - self._taken, 'piece')} of the stream waited for its client, as many as may "
+                    "wait, so the stream has ended; read it faster, or lower max_tokens or logprobs."
+                )
+            )
+        self._sent += 1
+        if self._loop is None:
+            self._queue.put_nowait(item)
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+
+
+class _Counting(TextListener):
+    """A listener that also counts the tokens of its job."""
+
+    def __init__(self, job: Job, tokenizer: Tokenizer, first: int, before: list[int]) -> None:
+        super().__init__(job._send, tokenizer, job.body.stops, first, ends_of_text(job.engine.model), before)
+        self._job = job
+
+    def drawn(self, copy: int, token: int, score: TokenScore | None) -> bool:
+        self._job.new_tokens += 1
+        return super().drawn(copy, token, score)

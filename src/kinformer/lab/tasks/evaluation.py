@@ -1,0 +1,206 @@
+"""What predicting and embedding return for every item: a row of values and a line for people, or a vector."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypeVar
+
+from kinformer.lab.training.logging import Metric
+from kinformer.runtime.errors import require, require_seed
+from kinformer.runtime.fields import Checked
+from kinformer.runtime.progress import progressing
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from kinformer.lab.tasks.runs import LoadedRun
+
+
+FileSource: TypeAlias = str | Path | Sequence[str | Path]
+"""Where pictures or sounds come from: a file, a folder, data by name, or a list of paths."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ItemSettings(Checked):
+    """How items are read and computed, one after the other."""
+
+    text_field: str | None = None
+    """The column or field with the text, where it is not called text or sentence."""
+    format: Literal["lines", "tsv", "csv", "jsonl"] | None = None
+    """How the rows of the input are written. If not given, by the file's ending, and lines on standard input."""
+    batch_size: int = 32
+    """Items that are computed at a time; bounds the memory, does not change the result."""
+    max_items: int | None = None
+    """Take the first N items only."""
+    quiet: bool = False
+    """Print only the result, without progress or notes."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "max_items"):
+            require(name, getattr(self, name), 1)
+        super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictionSettings(ItemSettings):
+    """How runs of any task predict."""
+
+    top_k: int = 1
+    """Give the N most probable classes of an item, or candidates of a mask, each with its probability."""
+    label_field: str | None = None
+    """The column or field with a label to show beside the prediction, where it is not called label."""
+
+    def __post_init__(self) -> None:
+        require("top_k", self.top_k, 1)
+        super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingSettings(ItemSettings):
+    """How runs of any task make vectors."""
+
+    pooling: Literal["mean", "first", "last"] = "mean"
+    """What the vector of an item is: the mean over its positions, or the vector of the first or of the last one."""
+
+
+class Embedded(NamedTuple):
+    """A vector, float32 [dim], of the item ``name``: a text, or the path of a file. ``kind``: what it is the name of,
+    ``text``, ``image`` or ``audio``."""
+
+    kind: str
+    name: str
+    vector: np.ndarray
+
+
+class Predicted(NamedTuple):
+    """A prediction: its ``row`` for tables and JSON, and one ``line`` for people."""
+
+    row: Mapping[str, object]
+    line: str
+
+
+# How runs of any task are evaluated, and what an evaluation reports: metrics, facts for JSON, text for people.
+
+K = TypeVar("K")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSettings(Checked):
+    """How runs of any task are measured."""
+
+    data: str | None = None
+    """Data to measure on: a path, - for standard input, or stdlib; the run's own if not given."""
+    split: str = "test"
+    """Which part of the data: train, validation or test."""
+    max_bytes: int | None = None
+    """Measure on the first N bytes only."""
+    chunk: int = 2048
+    """Tokens computed at a time; bounds the memory, does not change the result."""
+    seed: int = 0
+    """The seed of all random numbers."""
+
+    def __post_init__(self) -> None:
+        require("max_bytes", self.max_bytes, 2)
+        require("chunk", self.chunk, 1)
+        require_seed(self.seed)
+        super().__post_init__()
+
+
+class TextTable(NamedTuple):
+    """A table as it is printed; the columns in ``numeric`` are aligned to the right."""
+
+    headers: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    numeric: Sequence[int] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """How good a run is. ``metrics``: the values of ``units``, which say what they are and whether less is better;
+    ``baselines``: the deciding metric of simple rules; ``data``: the identity of what was measured on; ``facts``: all
+    of it and more, as values for JSON; ``text``: the same for people."""
+
+    run: str
+    member: str
+    metrics: Mapping[str, float]
+    units: tuple[Metric, ...]
+    data: Mapping[str, object]
+    baselines: Mapping[str, float] = field(default_factory=dict)
+    facts: Mapping[str, object] = field(default_factory=dict, repr=False)
+    text: tuple[str | TextTable, ...] = field(default=(), repr=False)
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        """An alias of ``metrics``: the values by name."""
+        return self.metrics
+
+
+@dataclass(frozen=True)
+class EvaluationReport:
+    """Several evaluations, and what is reported of all of them: ``together`` as text, ``facts`` for JSON."""
+
+    evaluations: Sequence[Evaluation]
+    together: Sequence[str | TextTable] = ()
+    facts_of_task: Mapping[str, object] | None = None
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        """The report as data that JSON can hold: one run's facts, or those of all under ``runs``."""
+        if self.facts_of_task is not None:
+            return self.facts_of_task
+        facts = [evaluation.facts for evaluation in self.evaluations]
+        return facts[0] if len(facts) == 1 else {"runs": facts}
+
+    @property
+    def text(self) -> list[str | TextTable]:
+        """The report as lines and tables to print: each evaluation's, then what concerns all of them."""
+        return [*(block for evaluation in self.evaluations for block in evaluation.text), *self.together]
+
+
+def evaluated(
+    subject: LoadedRun,
+    metrics: Mapping[Metric, float],
+    data: Mapping[str, object],
+    text: Iterable[str | TextTable],
+    *,
+    facts: Mapping[str, object],
+    baselines: Mapping[str, float] | None = None,
+    task: str | None = None,
+    since: float | None = None,
+) -> Evaluation:
+    """Return the evaluation of ``subject``: one value of every metric, the deciding one first.
+
+    ``data`` is the identity of what was evaluated on, ``text`` what people read. The facts are the run, its changes,
+    the data and the metrics, followed by ``facts`` and, where ``since`` is a time of ``time.perf_counter``, the seconds
+    since then.
+    """
+    run, values = subject.run, {metric.name: value for metric, value in metrics.items()}
+    head = {"run": str(run.folder), "member": run.member} | ({} if task is None else {"task": task})
+    all_facts = head | {"set": list(subject.changes), "data": data} | values | dict(facts)
+    if since is not None:
+        all_facts["seconds"] = time.perf_counter() - since
+    return Evaluation(
+        run=str(run.folder),
+        member=run.member,
+        metrics=values,
+        units=tuple(metrics),
+        baselines=baselines or {},
+        data=data,
+        facts=all_facts,
+        text=tuple(text),
+    )
+
+
+def by_group(keys: Sequence[K], measure: Callable[[K], R], quiet: bool) -> list[R]:
+    """Return what ``measure`` returns of every key, in the order of ``keys``; with a progress bar unless ``quiet``."""
+    groups = []
+    with progressing(quiet) as progress:
+        for key in keys:
+            groups.append(measure(key))
+            if progress is not None:
+                progress(len(groups), len(keys))
+    return groups

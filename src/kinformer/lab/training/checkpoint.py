@@ -1,0 +1,472 @@
+"""Checkpoints: folders of safetensors and a JSON plan that are there whole or not at all, whatever happens meanwhile.
+
+``checkpoints/step-00000100/`` is filled under another name, flushed to the disk and renamed. The plan holds each file's
+sha256 and the numbers of the run. One process writes whole tensors; processes that share the weights write a part each
+(``lab/training/shards.py``). Any number of processes reads both. Nothing is a pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import (
+    DIGEST,
+    load_tensors,
+    load_weights,
+    read_json,
+    reading,
+    require_weights,
+    save_tensors,
+    sync_folder,
+    write_json,
+)
+from kinformer.runtime.parsing import JsonObject, parse_json
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from kinformer.lab.training.distributed import Group
+    from kinformer.lab.training.logging import Metric
+    from kinformer.lab.training.shards import Part, Shards
+
+
+SCHEMA, SHARDED_SCHEMA = 1, 2
+CHECKPOINTS, PLAN = "checkpoints", "plan.json"
+_NEEDED = frozenset({"model", "optimizer"})
+_GROUPS = {"model", "average", "optimizer", "objective", "carried", "rows", "workers", "outer"}
+_PREFIX, _PARTIAL = "step-", ".partial"
+PAUSE = "KINFORMER_PAUSE"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint: ``files`` are named groups of whole tensors, on the CPU, ``shards`` the groups of which every
+    process has written a part; ``numbers`` is anything that JSON can hold."""
+
+    step: int
+    files: Mapping[str, Mapping[str, Tensor]]
+    numbers: JsonObject
+    shards: Shards | None = None
+
+    def forms(self, name: str) -> Mapping[str, Tensor]:
+        """Return the tensors of a group, of sharded ones without their data."""
+        return self.files.get(name, {}) if self.shards is None else self.shards.group(name)
+
+    def into(self, name: str, module: nn.Module, place: str) -> None:
+        """Load the group ``name`` into ``module``, whose parameters may be sharded where the checkpoint is."""
+        if self.shards is None:
+            load_weights(module, self.files.get(name, {}), place)
+            return
+        tensors = module.state_dict()
+        require_weights({key: tuple(tensor.shape) for key, tensor in tensors.items()}, self.forms(name), place)
+        self.shards.fill(name, tensors)
+
+    def read(self, name: str, rooms: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the tensors of a group: whole, or where the checkpoint is sharded ``rooms`` for them, filled."""
+        if self.shards is None:
+            return self.files.get(name, {})
+        self.shards.fill(name, rooms)
+        return rooms
+
+
+REGULAR = "regular"
+"""Among a checkpoint's numbers: whether it was due, and not made for a signal, by the clock or at the end alone. The
+mean at the end is of regular checkpoints, so that a run that was stopped and resumed has the mean of one that was not.
+"""
+
+
+class Checkpoints:
+    """The last ``keep`` checkpoints of a run, in ``folder``, and the last ``regular`` of those that were due."""
+
+    def __init__(self, folder: Path, keep: int, regular: int = 0) -> None:
+        self.folder, self.keep, self.regular = folder, keep, regular
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a complete checkpoint, in order."""
+        names = [path.name for path in self.folder.glob(f"{_PREFIX}*") if (path / PLAN).is_file()]
+        return sorted(int(name.removeprefix(_PREFIX)) for name in names if name.removeprefix(_PREFIX).isdigit())
+
+    def regular_steps(self) -> list[int]:
+        """Return the last ``regular`` steps whose checkpoint was due, in order."""
+        result: list[int] = []
+        for step in reversed(self.steps() if self.regular else []):
+            with reading(self.path(step) / PLAN):
+                plan = read_json(self.path(step) / PLAN)
+                if plan["numbers"].get(REGULAR, True):
+                    result.insert(0, step)
+            if len(result) == self.regular:
+                break
+        return result
+
+    def path(self, step: int) -> Path:
+        """Return the folder of step ``step``."""
+        return self.folder / f"{_PREFIX}{step:08d}"
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Write ``checkpoint``, then remove what is older than the ones to keep.
+
+        A failure leaves the earlier ones as they were and is reported in one sentence.
+        """
+        partial = self._partial(checkpoint.step)
+        try:
+            with self.reporting_failure(self.path(checkpoint.step)):
+                self.clean()
+                partial.mkdir(parents=True)
+                self._commit(partial, checkpoint)
+        except KinformerError:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        self.tidy()
+
+    def save_sharded(self, checkpoint: Checkpoint, part: Part, group: Group) -> None:
+        """Write the first process's ``checkpoint`` and the ``part`` of each of ``group``; all must call together."""
+        from kinformer.lab.training.shards import opened_part
+
+        place, partial = self.path(checkpoint.step), self._partial(checkpoint.step)
+
+        def begin() -> None:
+            with self.reporting_failure(place):
+                self.clean()
+                partial.mkdir(parents=True)
+
+        def fill() -> dict[str, str]:
+            with self.reporting_failure(place):
+                return part.write(partial, group.rank)
+
+        def commit(digests: list[dict[str, str]]) -> None:
+            with self.reporting_failure(place):
+                self._commit(partial, checkpoint, opened_part(part, digests, partial))
+
+        try:
+            group.on_first(begin)
+            digests = group.on_all(fill)
+            group.on_first(lambda: commit(digests))
+        except KinformerError:
+            group.on_first(lambda: shutil.rmtree(partial, ignore_errors=True))
+            raise
+        group.on_first(self.tidy)
+
+    def _partial(self, step: int) -> Path:
+        return self.folder / f".{_PREFIX}{step:08d}{_PARTIAL}"
+
+    def _commit(self, partial: Path, checkpoint: Checkpoint, shards: Shards | None = None) -> None:
+        """Fill the folder ``partial`` with all but the ``shards`` there, and rename it."""
+        final = self.path(checkpoint.step)
+        _fill(partial, checkpoint, shards)
+        _pause("before-fsync")
+        sync_folder(partial)
+        _pause("before-rename")
+        self._remove(final)
+        partial.rename(final)
+        sync_folder(self.folder)
+
+    def load(self, group: Group | None = None) -> Checkpoint | None:
+        """Return the newest checkpoint, verified to the last byte; None if there is none. Processes that share the
+        work of verifying shards, those of ``group``, must call together."""
+        steps = self.steps()
+        if not steps:
+            return None
+        folder = self.path(steps[-1])
+        try:
+            return self.read(steps[-1], group)
+        except KinformerError as error:
+            reason = str(error)
+            remedy = f"from step {steps[-2]}" if len(steps) > 1 else "from the beginning"
+            raise KinformerError(f"{reason.rstrip('.')}; or delete the folder {folder} to resume {remedy}.") from None
+
+    def read(
+        self, step: int, group: Group | None = None, required: frozenset[str] = _NEEDED, verified: bool = True
+    ) -> Checkpoint:
+        """Return the checkpoint of step ``step``, which must hold the groups ``required``; without ``verified``, the
+        bytes of shards are not read."""
+        folder = self.path(step)
+        with reading(folder / PLAN):
+            plan = read_json(folder / PLAN)
+            if not isinstance(plan, dict) or plan.get("schema") not in (SCHEMA, SHARDED_SCHEMA):
+                raise KinformerError(f"{folder / PLAN}: is not of schema {SHARDED_SCHEMA} or before, as it must be")
+            if plan.pop("sha256") != _digest(plan):
+                raise KinformerError(f"{folder / PLAN}: is damaged (it does not match its checksum)")
+            shards = _shards(folder, plan)
+            names = plan["files"].keys() | ({path.split("/")[0] for path in shards.forms} if shards else set())
+            _check(plan, step, names, required)
+            files = {name: _load(folder / f"{name}.safetensors", digest) for name, digest in plan["files"].items()}
+        if shards and group and verified:
+            group.on_all(lambda: shards.verify(group.rank, group.world))
+        elif shards and verified:
+            shards.verify()
+        return Checkpoint(step, files, plan["numbers"], shards)
+
+    def weights(self, step: int, model: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the weights of step ``step``: whole, or where they are shards sharded as those of ``model`` are."""
+        import torch
+
+        with reading(self.path(step) / PLAN):
+            whole = read_json(self.path(step) / PLAN)["schema"] == SCHEMA
+        if whole:
+            return load_tensors(self.path(step) / "model.safetensors")[0]
+        rooms = {name: torch.empty_like(weight, requires_grad=False) for name, weight in model.items()}
+        return self.read(step, verified=False).read("model", rooms)
+
+    def tidy(self) -> None:
+        """Remove checkpoints older than the ones to keep, and the remains of an interrupted write or removal."""
+        self.clean()
+        older = self.steps()[: -self.keep]
+        for step in sorted(set(older) - set(self.regular_steps() if older else ())):
+            self._remove(self.path(step))
+
+    def clean(self) -> None:
+        """Remove the remains of an interrupted write or removal; only one process may write at a time."""
+        for path in self.folder.glob(f".{_PREFIX}*{_PARTIAL}"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _remove(self, folder: Path) -> None:
+        """Remove a checkpoint, renamed first, so that half of one is never taken for a checkpoint."""
+        if folder.exists():
+            doomed = folder.with_name(f".{folder.name}.old{_PARTIAL}")
+            folder.rename(doomed)
+            _pause("before-removal")
+            shutil.rmtree(doomed, ignore_errors=True)
+
+    @contextmanager
+    def reporting_failure(self, place: Path) -> Iterator[None]:
+        """Report a failure to write ``place`` within the context, in one sentence that says how to go on."""
+        try:
+            yield
+        except (KinformerError, OSError) as error:
+            cause = error if isinstance(error, OSError) else error.__cause__
+            reason = (cause.strerror if isinstance(cause, OSError) else None) or str(error)
+            steps = self.steps()
+            remedy = f"step {steps[-1]} is kept, so free space and add `resume`" if steps else "free space, start again"
+            raise KinformerError(f"{place}: could not be written ({reason.rstrip('.')}); {remedy}.") from error
+
+
+def _fill(folder: Path, checkpoint: Checkpoint, shards: Shards | None) -> None:
+    digests = {
+        name: save_tensors(folder / f"{name}.safetensors", tensors) for name, tensors in checkpoint.files.items()
+    }
+    plan = {"schema": SCHEMA, "step": checkpoint.step, "files": digests, "numbers": dict(checkpoint.numbers)}
+    if shards is not None:
+        plan |= {"schema": SHARDED_SCHEMA, "shards": shards.plan}
+    write_json(folder / PLAN, plan | {"sha256": _digest(plan)})
+
+
+def _digest(plan: Mapping[str, object]) -> str:
+    return sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
+
+
+def _shards(folder: Path, plan: JsonObject) -> Shards | None:
+    if plan["schema"] == SCHEMA:
+        return None
+    from kinformer.lab.training.shards import open_shards
+
+    return open_shards(folder, plan["shards"])
+
+
+def _check(plan: Mapping[str, object], step: int, groups: set[str], required: frozenset[str]) -> None:
+    """Raise where a plan, which holds ``groups``, is not that of step ``step`` of a run."""
+    if type(plan["step"]) is not int or plan["step"] != step:
+        raise ValueError(f"its step is {plan['step']!r}, not {step}")
+    if missing := required - groups:
+        raise ValueError(f"it has no {min(missing)}")
+    if strange := groups - _GROUPS:
+        raise ValueError(f"it names {min(strange)!r}, which no checkpoint has")
+    numbers = plan["numbers"]
+    if not isinstance(numbers, dict):
+        raise ValueError(f"its numbers are {type(numbers).__name__}, not a table")
+    for name, kinds in (("total", (int,)), ("seconds", (int, float))):
+        if name in numbers and (not isinstance(numbers[name], kinds) or isinstance(numbers[name], bool)):
+            raise ValueError(f"its {name} is {numbers[name]!r}, not a number")
+
+
+def _load(path: Path, digest: str) -> dict[str, Tensor]:
+    tensors, metadata = load_tensors(path)
+    if metadata.get(DIGEST) != digest:
+        raise KinformerError(f"{path}: is not the file that the checkpoint's plan names; restore it from a copy.")
+    return tensors
+
+
+def _pause(point: str) -> None:
+    """Stop this process where KINFORMER_PAUSE says so: lets a test kill it just there."""
+    if os.environ.get(PAUSE) == point:
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+
+
+Work = Callable[[], object]
+
+
+class Saves:
+    """The saves of a run, in order: at once, or in a thread beside training, one step's saves at a time.
+
+    A queue of saves; with ``in_thread`` a thread writes them while training goes on, so that what is added must hold
+    copies. After an error nothing that was added later is written; :meth:`wait` raises it.
+
+    ``seconds``: how long the last one took to write.
+    """
+
+    def __init__(self, in_thread: bool) -> None:
+        self.in_thread, self.seconds = in_thread, 0.0
+        self._step: int | None = None
+        self._last: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, "kinformer-saves") if in_thread else None
+
+    def __enter__(self) -> Saves:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait for all; an error that ends the run already is raised before one of theirs."""
+        with suppress(*[] if kind is None else [Exception]):
+            self.wait()
+
+    @property
+    def failed(self) -> bool:
+        """Return whether one could not be written, as far as that is clear by now."""
+        return self._last is not None and self._last.done() and self._last.exception() is not None
+
+    def begin(self, step: int) -> None:
+        """Wait until the saves of other steps than ``step`` are written."""
+        if step != self._step:
+            self.wait()
+        self._step = step
+
+    def add(self, work: Work) -> None:
+        """Do ``work`` after all that was added before."""
+        if self._thread is None:
+            self._timed(work, None)
+        else:
+            self._last = self._thread.submit(self._timed, work, self._last)
+
+    def wait(self) -> None:
+        """Wait until all is written; raise the first error."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
+
+    def _timed(self, work: Work, before: Future[None] | None) -> None:
+        if before is not None:
+            before.result()
+        started_at = time.monotonic()
+        work()
+        self.seconds = time.monotonic() - started_at
+
+
+# The best weights of a run: ``model.safetensors``, whose metadata has their step and their metrics, or, where several
+# processes hold parts of the weights, a checkpoint of shards in ``best/``. A run has the later one.
+#
+# A run that was never validated has its newest weights there, without metrics.
+
+WEIGHTS, SHARDED = "model.safetensors", "best"
+_METRICS, _STEP = "figures", "step"
+_MODEL = frozenset({"model"})
+
+
+def best_of(folder: Path) -> tuple[dict[str, float], int] | None:
+    """Return the metrics of the best validation in a run folder, the deciding one
+    first, and its step; None if there is none."""
+    place = place_of_best(folder)
+    if not place.exists():
+        return None
+    if place.name == WEIGHTS:
+        metadata = load_tensors(place)[1]
+        with reading(place):
+            return (dict(parse_json(metadata[_METRICS])), int(metadata[_STEP])) if _METRICS in metadata else None
+    checkpoint = _sharded(place)
+    with reading(place):
+        metrics = checkpoint.numbers.get(_METRICS)
+        return None if metrics is None else ({str(name): float(value) for name, value in metrics}, checkpoint.step)
+
+
+def place_of_best(folder: Path) -> Path:
+    """Return the file of the best weights in a run folder, whether it is there or not, or the folder of their shards.
+
+    Both are there only where a process died between writing one and removing the other: the later one counts.
+    """
+    file, steps = folder / WEIGHTS, Checkpoints(folder / SHARDED, 1).steps()
+    if not steps:
+        return file
+    shards = Checkpoints(folder / SHARDED, 1).path(steps[-1])
+    if not file.is_file():
+        return shards
+    with reading(file):
+        return file if int(load_tensors(file)[1].get(_STEP, 0)) > steps[-1] else shards
+
+
+def best_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the best weights in a run folder, whole, and the metadata of their file (of shards none)."""
+    place = place_of_best(folder)
+    if place.name == WEIGHTS:
+        return load_tensors(place)
+    shards = _sharded(place).shards
+    assert shards is not None
+    shards.verify()
+    return shards.whole("model"), {}
+
+
+def _sharded(place: Path) -> Checkpoint:
+    step = int(place.name.rpartition("-")[2])
+    return Checkpoints(place.parent, 1).read(step, required=_MODEL, verified=False)
+
+
+class Best:
+    """The best validation so far, and the file of its weights.
+
+    The first of ``metrics_in_order`` decides; the next one breaks a tie."""
+
+    def __init__(self, folder: Path, metrics_in_order: Sequence[Metric]) -> None:
+        self.folder, self.metrics_in_order = folder, metrics_in_order
+        self.metrics: dict[str, float] | None = None
+        self.step: int | None = None
+        if (best := best_of(folder)) is not None:
+            self.metrics, self.step = best
+
+    def forget(self, step: int) -> None:
+        """Discard the best validation where it is of ``step`` or before, when the model was another one."""
+        if step and self.step is not None and self.step <= step:
+            self.metrics = self.step = None
+
+    def improves(self, metrics: Mapping[str, float]) -> bool:
+        """Return whether these metrics are better than the best so far."""
+        best = self.metrics
+        if best is None:
+            return isfinite(metrics[self.metrics_in_order[0].name])
+        deciding = next((metric for metric in self.metrics_in_order if metrics[metric.name] != best[metric.name]), None)
+        return deciding is not None and deciding.better(metrics[deciding.name], best[deciding.name])
+
+    def out_of_patience(self, step: int, patience: int, validate_every: int) -> bool:
+        """Return whether, at ``step``, as many validations as the ``patience`` (0: never) have not beaten the best."""
+        return bool(patience) and self.step is not None and step - self.step >= patience * validate_every
+
+    def note(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record ``metrics`` of step ``step`` as the best so far."""
+        self.metrics, self.step = dict(metrics), step
+
+    def write(self, weights: Mapping[str, Tensor], step: int) -> None:
+        """Write the weights of ``step`` to the file."""
+        noted = {} if self.metrics is None else {_METRICS: json.dumps(list(self.metrics.items()))}
+        save_tensors(self.folder / WEIGHTS, weights, {_STEP: str(step), **noted})
+        shutil.rmtree(self.folder / SHARDED, ignore_errors=True)
+
+    def write_sharded(self, part: Part, step: int, group: Group) -> None:
+        """Write the weights of ``step``, called ``"model/name"``, of which each process of ``group`` has a ``part``;
+        all must call together."""
+        noted = {} if self.metrics is None else {_METRICS: list(self.metrics.items())}
+        Checkpoints(self.folder / SHARDED, 1).save_sharded(Checkpoint(step, {}, noted), part, group)
+        group.on_first(self._remove_file)
+
+    def _remove_file(self) -> None:
+        with suppress(FileNotFoundError):
+            (self.folder / WEIGHTS).unlink()
+            sync_folder(self.folder)

@@ -1,0 +1,288 @@
+"""Batches: a task's NamedTuple of tensors [batch, ...], states or None, with one row per example."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn import functional
+
+from kinformer.core.learning import AuxLoss, Regularized, gather_aux_losses
+from kinformer.core.model import WholeModel, modules_of
+from kinformer.core.state import State, map_tensors, pop_aux, rebuilt
+from kinformer.lab.training.logging import Metric
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.host import gathered, is_sharded, like
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from kinformer.lab.training.tensor_parallel import Cut
+
+
+class Batch(Protocol):
+    """A batch, as a NamedTuple: its fields are tensors [batch, ...], states or None; the first that is not None is a
+    tensor. ``size`` is the number of positions (tokens, frames), padding included: the unit of speed."""
+
+    @property
+    def size(self) -> int: ...
+
+    def __iter__(self) -> Iterator[State]: ...
+
+
+B = TypeVar("B", bound=Batch)
+
+
+def map_fields(batch: B, change: Callable[[Tensor], Tensor]) -> B:
+    """Apply ``change`` to every tensor of a batch."""
+    return rebuilt(batch, [None if field is None else map_tensors(change, field) for field in batch])
+
+
+def rows_of(batch: Batch) -> int:
+    """Return the number of rows of a batch."""
+    return next(len(field) for field in batch if field is not None)
+
+
+def take_rows(batch: B, part: slice) -> B:
+    """Return the rows ``part`` of a batch."""
+    return map_fields(batch, lambda field: field[part])
+
+
+def device_of(batch: Batch) -> torch.device:
+    """Return the device of a batch's tensors."""
+    return next(field.device for field in batch if field is not None)
+
+
+def stretch_of_rows(tokens: Tensor, valid: Tensor | None, number: int, count: int) -> tuple[Tensor, Tensor | None]:
+    """Return stretch ``number`` of ``count`` of ``tokens`` and ``valid`` [batch, time], which are padded to a multiple
+    of ``count``; valid tokens are the first of their rows."""
+    size = -(-tokens.shape[1] // count)
+    lacking = size * count - tokens.shape[1]
+    if lacking and valid is None:
+        valid = torch.ones_like(tokens, dtype=torch.bool)
+    part = slice(number * size, (number + 1) * size)
+    stretch = functional.pad(tokens, (0, lacking))[:, part]
+    return stretch, None if valid is None else functional.pad(valid, (0, lacking))[:, part]
+
+
+class Layouts:
+    """Where the parts of a run's tensors lie: tensor parallelism gives every process the rows of its heads, which are
+    not adjacent in a whole weight. Checkpoints hold whole weights' rows in order, so that any number of processes
+    reads them.
+
+    The cuts of a model's parameters by name, among the ``parts`` processes of an axis of ``mesh``; without a mesh,
+    tensors lie as they are.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None = None, cuts: Mapping[str, Cut] | None = None, parts: int = 1) -> None:
+        self.mesh, self.cuts, self.parts = mesh, cuts or {}, parts
+
+    def in_rows(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return ``tensors``, called "name" or "name:key" after their parameters, each cut into rows over all
+        processes. Each is whole for a moment, one after the other; all processes must call together."""
+        if self.mesh is None:
+            return dict(tensors)
+        return {name: self._in_rows(name, tensor) for name, tensor in tensors.items()}
+
+    def room(self, name: str, parameter: Tensor, form: Tensor) -> Tensor:
+        """Return memory for a tensor of the form ``form`` that belongs to ``parameter``, for a reader of rows."""
+        if not is_sharded(parameter) and (cut := self._cut(name)):
+            shape = list(parameter.shape)
+            shape[cut.dim] *= self.parts
+            return torch.empty(shape, dtype=form.dtype)
+        if not is_sharded(parameter) or parameter.shape != form.shape:
+            return torch.empty_like(form, device="cpu")
+        if self.mesh is None:
+            return torch.empty_like(parameter, dtype=form.dtype, requires_grad=False)
+        return self._rows(torch.empty(form.shape, dtype=form.dtype))
+
+    def placed(self, name: str, value: Tensor, parameter: Tensor) -> Tensor:
+        """Return ``value``, whole or cut into rows, as ``parameter`` lies, where it has its shape."""
+        cut = self._cut(name)
+        if not is_sharded(parameter) and cut and value.shape != parameter.shape:
+            return value.index_select(cut.dim, self._local_rows(cut))
+        if self.mesh is None or not is_sharded(parameter) or value.shape != parameter.shape:
+            return like(parameter, value)
+        whole = gathered(value).to(parameter.device)
+        target = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+        assert is_sharded(target)
+        if cut:
+            whole = whole.index_select(cut.dim, self._local_rows(cut).to(whole.device))
+        local = target.to_local()
+        if target.device_mesh.ndim > 1 and whole.dim():  # FSDP cuts what is left into rows, the last ones fewer
+            size = -(-len(whole) // target.device_mesh.size(0))
+            whole = whole[target.device_mesh.get_local_rank(0) * size :][: len(local)]
+        local.copy_(whole)
+        return target
+
+    def _in_rows(self, name: str, tensor: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor, Shard
+
+        cut, spread = self._cut(name), tensor.detach()
+        buffer = not is_sharded(tensor)
+        if buffer and (cut is None or not tensor.dim()):
+            return tensor
+        if buffer and cut is not None:
+            spread = DTensor.from_local(spread, self.mesh, [Shard(cut.dim)], run_check=False)
+        whole = gathered(spread)
+        if cut is not None and len(cut.blocks) > 1:
+            order = cut.order(self.parts).to(whole.device)
+            whole = torch.empty_like(whole).index_copy_(cut.dim, order, whole)
+        return whole if buffer or not whole.dim() else self._rows(whole)
+
+    def _local_rows(self, cut: Cut) -> Tensor:
+        assert self.mesh is not None
+        return cut.rows(self.mesh.get_local_rank(), self.parts)
+
+    def _cut(self, name: str) -> Cut | None:
+        return self.cuts.get(name.partition(":")[0])
+
+    def _rows(self, whole: Tensor) -> Tensor:
+        """Return ``whole`` cut into rows over all processes of the job."""
+        from torch import distributed
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        world, rank = distributed.get_world_size(), distributed.get_rank()
+        if not hasattr(self, "_flat"):
+            self._flat = init_device_mesh(whole.device.type, (world,))
+        size = -(-len(whole) // world)
+        local = whole[rank * size : (rank + 1) * size].clone()
+        return DTensor.from_local(
+            local, self._flat, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+
+UNDIVIDED = Layouts()
+"""The layouts of a model that no processes divide."""
+
+
+class DataModule:
+    """The data module of a task: the rows of a training step, the rows of a validation, and the metrics.
+
+    The interface between a trainer and a task's data. Rows are a function of the step's number alone, so that
+    checkpoints need not store any, unless the model itself makes them: see :meth:`begin` and :meth:`state_tensors`.
+
+    ``sums``: those of the objective's sums that are reported, each divided by its ``predicted``; the first is
+    minimised. ``metrics``: computed from their means; the first one decides which weights are the best.
+    ``carries``: whether the state after a step is that before the next. ``teacher``: a model in eval mode from
+    whose predictions the model also learns, or None. ``by_time``: whether a row is a text, whose batches give
+    ``stretch(number, count)``, one of this many stretches of time.
+    """
+
+    sums: tuple[str, ...] = ("nats",)
+    metrics: tuple[Metric, ...]
+    carries: bool = False
+    by_time: bool = False
+    teacher: WholeModel | None = None
+
+    @property
+    def validations(self) -> int:
+        """Return how many batches a validation has."""
+        raise NotImplementedError
+
+    def begin(self, model: nn.Module, state_tensors: Mapping[str, Tensor]) -> None:
+        """Prepare for the first step: take the ``model`` that learns from the rows, for tasks that need it, and the
+        tensors of :meth:`state_tensors` when the run was stopped (of a new run none)."""
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors on which the next rows depend besides the step's
+        number and the weights, for a checkpoint."""
+        return {}
+
+    def batch(self, step: int, rank: int, world: int) -> Batch:
+        """Return the rows of process ``rank`` of ``world``, on the CPU."""
+        raise NotImplementedError
+
+    def validation(self, rank: int, world: int) -> Iterator[Batch]:
+        """Yield the process's rows of a fixed part of the validation split; all processes get as many batches."""
+        raise NotImplementedError
+
+    def validate(self) -> dict[str, float] | None:
+        """Return the means of :attr:`sums` where validation acts in an environment, with the model of :meth:`begin` in
+        eval mode; None where the objective scores the rows of :meth:`validation`."""
+        return None
+
+    def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
+        """Return the metrics, in order, from the means of :attr:`sums` over the split "train" or "validation"."""
+        raise NotImplementedError
+
+
+# The objective that training minimises: ``loss, metrics, state = objective(model, batch, state, progress)``.
+#
+# ``loss`` is a float32 scalar, the mean over the batch's predictions, with its graph. ``metrics`` are detached
+# scalars: ``predicted``, how many predictions there are, and sums over them, such as ``nats`` and ``correct``.
+# ``progress`` runs from 0 to 1 in the course of training. An objective that is a module is trained with the model and
+# saved in checkpoints; one that uses the model's hidden states says so by ``reads_hidden = True``.
+
+ObjectiveOutput = tuple[Tensor, dict[str, Tensor], State]
+"""Loss, metrics and the model's state after the batch, None of a model that has none."""
+
+
+PREDICTED = "predicted"
+"""The metric that every objective returns: how many predictions its sums are over."""
+
+
+def require_metrics(metrics: Mapping[str, object], names: Iterable[str], objective: object = None) -> None:
+    """Raise a :class:`KinformerError` where ``metrics``, which ``objective`` returned, lack one of ``names``."""
+    for name in names:
+        if name in metrics:
+            continue
+        who = getattr(objective, "__name__", None) or type(objective).__name__
+        place = "the objective" if objective is None else f"the objective {who}"
+        meaning = "the number of predictions that its sums are over" if name == PREDICTED else "a sum of its data"
+        raise KinformerError(
+            f"{place} returned no metric {name!r}, {meaning}, but {', '.join(map(repr, metrics)) or 'none'}; add it to "
+            "the dictionary of metrics that it returns, as a detached tensor."
+        )
+
+
+class Objective(Protocol):
+    """The protocol of objectives, called once per forward pass with the models and batches that it is made for."""
+
+    def __call__(self, model: Any, batch: Any, state: State, progress: float) -> ObjectiveOutput: ...
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[object]:
+    """Return the context of a forward pass in ``precision``: "fp32" or "bf16-mixed"."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16)
+
+
+class ObjectiveModule(nn.Module):
+    """A model and its objective as one module, so that the engine sees every call of the model by the objective.
+
+    Auxiliary losses (sums over positions, one per row), in the state or gathered from an encoder's layers
+    (``core.learning``), are added to the loss as means over positions; in training, so are the penalties of regularized
+    parts. ``replicas``: the processes whose gradients are averaged where no engine does it, None where one does.
+    """
+
+    replicas: distributed.ProcessGroup | None = None
+
+    def __init__(self, model: nn.Module, objective: Objective, precision: str) -> None:
+        super().__init__()
+        self.model, self.objective, self.precision = model, objective, precision
+        self.layouts = Layouts()
+        self.regularized, self.with_aux_loss = modules_of(model, Regularized), modules_of(model, AuxLoss)
+
+    @property
+    def extras(self) -> nn.Module:
+        """Return the modules trained beside the model: the objective if it has weights, or none."""
+        return self.objective if isinstance(self.objective, nn.Module) else nn.Module()
+
+    def forward(self, batch: Batch, state: State, progress: float) -> ObjectiveOutput:
+        with autocast(device_of(batch), self.precision), gather_aux_losses(self.with_aux_loss) as read:
+            loss, metrics, state = self.objective(self.model, batch, state, progress)
+        require_metrics(metrics, (PREDICTED,), self.objective)
+        for module in self.regularized if self.training else ():
+            loss = loss + module.penalty()
+        absorbed, state = ({}, None) if state is None else pop_aux(state)
+        for costs in (read, absorbed):
+            for name, cost in costs.items():
+                loss = loss + cost.float().sum() / batch.size
+                metrics = metrics | {name: metrics.get(name, 0) + cost.detach().sum()}
+        return loss, metrics, state

@@ -1,0 +1,279 @@
+"""A metric by which a model is evaluated: its name, its unit, and whether less of it is better."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from kinformer.runtime.files import write_atomic
+from kinformer.runtime.parsing import parse_json
+from kinformer.runtime.progress import note, tolerant
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+    from tensorboard.compat.proto.event_pb2 import Event
+
+
+SHARE = "share"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric: ``name`` as in records (``bits_per_byte``); ``unit`` as it is read
+    ("bits per byte"), SHARE for a share of 1."""
+
+    name: str
+    unit: str
+    lower_is_better: bool = True
+
+    def better(self, value: float, than: float) -> bool:
+        """Return whether ``value`` is better than another; a value that is not finite never is."""
+        return isfinite(value) and (value < than if self.lower_is_better else value > than)
+
+    def text(self, value: float) -> str:
+        """Return ``value`` with its unit: ``1.2345 bits per byte``, ``accuracy 51.2%``."""
+        return f"{self.name.replace('_', ' ')} {value:.1%}" if self.unit == SHARE else f"{value:.4f} {self.unit}"
+
+
+ACCURACY = Metric("accuracy", SHARE, lower_is_better=False)
+SEQUENCE_ACCURACY = Metric("sequence_accuracy", SHARE, lower_is_better=False)
+CALIBRATION_ERROR = Metric("calibration_error", SHARE)
+BITS_PER_BYTE = Metric("bits_per_byte", "bits per byte")
+BITS_PER_LABEL = Metric("bits_per_label", "bits per label")
+BITS_PER_ACTION = Metric("bits_per_action", "bits per action")
+ACTION_ERROR = Metric("action_error", "mean squared error of actions")
+RETURN = Metric("mean_return", "mean return", lower_is_better=False)
+BITS_PER_DIM = Metric("bits_per_dim", "bits per dimension")
+BITS_PER_SYMBOL = Metric("bits_per_symbol", "bits per symbol")
+ERROR_RATE = Metric("error_rate", SHARE)
+BLEU = Metric("bleu", "BLEU", lower_is_better=False)
+CHRF = Metric("chrf", "chrF2", lower_is_better=False)
+
+
+def bits_per_masked(unit: str) -> Metric:
+    """Return the metric of masked tokens, by what a token is: a byte, or a tokenizer's token."""
+    return Metric(f"bits_per_masked_{unit}", f"bits per masked {unit}")
+
+
+def flops(count: float) -> str:
+    """Return ``count`` operations in thousands, millions, ...: 7.62 M."""
+    for unit in ("", "K", "M", "G", "T"):
+        if count < 1000:
+            return f"{count:.3g} {unit}".rstrip()
+        count /= 1000
+    return f"{count:.3g} P"
+
+
+def size(count: float) -> str:
+    """Return ``count`` bytes in the binary unit that suits it: 512 B, 32.5 KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a training run, for its caller and its records.
+
+    The result: ``steps`` done of ``total``; ``signal`` is the one that ended the run early, or 0.
+
+    ``validation``: the best one's metrics, such as ``bits_per_byte``; the first is None in a run that was never
+    validated.
+    """
+
+    steps: int
+    total: int
+    seconds: float
+    tokens_per_second: float
+    validation: Mapping[str, float | None]
+    best_step: int | None
+    signal: int = 0
+
+
+# The reports of a run: ``metrics.jsonl`` always, TensorBoard events where it is installed, a bar on a terminal.
+
+METRICS, EVENTS = "metrics.jsonl", "events"
+QUIET_SECONDS = 10.0
+
+
+class EventFile:
+    """A file of TensorBoard events in ``folder`` that begins after step ``resumed``; later points of an earlier file
+    are void.
+
+    The training thread writes it, and the file stays open. TensorBoard's own writer opens its file by name in a thread,
+    which fails loudly when the folder is moved or removed.
+    """
+
+    def __init__(self, folder: Path, resumed: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        started_at = time.time()
+        name = f"events.out.tfevents.{int(started_at):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
+        self._path = folder / name
+        self._file = self._path.open("xb")
+        self._records = RecordWriter(self._file)
+        self._write(Event(wall_time=started_at, file_version="brain.Event:2"))
+        if resumed:
+            start = SessionLog(status=SessionLog.START)
+            self._write(Event(wall_time=started_at, step=resumed + 1, session_log=start))
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Write a point of every curve."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=points)))
+
+    def close(self) -> None:
+        """Write the rest and close the file."""
+        with suppress(OSError):
+            self._file.close()
+
+    def _write(self, event: Event) -> None:
+        """Write an event; where that fails, training goes on without curves, as its metrics stand in another file."""
+        if self._file.closed:
+            return
+        try:
+            self._records.write(event.SerializeToString())
+            self._file.flush()
+        except OSError as error:
+            note(f"note: {self._path}: cannot be written ({error.strerror or error}); TensorBoard's curves end here.")
+            self.close()
+
+
+class Log:
+    """The log of a run folder, which records are appended to; a resumed run first drops
+    those beyond the step that it resumes."""
+
+    def __init__(self, folder: Path, resumed: int) -> None:
+        path = folder / METRICS
+        lines = [line for line in _lines(path) if _step(line) <= resumed]
+        write_atomic(path, lambda target: _fill(target, lines))
+        self._file = path.open("a", encoding="utf-8")
+        self._events = None if find_spec("tensorboard") is None else EventFile(folder / EVENTS, resumed)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Write one line of JSON and one point per curve."""
+        self._file.write(json.dumps({"step": step} | values) + "\n")
+        self._file.flush()
+        if self._events is not None:
+            self._events.scalars(values, step)
+
+    def close(self) -> None:
+        """Flush and close all files of the log."""
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+
+def _fill(path: Path, lines: list[str]) -> None:
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def _lines(path: Path) -> list[str]:
+    if not path.is_file():
+        return []
+    return [
+        line
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        if line[-1] == "\n"
+    ]
+
+
+def _step(line: str) -> float:
+    try:
+        return float(parse_json(line)["step"])
+    except (ValueError, KeyError, TypeError, OverflowError):
+        return float("inf")
+
+
+class TrainingProgress:
+    """The display of metrics, tokens per second and the time left: a bar on a terminal, else a line now and then."""
+
+    def __init__(self, total: int, done: int, stream: TextIO | None = None) -> None:
+        self.total, self.done, self._done_before = total, done, done
+        self._stream = tolerant(stream or sys.stderr)
+        self._start = self._last_line_at = time.monotonic()
+        self._last_rate = (0, 0.0)
+        self._bar = _bar(self._stream) if self._stream.isatty() else None
+        self._task = self._bar.add_task("", total=total, completed=done, text="") if self._bar else None
+
+    def __enter__(self) -> TrainingProgress:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def update(self, done: int, metrics: str, tokens: int, seconds: float) -> None:
+        """Show that ``done`` steps are done, the last with ``metrics``, and this many ``tokens`` in ``seconds`` so far;
+        the speed is that since it was last shown."""
+        self.done = done
+        now = time.monotonic()
+        if self._bar and self._task is not None:
+            self._bar.update(self._task, completed=done, text=f"{metrics}  {self._speed(tokens, seconds)}")
+        elif now - self._last_line_at >= QUIET_SECONDS or done == self.total:
+            self._last_line_at = now
+            left = (now - self._start) / max(1, done - self._done_before) * (self.total - done)
+            self.say(f"step {done}/{self.total}  {metrics}  {self._speed(tokens, seconds)}  {_clock(left)} left")
+
+    def expect(self, total: int) -> None:
+        """Expect this many steps in all from now on."""
+        self.total = total
+        if self._bar and self._task is not None:
+            self._bar.update(self._task, total=total)
+
+    def _speed(self, tokens: int, seconds: float) -> str:
+        (last_tokens, last_seconds), self._last_rate = self._last_rate, (tokens, seconds)
+        return f"{(tokens - last_tokens) / max(seconds - last_seconds, 1e-9):,.0f} tokens/s"
+
+    def say(self, text: str) -> None:
+        """Print a line of text beside the bar."""
+        if self._bar:
+            self._bar.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, file=self._stream, flush=True)
+
+
+class Silence(TrainingProgress):
+    """The display of processes that are not the first, and of quiet runs: it shows nothing."""
+
+    def __init__(self) -> None:
+        self._bar = None
+
+    def update(self, done: int, metrics: str, tokens: int, seconds: float) -> None:
+        """Show nothing where progress would be shown."""
+
+    def say(self, text: str) -> None:
+        """Print nothing where a line would be printed."""
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _bar(stream: TextIO) -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn())
+    return Progress(*columns, console=Console(file=stream))

@@ -1,0 +1,635 @@
+"""Validation of the present weights, on a fixed piece of the validation split."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from copy import copy
+from math import isfinite
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.learning import OnlineLearner, Regularized, Resampled, due_for_resampling, regularization_metrics
+from kinformer.core.model import modules_of
+from kinformer.core.state import State
+from kinformer.lab.data.sampling import mix
+from kinformer.lab.training.averaging import MovingAverage, mean_weights, replaced
+from kinformer.lab.training.carried import Carried
+from kinformer.lab.training.checkpoint import (
+    CHECKPOINTS,
+    REGULAR,
+    SHARDED,
+    WEIGHTS,
+    Best,
+    Checkpoint,
+    Checkpoints,
+    Saves,
+)
+from kinformer.lab.training.data_module import (
+    PREDICTED,
+    UNDIVIDED,
+    Batch,
+    DataModule,
+    Objective,
+    ObjectiveModule,
+    map_fields,
+    require_metrics,
+    rows_of,
+    take_rows,
+)
+from kinformer.lab.training.diloco import Rounds
+from kinformer.lab.training.distributed import Group, average_gradients, check_divided, compile_units, wrapped
+from kinformer.lab.training.interrupt import Interrupt
+from kinformer.lab.training.logging import Log, Metric, Result, Silence, TrainingProgress
+from kinformer.lab.training.optimisers import Optimiser, finite, gather
+from kinformer.lab.training.schedule import (
+    FORWARD_SHARE,
+    PROBE_SHARE,
+    Course,
+    LearningRate,
+    Pace,
+    seconds_of,
+    seconds_per_step,
+)
+from kinformer.lab.training.settings import Settings
+from kinformer.lab.training.shards import Part, part_of
+from kinformer.lab.training.stages import stage_at
+from kinformer.runtime.errors import KinformerError, plural
+from kinformer.runtime.files import is_here, reading
+from kinformer.runtime.host import is_sharded
+from kinformer.runtime.parsing import JsonObject
+from kinformer.runtime.progress import note
+
+
+class Validation:
+    """The validation on rows of ``data``; where it carries, the state goes on from one batch to the next.
+
+    The rows of a batch are spread over the processes, and the result does not depend on how many there are.
+    """
+
+    def __init__(self, data: DataModule, group: Group) -> None:
+        self.data, self.group = data, group
+
+    def __call__(self, engine: nn.Module) -> dict[str, float]:
+        """Return the means of the metrics over all predictions; ``engine`` is a
+        wrapped ``ObjectiveModule``, left in training mode."""
+        engine.eval()
+        if (means := self.data.validate()) is not None:
+            engine.train()
+            return means
+        names, device = (PREDICTED, *self.data.sums), self.group.device
+        sums = torch.zeros(len(names), dtype=torch.float64, device=device)
+        state: State = None
+        with torch.no_grad():
+            for batch in self.data.validation(self.group.replica, self.group.replicas):
+                rows = map_fields(self.group.stretch_of(batch), lambda field: field.to(device))
+                _, metrics, after = engine(rows, state, 1.0)
+                state = after if self.data.carries else None
+                del after  # it may be as large as the activations
+                require_metrics(metrics, names)
+                for index, name in enumerate(names):
+                    sums[index] += metrics[name]
+        engine.train()
+        predicted, *totals = self.group.sum(sums).tolist()
+        return {name: total / predicted for name, total in zip(self.data.sums, totals, strict=True)}
+
+
+Tensors = Mapping[str, Tensor]
+
+
+class Storage:
+    """What a trainer writes into its run's folder and reads from it: checkpoints, and the best weights.
+
+    The first process writes them whole; where the weights are sharded over processes, all write their parts. With
+    ``async_saves`` a thread beside training writes copies made between two steps: the same files, only later.
+
+    The checkpoints and the best weights in ``folder``, by the first of ``metrics``, of the processes of ``group``.
+
+    All processes call every method together.
+    """
+
+    def __init__(self, folder: Path, settings: Settings, metrics: Sequence[Metric], group: Group) -> None:
+        self.folder, self.settings, self.group = folder, settings, group
+        self.layouts = UNDIVIDED
+        self.checkpoints = Checkpoints(folder / CHECKPOINTS, settings.keep, settings.average)
+        self.best = Best(folder, metrics)
+        self.home = folder.stat() if folder.exists() else None
+        self.saves = Saves(settings.async_saves)
+        self.writers = group.with_new_channel() if settings.async_saves else group
+
+    def save(self, step: int, groups: Mapping[str, Tensors], files: Mapping[str, Tensors], numbers: JsonObject) -> None:
+        """Write a checkpoint of ``groups``, sharded as the weights are, and of ``files``, whole on the first process.
+
+        A weight that is not finite is an error, and nothing is written. Where there are no best weights yet, these are.
+        """
+        self.saves.begin(step)
+        if not self.group.sharded:
+            gathered = {name: gather(tensors.items(), self.group.first) for name, tensors in groups.items()}
+            whole = {name: tensors for name, tensors in {**gathered, **files}.items() if tensors or name == "optimizer"}
+            self.group.on_first(lambda: self._require_finite_weights(step, whole["model"]))
+            if self.best.step is None:
+                self._add_best(step, {**gathered["model"], **gathered.get("average", {})})
+            checkpoint = Checkpoint(step, whole, numbers)
+            self.saves.add(lambda: self.writers.on_first(lambda: self.checkpoints.save(checkpoint)))
+            return
+        rows = {name: self.layouts.in_rows(tensors) for name, tensors in groups.items() if tensors}
+        self.group.on_all(lambda: self._require_finite_weights(step, rows["model"]))
+        if self.best.step is None:
+            self._add_best_part(step, {**rows["model"], **rows.get("average", {})})
+        named = {f"{group}/{name}": item for group, tensors in rows.items() for name, item in tensors.items()}
+        parts, head = self._part(named), Checkpoint(step, {name: item for name, item in files.items() if item}, numbers)
+        self.saves.add(lambda: self.checkpoints.save_sharded(head, parts, self.writers))
+
+    def save_best(self, step: int, weights: Tensors) -> None:
+        """Write ``weights``, sharded as the model's are, as the best."""
+        self.saves.begin(step)
+        if self.group.sharded:
+            self.group.on_all(self._require_home)
+            self._add_best_part(step, self.layouts.in_rows(weights))
+        else:
+            self._add_best(step, gather(weights.items(), self.group.first))
+
+    def require_finite(self, step: int, losses: Sequence[float], norms: Sequence[float]) -> None:
+        """Raise where a loss, or a norm of a gradient, is not finite; the first ones are of ``step``."""
+        for number, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=step):
+            if not (isfinite(loss) and isfinite(norm)):
+                raise self.diverged(f"the loss is {loss:g} and the gradient's norm {norm:g} at step {number}")
+
+    def diverged(self, what: str) -> KinformerError:
+        """Return the error that ends a run whose numbers are no longer finite: ``what`` says where."""
+        with suppress(KinformerError):
+            self.saves.wait()
+        steps = self.checkpoints.steps()
+        remedy = f"the checkpoint of step {steps[-1]} is kept" if steps else "there is no checkpoint yet"
+        return KinformerError(
+            f"training diverged: {what}; {remedy}; start again with a lower `lr` (now {self.settings.lr:g}), "
+            "a longer `warmup` or a smaller `clip`."
+        )
+
+    def _add_best(self, step: int, whole: Tensors) -> None:
+        best = copy(self.best)  # the metrics of now
+
+        def write() -> None:
+            with self.checkpoints.reporting_failure(self.folder / WEIGHTS):
+                best.write(whole, step)
+
+        self.saves.add(lambda: self.writers.on_first(write))
+
+    def _add_best_part(self, step: int, rows: Tensors) -> None:
+        best, part = copy(self.best), self._part({f"model/{name}": tensor for name, tensor in rows.items()})
+
+        def write() -> None:
+            with self.checkpoints.reporting_failure(self.folder / SHARDED):
+                best.write_sharded(part, step, self.writers)
+
+        self.saves.add(write)
+
+    def _part(self, tensors: Tensors) -> Part:
+        part = part_of(tensors, self.group)
+        if not self.saves.in_thread:
+            return part
+        # What does not lie in rows was put into rows, into memory of its own.
+        return part.staged([name for name, item in tensors.items() if is_sharded(item)] if self.layouts.mesh else ())
+
+    def _require_finite_weights(self, step: int, weights: Tensors) -> None:
+        self._require_home()
+        if not finite(weights):
+            raise self.diverged(f"a weight is no longer finite after step {step}")
+
+    def _require_home(self) -> None:
+        """Raise where the folder was moved meanwhile, rather than begin a second one with half a run."""
+        if self.home is not None and not is_here(self.folder, self.home):
+            raise KinformerError(
+                f"{self.folder}: was moved or removed while it was trained in, so nothing after its last checkpoint is "
+                "kept; go on where it is now with `resume`."
+            )
+
+
+# One update: rows in, forward and backward in parts, gradients clipped, weights moved.
+
+_FEATURES = 0x46454154
+"""Sets the seeds of random features apart from those of masks."""
+
+
+class UpdateResult(NamedTuple):
+    """The result of an update: ``loss`` and ``norm`` of the gradient, scalars; the means of the data's ``metrics`` over
+    predictions; the ``size`` of all processes' rows."""
+
+    loss: Tensor
+    norm: Tensor
+    metrics: Tensor
+    size: int
+
+
+class Updater:
+    """The maker of updates to the weights behind ``engine``, an ``ObjectiveModule`` wrapped by ``lab.training.distributed``."""
+
+    def __init__(
+        self,
+        engine: nn.Module,
+        optimiser: Optimiser,
+        carried: Carried,
+        data: DataModule,
+        settings: Settings,
+        group: Group,
+    ) -> None:
+        self.engine, self.optimiser, self.carried, self.data = engine, optimiser, carried, data
+        self.settings, self.group = settings, group
+        settings.rows(group.replicas)  # refuses those that cannot be shared
+        self.resampled, self.online = modules_of(engine, Resampled), modules_of(engine, OnlineLearner)
+        self.regularized = modules_of(engine, Regularized)
+
+    def forget(self) -> None:
+        """Reset the optimiser's state and the carried states, as before the first step."""
+        self.optimiser.forget()
+        self.carried.clear()
+
+    def seconds_per_step(self, limit: float) -> float:
+        """Return the seconds of an update, measured for about ``limit`` seconds by updates with learning rate 0 whose
+        effects are then undone."""
+        buffers = [(buffer, buffer.clone()) for buffer in self.engine.buffers()]
+        seconds = seconds_per_step(
+            lambda step: float(self(step, 0.0, 0.0).loss), limit, lambda: self.group.largest(time.monotonic())[0]
+        )
+        self.forget()
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        return seconds
+
+    def __call__(self, step: int, rate: float, progress: float) -> UpdateResult:
+        """Make update number ``step``; return the results of this process's rows, still on the device."""
+        self._resample(step)
+        self._seed_masks(step)
+        batch = self._batch(step)
+        parts = self.settings.accumulate
+        costs = []
+        for part in range(parts):
+            with self.group.exchange(self.engine, part == parts - 1):
+                costs.append(self._part(part, batch, progress))
+        average_gradients(self.engine)
+        norm = self.optimiser.clip(self.settings.clip)
+        self.optimiser.step(rate)
+        for module in self.online:
+            module.learn(self.group.sum)
+        for bounded in self.regularized:
+            bounded.constrain()
+        loss, *metrics = torch.stack(costs).mean(dim=0)
+        return UpdateResult(loss, norm.detach(), torch.stack(metrics), batch.size * self.group.copies)
+
+    def _part(self, part: int, batch: Batch, progress: float) -> Tensor:
+        size = rows_of(batch) // self.settings.accumulate
+        rows = take_rows(batch, slice(part * size, (part + 1) * size))
+        loss, metrics, state = self.engine(rows, self.carried.states[part], progress)
+        if self.data.carries:
+            self.carried.put(part, state)
+        del state  # before the backward: it may be as large as the activations
+        (loss / self.settings.accumulate).backward()
+        require_metrics(metrics, self.data.sums)
+        means = [metrics[name] / metrics[PREDICTED].clamp_min(1) for name in self.data.sums]
+        return torch.stack([loss.detach(), *means])
+
+    def _resample(self, step: int) -> None:
+        """Resample random features, which all processes share; states made with the old ones are dropped."""
+        for number, module in due_for_resampling(self.resampled, step):
+            module.draw(int(mix(self.settings.seed, _FEATURES, number, step)[0] >> np.uint64(1)))
+            self.carried.clear()
+
+    def _seed_masks(self, step: int) -> None:
+        """Seed the step's random masks, which depend on no earlier step, so that a resumed run draws the same."""
+        seed = int(mix(self.settings.seed, step, self.group.rank // self.group.tensor)[0])
+        torch.default_generator.manual_seed(seed)
+        if self.group.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
+    def _batch(self, step: int) -> Batch:
+        batch = self.data.batch(step, self.group.replica, self.group.replicas)
+        return map_fields(self.group.stretch_of(batch), self._place)
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        if self.group.device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.group.device, non_blocking=True)
+
+
+class Window:
+    """The updates since the last reading, whose results stay on the device until the next.
+
+    ``speed``: tokens per second between the last two readings; ``overall``: over all of them, that is ``tokens`` in
+    ``seconds``.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.updates: list[UpdateResult] = []
+        self.speed = self.overall = self.seconds = 0.0
+        self.tokens = 0
+        self.restart()
+
+    def add(self, done: UpdateResult) -> None:
+        """Record the result of one step."""
+        self.updates.append(done)
+
+    def read(self) -> tuple[list[float], list[float], list[list[float]]]:
+        """Return the losses, norms and metrics (means over the processes) of the steps since the last reading; this
+        waits for the device."""
+        if not self.updates:
+            return [], [], []
+        ours = torch.stack([torch.cat([done.loss[None], done.metrics]) for done in self.updates])
+        losses, *metrics = self.group.mean(ours).T.tolist()
+        norms = torch.stack([done.norm for done in self.updates])
+        if self.group.strategy == "diloco":  # each process has gradients of its own
+            norms = self.group.mean(norms)
+        seconds, tokens = time.monotonic() - self._mark, sum(done.size for done in self.updates)
+        self.seconds, self.tokens = self.seconds + seconds, self.tokens + tokens
+        self.speed, self.overall = tokens / seconds, self.tokens / self.seconds
+        self.updates = []
+        self.restart()
+        return losses, norms.tolist(), metrics
+
+    def restart(self) -> None:
+        """Measure time from now on, after something other than a step."""
+        self._mark = time.monotonic()
+
+
+class Trainer:
+    """The training loop: updates, validations and checkpoints, in a folder from which it can go on at any moment.
+
+    What a step does is a function of the weights, the optimiser's state, the carried states and the step's number
+    alone. All of that is in a checkpoint, so a run that was killed and resumed ends with the weights of one that was
+    not.
+
+    The trainer of ``model`` on ``data`` for ``objective``; it goes on from the newest checkpoint in ``folder`` to
+    the end of that checkpoint's stage (``lab.training.stages``), to which ``model`` and ``data`` belong.
+
+    ``model`` is any module that the objective can call; where the data carries, one with ``initial_state(batch)``.
+    It is changed in place; with several processes it belongs to the trainer from then on. ``quiet``: it reports
+    nothing. ``started_at``: when its minutes began, by ``time.monotonic()``; now if None.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: DataModule,
+        objective: Objective,
+        settings: Settings,
+        folder: Path,
+        group: Group,
+        quiet: bool = False,
+        started_at: float | None = None,
+    ) -> None:
+        self.data, self.folder, self.group = data, folder, group
+        self.silent = quiet or not group.first
+        self.model = model.to(group.device).train()
+        self.storage = Storage(folder, settings, data.metrics, group)
+        self.checkpoints, self.best = self.storage.checkpoints, self.storage.best
+        saved = self.checkpoints.load(group)
+        place = str(self.checkpoints.path(saved.step)) if saved else ""
+        self.stage = stage_at(settings, saved.step if saved else 0)
+        self.settings = settings = self.stage.settings
+        carried = Carried(settings.accumulate)
+        check_divided(data, objective, settings, group)
+        whole = ObjectiveModule(self.model, objective, settings.precision)
+        self.extras = whole.extras.to(group.device)
+        if saved:
+            saved.into("model", self.model, place)
+            saved.into("objective", self.extras, place)
+            if saved.step > self.stage.begin and (states := saved.files.get("carried")):
+                with reading(place, "holds states of another model", "use its own run folder"):
+                    carried.load(states, model.initial_state(1), group)  # type: ignore[operator]
+        self.rounds = Rounds(self.model, self.extras, settings, group)
+        saved = self.rounds.begin(saved, place)
+        data.begin(self.model, saved.files.get("rows", {}) if saved else {})
+        if settings.compile:
+            compile_units(self.model, objective, group)
+        undivided = self.model.initial_state(1) if group.tensor > 1 and data.carries else None  # type: ignore[operator]
+        self.regularized, self.engine = whole.regularized, wrapped(whole, group, data.carries)
+        self.layouts = self.storage.layouts = whole.layouts
+        if undivided is not None:
+            carried.divide(undivided, self.model, group)
+        optimiser = Optimiser(self.model, settings, self.extras, self.layouts)
+        self.moving = MovingAverage(self.model, settings.ema, self.layouts)
+        if saved:
+            with reading(place, "holds an optimiser of another model", "use its own run folder"):
+                optimiser.load(saved.read("optimizer", optimiser.rooms(saved.forms("optimizer"))), place)
+                self.moving.load_state_dict(saved.read("average", self.moving.rooms()))
+        self.update = Updater(self.engine, optimiser, carried, data, settings, group)
+        self.validation = Validation(data, group)
+        self._restore(saved, started_at)
+
+    def _restore(self, saved: Checkpoint | None, started_at: float | None) -> None:
+        numbers = saved.numbers if saved else {}
+        self.best.forget(self.stage.since)
+        self.step = self.first_step = saved.step if saved else 0
+        self.spent: float = numbers.get("seconds", 0.0)
+        self.step_seconds: float = numbers.get("each_step", self.spent / max(1, self.step))
+        self.saved_at = time.monotonic()
+        self.started_at = self.saved_at if started_at is None else started_at
+        self.rate = LearningRate(self.settings, self.stage, self.data.metrics[0], numbers, self.step)
+        course = (numbers.get("total", 0), numbers.get("since", 0), numbers.get("share", 0.0))
+        self.course = Course(self.settings.steps) if self.settings.steps else Course(*course)
+        if saved and self.settings.steps and self.group.first:
+            self._tell_stretched(numbers["total"])
+
+    def _tell_stretched(self, before: int) -> None:
+        """Note where the learning rate jumps because the run had ``before`` steps when it was stopped."""
+        was, rate = (self.rate(self.step, total) for total in (before, self.total))
+        if self.step < self.total and not math.isclose(was, rate, rel_tol=0.01):
+            note(
+                f"note: the schedule spans {plural(self.total, 'step')} from here on, and spanned {before:,}: the "
+                f"learning rate at step {self.step} is {rate:.3g} instead of {was:.3g}."
+            )
+
+    @property
+    def total(self) -> int:
+        """Return the steps of the whole run, as far as they can be foreseen."""
+        return self.course.total
+
+    @property
+    def seconds(self) -> float:
+        """Return the wall time of the run so far, over all times it was resumed."""
+        return self.spent + time.monotonic() - self.started_at
+
+    def run(self) -> Result:
+        """Train to the end of the stage, or until the time is over or a signal comes."""
+        pace = self._pace() if self.settings.minutes else None
+        self.window = Window(self.group)
+        self.group.on_first(self.checkpoints.tidy)
+        self.log = Log(self.folder, self.step) if self.group.first else None
+        with (
+            Interrupt(self.group.world > 1, self.silent) as interrupt,
+            Silence() if self.silent else TrainingProgress(self.total, self.step) as progress,
+            self.storage.saves,
+        ):
+            self.progress = progress
+            try:
+                self._begin_stage()
+                self._steps(pace, interrupt)
+            finally:
+                if self.log:
+                    self.log.close()
+        return Result(
+            steps=self.step,
+            total=self.total,
+            seconds=self.seconds,
+            tokens_per_second=self.window.overall,
+            validation=self.best.metrics or {self.data.metrics[0].name: None},
+            best_step=self.best.step,
+            signal=interrupt.signal,
+        )
+
+    def _steps(self, pace: Pace | None, interrupt: Interrupt) -> None:
+        validation = FORWARD_SHARE * self.data.validations
+        validate_every, checkpoint_every = pace.every if pace else self.settings.cadences(self.total, validation)
+        look, border = self.step + 1, self.stage.end
+        if self._out_of_patience(validate_every):  # it had ended before it was resumed
+            self.course.revise(self.step, self.step)
+        while self.step < self.total:
+            rate = self.rate(at := self.course.at(self.step), self.total)
+            self.window.add(self.update(self.step, rate, at / self.total))
+            self.moving.update(self.step)
+            self.step += 1
+            if pace and self.step >= look:
+                look = self._look(pace)
+            stopped, over, old = self._agree(interrupt, pace.end if pace else 0.0)
+            last = over or self.step >= self.total
+            validates = validate_every and (last or self.step % validate_every == 0)
+            due = bool(checkpoint_every) and self.step % checkpoint_every == 0
+            saves = last or stopped or old or due or self.step == border
+            self.rounds.after(self.step, last or self.step == border)
+            if validates or saves or self.step % self.settings.log_every == 0:
+                self._report(rate)
+            validating = seconds_of(self._validate) if validates else 0.0
+            if validates and not last and self._out_of_patience(validate_every):
+                last = saves = True
+            if last:
+                self._finish(bool(validate_every))
+            saving = seconds_of(self._save, due) if saves else 0.0
+            if validates or saves:
+                self.window.restart()
+                if pace:
+                    pace.spent(validating, saving, self.storage.saves.seconds)
+            if stopped or last or self.step == border:
+                interrupt.signal = stopped
+                break
+
+    def _begin_stage(self) -> None:
+        """Report a stage where its first update comes next; the record stands at that update's step."""
+        if self.stage.count > 1 and self.step == self.stage.begin:
+            self.progress.say(str(self.stage))
+            if self.log:
+                self.log.write(self.step + 1, self.stage.record)
+
+    def _look(self, pace: Pace) -> int:
+        """Estimate again how many steps the minutes buy; return the step after which to do so next."""
+        pace.look(self.step, time.monotonic())
+        total = self.group.on_first(lambda: self.step + pace.steps(60 * (self.settings.minutes or 0) - self.seconds))
+        self.course.revise(self.step, max(self.step, total))
+        self.progress.expect(self.total)
+        return pace.next_look(self.step, self.total)
+
+    def _out_of_patience(self, validate_every: int) -> bool:
+        """Return whether as many validations as the patience were no better than the best one."""
+        if ended := self.best.out_of_patience(self.step, self.settings.patience, validate_every):
+            validations = plural(self.settings.patience, "validation")
+            self.progress.say(f"the run ends: {validations} since step {self.best.step}, none better")
+        return ended
+
+    def _agree(self, interrupt: Interrupt, end: float) -> tuple[int, bool, bool]:
+        """Return the signal that came, whether the time is over, and whether to save: the same everywhere."""
+        if self.group.world > 1 and self.step % self.settings.log_every:
+            return 0, False, False
+        limit = 60 * (self.settings.minutes or math.inf) - end
+        age = 60 * (self.settings.checkpoint_minutes or math.inf)
+        signal, over, old, failed = self.group.largest(
+            interrupt.signal,
+            self.seconds >= limit,
+            time.monotonic() - self.saved_at >= age,
+            self.storage.saves.failed,
+        )
+        if failed:
+            self.storage.saves.wait()
+        return int(signal), bool(over), bool(old)
+
+    def _report(self, rate: float) -> None:
+        """Report the losses since the last time; a loss that is not finite ends the run."""
+        losses, norms, sums = self.window.read()
+        self.storage.require_finite(self.step - len(losses) + 1, losses, norms)
+        if not losses:
+            return
+        mean = sum(losses) / len(losses)
+        means = {name: sum(item) / len(item) for name, item in zip(self.data.sums, sums, strict=True)}
+        metrics = {**self.data.measured(means, "train"), **regularization_metrics(self.regularized)}
+        self.progress.update(self.step, self._text(metrics), self.window.tokens, self.window.seconds)
+        if self.log:
+            values = {"loss": losses[-1], "mean_loss": mean, **metrics, "lr": rate, "gradient_norm": norms[-1]}
+            self.log.write(self.step, values | {"tokens_per_second": self.window.speed, "seconds": self.seconds})
+
+    def _text(self, metrics: Mapping[str, float]) -> str:
+        return ", ".join(metric.text(metrics[metric.name]) for metric in self.data.metrics)
+
+    def _finish(self, measures: bool) -> None:
+        """Do all that belongs to the end of a run before the last checkpoint, which says that the run is over: a run
+        that is killed here repeats its last steps and its end."""
+        if self.step < self.total:  # the time or the patience is over
+            self.course.revise(self.step, self.step)
+        self.rounds.after(self.step, ends=True)
+        self.storage.saves.wait()
+        earlier = self.checkpoints.regular_steps()[-(self.settings.average - 1) :] if self.settings.average > 1 else []
+        if measures and earlier:
+            with replaced(self.model, mean_weights(self.model, self.checkpoints, earlier, self.layouts)):
+                self._measure(f"mean of {plural(len(earlier) + 1, 'checkpoint')}", "averaged")
+
+    def _validate(self) -> None:
+        with self.rounds.applied(), self.moving.applied():
+            metrics = self._measure("validation", "validation")
+        if self.rate.falls(metrics):
+            self.progress.say(f"the learning rate falls by the factor {self.settings.plateau_factor:g}")
+
+    def _measure(self, what: str, prefix: str) -> dict[str, float]:
+        """Validate the weights as they are, write them where they are the best, and return their metrics."""
+        means = self.validation(self.engine)
+        metrics = self.data.measured(means, "validation")
+        self.progress.say(f"step {self.step}/{self.total}  {what} {self._text(metrics)}")
+        if self.log:
+            values = {f"{prefix}_{name}": metric for name, metric in metrics.items()}
+            self.log.write(self.step, {f"{prefix}_loss": means[self.data.sums[0]]} | values)
+        if self.best.improves(metrics):
+            self.best.note(metrics, self.step)
+            self.storage.save_best(self.step, self.model.state_dict())
+        return metrics
+
+    def _save(self, due: bool) -> None:
+        groups = {"model": self.model.state_dict(), "average": self.moving.state_dict()}
+        groups["objective"] = self.extras.state_dict()
+        files = {"carried": self.update.carried.tensors(self.group), "rows": self.data.state_tensors()}
+        files |= self.rounds.tensors(self.update.optimiser)
+        groups["optimizer"] = dict(self.update.optimiser.tensors())
+        if self.window.seconds:
+            self.step_seconds = self.window.seconds / (self.step - self.first_step)
+        times = {"seconds": self.seconds, "each_step": self.step_seconds, REGULAR: due}
+        numbers = vars(self.course) | self.rate.state | times
+        with self.rounds.applied():
+            self.storage.save(self.step, groups, files, numbers)
+        self.saved_at = time.monotonic()
+
+    def _pace(self) -> Pace:
+        """Return the pace of the run: how many steps the minutes buy, and how often to validate and to save."""
+        budget = 60 * (self.settings.minutes or 0)
+        seconds = self.step_seconds if self.step else self.update.seconds_per_step(PROBE_SHARE * budget)
+        per_step = self.group.on_first(lambda: seconds)
+        pace = Pace(per_step, FORWARD_SHARE * per_step * self.data.validations)
+        if self.step >= self.total:  # none foreseen yet, or all made and minutes given for more
+            left = self.group.on_first(lambda: (budget - self.seconds, budget - self.spent))
+            more = pace.steps(left[0]) or min(1, pace.steps(left[1]))  # one at least, however slow the start was
+            self.course = Course(max(1, self.step + more))
+        validate_every, checkpoint_every = self.settings.cadences(self.total)
+        if self.settings.validate_every is None:
+            validate_every = -(-self.total // pace.validations(budget))
+        pace.every = (validate_every, checkpoint_every)
+        return pace

@@ -1,0 +1,247 @@
+"""The learning rate: its schedule over the steps of a stage or of the run, and what plateaus have left of it.
+
+The schedule is a function of the step alone: a linear rise, then a cosine (Loshchilov and Hutter 2017), a line (Devlin
+et al. 2018), a fall with the inverse square root of the step (Vaswani et al. 2017, section 5.3), or nothing. A plateau
+lowers the rate when validations stop improving, as torch.optim.lr_scheduler.ReduceLROnPlateau does.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from kinformer.lab.training.logging import Metric
+from kinformer.lab.training.settings import PARTS_OF_A_RUN, Settings
+from kinformer.lab.training.stages import Stage
+from kinformer.runtime.parsing import JsonObject
+
+THRESHOLD = 1e-4
+"""The relative improvement from which on a validation counts as better."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The schedule: ``peak`` after ``warmup`` steps (a share of ``steps`` if below 1); then by
+    ``kind``: ``cosine`` or ``linear``, with ``floor * peak`` at the last of ``steps``; ``inverse-sqrt``, peak *
+    sqrt(warmup / step), not below ``floor * peak``; or ``constant``, as ``plateau`` is until a
+    :class:`Plateau` comes."""
+
+    peak: float
+    floor: float
+    warmup: float
+    steps: int
+    kind: str = "cosine"
+
+    def __call__(self, step: float) -> float:
+        """Return the learning rate of update number ``step``, counted from 0."""
+        rise = round(self.warmup * self.steps) if self.warmup < 1 else round(self.warmup)
+        if step < rise:
+            return self.peak * (step + 1) / (rise + 1)
+        if self.kind in ("constant", "plateau"):
+            return self.peak
+        if self.kind == "inverse-sqrt":
+            # peak sqrt(warmup / step), which is ``peak`` where the rise ends
+            return self.peak * max(self.floor, ((rise + 1) / (step + 1)) ** 0.5)
+        done = min(1.0, (step - rise) / max(1, self.steps - 1 - rise))
+        left = 1 - done if self.kind == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return self.peak * (self.floor + (1 - self.floor) * left)
+
+
+@dataclass
+class Plateau:
+    """The share of the highest learning rate that plateaus have left.
+
+    A validation counts as better where it passes the best by a relative ``THRESHOLD``. After more than ``patience``
+    validations in a row that do not, the share is multiplied by ``factor``, down to ``floor``, and counting starts
+    again. ``best``: the best metric, None before the first; ``bad``: how many validations in a row were no better;
+    ``lower``: whether less of the metric is better.
+    """
+
+    factor: float
+    patience: int
+    floor: float
+    lower: bool
+    share: float = 1.0
+    best: float | None = None
+    bad: int = 0
+
+    def see(self, value: float) -> bool:
+        """Take the metric of a validation; return whether the learning rate falls."""
+        if self._better(value):
+            self.best, self.bad = value, 0
+            return False
+        self.bad += 1
+        if self.bad <= self.patience:
+            return False
+        before, self.share, self.bad = self.share, max(self.share * self.factor, self.floor), 0
+        return self.share < before
+
+    def _better(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
+        if self.best is None:
+            return True
+        # As PyTorch has it: relative to the best, whatever its sign.
+        return value < self.best * (1 - THRESHOLD) if self.lower else value > self.best * (1 + THRESHOLD)
+
+    @property
+    def state(self) -> dict[str, float | None]:
+        """Return what a checkpoint holds."""
+        return {"share": self.share, "best": self.best, "bad": self.bad}
+
+    def load(self, state: JsonObject, comparable: bool = True) -> None:
+        """Go on from :attr:`state`; not ``comparable``: later metrics are of another model, so none is the best."""
+        self.share = float(state["share"])
+        if comparable:
+            self.best, self.bad = state["best"], int(state["bad"])
+
+
+class LearningRate:
+    """The learning rate in ``stage``, from step ``step`` on; ``numbers`` are those of the checkpoint of that step.
+
+    With the schedule ``plateau`` it follows ``metric``. A stage that begins a schedule begins at the full rate, and one
+    that changes the model has no best validation yet.
+    """
+
+    def __init__(self, settings: Settings, stage: Stage, metric: Metric, numbers: JsonObject, step: int) -> None:
+        self.settings, self.span, self.metric = settings, stage.rates, metric
+        self.plateau: Plateau | None = None
+        if settings.schedule == "plateau":
+            limits = (settings.plateau_factor, settings.plateau_patience, settings.min_lr_ratio)
+            self.plateau = Plateau(*limits, metric.lower_is_better)
+            if "plateau" in numbers and step > stage.rates[0]:
+                self.plateau.load(numbers["plateau"], comparable=step > stage.since)
+
+    def __call__(self, at: float, total: int) -> float:
+        """Return the rate of the update that stands at step ``at`` of a run of ``total``."""
+        settings, (begin, end) = self.settings, self.span
+        steps = (total if end is None else end) - begin
+        rate = Schedule(settings.lr, settings.min_lr_ratio, settings.warmup, steps, settings.schedule)(at - begin)
+        return rate * self.plateau.share if self.plateau else rate
+
+    def falls(self, metrics: Mapping[str, float]) -> bool:
+        """Take the metrics of a validation; return whether the rate falls by them."""
+        return self.plateau is not None and self.plateau.see(metrics[self.metric.name])
+
+    @property
+    def state(self) -> dict[str, object]:
+        """Return what a checkpoint holds among its numbers."""
+        return {"plateau": self.plateau.state} if self.plateau else {}
+
+
+# The pace of a run of limited time: how many steps fit in it, estimated from a few trial steps and then from real
+# ones.
+
+PROBES, ENOUGH = 20, 10
+LOOKS = 100
+VALIDATION_SHARE = 0.05
+PROBE_SHARE = 0.01
+FORWARD_SHARE = 0.4
+"""The time of a batch that is only read, as a share of a training step's."""
+EXIT = 0.8
+"""Seconds that a process takes to end."""
+
+
+def seconds_per_step(step: Callable[[int], object], limit: float, clock: Callable[[], float]) -> float:
+    """Return the mean time of the later half of at most ``PROBES`` steps, after one more of any length; where that one
+    took ``ENOUGH`` times the limit, it is the only one, and its time the answer.
+
+    It is a mean because rows of different lengths take different times, and a run takes their sum.
+
+    step: makes the step of a number and returns when it is over.
+    limit: seconds after which no further step is tried, from the third on.
+    clock: gives seconds; with several processes the same to all, so that they try as many.
+    """
+    started_at = clock()
+    step(0)
+    marks = [clock()]
+    if 0 < ENOUGH * limit < marks[0] - started_at:
+        return marks[0] - started_at
+    while len(marks) < 3 or (len(marks) <= PROBES and marks[-1] - marks[0] < limit):
+        step(len(marks))
+        marks.append(clock())
+    later = marks[(len(marks) - 1) // 2 :]
+    return (later[-1] - later[0]) / (len(later) - 1)
+
+
+def seconds_of(work: Callable[..., object], *arguments: object) -> float:
+    """Return how many seconds ``work`` takes with ``arguments``."""
+    started_at = time.monotonic()
+    work(*arguments)
+    return time.monotonic() - started_at
+
+
+@dataclass
+class Course:
+    """The course of a run: how many steps it has in all, and how far it is.
+
+    Where ``total`` is re-estimated, the learning rate goes on from where it is, and the rest of its course is spread
+    over the steps that are left: ``since`` is the step of the last estimate, ``share`` how far the run was then.
+    """
+
+    total: int
+    since: int = 0
+    share: float = 0.0
+
+    def at(self, step: int) -> float:
+        """Return where update number ``step`` would stand had ``total`` been known from the start; ``step`` itself
+        where it was."""
+        left = max(1, self.total - self.since)
+        return self.share * self.total + (1 - self.share) * self.total * (step - self.since) / left
+
+    def revise(self, step: int, total: int) -> None:
+        """Revise the forecast to ``total`` steps from number ``step`` on."""
+        self.share, self.since, self.total = self.at(step) / self.total, step, total
+
+
+@dataclass
+class Pace:
+    """The times of a run of limited time, by what took them.
+
+    per_step: seconds of a step. validation, checkpoint: seconds of one. every: steps from one validation to the next,
+    and from one checkpoint to the next; 0 where there is none but the last. aside: seconds spent on anything but steps.
+    """
+
+    per_step: float
+    validation: float = 0.0
+    checkpoint: float = 0.0
+    every: tuple[int, int] = (0, 0)
+    aside: float = 0.0
+    _mark: tuple[int, float] | None = field(default=None, repr=False)
+
+    @property
+    def end(self) -> float:
+        """Return the seconds from the last step to the end of the process."""
+        return self.validation + self.checkpoint + EXIT
+
+    def steps(self, seconds: float) -> int:
+        """Return how many steps can be made in ``seconds``, with the validations and
+        checkpoints between them and the end."""
+        costs = zip((self.validation, self.checkpoint), self.every, strict=True)
+        per_step = self.per_step + sum(cost / every for cost, every in costs if every)
+        return max(0, math.floor((seconds - self.end) / per_step))
+
+    def validations(self, seconds: float) -> int:
+        """Return how many validations are made in ``seconds`` of training: as many as parts
+        of a run, where they take little of it."""
+        return min(PARTS_OF_A_RUN, max(1, int(VALIDATION_SHARE * seconds / max(self.validation, 1e-9))))
+
+    def spent(self, validation: float, checkpoint: float, written: float = 0.0) -> None:
+        """Record the time of a validation and a checkpoint between two steps; 0 for one that was not made. A checkpoint
+        ``written`` beside training took longer, which the last one is waited for."""
+        self.aside += validation + checkpoint
+        self.validation = validation or self.validation
+        self.checkpoint = max(checkpoint, written) or self.checkpoint
+
+    def look(self, step: int, now: float) -> None:
+        """Update the time of a step from the steps since the last look."""
+        if self._mark and step > self._mark[0]:
+            recent = (now - self.aside - self._mark[1]) / (step - self._mark[0])
+            self.per_step = (self.per_step + recent) / 2
+        self._mark = (step, now - self.aside)
+
+    def next_look(self, step: int, total: int) -> int:
+        """Return the step after which to look again: a tenth of the rest, but at most ``LOOKS`` times evenly spread."""
+        return step + max(1, (total - step) // 10, total // LOOKS)

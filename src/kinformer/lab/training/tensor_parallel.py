@@ -1,0 +1,491 @@
+"""The division of a model's heads, hidden features and vocabulary into equal parts (Shoeybi et al. 2019, Megatron-LM,
+section 3; arXiv 1909.08053).
+
+    mixer, feed-forward   y = sum over parts of F_part(x), F_part with 1 / parts of the heads, or of the hidden features
+    table, logits         rows of the vocabulary
+
+A config says what one part of it is (``part``), which is built and computes like any other module of fewer heads.
+Which rows of a weight a part takes follows from the shapes of both, and from the ``blocks`` of products that make
+several things side by side, such as queries, keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from kinformer.core.config import Config, describe
+from kinformer.core.contract import CausalMixer, ReadsSource, RecomputesKV
+from kinformer.core.division import FollowsHeads, undivided
+from kinformer.core.learning import AuxLoss, Regularized, Resampled
+from kinformer.core.model import StackedModel, modules_of
+from kinformer.core.parts import OutputProduct, ResidualOutput
+from kinformer.core.stack import Stack, StackConfig, share, sparse_tables, units_of
+from kinformer.core.state import State
+from kinformer.lab.training.data_module import Layouts, ObjectiveModule
+from kinformer.lab.training.distributed import copied, joined, summed
+from kinformer.runtime.errors import KinformerError
+
+_FEED_FORWARDS = ("feed_forward", "first_feed_forward")
+_ENTERING = {"pre": "norm", "reordered": "norm", "gated": "norm", "sandwich": "inner_norm"}
+"""The norm that stands before a sublayer, by the kind of its residual."""
+
+
+class Cut(NamedTuple):
+    """Where a tensor is cut: along ``dim``, every one of its ``blocks`` into equal parts."""
+
+    dim: int
+    blocks: tuple[int, ...]
+
+    def rows(self, part: int, parts: int) -> Tensor:
+        """Return the indices along ``dim`` that part number ``part`` takes, in its order."""
+        taken, begin = [], 0
+        for size in self.blocks:
+            width = size // parts
+            taken.append(torch.arange(begin + part * width, begin + (part + 1) * width))
+            begin += size
+        return torch.cat(taken)
+
+    def order(self, parts: int) -> Tensor:
+        """Return the indices along ``dim`` that the parts take, one part after the other."""
+        return torch.cat([self.rows(part, parts) for part in range(parts)])
+
+
+@dataclass
+class Division:
+    """The division of a model into ``parts``, by the names of its parameters and modules.
+
+    ``cuts``: the tensors that are cut. ``partial``: whole ones of divided modules, whose gradients are sums over parts.
+    ``added``: biases behind such a sum, of which each part adds its share. ``mixers``: the divided
+    mixers of chunks and states, ``feed_forwards``: the divided modules x -> y, mixers of encoders among them; the sum
+    of their outputs counts. ``vocabulary``: whether the table and the logits are cut.
+    """
+
+    parts: int
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    partial: set[str] = field(default_factory=set)
+    added: set[str] = field(default_factory=set)
+    mixers: list[str] = field(default_factory=list)
+    feed_forwards: list[str] = field(default_factory=list)
+    vocabulary: bool = False
+
+
+def divide(model: DivisibleModel, part: int, parts: int) -> Division:
+    """Make ``model``, a decoder, an encoder or both in one, part number ``part`` of ``parts`` of itself, in place.
+
+    Errors: ``KinformerError``, in one sentence, where a part of the model cannot be divided; it is then unchanged.
+    """
+    replaced = _replacements(model, parts)
+    whole = _tensors(model)
+    blocks = {name: getattr(module, "blocks", ()) for name, module in model.named_modules()}
+    followed = {name: module for name, module in _modules(model).items() if isinstance(module, FollowsHeads)}
+    division = Division(parts)
+    for path, (parent, name, module, mixes) in replaced.items():
+        module.train(parent.training)
+        setattr(parent, name, module)  # of a list, too: its items are attributes
+        (division.mixers if mixes else division.feed_forwards).append(path)
+    for _, stack, _, _ in _stacks(model):
+        stack.shared = share(stack.layers)
+    for name, new in _modules(model).items():
+        if isinstance(new, FollowsHeads) and new is not followed[name]:
+            new.follow(followed[name], part)
+    division.vocabulary = _divides_vocabulary(model, parts)
+    _take(model, whole, blocks, division, part)
+    return division
+
+
+class DivisibleModel(StackedModel, Protocol):
+    """A decoder, an encoder or both in one, as PyTorch's modules are: all of its parts have names."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def exit_heads(self) -> nn.ModuleList | None: ...
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]: ...
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]: ...
+
+    def get_submodule(self, target: str) -> nn.Module: ...
+
+
+class _LayersConfig(Protocol):
+    """The config of a model, or of the encoder in one."""
+
+    @property
+    def layers(self) -> tuple[Any, ...]: ...
+
+    @property
+    def stack(self) -> StackConfig: ...
+
+
+class _Layers(NamedTuple):
+    """The layers of a ``stack`` at ``place`` in a model, the ``config`` that holds theirs, and the width of each."""
+
+    place: str
+    stack: Stack
+    config: _LayersConfig
+    widths: Sequence[int]
+
+
+def _stacks(model: DivisibleModel) -> list[_Layers]:
+    """Return the stacks of a decoder, of an encoder, or of both in one model.
+
+    Errors: ``KinformerError`` for other models.
+    """
+    places = {"decoder": ("",), "encoder": ("",), "encoder_decoder": ("", "encoder")}
+    kind, stacks = str(getattr(model.config, "kind", "")), []
+    for place in places.get(kind, ()):
+        owner: Any = model.get_submodule(place) if place else model
+        config, stack = owner.config, owner.stack
+        if isinstance(stack, Stack):
+            widths = config.stack.widths(model.config.dim, len(config.layers))
+            stacks.append(_Layers(".".join(filter(None, (place, "stack"))), stack, config, widths))
+    if not stacks:
+        raise KinformerError(
+            f"{describe(model.config)} cannot be divided among processes: only decoders and encoders of tokens and "
+            "both in one model can; leave `parallel` tp out."
+        )
+    return stacks
+
+
+def _replacements(model: DivisibleModel, parts: int) -> dict[str, tuple[nn.Module, str, nn.Module, bool]]:
+    """Return the new modules by their paths: the parent, the name there, the module, and whether it is a mixer of
+    chunks and states."""
+    stacks = _stacks(model)
+    if sparse_tables(model):
+        raise undivided(model.config, "a table has sparse gradients")
+    replaced: dict[str, tuple[nn.Module, str, nn.Module, bool]] = {}
+    for place, stack, config, widths in stacks:
+        if not stack.shardable:
+            raise undivided(config.stack, "it computes layers again, branch by branch, outside of their forward pass")
+        for number, (layer, options, width) in enumerate(zip(stack.layers, config.layers, widths, strict=True)):
+            for path, (parent, name, module) in _parts_of_layer(layer, options, width, parts).items():
+                mixes = isinstance(module, CausalMixer)
+                replaced[f"{place}.layers.{number}.{path}"] = parent, name, module, mixes
+    for path, (_, _, module, _) in replaced.items():
+        _require_local(path, module)
+    return replaced
+
+
+def _parts_of_layer(
+    layer: nn.Module, options: Config, width: int, parts: int
+) -> dict[str, tuple[nn.Module, str, nn.Module]]:
+    """Return the parts of a layer's mixers and feed-forwards by their paths in it, with the parent and the name."""
+    causal = isinstance(layer.mixer, CausalMixer)
+    made: dict[str, tuple[nn.Module, str, nn.Module]] = {}
+    for name in ("mixer", *_FEED_FORWARDS):
+        if isinstance(getattr(layer, name, None), nn.Module):
+            feeds = name in _FEED_FORWARDS
+            chosen = getattr(options, "feed_forward" if feeds else name).part(width, parts)
+            made[name] = layer, name, chosen.build_causal(width) if feeds and causal else chosen.build(width)
+    for index, chosen in enumerate(getattr(options, "further_mixers", ())):
+        module = chosen.part(width, parts).build(width)
+        made[f"further_mixers.{index}"] = layer.get_submodule("further_mixers"), str(index), module
+    return made
+
+
+def _require_local(path: str, module: nn.Module) -> None:
+    """Refuse a divided ``module`` that learns other than by the gradients of its outputs."""
+    for inner in module.modules():
+        if isinstance(inner, Regularized) or (isinstance(inner, Resampled) and inner.redraw):
+            what = "a penalty of its weights" if isinstance(inner, Regularized) else "features that are redrawn"
+            raise KinformerError(
+                f"{path} cannot be divided among processes: it has {what} for all heads; leave `parallel` tp out."
+            )
+
+
+def _take(
+    model: DivisibleModel,
+    whole: Mapping[str, Tensor],
+    blocks: Mapping[str, tuple[int, ...]],
+    division: Division,
+    part: int,
+) -> None:
+    """Fill the tensors of a divided ``model`` from those of the ``whole`` one, and record in ``division`` how each was
+    cut."""
+    inside = tuple(f"{path}." for path in (*division.mixers, *division.feed_forwards))
+    inside = (*inside, *(f"{place}.shared." for place, *_ in _stacks(model)))
+    for number, (layer, options) in enumerate(zip(model.stack.layers, model.config.layers, strict=True)):
+        if isinstance(layer.mixer, RecomputesKV) and options.residual.kind in _ENTERING:  # it repeats this norm itself
+            inside = (*inside, f"stack.layers.{number}.mixer_residual.{_ENTERING[options.residual.kind]}.")
+    for name, tensor in _tensors(model).items():
+        source, owner = whole[name], name.rpartition(".")[0]
+        dims = [dim for dim, (a, b) in enumerate(zip(source.shape, tensor.shape, strict=True)) if a != b]
+        if division.vocabulary and name in _vocabulary(model):
+            dims = [0]
+        if dims:
+            (dim,) = dims
+            sizes = blocks.get(owner, ())
+            cut = Cut(dim, tuple(sizes) if sum(sizes) == source.shape[dim] else (source.shape[dim],))
+            division.cuts[name] = cut
+            source = source.index_select(dim, cut.rows(part, division.parts).to(source.device))
+        elif name.startswith(inside):
+            division.partial.add(name)
+        _put(model, name, source)
+    for name, module in model.named_modules():
+        if isinstance(module, ResidualOutput) and f"{name}.weight" in division.cuts and module.bias is not None:
+            division.added.add(f"{name}.bias")
+
+
+@torch.no_grad()
+def _put(model: DivisibleModel, name: str, value: Tensor) -> None:
+    path, _, key = name.rpartition(".")
+    owner = model.get_submodule(path)
+    old = getattr(owner, key)
+    if isinstance(old, nn.Parameter):
+        setattr(owner, key, nn.Parameter(value.detach().clone(), requires_grad=old.requires_grad))
+    else:
+        owner._buffers[key] = value.detach().clone()
+
+
+def _tensors(model: DivisibleModel) -> dict[str, Tensor]:
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+
+
+def _modules(model: DivisibleModel) -> dict[str, nn.Module]:
+    return dict(model.named_modules(remove_duplicate=False))
+
+
+def output_product(model: StackedModel) -> tuple[str, OutputProduct] | None:
+    """Return the path of a model's head that is a product with a matrix of the vocabulary's rows, and the head."""
+    head: object = model.head
+    path = "head"
+    while not isinstance(head, OutputProduct):
+        head, path = getattr(head, "inner", None), f"{path}.inner"
+        if head is None or type(model.head).__name__ != "AdjustedHead":
+            return None
+    return path, head
+
+
+def _divides_vocabulary(model: DivisibleModel, parts: int) -> bool:
+    """Return whether the table and the logits are cut by the rows of the vocabulary; they are whole otherwise."""
+    embedding = getattr(model.config.input, "embedding", None)
+    simple = embedding is not None and type(embedding).by_vocabulary and model.config.kind == "decoder"
+    if not simple or model.exit_heads is not None or model.vocab_size % parts:
+        return False
+    if getattr(model, "ahead", None) is not None:
+        return False
+    return output_product(model) is not None
+
+
+def _vocabulary(model: DivisibleModel) -> set[str]:
+    """Return the names of the tensors whose rows are those of the vocabulary."""
+    product = output_product(model)
+    assert product is not None
+    path, head = product
+    names = {"input.embedding.weight"}
+    return names | {f"{path}.{name}" for name, _ in head.named_parameters()}
+
+
+class VocabularyPart(NamedTuple):
+    """The cross-entropy of logits that are cut along the vocabulary (Shoeybi et al. 2019, Megatron-LM, section 3): no
+    process has all logits of a token.
+
+        loss = ln sum over parts of sum_v exp(l_v - m) + m - l_target,     m = the largest logit of all parts
+
+    The ``size`` tokens from ``begin`` on, which this process of ``mesh`` has; None where nothing is computed
+    (``estimation``).
+    """
+
+    begin: int
+    size: int
+    mesh: DeviceMesh | None
+
+    def nats(self, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+        """Return the sum of the cross-entropies of ``targets`` [rows], a scalar in float32 or wider, in all processes.
+
+        x: [rows, dim], the same everywhere; weight: [size, dim] and bias: [size] or None, this process's.
+        """
+        assert self.mesh is not None
+        logits = torch.nn.functional.linear(copied(x, self.mesh), weight, bias)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        top = logits.detach().amax(-1)
+        distributed.all_reduce(top, distributed.ReduceOp.MAX, group=self.mesh.get_group())
+        local = targets - self.begin
+        here = (local >= 0) & (local < self.size)
+        # By two indices, of which alone the backward keeps a copy: gather would keep all logits.
+        rows = torch.arange(len(logits), device=logits.device)
+        wanted = logits[rows, local.clamp(0, self.size - 1)]
+        wanted = torch.where(here, wanted - top, wanted.new_zeros(()))
+        both = torch.stack([(logits - top[:, None]).exp().sum(-1), wanted])
+        total, wanted = summed(both, self.mesh)
+        return (total.log() - wanted).sum()
+
+
+# Tensor parallelism (Shoeybi et al. 2019, Megatron-LM, section 3) on PyTorch's DTensor: processes that share tokens.
+#
+#     x  --copy-->  F_part(x)  --sum-->  y      copy: its gradient is the sum of the parts';  sum: its gradient is a copy
+#
+# :mod:`kinformer.lab.training.tensor_parallel` says what a part is. Here its weights become DTensors of the mesh's
+# axis "tp", so that FSDP can cut them again along another axis, optimisers and norms see whole weights, and
+# checkpoints can be written. While a unit computes, its modules see plain local tensors: they run as they do in one
+# process, on fewer heads.
+
+
+def parallelize(step: ObjectiveModule, mesh: DeviceMesh) -> Layouts:
+    """Divide the model of ``step`` among the processes of ``mesh``, one axis called "tp", in place; return where its
+    parameters lie. All processes hold the same whole model before."""
+    model: Any = step.model
+    part, parts = mesh.get_local_rank(), mesh.size()
+    division = divide(model, part, parts)
+    _distribute(step, division, mesh)
+    plan: dict[str, ParallelStyle] = {path: MixerPart() for path in division.mixers}
+    plan |= {path: FeedForwardPart() for path in division.feed_forwards}
+    if division.vocabulary:
+        product = output_product(model)
+        assert product is not None
+        size = model.vocab_size // parts
+        plan |= {"input.embedding": TablePart(part * size, size), product[0]: LogitsPart(part * size, size)}
+    parallelize_module(model, mesh, plan)
+    units = units_of(model)
+    inner = {module for unit in units for module in unit.modules()}
+    for unit in units:
+        _Local(unit.modules(), division, mesh, model).hook(unit)
+    _Local((module for module in step.modules() if module not in inner), division, mesh, model).hook(step)
+    step.with_aux_loss = modules_of(model, AuxLoss)
+    return Layouts(mesh, division.cuts, parts)
+
+
+class MixerPart(ParallelStyle):
+    """A mixer of some of the heads: its chunk and its source are copied, its outputs are summed, its state is that of
+    its heads."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(
+            lambda _, inputs: (inputs[0]._replace(x=copied(inputs[0].x, device_mesh)), *inputs[1:])
+        )
+        module.register_forward_hook(lambda _, __, outputs: (summed(outputs[0], device_mesh), *outputs[1:]))
+        if isinstance(module, ReadsSource):
+            begin: Any = module.initial_state
+
+            def over_copied(*sizes: int, source: Tensor | None = None, **options: object) -> State:
+                return begin(*sizes, source=None if source is None else copied(source, device_mesh), **options)
+
+            module.__dict__["initial_state"] = over_copied
+        return module
+
+
+class FeedForwardPart(ParallelStyle):
+    """A feed-forward of some of the hidden features: its input is copied, its outputs are summed."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(lambda _, inputs: (copied(inputs[0], device_mesh), *inputs[1:]))
+        module.register_forward_hook(lambda _, __, y: summed(y, device_mesh))
+        for loss in modules_of(module, AuxLoss):  # computed by all: its gradient is summed, so each gives a share
+            loss.register_forward_pre_hook(lambda _, inputs: (_shared_out(inputs[0], device_mesh.size()),))
+        return module
+
+
+class TablePart(ParallelStyle):
+    """A look-up in ``size`` rows of a table from row ``begin`` on: zeros for other tokens, summed."""
+
+    def __init__(self, begin: int, size: int) -> None:
+        super().__init__()
+        self.begin, self.size = begin, size
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def look_up(tokens: Tensor, *rest: Tensor) -> Tensor:
+            here = (tokens >= self.begin) & (tokens < self.begin + self.size)
+            y = forward((tokens - self.begin).clamp(0, self.size - 1), *rest)
+            return summed(torch.where(here[..., None], y, y.new_zeros(())), device_mesh)
+
+        forward: Callable[..., Tensor] = module.forward
+        module.forward = look_up
+        return module
+
+
+class LogitsPart(ParallelStyle):
+    """Logits of ``size`` tokens of the vocabulary from ``begin`` on, joined; losses take them as they are."""
+
+    def __init__(self, begin: int, size: int) -> None:
+        super().__init__()
+        self.begin, self.size = begin, size
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(lambda _, inputs: (copied(inputs[0], device_mesh), *inputs[1:]))
+        module.register_forward_hook(lambda _, __, y: joined(y, device_mesh))
+        module.vocabulary_part = VocabularyPart(self.begin, self.size, device_mesh)  # type: ignore[assignment]
+        return module
+
+
+class _Local:
+    """The parameters of ``modules`` as plain local tensors, while a root of these modules computes."""
+
+    def __init__(self, modules: Iterable[nn.Module], division: Division, mesh: DeviceMesh, model: nn.Module) -> None:
+        self.mesh, self.parts = mesh, division.parts
+        names = {module: name for name, module in model.named_modules()}
+        self.places = []
+        for module in modules:
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    name = ".".join(filter(None, (names.get(module, "?"), key)))
+                    self.places.append((module, key, name in division.partial, name in division.added))
+
+    def hook(self, root: nn.Module) -> None:
+        root.register_forward_pre_hook(self.enter)
+        root.register_forward_hook(self.leave, always_call=True)
+        if modules_of(root, ReadsSource) and hasattr(root, "initial_state"):  # whose weights project the source there
+            begin: Any = root.initial_state
+
+            def begin_locally(*sizes: int, **options: object) -> State:
+                self.enter(root, sizes)
+                try:
+                    return begin(*sizes, **options)
+                finally:
+                    self.leave(root, sizes, None)
+
+            root.__dict__["initial_state"] = begin_locally
+
+    def enter(self, root: nn.Module, inputs: object) -> None:
+        for module, key, partial, added in self.places:
+            # Found before the parameter of this name, which is a DTensor and stays what optimisers see.
+            module.__dict__[key] = self._local(module._parameters[key], partial, added)
+
+    def leave(self, root: nn.Module, inputs: object, outputs: object) -> None:
+        for module, key, _, _ in self.places:
+            module.__dict__.pop(key, None)
+
+    def _local(self, parameter: Any, partial: bool, added: bool) -> Tensor:
+        local = parameter.to_local()
+        if partial:  # of what every process computes for its heads alone, gradients are parts of a sum
+            local = copied(local, self.mesh)
+        return local / self.parts if added else local
+
+
+def _shared_out(cost: Tensor, parts: int) -> Tensor:
+    """Return ``cost`` with one of ``parts`` equal shares of its gradient."""
+    return cost / parts + (cost - cost / parts).detach()
+
+
+def _distribute(step: nn.Module, division: Division, mesh: DeviceMesh) -> None:
+    """Make DTensors of all parameters: those of the model cut as ``division`` says, all others the same everywhere."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for path, module in step.named_modules():
+        for key, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if parameter not in made:
+                name = ".".join(filter(None, (path.removeprefix("model").removeprefix("."), key)))
+                cut = division.cuts.get(name) if path.startswith("model") else None
+                placement: Placement = Replicate() if cut is None else Shard(cut.dim)
+                spread = DTensor.from_local(parameter.detach().contiguous(), mesh, [placement], run_check=False)
+                made[parameter] = nn.Parameter(spread, requires_grad=parameter.requires_grad)
+            module._parameters[key] = made[parameter]

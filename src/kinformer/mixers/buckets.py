@@ -1,0 +1,365 @@
+"""Attention within buckets that content chooses: Reformer's hashes and the Routing Transformer's clusters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kinformer.core.contract import (
+    CausalMixer,
+    Chunk,
+    MixerConfig,
+    activation_dtype,
+    newest,
+    positions_of,
+    select_valid,
+    state_dtype,
+    unit_vectors,
+)
+from kinformer.core.division import in_blocks
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global
+from kinformer.core.parts import ResidualOutput, head_width, merge_heads
+from kinformer.core.pattern import Band
+from kinformer.kernels.attention import Scoring, Visibility, attention
+from kinformer.kernels.bucketed import IMPLS, bucketed_attention
+from kinformer.kernels.bucketed.chunked import BucketState, Sizes, absorb
+from kinformer.kernels.bucketed.equal import balanced_attention, sorted_attention
+from kinformer.kernels.impls import BucketedImpl
+from kinformer.parts.bucketing import Centroids, Hashes, normalised
+from kinformer.runtime.errors import KinformerError, choose
+
+
+class LSHAttention(CausalMixer):
+    """Attention within buckets of locality-sensitive hashing (Kitaev, Kaiser and Levskaya 2020, "Reformer"), causal.
+
+        y_i = softmax_j(q_i . k_j) v_j over the union P_i of what i sees in each round,    k = q / |q|    (shared QK)
+        bucket of a token in a round: argmax of [x R; -x R] for a random rotation R    (equation 3)
+
+    A token sees itself only where it sees nothing else. Chunks are cut by the rank of a token in its bucket, which
+    the past alone decides (``kernels.bucketed``): so the state is what later tokens can see of the past, and the
+    results do not depend on the cut of a sequence. The published form, which sorts full sequences, is the encoder
+    mixer ``lsh``.
+
+    The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
+
+    ``num_buckets`` of a round is even, or 1 for none. A chunk is ``chunk_size`` tokens of a bucket; a token sees its
+    own and the one before. The rotations are drawn with the weights and saved with them.
+    """
+
+    growth = "window"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(MixerConfig):
+        kind = "lsh"
+        by_heads = True
+        num_heads: int = 4
+        head_dim: int | None = None
+        num_buckets: int = 64
+        chunk_size: int = 64
+        rounds: int = 4
+        bias: bool = False
+        impl: BucketedImpl = "auto"
+
+        def __post_init__(self) -> None:
+            choose(self.impl, IMPLS, "impl of lsh")
+            Hashes.check(self.num_buckets, self.rounds, self.chunk_size)
+
+        def build(self, dim: int) -> LSHAttention:
+            return LSHAttention(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.config, self.num_heads = config, config.num_heads
+        self.head_dim = config.head_dim or head_width(dim, config.num_heads)
+        width = self.num_heads * self.head_dim
+        self.qv = in_blocks(nn.Linear(dim, 2 * width, bias=config.bias), width, width)
+        self.out = ResidualOutput(width, dim, bias=config.bias)
+        self.hashes = Hashes(self.num_heads, self.head_dim, config.rounds, config.num_buckets)
+        self.sizes = Sizes(self.num_heads, self.head_dim, config.rounds, config.num_buckets, config.chunk_size)
+
+    @property
+    def retained(self) -> int:
+        return self.sizes.most_slots
+
+    def initial_state(
+        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> BucketState:
+        like = self.out.weight
+        return self.sizes.empty(batch, device or like.device, dtype or activation_dtype(like))
+
+    def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
+        return self.sizes.state_bytes(length, dtype)
+
+    def forward(self, chunk: Chunk, state: BucketState) -> tuple[Tensor, BucketState]:
+        x = select_valid(chunk.x, chunk.valid)
+        q, v = self.qv(x).unflatten(-1, (2, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4).unbind()
+        k = normalised(q)
+        keys, values, membership, state = absorb(self.sizes, chunk, state, k, v, self.hashes(q))
+        output = bucketed_attention(q, keys, values, membership, impl=self.config.impl)
+        assert output.lse is not None
+        # A token that sees nothing else sees itself: softmax over one key gives its value.
+        y = torch.where((output.lse == -torch.inf).unsqueeze(-1), v, output.out.to(v.dtype))
+        return select_valid(self.out(merge_heads(y)), chunk.valid), state
+
+
+class BidirectionalLSH(EncoderMixer):
+    """Reformer's attention as published, over a full sequence (Kitaev et al. 2020; ``kernels.bucketed.equal``).
+
+        y_i = sum over rounds r of exp(z_i^r) softmax_j(q_i . k_j) v_j / sum_s exp(z_i^s),    k = q / |q|
+
+    z are the log-sum-exps; j stands in the chunk of i or the one before it, after sorting by bucket. The mixer
+    ``lsh`` of a decoder is another one: here what a token sees depends on all others, later ones too.
+
+    The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
+
+    ``num_buckets`` of a round is even; the authors take about twice as many as there are chunks. Sequences of any
+    length are filled up to whole chunks.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(EncoderMixerConfig):
+        kind = "lsh"
+        num_heads: int = 4
+        head_dim: int | None = None
+        num_buckets: int = 64
+        chunk_size: int = 64
+        rounds: int = 4
+        bias: bool = False
+
+        def __post_init__(self) -> None:
+            Hashes.check(self.num_buckets, self.rounds, self.chunk_size)
+
+        def build(self, dim: int) -> BidirectionalLSH:
+            return BidirectionalLSH(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.chunk_size, self.num_heads = config.chunk_size, config.num_heads
+        self.head_dim = config.head_dim or head_width(dim, config.num_heads)
+        width = self.num_heads * self.head_dim
+        self.qv = nn.Linear(dim, 2 * width, bias=config.bias)
+        self.out = ResidualOutput(width, dim, bias=config.bias)
+        self.hashes = Hashes(self.num_heads, self.head_dim, config.rounds, config.num_buckets)
+
+    def check(self, global_tokens: bool, global_input: bool) -> None:
+        why = "the mixer lsh has no global tokens, as a token sees the tokens of its bucket"
+        refuse_global(why, global_tokens, global_input)
+
+    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
+        self.check(text.global_positions is not None, text.num_global > 0)
+        x, valid, time = select_valid(x, text.valid), text.valid, x.shape[1]
+        q, v = self.qv(x).unflatten(-1, (2, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4).unbind()
+        if rest := -time % self.chunk_size:
+            if valid is None:
+                valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+            q, v = (functional.pad(tensor, (0, 0, 0, rest)) for tensor in (q, v))
+            valid = functional.pad(valid, (0, rest))
+        y = sorted_attention(q, normalised(q), v, self.hashes(q), self.chunk_size, valid=valid)
+        return select_valid(self.out(merge_heads(y[:, :, :time].to(x.dtype))), text.valid)
+
+
+class RoutingState(NamedTuple):
+    """The state: ``k``, ``v`` [batch, local_heads, past, head_dim] of the window, right-aligned; ``routed`` of the
+    other heads; ``aux`` [batch], the commitment's cost."""
+
+    k: Tensor
+    v: Tensor
+    routed: BucketState
+    aux: Tensor
+
+    slots = ("k", "v")  # type: ignore[misc]
+    aux_name = "commitment"  # type: ignore[misc]
+
+
+class RoutingAttention(CausalMixer):
+    """Attention within clusters of content, and within a window (Roy et al. 2021, "Routing Transformer"), causal.
+
+        routed heads    softmax_j(q_i . k_j / sqrt(head_dim)) v_j over the last tokens j of i's cluster,   k = q / |q|
+        local heads     softmax_j(q_i . k_j / sqrt(head_dim)) v_j over the last ``window`` tokens
+        cluster         argmax_c k . mu_c
+
+    The centroids mu learn by online k-means (``parts.bucketing``). A token's cluster is its own vector's alone, and
+    of a cluster it sees its chunk of window / 2 tokens, cut by their rank, and the one before
+    (``kernels.bucketed``): what it sees depends on the past alone. Itself a routed token sees only where it sees
+    nothing else. The state's ``aux`` adds up commitment * |k - mu|^2 / head_dim, which draws tokens to their
+    centroids. The published form is the encoder mixer ``routing``.
+
+    The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
+
+    Of ``num_heads`` the first ``local_heads`` see the ``window``. ``centroid_decay``: of their moving mean, a step.
+    """
+
+    growth = "window"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(MixerConfig):
+        kind = "routing"
+        indivisible = "its centroids learn by sums over all processes, which would have other heads"
+        num_heads: int = 4
+        local_heads: int = 2
+        head_dim: int | None = None
+        num_clusters: int = 32
+        window: int = 128
+        centroid_decay: float = 0.999
+        commitment: float = 1e-4
+        bias: bool = False
+        impl: BucketedImpl = "auto"
+
+        def __post_init__(self) -> None:
+            choose(self.impl, IMPLS, "impl of routing")
+            Centroids.check(self.num_clusters, self.window, self.centroid_decay)
+            if self.window % 2:
+                raise KinformerError(f"window must be even, two chunks of a cluster, but is {self.window}.")
+            if not 0 <= self.local_heads < self.num_heads:
+                raise KinformerError(
+                    f"local_heads must be from 0 to below num_heads = {self.num_heads}, but is {self.local_heads}; for "
+                    "none that route use the mixer softmax with the pattern local."
+                )
+            if self.commitment < 0:
+                raise KinformerError(f"commitment must be 0 or more, but is {self.commitment}.")
+
+        def build(self, dim: int) -> RoutingAttention:
+            return RoutingAttention(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.config = config
+        self.head_dim = config.head_dim or head_width(dim, config.num_heads)
+        self.local, self.routed = config.local_heads, config.num_heads - config.local_heads
+        self.qkv = nn.Linear(dim, (3 * self.local + 2 * self.routed) * self.head_dim, bias=config.bias)
+        self.out = ResidualOutput(config.num_heads * self.head_dim, dim, bias=config.bias)
+        self.centroids = Centroids(self.routed, self.head_dim, config.num_clusters, config.centroid_decay)
+        self.pattern = Band(behind=config.window - 1)
+        self.sizes = Sizes(self.routed, self.head_dim, 1, config.num_clusters, config.window // 2)
+
+    @property
+    def retained(self) -> int:
+        return max(self.sizes.most_slots, self.config.window - 1)
+
+    def initial_state(
+        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> RoutingState:
+        device, dtype = device or self.out.weight.device, dtype or activation_dtype(self.out.weight)
+        empty = torch.zeros(batch, self.local, 0, self.head_dim, device=device, dtype=dtype)
+        aux = torch.zeros(batch, device=device, dtype=state_dtype(dtype))
+        return RoutingState(empty, empty, self.sizes.empty(batch, device, dtype), aux)  # type: ignore[call-arg]
+
+    def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
+        window = 2 * self.local * min(length, self.config.window - 1) * self.head_dim * dtype.itemsize
+        return window + self.sizes.state_bytes(length, dtype) + state_dtype(dtype).itemsize
+
+    def forward(self, chunk: Chunk, state: RoutingState) -> tuple[Tensor, RoutingState]:
+        heads = self.qkv(select_valid(chunk.x, chunk.valid)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        *near, q, v = heads.split([self.local] * 3 + [self.routed] * 2, dim=1)
+        key = unit_vectors(q)
+        similar = self.centroids(key, chunk.valid)
+        keys, values, membership, routed = absorb(
+            self.sizes, chunk, state.routed, key, v, similar.argmax(-1).unsqueeze(2)
+        )
+        scale, impl = self.head_dim**-0.5, self.config.impl
+        output = bucketed_attention(q, keys, values, membership, scale=scale, impl=impl)
+        assert output.lse is not None
+        # A token that sees nothing else sees itself: softmax over one key gives its value.
+        y = torch.where((output.lse == -torch.inf).unsqueeze(-1), v, output.out.to(v.dtype))
+        k, v = state.k, state.v
+        if self.local:
+            local, k, v = self._window(chunk, state, near, routed.seen)
+            y = torch.cat([local, y], dim=1)
+        aux = state.aux + self._commitment(key, similar, chunk.valid).to(state.aux.dtype)
+        after = RoutingState(k, v, routed, aux)  # type: ignore[call-arg]
+        return select_valid(self.out(merge_heads(y)), chunk.valid), after
+
+    def _window(
+        self, chunk: Chunk, state: RoutingState, qkv: Sequence[Tensor], seen: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the outputs of the local heads, and the keys and values that a later token sees.
+
+        qkv: each [batch, local_heads, time, head_dim]. seen: [batch], after the chunk.
+        """
+        (q, k, v), past = qkv, state.k.shape[2]
+        if past:
+            k, v = (torch.cat([old.to(new.dtype), new], 2) for old, new in ((state.k, k), (state.v, v)))
+        whole = not past and chunk.reset is None
+        visibility = Visibility(self.pattern, positions_of(chunk, state.routed.seen), whole)
+        y = attention(q, k, v, visibility, Scoring(self.head_dim**-0.5), impl=self.config.impl).out
+        k, v = (newest(chunk, slots, seen, self.pattern.behind) for slots in (k, v))
+        return y, k, v
+
+    def _commitment(self, key: Tensor, similar: Tensor, valid: Tensor | None) -> Tensor:
+        """Return the sum over tokens of commitment * the mean square of key - centroid, [batch]."""
+        wide = state_dtype(key.dtype)
+        cost = (key.to(wide) - self.centroids.nearest(similar).to(wide)).square().mean((1, 3))
+        return self.config.commitment * select_valid(cost, valid).sum(1)
+
+
+class BidirectionalRouting(EncoderMixer):
+    """Attention within clusters of equal size over a full sequence, as the Routing Transformer is published (Roy et al.
+    2021).
+
+    Each of ``num_clusters`` takes the ``window`` queries and the ``window`` keys that are most similar to its
+    centroid; see ``kernels.bucketed.equal``. The mixer ``routing`` of a decoder is another one: here the full
+    sequence decides which tokens a cluster takes. Centroids learn by online k-means; there is no cost that draws
+    tokens to them.
+
+    The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
+
+    With ``shared`` queries are keys, and a token sees itself only where it sees nothing else. ``centroid_decay``: of
+    their moving mean, a step. With ``window`` * ``num_clusters`` = length a token is in one cluster on average.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(EncoderMixerConfig):
+        kind = "routing"
+        num_heads: int = 4
+        head_dim: int | None = None
+        num_clusters: int = 4
+        window: int = 128
+        shared: bool = False
+        centroid_decay: float = 0.999
+        bias: bool = False
+
+        def __post_init__(self) -> None:
+            Centroids.check(self.num_clusters, self.window, self.centroid_decay)
+
+        def build(self, dim: int) -> BidirectionalRouting:
+            return BidirectionalRouting(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.config = config
+        head_dim = config.head_dim or head_width(dim, config.num_heads)
+        self.shape = (2 if config.shared else 3, config.num_heads, head_dim)
+        self.qkv = nn.Linear(dim, self.shape[0] * config.num_heads * head_dim, bias=config.bias)
+        self.out = ResidualOutput(config.num_heads * head_dim, dim, bias=config.bias)
+        self.centroids = Centroids(config.num_heads, head_dim, config.num_clusters, config.centroid_decay)
+
+    def check(self, global_tokens: bool, global_input: bool) -> None:
+        why = "the mixer routing has no global tokens, as a token sees the tokens of its clusters"
+        refuse_global(why, global_tokens, global_input)
+
+    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
+        self.check(text.global_positions is not None, text.num_global > 0)
+        qkv = self.qkv(select_valid(x, text.valid)).unflatten(-1, self.shape).permute(2, 0, 3, 1, 4).unbind()
+        q, v = qkv[0], qkv[-1]
+        unit = unit_vectors(q)
+        k = unit if self.config.shared else qkv[1]
+        similarities = [self._similar(unit, text.valid)]
+        if not self.config.shared:
+            similarities.append(self._similar(unit_vectors(k), text.valid))
+        similar = similarities[0], None if self.config.shared else similarities[1]
+        y = balanced_attention(q, k, v, similar, self.config.window, valid=text.valid)
+        return select_valid(self.out(merge_heads(y)), text.valid)
+
+    def _similar(self, unit: Tensor, valid: Tensor | None) -> Tensor:
+        """Return similarities to the centroids; padding is the least similar to all of them."""
+        similar = self.centroids(unit, valid)
+        return similar if valid is None else similar.masked_fill(~valid[:, None, :, None], -torch.inf)

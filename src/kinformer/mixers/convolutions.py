@@ -1,0 +1,232 @@
+"""Convolutions over tokens, and feed-forwards that look at other tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from kinformer.core.contract import CausalMixer, Chunk, positions_of, real_resets, select_valid, state_dtype
+from kinformer.core.crossing import Crosses, recent_slots
+from kinformer.core.division import divided
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, GridOnly, SequenceContext, gridded, refuse_global
+from kinformer.core.parts import FeedForwardConfig, ResidualOutput
+from kinformer.parts.output_parts import CausalConvolution, convolve
+from kinformer.parts.projections import shifted_sum
+from kinformer.runtime.errors import KinformerError
+
+
+class SeparableConvolution(GridOnly, EncoderMixer):
+    """The separable convolution of ConvFormer (Yu et al. 2022, MetaFormer Baselines for Vision, section 2.2), no
+    attention.
+
+    y = W_2 (depthwise convolution over the grid of patches of relu(W_1 x)^2)
+
+    The mixer x [batch, rows * columns, dim] of the patches of images -> y of the same shape.
+
+    ``kernel``: patches on a side, an odd number; beyond the image there are zeros. ``expansion``: how much wider
+    than a token what is convolved is.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(EncoderMixerConfig):
+        kind = "separable_convolution"
+        kernel: int = 7
+        expansion: int = 2
+        bias: bool = False
+
+        def __post_init__(self) -> None:
+            if self.kernel < 1 or self.kernel % 2 == 0:
+                raise KinformerError(f"kernel must be an odd number of 1 or more, but is {self.kernel}.")
+            if self.expansion < 1:
+                raise KinformerError(f"expansion must be 1 or more, but is {self.expansion}.")
+
+        def build(self, dim: int) -> SeparableConvolution:
+            return SeparableConvolution(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        width = config.expansion * dim
+        self.up = nn.Linear(dim, width, bias=config.bias)
+        self.depthwise = nn.Conv2d(
+            width, width, config.kernel, padding=config.kernel // 2, groups=width, bias=config.bias
+        )
+        self.down = ResidualOutput(width, dim, bias=config.bias)
+
+    def check(self, global_tokens: bool, global_input: bool) -> None:
+        refuse_global("the mixer separable_convolution reads the patches of images alone", global_tokens, global_input)
+
+    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
+        rows, columns = gridded(x, text, "separable_convolution")
+        # relu(W_1 x)^2 as an image [batch, channels, rows, columns]
+        x = self.up(x).relu().square().unflatten(1, (rows, columns)).permute(0, 3, 1, 2)
+        return self.down(self.depthwise(x).permute(0, 2, 3, 1).flatten(1, 2))
+
+
+# The separable convolution between steps of a Universal Transformer, for its feed-forward (Dehghani et al. 2019,
+# section 2.1; Chollet 2017; as in tensor2tensor).
+#
+#     y = W_2 C_2 relu(W_1 C_1 x),    (C x)_t = sum_s c_s * x_(t - s),    a weight c_s for every channel
+#
+# C_1 and C_2 are as wide as ``first_kernel`` and ``second_kernel``. In an encoder they look as far back as ahead; in a
+# decoder back alone, and the state holds the last tokens of what enters either. There are zeros beyond both ends.
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeparableTransition(FeedForwardConfig):
+    """The config: kernels are odd numbers of tokens; ``hidden_dim`` is the width between the two convolutions."""
+
+    kind = "separable_convolution"
+    hidden_dim: int | None = None
+    first_kernel: int = 3
+    second_kernel: int = 5
+
+    def __post_init__(self) -> None:
+        for name in ("first_kernel", "second_kernel"):
+            if (kernel := getattr(self, name)) < 1 or kernel % 2 == 0:
+                raise KinformerError(f"{name} must be an odd number of 1 or more, but is {kernel}.")
+
+    def build(self, dim: int) -> TwoSidedConvolution:
+        return TwoSidedConvolution(self, dim)
+
+    def build_causal(self, dim: int) -> CausalTransition:
+        return CausalTransition(self, dim)
+
+
+class _Weights(nn.Module):
+    """The weights: ``first`` and ``second`` are the convolutions of every channel, ``up``
+    and ``down`` the products after them."""
+
+    def __init__(self, config: SeparableTransition, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        hidden_dim = config.hidden_dim or 4 * dim
+        self.first = CausalConvolution(config.first_kernel, 1, dim)
+        self.second = CausalConvolution(config.second_kernel, 1, hidden_dim)
+        self.up, self.down = nn.Linear(dim, hidden_dim), ResidualOutput(hidden_dim, dim)
+
+
+class TwoSidedConvolution(_Weights, EncoderMixer):
+    """The two-sided form for encoders: x [batch, time, dim] of a sequence -> y of the same shape."""
+
+    def check(self, global_tokens: bool, global_input: bool) -> None:
+        refuse_global("a separable convolution is of neighbours, and a global input has none", False, global_input)
+
+    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
+        hidden = self.up(_centred(self.first, select_valid(x, text.valid))).relu()
+        return select_valid(self.down(_centred(self.second, select_valid(hidden, text.valid))), text.valid)
+
+
+def _centred(convolution: CausalConvolution, x: Tensor) -> Tensor:
+    """Return the convolution of x [batch, time, channels] with as many zeros before it as behind."""
+    side = convolution.context // 2
+    return shifted_sum(pad(x, (0, 0, side, side))[:, None], convolution.weight, None)[:, 0]
+
+
+class ConvolutionState(NamedTuple):
+    """The last inputs of either convolution, zero before a sequence: [batch, 1, kernel - 1, channels]."""
+
+    first: Tensor
+    second: Tensor
+
+
+class CausalTransition(_Weights, CausalMixer):
+    """The causal form: x [batch, time, dim] -> y [batch, time, dim], from a token and those before it."""
+
+    growth = "constant"
+
+    def initial_state(
+        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> ConvolutionState:
+        like = self.up.weight
+        device, dtype = device or like.device, state_dtype(dtype or like.dtype)
+        return ConvolutionState(*(torch.zeros(batch, 1, *size, device=device, dtype=dtype) for size in self._sizes))
+
+    @property
+    def _sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        return (self.first.context, self.up.in_features), (self.second.context, self.up.out_features)
+
+    def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
+        return sum(tokens * channels for tokens, channels in self._sizes) * state_dtype(dtype).itemsize
+
+    def forward(self, chunk: Chunk, state: ConvolutionState) -> tuple[Tensor, ConvolutionState]:
+        valid, reset = chunk.valid, real_resets(chunk)
+        mixed, first = self.first(select_valid(chunk.x, valid)[:, None], state.first, valid, reset)
+        hidden = select_valid(self.up(mixed[:, 0]).relu(), valid)
+        mixed, second = self.second(hidden[:, None], state.second, valid, reset)
+        return select_valid(self.down(mixed[:, 0]), valid), ConvolutionState(first, second)
+
+
+# RWKV's channel mixing: a feed-forward with squared ReLU behind a token shift (Peng et al. 2025, RWKV-7, section 4).
+#
+#     x' = x_t + mu * (x_(t-1) - x_t),    y = W_v relu(W_k x')^2
+#
+# with a mu for every channel. The token before the first one is zero. The state holds the last token. Decoders alone.
+
+SHIFT = 0.0625
+"""How mu begins: 1 - (channel / dim)^p, as in a middle layer of the authors' models."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelMix(FeedForwardConfig):
+    """The config; neither product has a bias."""
+
+    kind = "channel_mix"
+    hidden_dim: int | None = None
+
+    def part(self, dim: int, parts: int) -> ChannelMix:
+        return self.replace(hidden_dim=divided(self, "hidden_dim", self.hidden_dim or 4 * dim, parts))
+
+    def build(self, dim: int) -> CausalChannelMix:
+        raise KinformerError(
+            "the feed-forward 'channel_mix' looks at the token before, which in this layer none may; use it in the "
+            "layer 'decoder' of a decoder, or mlp here."
+        )
+
+    def build_causal(self, dim: int) -> CausalChannelMix:
+        return CausalChannelMix(self, dim)
+
+
+class ShiftState(NamedTuple):
+    """The last token [batch, 1, 1, dim], zero before a sequence."""
+
+    recent: Tensor
+
+
+class CausalChannelMix(Crosses, CausalMixer):
+    """The feed-forward x [batch, time, dim] -> y [batch, time, dim], from a token and the one before it.
+    ``shift`` [dim] is mu, ``up`` and ``down`` are W_k and W_v."""
+
+    growth = "constant"
+
+    def __init__(self, config: ChannelMix, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        hidden_dim = config.hidden_dim or 4 * dim
+        self.shift = nn.Parameter(1 - (torch.arange(dim) / dim) ** SHIFT)
+        self.up = nn.Linear(dim, hidden_dim, bias=False)
+        self.down = ResidualOutput(hidden_dim, dim, bias=False)
+
+    def initial_state(
+        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> ShiftState:
+        like = self.up.weight
+        dtype = state_dtype(dtype or like.dtype)
+        return ShiftState(torch.zeros(batch, 1, 1, self.dim, device=device or like.device, dtype=dtype))
+
+    def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
+        return self.dim * state_dtype(dtype).itemsize
+
+    def forward(self, chunk: Chunk, state: ShiftState) -> tuple[Tensor, ShiftState]:
+        x = select_valid(chunk.x, chunk.valid)[:, None]
+        recent = state.recent
+        if self.crossing is not None:
+            recent, x = recent_slots(self.crossing, x, recent, positions_of(chunk, recent.new_zeros(0)))
+        weight = torch.stack([1 - self.shift, self.shift])[:, None]
+        mixed, recent = convolve(x, weight, recent, chunk.valid, real_resets(chunk))
+        recent = recent if self.crossing is None else self.crossing.last(recent)
+        return select_valid(self.down(self.up(mixed[:, 0]).relu().square()), chunk.valid), ShiftState(recent)

@@ -1,0 +1,490 @@
+"""Attention that only encoders have: ETC's global-local attention, Linformer, Star-Transformer, and linear attention both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import leaky_relu, pad
+
+from kinformer.core.config import check_unused
+from kinformer.core.contract import in_range, select_valid, state_dtype
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global, within
+from kinformer.core.parts import (
+    FeatureMapConfig,
+    PatternConfig,
+    Relative,
+    ResidualOutput,
+    check_heads,
+    check_normaliser,
+    head_width,
+    merge_heads,
+)
+from kinformer.kernels.attention import (
+    Attended,
+    AttentionDropout,
+    Needs,
+    Scoring,
+    Visibility,
+    attention,
+    check_impl,
+    merge,
+)
+from kinformer.kernels.impls import AttentionImpl
+from kinformer.parts.feature_maps import Elu
+from kinformer.parts.patterns.sequence import Window
+from kinformer.parts.positions import TypedRelations, ids_of
+from kinformer.parts.projections import (
+    ByPiece,
+    LengthSharing,
+    Method,
+    Pieces,
+    Sharing,
+    Summarising,
+    check_summaries,
+    length_projection,
+    seen_windows,
+)
+from kinformer.runtime.autograd import no_autocast
+from kinformer.runtime.errors import KinformerError
+
+
+class EtcAttention(EncoderMixer):
+    """ETC's global-local attention (Ainslie et al. 2020): a long input with a window, and a short global one that sees
+    all.
+
+    A token of the long input sees, in one softmax, the long input's tokens in its window (the piece l2l) and all of
+    the global input (l2g); a token of the global input sees, in one softmax, the global input (g2g) and the long one
+    (g2l). ``SequenceContext.sentences`` says for which sentence a global token stands. The paper's relative position
+    labels, what a key is to a query, are ids here, and its vectors a^K their rows (see ``parts.positions``); its
+    radius r is the pattern's window, its clipping distance k ``max_distance``.
+
+    With a window >= length, shared projections and relations of nothing this is plain attention over [global; long].
+
+    The mixer x [batch, num_global + time, dim] -> y of the same shape. ``head_dim`` defaults to dim / num_heads.
+
+    ``pattern`` is that of l2l, a window of the authors' radius. ``max_distance``: their k. ``sharing``: which
+    projections are one (see ``parts.projections``); ``shared_output``: whether both inputs have one output
+    projection. ``hard_g2l``: a global token sees no more of the long input than its own sentence. ``global_order``
+    False: the global input is a set, whose tokens see no distances among themselves. ``ids``: rows of each table of
+    relations, 2 k + 4 unless there are to be spare ones.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(EncoderMixerConfig):
+        kind = "etc"
+        num_heads: int = 4
+        head_dim: int | None = None
+        pattern: PatternConfig = Window(window=84)
+        max_distance: int = 12
+        ids: int | None = None
+        sharing: Sharing = "all"
+        shared_output: bool = False
+        hard_g2l: bool = False
+        global_order: bool = True
+        bias: bool = True
+        dropout: float = 0.0  # of the attention probabilities
+        impl: AttentionImpl = "auto"
+
+        def __post_init__(self) -> None:
+            if self.max_distance < 0:
+                raise KinformerError(f"max_distance must be 0 or more, but is {self.max_distance}.")
+            least = ids_of(self.max_distance)
+            if self.ids is not None and self.ids < least:
+                raise KinformerError(
+                    f"ids must be {least} or more for max_distance = {self.max_distance}, but is {self.ids}."
+                )
+
+        def build(self, dim: int) -> EtcAttention:
+            return EtcAttention(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        heads, head_dim = config.num_heads, config.head_dim or head_width(dim, config.num_heads)
+        self.config, self.scale = config, head_dim**-0.5
+        self.projection = ByPiece(dim, heads, head_dim, config.sharing, config.bias)
+        self.pattern = config.pattern.build()
+        check_heads(config.pattern, self.pattern, heads)
+        check_impl(config.impl, Needs(tables=("bias", "keys"), lse=True, pairs=True), "etc")
+        self.relations, self.global_relations = (
+            TypedRelations(config.max_distance, heads, head_dim, config.ids) for _ in range(2)
+        )
+        self.out = ResidualOutput(heads * head_dim, dim, bias=config.bias)
+        self.global_out = None if config.shared_output else ResidualOutput(heads * head_dim, dim, bias=config.bias)
+
+    def check(self, global_tokens: bool, global_input: bool) -> None:
+        if global_tokens:
+            raise KinformerError(
+                "this mixer (etc) has its global tokens in a global input, but tokens of the long input were marked as "
+                "global; leave their kinds out, or give the sentences that the global input stands for."
+            )
+
+    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
+        self.check(text.global_positions is not None, text.num_global > 0)
+        pieces = self.projection.pieces(select_valid(x, text.valid), text.num_global)
+        if not text.num_global:
+            return select_valid(self.out(merge_heads(self._l2l(pieces, text).out)), text.valid)
+        in_sentence = _in_sentence(text)
+        long = self.out(merge_heads(self._long(pieces, text, in_sentence)))
+        short = (self.global_out or self.out)(merge_heads(self._global(pieces, text, in_sentence)))
+        return select_valid(torch.cat([short, long], 1), text.valid)
+
+    def _long(self, pieces: Pieces, text: SequenceContext, in_sentence: Tensor | None) -> Tensor:
+        """Return attention of the long input's tokens: l2l and l2g, merged into one softmax."""
+        q = pieces.q_long
+        bias = self.relations.by_sentence(self.relations.scores(q), in_sentence)
+        visibility = Visibility(key_padding_mask=None if text.valid is None else ~text.valid[:, : text.num_global])
+        l2g = self._attend(q, *pieces.l2g, visibility, bias=bias, lse=True)
+        return merge(self._l2l(pieces, text), l2g).out
+
+    def _l2l(self, pieces: Pieces, text: SequenceContext) -> Attended:
+        q, (k, v), time = pieces.q_long, pieces.l2l, pieces.q_long.shape[2]
+        behind, ahead = self.pattern.behind, self.pattern.ahead
+        farthest = time - 1 if behind is None or ahead is None else min(time - 1, max(behind, ahead))
+        relative = self.relations.relative(farthest)
+        visibility = Visibility(self.pattern, key_padding_mask=None if text.long_valid is None else ~text.long_valid)
+        return self._attend(q, k, v, visibility, relative=relative, lse=bool(text.num_global))
+
+    def _global(self, pieces: Pieces, text: SequenceContext, in_sentence: Tensor | None) -> Tensor:
+        """Return attention of the global input's tokens: g2g and g2l in one softmax over [global; long]."""
+        q, relations = pieces.q_global, self.global_relations
+        (batch, heads, count, _), time = q.shape, pieces.q_long.shape[2]
+        scores = relations.scores(q)
+        ids = self._global_ids(count, q.device).expand(batch, heads, -1, -1)
+        turned = None if in_sentence is None else in_sentence.mT
+        g2l = relations.by_sentence(scores, turned).expand(-1, -1, -1, time)
+        visibility = Visibility(key_padding_mask=None if text.valid is None else ~text.valid)
+        if self.config.hard_g2l:
+            blocked = q.new_zeros(batch, count, time, dtype=torch.bool) if turned is None else turned
+            visibility = visibility._replace(
+                attn_mask=torch.cat([blocked.new_ones(batch, count, count), blocked], -1)[:, None]
+            )
+        k, v = (torch.cat(item, 2) for item in zip(pieces.g2g, pieces.g2l, strict=True))
+        return self._attend(q, k, v, visibility, bias=torch.cat([scores.gather(-1, ids), g2l], -1)).out
+
+    def _global_ids(self, count: int, device: torch.device) -> Tensor:
+        """Return the relation ids among the global input's tokens, [count, count]."""
+        index = torch.arange(count, device=device)
+        distance = index[:, None] - index
+        if self.config.global_order:
+            return self.global_relations.of_distance(distance)
+        return torch.where(distance == 0, 0, self.global_relations.unordered)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visibility: Visibility,
+        *,
+        relative: Relative | None = None,
+        bias: Tensor | None = None,
+        lse: bool = False,
+    ) -> Attended:
+        dropout = AttentionDropout.drawn(self.config.dropout, self.training)
+        scoring = Scoring(self.scale, relative=relative, bias=bias, dropout=dropout)
+        return attention(q, k, v, visibility, scoring, impl=self.config.impl, lse=lse)
+
+
+def _in_sentence(text: SequenceContext) -> Tensor | None:
+    """Return whether the global token stands for the sentence of the long input's token,
+    [batch, time, num_global] bool, or None."""
+    if text.sentences is None:
+        return None
+    stands_for, belongs_to = text.sentences[:, None, : text.num_global], text.sentences[:, text.num_global :, None]
+    return (belongs_to == stands_for) & (stands_for >= 0)
+
+
+class Linformer(Summarising, EncoderMixer):
+    """Linformer: attention over k summaries of a sequence's keys and values (Wang et al. 2020, equation 7).
+
+        y_i = softmax_r(q_i . K'_r / sqrt(head_dim)) V'_r,   r = 1 .. k,   K' = (E X) W_K + b_K,   V' = (F X) W_V + b_V
+
+    E and F [k, n] project the length to the ``rank`` k: learned weights of every position, or the mean of n / k
+    tokens, or a convolution whose kernel and stride are n / k; with ``max`` the largest key and value of n / k
+    tokens stand there, feature by feature (pooling, section 4). As in the authors' code the tokens are compressed
+    before they are projected, wherever heads share E: then no token has a key. The cost is time * rank, for every
+    length. A token of a global input before the sequence is a key of its own.
+
+    The mixer x [batch, time, dim] -> y [batch, time, dim], time <= ``max_length``. ``head_dim`` defaults to dim /
+    num_heads.
+
+    ``rank``: the paper's k, for a sequence of ``max_length`` tokens (its n); a shorter one has as many learned
+    summaries, but fewer windows. ``sharing``: one E and one F for all ``heads``; one for both (``keys_values``).
+    ``shared``: one for all layers of equal sizes; with ``keys_values`` this is the paper's layerwise sharing.
+    Padding has no weight.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(EncoderMixerConfig):
+        kind = "linformer"
+        num_heads: int = 4
+        head_dim: int | None = None
+        rank: int = 128
+        max_length: int = 512
+        method: Method = "learned"
+        sharing: LengthSharing = "heads"
+        shared: bool = False
+        bias: bool = True
+        dropout: float = 0.0  # of the attention probabilities
+        impl: AttentionImpl = "auto"
+
+        def __post_init__(self) -> None:
+            check_summaries(self)
+
+        def build(self, dim: int) -> Linformer:
+            return Linformer(self, dim)
+
+    config: Config
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        heads, head_dim = config.num_heads, config.head_dim or head_width(dim, config.num_heads)
+        check_impl(config.impl, Needs(sets=True, dropout=config.dropout > 0), "linformer")
+        self.config, self.num_heads, self.head_dim = config, heads, head_dim
+        self.max_length, self.width = config.max_length, config.max_length // config.rank
+        self.query, self.key, self.value = (nn.Linear(dim, heads * head_dim, bias=config.bias) for _ in range(3))
+        self.out = ResidualOutput(heads * head_dim, dim, bias=config.bias)
+        self.length = length_projection(config, head_dim)
+
+    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
+        x, count = select_valid(x, text.valid), text.num_global
+        long, valid = within(x[:, count:], text.long_valid, self.config.max_length, "linformer")
+        k, v = self._summaries(long, valid)
+        hidden = None if valid is None or self.config.method == "learned" else ~seen_windows(valid, self.width)
+        if count:
+            k = torch.cat([self._heads(self.key(x[:, :count])), k], 2)
+            v = torch.cat([self._heads(self.value(x[:, :count])), v], 2)
+            if text.valid is not None:
+                summaries = k.new_zeros(len(x), k.shape[2] - count, dtype=torch.bool) if hidden is None else hidden
+                hidden = torch.cat([~text.valid[:, :count], summaries], 1)
+        scoring = Scoring(self.head_dim**-0.5, dropout=AttentionDropout.drawn(self.config.dropout, self.training))
+        seen = Visibility(key_padding_mask=hidden)
+        y = attention(self._heads(self.query(x)), k, v, seen, scoring, impl=self.config.impl).out
+        return select_valid(self.out(merge_heads(y)), text.valid)
+
+
+Shift = Callable[[Tensor], Tensor]
+"""[batch, time, ...] -> what stands beside every token, of the same shape."""
+
+
+class StarAttention(EncoderMixer):
+    """Star-Transformer: a ring of tokens and a relay that sees them all, updated in turns (Guo et al. 2019, algorithm
+    1).
+
+        Z = norm(H)
+        h_i <- leaky_relu(attention of z_i over [z_(i-1), z_i, z_(i+1), e_i, s])        every token
+        s   <- leaky_relu(attention of s over [s, h_1, ..., h_n])                       the relay
+
+    ``iterations`` times, from H = E, the inputs, and s = their mean. A token sees five vectors and the relay all, so
+    that the cost is linear in the length, and any two tokens are two steps apart. Relay and inputs are needed by
+    every update and by nothing else, so all updates are one mixer. There is no residual: the published model is one
+    layer, ``bare``.
+
+    The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
+
+    ``ends``: the first and the last token are neighbours (``ring``), or, as in the authors' code, have a key and a
+    value of zeros beyond them. ``tied``: one set of weights for all updates. ``add_relay``: y is (h_i + s) / 2,
+    whose maximum over tokens is the input of the authors' classifier; else y is h_i, and the last relay is not made.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(EncoderMixerConfig):
+        kind = "star"
+        num_heads: int = 4
+        head_dim: int | None = None
+        iterations: int = 2
+        tied: bool = False
+        ends: Literal["ring", "zeros"] = "ring"
+        add_relay: bool = True
+        bias: bool = True
+        impl: AttentionImpl = "auto"  # of the relay's attention
+
+        def __post_init__(self) -> None:
+            if self.iterations < 1:
+                raise KinformerError(f"iterations must be 1 or more, but is {self.iterations}.")
+            if self.iterations == 1:
+                check_unused(self, "with iterations = 1", "tied")
+
+        def build(self, dim: int) -> StarAttention:
+            return StarAttention(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        check_impl(config.impl, Needs(sets=True), "star")
+        self.config = config
+        last = config.iterations - 1
+        self.updates = nn.ModuleList(
+            Update(config, dim, relay=config.add_relay or number < last)
+            for number in range(1 if config.tied else config.iterations)
+        )
+
+    def check(self, global_tokens: bool, global_input: bool) -> None:
+        why = "this mixer (star) has a relay that sees all and is seen by all, and knows no other global tokens"
+        refuse_global(why, global_tokens, global_input)
+
+    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
+        self.check(text.global_positions is not None, text.num_global > 0)
+        nodes, relay = self.star(x, text.valid)
+        return select_valid((nodes + relay) / 2, text.valid) if self.config.add_relay else nodes
+
+    def star(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return tokens [batch, time, dim], zero where not ``valid``, and the
+        relay [batch, 1, dim], after all updates."""
+        e = h = select_valid(x, valid)
+        count: int | Tensor = x.shape[1]
+        if valid is not None:
+            count = valid.sum(1).clamp_min(1)[:, None, None].to(x.dtype)
+        s = e.sum(1, keepdim=True) / count
+        shifts = _beside(self.config.ends, valid)
+        for number in range(self.config.iterations):
+            update = self.updates[0 if self.config.tied else number]
+            assert isinstance(update, Update)
+            h = select_valid(update.nodes(h, e, s, shifts), valid)
+            if self.config.add_relay or number < self.config.iterations - 1:
+                s = update.moved(s, h, valid)
+        return h, s
+
+
+class Update(nn.Module):
+    """One update of all tokens and, where ``relay``, of the relay."""
+
+    def __init__(self, config: StarAttention.Config, dim: int, relay: bool) -> None:
+        super().__init__()
+        head_dim = config.head_dim or head_width(dim, config.num_heads)
+        self.norm = nn.LayerNorm(dim, eps=1e-6)
+        self.ring = Products(dim, config.num_heads, head_dim, config.bias)
+        self.relay = Products(dim, config.num_heads, head_dim, config.bias) if relay else None
+        self.ends, self.impl, self.scale = config.ends, config.impl, head_dim**-0.5
+
+    def nodes(self, h: Tensor, e: Tensor, s: Tensor, shifts: tuple[Shift, Shift, Shift]) -> Tensor:
+        """Return h [batch, time, dim] after the tokens attended to their neighbours, their inputs and the relay.
+
+        With five keys a query, products one by one are faster than tiles, of which a twentieth would be used.
+        """
+        shift, before, after = shifts
+        z = self.norm(h)
+        (k, v), (k_e, v_e), (k_s, v_s) = (self.ring.keys_values(tensor) for tensor in (z, e, s))
+        k, v, q = shift(k), shift(v), self.ring.heads(self.ring.query(z)) * self.scale
+        scores = torch.stack([(q * item).sum(-1) for item in (before(k), k, after(k), k_e, k_s)], -1)
+        weights = scores.softmax(-1, dtype=state_dtype(scores.dtype)).to(v.dtype).unsqueeze(-1).unbind(-2)
+        seen = (before(v), v, after(v), v_e, v_s)
+        y = sum(weight * item for weight, item in zip(weights[1:], seen[1:], strict=True)) + weights[0] * seen[0]
+        return leaky_relu(self.ring.out(y.flatten(2)))
+
+    def moved(self, s: Tensor, h: Tensor, valid: Tensor | None) -> Tensor:
+        """Return the relay s [batch, 1, dim] after it attended to itself and to all tokens."""
+        assert self.relay is not None
+        k, v = (keys_value.transpose(1, 2) for keys_value in self.relay.keys_values(torch.cat([s, h], 1)))
+        hidden = None if valid is None else pad(~valid, (1, 0), value=False)
+        q = self.relay.heads(self.relay.query(s)).transpose(1, 2)
+        y = attention(q, k, v, Visibility(key_padding_mask=hidden), Scoring(self.scale), impl=self.impl).out
+        return leaky_relu(self.relay.out(merge_heads(y)))
+
+
+class Products(nn.Module):
+    """The four products of multi-head attention; heads are [batch, time, heads, head_dim] here."""
+
+    def __init__(self, dim: int, num_heads: int, head_dim: int, bias: bool) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.query, self.key, self.value = (nn.Linear(dim, num_heads * head_dim, bias=bias) for _ in range(3))
+        self.out = nn.Linear(num_heads * head_dim, dim, bias=bias)
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_heads, -1))
+
+    def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.heads(self.key(x)), self.heads(self.value(x))
+
+
+def _beside(ends: str, valid: Tensor | None) -> tuple[Shift, Shift, Shift]:
+    """Return three functions of projected tokens [batch, time, heads, head_dim]: the tokens as they are seen, their
+    left and their right neighbours.
+
+    Where ``ends`` are zeros, so is padding, which stands after the last token.
+    """
+    if ends == "zeros":
+        return (
+            lambda x: x if valid is None else select_valid(x.flatten(2), valid).view(x.shape),
+            lambda x: pad(x[:, :-1], (0, 0, 0, 0, 1, 0)),
+            lambda x: pad(x[:, 1:], (0, 0, 0, 0, 0, 1)),
+        )
+    if valid is None:
+        return lambda x: x, lambda x: x.roll(1, 1), lambda x: x.roll(-1, 1)
+    count = valid.sum(1, keepdim=True).clamp_min(1)
+    index = torch.arange(valid.shape[1], device=valid.device)
+
+    def at(places: Tensor) -> Shift:
+        return lambda x: x.gather(1, places[:, :, None, None].expand_as(x))
+
+    return lambda x: x, at((index - 1) % count), at((index + 1) % count)
+
+
+class BidirectionalLinear(EncoderMixer):
+    """Linear attention over a full sequence (Katharopoulos et al. 2020; Shen et al. 2021; Choromanski et al. 2021).
+
+        y_i = phi(q_i)^T S / (phi(q_i) . z + eps),   S = sum_j phi(k_j) v_j^T,   z = sum_j phi(k_j)   over all valid j
+
+    Two products whose cost is linear in the length: 4 time features head_dim multiplications a head. With the
+    feature map ``favor`` it approximates softmax attention (Performer's encoder). All tokens see all, global ones
+    too.
+
+    The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads; ``floor``: the
+    normaliser is no less than this, and eps is not added.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(EncoderMixerConfig):
+        kind = "linear"
+        num_heads: int = 4
+        head_dim: int | None = None
+        feature_map: FeatureMapConfig = Elu.Config()
+        eps: float = 1e-6
+        floor: float = 0.0
+        bias: bool = True
+
+        def __post_init__(self) -> None:
+            if self.floor:
+                check_unused(self, "with a floor", "eps")
+
+        def build(self, dim: int) -> BidirectionalLinear:
+            return BidirectionalLinear(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.eps, self.floor = config.eps, config.floor
+        head_dim = config.head_dim or head_width(dim, config.num_heads)
+        self.shape = (3, config.num_heads, head_dim)
+        self.feature_map = config.feature_map.build_heads(config.num_heads, head_dim)
+        check_normaliser(self.feature_map, config.feature_map.kind, config.floor)
+        self.qkv = nn.Linear(dim, 3 * config.num_heads * head_dim, bias=config.bias)
+        self.out = ResidualOutput(config.num_heads * head_dim, dim, bias=config.bias)
+
+    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
+        x = select_valid(x, text.valid)
+        q, k, v = self.qkv(x).unflatten(-1, self.shape).permute(2, 0, 3, 1, 4).unbind()
+        dtype = v.dtype
+        q, k, v = in_range(q), in_range(k), in_range(v)
+        q, (k, log_scale) = self.feature_map.queries(q), self.feature_map.keys(k)
+        valid = None if text.valid is None else text.valid[:, None]
+        if log_scale is not None:  # a factor that all keys of a row share is in both sums
+            if valid is not None:
+                log_scale = torch.where(valid, log_scale, log_scale.new_full((), torch.finfo(log_scale.dtype).min))
+            k = k * (log_scale - log_scale.detach().amax(-1, keepdim=True)).exp().unsqueeze(-1).to(k.dtype)
+        if valid is not None:
+            # ``where`` rather than a product: 0 * inf of a padding key would be NaN.
+            k = torch.where(valid.unsqueeze(-1), k, k.new_zeros(()))
+        # phi(q)^T S / (phi(q) . z + eps), S = sum_j phi(k_j) v_j^T, z = sum_j phi(k_j)
+        with no_autocast(q.device) if dtype == torch.float16 else nullcontext():
+            total = q @ k.sum(2).unsqueeze(-1)
+            y = (q @ (k.mT @ v)) / (total.clamp_min(self.floor) if self.floor else total + self.eps)
+        return select_valid(self.out(merge_heads(y).to(dtype)), text.valid)

@@ -1,0 +1,493 @@
+"""What kernel attention refuses: settings and parts that do nothing, or diverge, together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kinformer.core.config import check_unused
+from kinformer.core.contract import (
+    CausalMixer,
+    Chunk,
+    MixerConfig,
+    advance,
+    in_range,
+    positions_of,
+    real_resets,
+    select_valid,
+    state_dtype,
+)
+from kinformer.core.crossing import Crosses, Crossing, recent_slots
+from kinformer.core.division import in_blocks
+from kinformer.core.parts import (
+    FeatureMapConfig,
+    Position,
+    PositionConfig,
+    ResidualOutput,
+    check_normaliser,
+    head_width,
+    merge_heads,
+)
+from kinformer.kernels.delta import DeltaTokens
+from kinformer.kernels.impls import LinearImpl
+from kinformer.kernels.linear import IMPLS, LinearState, check_triton
+from kinformer.kernels.linear.across import delta_across, linear_across, normalised_delta_rule, running_maximum
+from kinformer.kernels.linear.levels import LeveledTokens, leveled_attention
+from kinformer.kernels.linear.sequence import LinearSequence
+from kinformer.parts.decays import DecayConfig
+from kinformer.parts.feature_maps import Elu
+from kinformer.parts.output_parts import ShortConvolution
+from kinformer.parts.positions import NoPosition
+from kinformer.runtime.errors import KinformerError, choose, plural
+
+
+def check_settings(config: LinearAttention.Config) -> None:
+    """Refuse settings that contradict each other, or do nothing."""
+    choose(config.impl, IMPLS, "impl of linear")
+    if config.normaliser == ("sum" if config.rule == "delta" else "attention"):
+        raise KinformerError(
+            f"normaliser = {config.normaliser!r} is not for rule = {config.rule!r}; use normaliser = 'none', or 'sum' "
+            "for what rule = 'linear' sums and 'attention' for what rule = 'delta' overwrites."
+        )
+    if config.normaliser == "attention":
+        check_unused(config, "with normaliser = 'attention'", "floor", "decay", "steps")
+    if config.levels < 0 or (config.levels and (config.rule, config.normaliser) != ("linear", "none")):
+        raise KinformerError(
+            f"levels = {config.levels} must be 1 or more of rule = 'linear' with normaliser = 'none', or 0 for one sum."
+        )
+    if config.rule == "linear":
+        check_unused(config, "with rule = 'linear'", "steps", "negative_eigenvalues")
+    if config.normaliser == "none":
+        check_unused(config, "with normaliser = 'none'", "eps", "floor")
+    elif config.floor:
+        check_unused(config, "with a floor", "eps")
+    if config.convolution < 0 or config.convolution == 1:
+        raise KinformerError(
+            f"convolution must be 2 or more, or 0 for none, but is {config.convolution}: one of a single token "
+            "mixes nothing."
+        )
+    if config.head_norm == "none":
+        check_unused(config, "with head_norm = 'none'", "norm_eps")
+    elif config.norm_eps is not None and not config.norm_eps > 0:
+        raise KinformerError(f"norm_eps must be above 0, or None for the norm's own, but is {config.norm_eps:g}.")
+    if not config.gate:
+        check_unused(config, "without a gate", "gate_rank", "gate_activation", "gate_first")
+    elif config.head_norm == "none":
+        check_unused(config, "with head_norm = 'none'", "gate_first")
+    if config.key_heads is not None and (config.key_heads < 1 or config.num_heads % config.key_heads):
+        raise KinformerError(
+            f"key_heads = {config.key_heads} must divide num_heads = {config.num_heads}, so that as many heads share "
+            "each; use a divisor, or None for as many."
+        )
+    if config.steps < 1:
+        raise KinformerError(f"steps must be 1 or more, but is {config.steps}: every token is written once at least.")
+    if config.steps > 1 and not isinstance(config.position, NoPosition.Config):
+        raise KinformerError(
+            f"the position {config.position.kind!r} turns one key a token, but steps = {config.steps} writes "
+            f"{plural(config.steps, 'key')}; use none, or steps = 1."
+        )
+    if config.steps > 1 and config.skip:
+        raise KinformerError(f"skip adds one value a token, but steps = {config.steps} writes more; use skip = false.")
+
+
+def check_parts(mixer: LinearAttention, columns: int) -> None:
+    """Refuse parts that do not fit; ``columns``: of the state."""
+    config, kind, decay = mixer.config, mixer.config.feature_map.kind, mixer.decay
+    if config.levels and (config.impl == "triton" or (decay is not None and decay.by_channel)):
+        raise KinformerError(
+            "levels have no Triton kernel and no decay by channel; use impl = 'auto', and a decay by head, such as "
+            "softplus."
+        )
+    if config.impl == "triton":
+        check_triton("linear", mixer.features, columns)
+    if config.normaliser != "none":
+        check_normaliser(mixer.feature_map, kind, config.floor, ", or normaliser = 'none'")
+    if mixer.feature_map.scaled and config.normaliser != "sum":
+        raise KinformerError(
+            f"the feature map {kind!r} is known up to a factor only, which nothing but a quotient forgets; use "
+            f"normaliser = 'sum', or the feature map 'unit' or 'sum_normalised' with inner = {kind!r}."
+        )
+    if config.rule == "delta" and not (mixer.feature_map.bounded or config.normaliser == "attention"):
+        raise KinformerError(
+            f"the feature map {kind!r} gives keys of any length, with which rule = 'delta' diverges where "
+            f"beta |k|^2 exceeds 2; norm them by the feature map 'unit' or 'sum_normalised' with inner = {kind!r}."
+        )
+    if decay is not None and decay.coupled and config.rule == "delta":
+        raise KinformerError(
+            "a coupled decay weighs the keys of sums, but rule = 'delta' has beta for that; set decay.coupled = "
+            "false, or use rule = 'linear'."
+        )
+    position = type(mixer.position)
+    rotates = position.rotate is not Position.rotate and position.relative is Position.relative
+    if not rotates and not isinstance(mixer.position, NoPosition):
+        raise KinformerError(
+            f"the position {config.position.kind!r} does not act by turning queries and keys, and kernel attention "
+            "has no scores of pairs that another could act on; use rope, or none and a position of the model."
+        )
+
+
+class LevelScales(nn.Module):
+    """The weights of levels of log-linear attention, by token and head.
+
+    lambda_t = softplus(scale * W x_t) [batch, heads, time, levels + 1] of x [batch, time, dim], as the authors have
+    it; ``scale`` [heads, levels + 1] begins with 1.
+    """
+
+    def __init__(self, dim: int, heads: int, levels: int) -> None:
+        super().__init__()
+        self.levels = nn.Linear(dim, heads * (levels + 1), bias=False)
+        self.scale = nn.Parameter(torch.ones(heads, levels + 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.scale * self.levels(x).unflatten(-1, self.scale.shape)
+        # softplus, whose own backward breaks in a compiled graph behind a transposed tensor
+        return torch.logaddexp(heads, heads.new_zeros(())).transpose(1, 2)
+
+
+# Behind the state of kernel attention: norms of heads, and gates.
+
+HeadNorm = Literal["none", "layer", "rms", "rms_group"]
+Activation = Literal["silu", "sigmoid"]
+ACTIVATIONS = {"silu": functional.silu, "sigmoid": functional.sigmoid}
+
+
+def head_norm(config: LinearAttention.Config, width: int, key_heads: int) -> nn.Module | None:
+    """Return the norm ``config.head_norm`` of values [batch, heads, time, width].
+
+    layer: of each head, without weights (RetNet's group norm); rms: of each head, with one weight for all heads;
+    rms_group: of all heads that share keys, with a weight for every channel (Mamba-2).
+    """
+    if config.head_norm == "layer":
+        return nn.LayerNorm(width, 1e-5 if config.norm_eps is None else config.norm_eps, elementwise_affine=False)
+    eps = 1e-6 if config.norm_eps is None else config.norm_eps
+    if config.head_norm == "rms_group":
+        return GroupRMSNorm(width, config.num_heads, key_heads, eps)
+    return HeadRMSNorm(width, eps) if config.head_norm == "rms" else None
+
+
+class HeadRMSNorm(nn.Module):
+    """The norm of each head, with one ``weight`` [width] for all heads."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), eps=self.eps)
+
+
+class GroupRMSNorm(nn.Module):
+    """The norm over all heads of a group, with ``weight`` [heads, width]."""
+
+    def __init__(self, width: int, num_heads: int, groups: int, eps: float) -> None:
+        super().__init__()
+        self.groups, self.eps = groups, eps
+        self.weight = nn.Parameter(torch.ones(num_heads, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # [batch, groups, heads of a group, time, width]
+        wide = x.to(state_dtype(x.dtype)).unflatten(1, (self.groups, -1))
+        normed = wide * (wide.square().mean(dim=(2, 4), keepdim=True) + self.eps).rsqrt()
+        return normed.to(x.dtype).flatten(1, 2) * self.weight.to(x.dtype).unsqueeze(1)
+
+
+class LowRankGate(nn.Module):
+    """The gate x [batch, time, dim] -> W_2 W_1 x [batch, time, width]."""
+
+    def __init__(self, dim: int, rank: int, width: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(dim, rank, bias=False)
+        self.up = nn.Linear(rank, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.down(x))
+
+
+class KernelState(NamedTuple):
+    """The state of kernel attention.
+
+    The state of kernel attention; a leaf that the config does not use has no elements.
+
+    kv: [batch, heads, features, value_dim]; z: [batch, heads, features], the normaliser's sum; recent: [batch,
+    key_heads, convolution - 1, channels], projected tokens; maximum: [batch, key_heads] int64
+    (``kernels.linear.across``); seen: [batch] int64, for positions and the maximum.
+    """
+
+    kv: Tensor
+    z: Tensor
+    recent: Tensor
+    maximum: Tensor
+    seen: Tensor
+
+    def after_row(self, crossing: Crossing) -> KernelState:
+        """Return the state after the row, where this one is that of a stretch except for kv, z and maximum."""
+        recent = crossing.last(self.recent) if self.recent.numel() else self.recent
+        return self._replace(recent=recent, seen=crossing.seen if self.seen.dim() == 1 else self.seen)
+
+
+class LinearAttention(Crosses, CausalMixer):
+    """Kernel attention = feature map x rule x decay x normaliser, behind a short convolution or none.
+
+        rule linear   S_t = a_t S_(t-1) + phi(k_t) v_t^T
+        rule delta    S_t = a_t S_(t-1) + phi(k_t) (beta_t (v_t - a_t S_(t-1)^T phi(k_t)))^T,    beta_t = sigmoid(w . x_t)
+                      for features of length 1 at most: longer ones make S_t grow as a power of t
+        y_t = S_t^T phi(q_t),  with the normaliser sum divided by phi(q_t) . z_t + eps,  z_t = a_t z_(t-1) + phi(k_t)
+
+    The normaliser ``attention`` divides what the delta rule corrects, too (``kernels.linear.across``). The Linear
+    Transformer (Katharopoulos et al. 2020) has the rule linear, elu + 1 and the normaliser; fast weights (Schlag et
+    al. 2021, equations 23-25) the delta rule; RetNet, Random Feature Attention, GLA and Gated DeltaNet decays a_t.
+    Mamba-2 (Dao and Gu 2024) is the rule linear of keys B_t and queries C_t that heads share, with values x_t that
+    enter by a step, and D x_t added to y_t; DeltaProduct (Siems et al. 2025) takes several steps of the rule delta a
+    token. Behind it stand a norm of every head and a gate, y <- norm(y) * silu(W_g x), where the config has them.
+    The state is constant, with ``levels`` one for each level of the past (log-linear attention,
+    ``kernels.linear.levels``).
+
+    The mixer x [batch, time, dim] -> y [batch, time, dim].
+
+    ``head_dim`` is the width of a head's queries and keys, ``value_dim`` that of its values (head_dim if None).
+    ``key_heads``: heads of queries and keys, which as many heads of values share each (num_heads if None).
+    ``scale``: y is divided by sqrt(head_dim). ``convolution``: the width of a causal convolution of q, k and v (0:
+    none). ``position`` turns queries and keys. ``floor``: the normaliser is no less than this. ``skip``: D_h v_t is
+    added to a head's output. ``gate_rank``: of W_g (None: full); ``gate_first``: the gate stands before the norm.
+    ``levels`` of the past, by powers of two; 0: one sum. ``steps``: of the delta rule a token, each with a key, a
+    value and a beta. ``negative_eigenvalues``: beta is in (0, 2) (Grazzi et al. 2025). Rows of ``qkv``: q, k and v;
+    with the delta rule q, k, v, beta of each key head.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(MixerConfig):
+        kind = "linear"
+        by_heads = True
+        num_heads: int = 4
+        head_dim: int | None = None
+        value_dim: int | None = None
+        key_heads: int | None = None
+        feature_map: FeatureMapConfig = Elu.Config()
+        rule: Literal["linear", "delta"] = "linear"
+        levels: int = 0
+        steps: int = 1
+        negative_eigenvalues: bool = False
+        decay: DecayConfig | None = None
+        normaliser: Literal["sum", "attention", "none"] = "sum"
+        eps: float = 1e-6
+        floor: float = 0.0
+        scale: bool = False
+        position: PositionConfig = NoPosition.Config()
+        convolution: int = 0
+        skip: bool = False
+        head_norm: HeadNorm = "none"
+        norm_eps: float | None = None  # of head_norm: 1e-5 of layer, 1e-6 of the others if not given
+        gate: bool = False
+        gate_rank: int | None = None
+        gate_activation: Activation = "silu"
+        gate_first: bool = False
+        bias: bool = True
+        impl: LinearImpl = "auto"
+
+        def __post_init__(self) -> None:
+            check_settings(self)
+
+        def build(self, dim: int) -> LinearAttention:
+            return LinearAttention(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.dim, self.config, heads = dim, config, config.num_heads
+        self.head_dim = config.head_dim or head_width(dim, heads)
+        self.value_dim = config.value_dim or self.head_dim
+        self.key_heads = config.key_heads or heads
+        self.shared_by = heads // self.key_heads
+        self.feature_map = config.feature_map.build_heads(self.key_heads, self.head_dim)
+        self.features = self.feature_map.size(self.head_dim)
+        written = config.steps * self.shared_by
+        # Of a key head: q, k of every step, v of every head and step.
+        self.widths = [self.head_dim, config.steps * self.head_dim, written * self.value_dim]
+        self.strengths = written if config.rule == "delta" else 0
+        self.qkv = nn.Linear(dim, self.key_heads * (sum(self.widths) + self.strengths), bias=config.bias)
+        in_blocks(self.qkv, *(self.key_heads * width for width in self.widths if not self.strengths))
+        self.out = ResidualOutput(heads * self.value_dim, dim, bias=config.bias)
+        self.position = config.position.build_heads(dim, self.key_heads, self.head_dim)
+        self.decay = None if config.decay is None else config.decay.build(dim, heads, self.features)
+        self.convolution = (
+            ShortConvolution(config.convolution, self.key_heads, sum(self.widths)) if config.convolution else None
+        )
+        self.skip = nn.Parameter(torch.ones(heads)) if config.skip else None
+        self.gate = self._gate() if config.gate else None
+        self.level_scales = LevelScales(dim, heads, config.levels) if config.levels else None
+        self.norm = head_norm(config, self.value_dim, self.key_heads)
+        self.averages = config.normaliser == "attention"
+        self.crosses = not (self.feature_map.scaled or config.levels)  # a running maximum is handed on
+        self.counts = not (self.crosses and isinstance(self.position, NoPosition)) or self.averages
+        check_parts(self, self._columns)
+
+    def _gate(self) -> nn.Module:
+        width, rank = self.config.num_heads * self.value_dim, self.config.gate_rank
+        return LowRankGate(self.dim, rank, width) if rank else nn.Linear(self.dim, width, bias=False)
+
+    def initial_state(
+        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> KernelState:
+        like, heads = self.out.weight, self.config.num_heads
+        device, dtype = device or like.device, state_dtype(dtype or like.dtype)
+        levels, context = max(self.config.levels, 1), self.convolution.context if self.convolution else 0
+        return KernelState(
+            torch.zeros(batch, heads, levels * self.features, self._columns, device=device, dtype=dtype),
+            torch.zeros(batch, heads, self.features if self._has_sum else 0, device=device, dtype=dtype),
+            torch.zeros(batch, self.key_heads, context, sum(self.widths), device=device, dtype=dtype),
+            torch.zeros(batch, self.key_heads if self.feature_map.scaled else 0, device=device, dtype=torch.int64),
+            torch.zeros((batch,) if self.counts else (batch, 0), device=device, dtype=torch.int64),
+        )
+
+    @property
+    def _has_sum(self) -> bool:
+        return self.averages or (self.config.normaliser == "sum" and not self.config.floor)
+
+    @property
+    def _columns(self) -> int:  # with a floor, the normaliser's sum is one more
+        return self.value_dim + (self.config.floor > 0)
+
+    def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
+        context = self.convolution.context if self.convolution else 0
+        columns = max(self.config.levels, 1) * self._columns + self._has_sum
+        numbers = self.config.num_heads * self.features * columns
+        numbers += self.key_heads * context * sum(self.widths)
+        counters = self.key_heads * self.feature_map.scaled + self.counts
+        return numbers * state_dtype(dtype).itemsize + 8 * counters
+
+    def forward(self, chunk: Chunk, state: KernelState) -> tuple[Tensor, KernelState]:
+        x = select_valid(chunk.x, chunk.valid)
+        reset, positions = real_resets(chunk), positions_of(chunk, state.seen) if self.counts else None
+        q, k, v, beta = self._project(x)
+        recent, maximum, seen = state.recent, state.maximum, state.seen
+        if self.convolution is not None:
+            tokens = torch.cat([q, k, v], dim=-1)
+            if self.crossing is not None:
+                recent, tokens = recent_slots(self.crossing, tokens, recent, positions_of(chunk, state.seen))
+            mixed, recent = self.convolution(tokens, recent, chunk.valid, reset)
+            q, k, v = mixed.split(self.widths, dim=-1)
+        if positions is not None:
+            q, k = self.position.rotate(q, k, positions)
+            seen = advance(seen, chunk, positions)
+        log_decay = None if self.decay is None else self.decay(x)
+        dtype = v.dtype
+        q, k, v = in_range(q), in_range(k), in_range(v)
+        k = k.unflatten(-1, (-1, self.head_dim)).flatten(2, 3)
+        q, (k, log_scale) = self.feature_map.queries(q), self.feature_map.keys(k)
+        if log_scale is not None:
+            running = running_maximum(log_scale, maximum, state.seen > 0, chunk.valid, reset)
+            k, maximum = k * running.factor.unsqueeze(-1).to(k.dtype), running.last
+        q, k = self._shared(q), self._shared(k)
+        if log_decay is not None:
+            k, log_decay = self._decayed(k, log_decay, chunk.valid)
+        if log_scale is not None:
+            more = self._shared(running.log_decay)
+            log_decay = more if log_decay is None else _joined(log_decay, more)
+        v = self._by_head(v, self.value_dim)
+        if chunk.valid is not None:
+            # ``where`` rather than a product: 0 * inf of a padding key would be NaN.
+            mask = chunk.valid[:, None]
+            mask = mask if self.config.steps == 1 else mask.repeat_interleave(self.config.steps, -1)
+            k = torch.where(mask.unsqueeze(-1), k, k.new_zeros(()))
+            beta = None if beta is None else torch.where(mask, beta, beta.new_zeros(()))
+        strengths = beta if self.level_scales is None else self.level_scales(x)
+        y, s, z = self._update((q, k, v, strengths), state, log_decay, (reset, chunk.valid), positions)
+        after = KernelState(s, z, recent, maximum, seen)
+        y = self._output(y, x, dtype, chunk.valid)
+        return y, after if self.crossing is None else after.after_row(self.crossing)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return q, k, v [batch, key_heads, time, width], those of all steps and of all heads that share keys side by
+        side, and, for the delta rule, beta [batch, heads, time * steps]."""
+        groups, projected = self.key_heads, self.qkv(x)
+        if self.strengths:
+            parts = projected.unflatten(-1, (groups, -1)).transpose(1, 2).split([*self.widths, self.strengths], dim=-1)
+            q, k, v, beta = parts
+            beta = self._by_head(beta, 1).squeeze(-1).sigmoid()
+            return q, k, v, 2 * beta if self.config.negative_eigenvalues else beta
+        parts = projected.split([groups * width for width in self.widths], dim=-1)
+        q, k, v = (part.unflatten(-1, (groups, -1)).transpose(1, 2) for part in parts)
+        return q, k, v, None
+
+    def _by_head(self, x: Tensor, width: int) -> Tensor:
+        """Return x [batch, key_heads, time, shared_by * steps * width] as [batch, heads, time * steps, width]."""
+        if self.shared_by == self.config.steps == 1:
+            return x
+        # To [batch, key_heads, shared_by, time, steps, width]
+        x = x.unflatten(-1, (self.shared_by, self.config.steps, width)).transpose(2, 3)
+        return x.flatten(3, 4).flatten(1, 2)
+
+    def _shared(self, x: Tensor) -> Tensor:
+        """Return x [batch, key_heads, ...] for all heads."""
+        return x if self.shared_by == 1 else x.repeat_interleave(self.shared_by, 1)
+
+    def _decayed(self, k: Tensor, log_decay: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the keys as they enter the state, and the logarithms of the decay, 0 at padding."""
+        if self.decay is not None and self.decay.coupled:
+            enters = self.decay.entering(log_decay)
+            k = k * (enters if enters.dim() == 4 else enters.unsqueeze(-1)).to(k.dtype)
+        if valid is not None:
+            mask = valid[:, None] if log_decay.dim() == 3 else valid[:, None, :, None]
+            log_decay = torch.where(mask, log_decay, log_decay.new_zeros(()))
+        return k, log_decay
+
+    def _update(
+        self,
+        tokens: tuple[Tensor, Tensor, Tensor, Tensor | None],
+        state: KernelState,
+        log_decay: Tensor | None,
+        masks: tuple[Tensor | None, Tensor | None],
+        positions: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the heads' outputs [batch, heads, time, value_dim], s and z, from q and k of heads, v, and beta or the
+        scales of levels; ``masks``: resets, and which tokens are valid."""
+        (q, k, v, beta), (reset, _) = tokens, masks
+        if self.level_scales is not None and positions is not None and beta is not None:
+            leveled = LeveledTokens(q, k, v, beta, log_decay, positions, *masks)
+            y, s = leveled_attention(leveled, state.kv, state.seen, self.config.impl)
+            return self._skipped(y, v), s, state.z
+        both, how = LinearState(state.kv, state.z), (self.config.impl, self.crossing)
+        if beta is not None and self.averages and positions is not None:
+            first, eps = positions == 0, self.config.eps
+            y, sums = normalised_delta_rule(
+                (q, k, v, beta), both, first, eps=eps, reset=reset, impl=how[0], crossing=how[1]
+            )
+            return self._skipped(y, v), *sums
+        if beta is not None:
+            if (steps := self.config.steps) > 1:
+                k, v, beta = (x.unflatten(2, (-1, steps)) for x in (k, v, beta))
+            y, s = delta_across(DeltaTokens(q, k, v, beta, None, log_decay, reset), state.kv, *how)
+            return self._skipped(y, v), s, state.z
+        if self._has_sum:
+            y, (s, z) = linear_across(LinearSequence(q, k, v, log_decay, self.config.eps, reset), both, *how)
+            return self._skipped(y, v), s, z
+        # A column of ones sums the keys: with a floor, the normaliser z is the last column of S.
+        columns = functional.pad(v, (0, 1), value=1.0) if self.config.floor else v
+        nothing = LinearState(state.kv, state.kv.new_zeros(state.kv.shape[:3]))
+        y, (s, _) = linear_across(LinearSequence(q, k, columns, log_decay, None, reset), nothing, *how)
+        if self.config.floor:
+            y = y[..., :-1] / y[..., -1:].clamp_min(self.config.floor)
+        return self._skipped(y, v), s, state.z
+
+    def _skipped(self, y: Tensor, v: Tensor) -> Tensor:
+        return y if self.skip is None else y + self.skip.to(y.dtype).view(-1, 1, 1) * v
+
+    def _output(self, y: Tensor, x: Tensor, dtype: torch.dtype, valid: Tensor | None) -> Tensor:
+        if self.config.scale:
+            y = y * self.head_dim**-0.5
+        gate = None if self.gate is None else ACTIVATIONS[self.config.gate_activation](self.gate(x))
+        if gate is not None and self.config.gate_first:
+            y = y * gate.unflatten(-1, (-1, self.value_dim)).transpose(1, 2)
+        y = merge_heads(y if self.norm is None else self.norm(y))
+        if gate is not None and not self.config.gate_first:
+            y = y * gate
+        return select_valid(self.out(y.to(dtype)), valid)
+
+
+def _joined(log_decay: Tensor, more: Tensor) -> Tensor:
+    """Add the logarithms of both decays, of which the first may be one per channel."""
+    return log_decay + (more if log_decay.dim() == 3 else more.unsqueeze(-1))

@@ -1,0 +1,321 @@
+"""Decays of the state of kernel attention, and of scores."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kinformer.core.config import Config
+from kinformer.core.contract import Chunk, real_resets, state_dtype
+from kinformer.core.division import FollowsHeads
+from kinformer.core.parts import Position, Score, ScoreConfig
+from kinformer.runtime.errors import KinformerError
+
+# The share of the state of kernel attention that is left at every token: the part ``decay``.
+
+
+class Decay(nn.Module):
+    """A decay; ``forward(x)`` returns its logarithms, not above 0, for inputs x [batch, time, dim] of the mixer.
+
+    [batch, heads, time], or [batch, heads, time, features] where every feature has its own; in float32 at least.
+    ``coupled``: a token enters the state as :meth:`entering` times its key. ``by_channel``: every feature has its own.
+    """
+
+    coupled: bool = False
+    by_channel: bool = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def entering(self, log_decay: Tensor) -> Tensor:
+        """Return the factors 1 - a of keys, from the result of :meth:`forward`, log a."""
+        # 1 - a = -expm1(log a), exact where a is near 1
+        return -torch.expm1(log_decay)
+
+
+class DecayConfig(Config):
+    slot = "decay"
+
+    def build(self, dim: int, num_heads: int, features: int) -> Decay:
+        """Build the decay for inputs of width ``dim`` and heads of ``features`` features."""
+        raise NotImplementedError
+
+
+class Fixed(FollowsHeads, Decay):
+    """One constant decay a head (Sun et al. 2023, "Retentive Network", equation 8): gamma_h = 1 - 2^(-first - h).
+
+    The decays of heads h = 0, 1, ...: half of the state is left after 0.69 * 2^(first + h) tokens.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(DecayConfig):
+        kind = "fixed"
+        first: float = 5.0
+
+        def __post_init__(self) -> None:
+            if self.first <= 0:
+                raise KinformerError(f"first must be above 0, as gamma is 1 - 2^-first, but is {self.first:g}.")
+
+        def build(self, dim: int, num_heads: int, features: int) -> Fixed:
+            return Fixed(self.first, num_heads)
+
+    def __init__(self, first: float, num_heads: int) -> None:
+        super().__init__()
+        self.first, self.num_heads = first, num_heads
+
+    def follow(self, whole: Fixed, part: int) -> None:
+        self.first = whole.first + part * self.num_heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        exponents = torch.arange(self.num_heads, device=x.device, dtype=torch.float64) + self.first
+        # log(1 - 2^-(first + h)), exact also where the decay is next to 1
+        logs = torch.log1p(-torch.exp2(-exponents)).to(state_dtype(x.dtype))
+        return logs[None, :, None].expand(x.shape[0], -1, x.shape[1])
+
+
+class Sigmoid(Decay):
+    """A decay for every token and head (Peng et al. 2021, "Random Feature Attention").
+
+        a_t = sigmoid(w . x_t + b)^(1 / temperature)
+
+    The paper's temperature is 1. A model begins with w . x_t + b near 0, so that half of the past is lost with every
+    token, and recall does not begin (``benchmarks/mqar.py``); at 16, as in GLA, it begins with a_t = 0.96.
+
+    The decay per head; ``coupled``, as in the paper: S_t = a_t S_(t-1) + (1 - a_t) k_t v_t^T.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(DecayConfig):
+        kind = "sigmoid"
+        coupled: bool = True
+        temperature: float = 1.0
+
+        def __post_init__(self) -> None:
+            if self.temperature <= 0:
+                raise KinformerError(f"temperature = {self.temperature:g} must be above 0.")
+
+        def build(self, dim: int, num_heads: int, features: int) -> Sigmoid:
+            return Sigmoid(self, dim, num_heads)
+
+    def __init__(self, config: Config, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.coupled, self.temperature = config.coupled, config.temperature
+        self.gate = nn.Linear(dim, num_heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x).transpose(1, 2)
+        return functional.logsigmoid(gate.to(state_dtype(gate.dtype))) / self.temperature
+
+
+_LOW, _HIGH, _LARGEST = 1e-3, 0.1, 16.0
+
+
+class Softplus(Decay):
+    """A decay for every token and head, a_t = exp(-A softplus(w . x_t + b)) (Gu and Dao 2023, Mamba; Dao and Gu 2024).
+
+    Gated DeltaNet's (Yang et al. 2025). A, one number a head, begins uniform in 0 .. 16; b so that softplus(b) is
+    log-uniform in 0.001 .. 0.1. Coupled, softplus(w . x_t + b) is the step by which a token enters the state
+    (Mamba-2).
+
+    The decay per head: log A is ``log_rate`` [heads], b is ``step`` [heads].
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(DecayConfig):
+        kind = "softplus"
+        coupled: bool = False
+
+        def build(self, dim: int, num_heads: int, features: int) -> Softplus:
+            return Softplus(dim, num_heads, self.coupled)
+
+    def __init__(self, dim: int, num_heads: int, coupled: bool) -> None:
+        super().__init__()
+        self.coupled = coupled
+        self.gate = nn.Linear(dim, num_heads, bias=False)
+        self.log_rate = nn.Parameter(torch.empty(num_heads).uniform_(1e-4, _LARGEST).log_())
+        self.step = nn.Parameter(first_steps(num_heads))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x)
+        dtype = state_dtype(gate.dtype)
+        softplus = functional.softplus(gate.to(dtype) + self.step.to(dtype))
+        return (-self.log_rate.to(dtype).exp() * softplus).transpose(1, 2)
+
+    def entering(self, log_decay: Tensor) -> Tensor:
+        """Return the steps softplus(w . x + b), log a divided by -A."""
+        return -log_decay * (-self.log_rate.to(log_decay.dtype)).exp().unsqueeze(-1)
+
+
+def first_steps(*shape: int) -> Tensor:
+    """Return biases b of that shape with which softplus(b) is log-uniform in 0.001 .. 0.1."""
+    step = torch.empty(shape).uniform_(math.log(_LOW), math.log(_HIGH)).exp_()
+    # The inverse of softplus: b = s + log(1 - e^-s)
+    return step + torch.log(-torch.expm1(-step))
+
+
+class SoftplusChannels(Decay):
+    """A decay for every token and channel, a_t = exp(-A softplus(W_2 W_1 x_t + b)), with one A a head.
+
+    (The Kimi team 2025, "Kimi Linear: An Expressive, Efficient Attention Architecture", section 4.) A begins uniform
+    in 1 .. 16; b so that softplus(b) is log-uniform in 0.001 .. 0.1. With a ``lower_bound`` l < 0, a_t = exp(l
+    sigmoid(A (W_2 W_1 x_t + b))) instead, no less than exp(l), and A begins at 1.
+
+    The decay per channel, logarithms of shape [batch, heads, time, features]: log A is ``log_rate`` [heads], b is
+    ``step`` [heads, features]. ``rank``: of W_1 (that of a head's features if None).
+    """
+
+    by_channel = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(DecayConfig):
+        kind = "softplus_channels"
+        rank: int | None = None
+        lower_bound: float | None = None
+
+        def __post_init__(self) -> None:
+            if self.rank is not None and self.rank < 1:
+                raise KinformerError(f"rank = {self.rank} must be 1 or more, or None for that of a head's features.")
+            if self.lower_bound is not None and self.lower_bound >= 0:
+                raise KinformerError(
+                    f"lower_bound = {self.lower_bound:g} must be below 0, as it bounds the logarithm of a decay; use "
+                    "about -5, or None for no bound."
+                )
+
+        def build(self, dim: int, num_heads: int, features: int) -> SoftplusChannels:
+            return SoftplusChannels(self, dim, num_heads, features)
+
+    def __init__(self, config: Config, dim: int, num_heads: int, features: int) -> None:
+        super().__init__()
+        self.lower_bound, rank = config.lower_bound, config.rank or features
+        self.down = nn.Linear(dim, rank, bias=False)
+        self.up = nn.Linear(rank, num_heads * features, bias=False)
+        rate = torch.empty(num_heads).uniform_(1.0, 16.0).log_() if self.lower_bound is None else torch.zeros(num_heads)
+        self.log_rate = nn.Parameter(rate)
+        self.step = nn.Parameter(first_steps(num_heads, features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.up(self.down(x)).unflatten(-1, self.step.shape).transpose(1, 2)
+        dtype = state_dtype(gate.dtype)
+        gate = gate.to(dtype) + self.step.to(dtype).unsqueeze(1)
+        rate = self.log_rate.to(dtype).exp().view(-1, 1, 1)
+        if self.lower_bound is not None:
+            return self.lower_bound * torch.sigmoid(rate * gate)
+        return -rate * functional.softplus(gate)
+
+
+class LowRank(Decay):
+    """A decay for every token and channel, a_t = sigmoid(W_2 W_1 x_t + b)^(1 / temperature).
+
+    (Yang et al. 2024, "Gated Linear Attention Transformers with Hardware-Efficient Training", section 4.3; W_1 of
+    rank 16, temperature 16, so that decays begin near 1.)
+
+    The decay per channel, logarithms of shape [batch, heads, time, features].
+    """
+
+    by_channel = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(DecayConfig):
+        kind = "low_rank"
+        rank: int = 16
+        temperature: float = 16.0
+
+        def __post_init__(self) -> None:
+            if self.rank < 1 or self.temperature <= 0:
+                raise KinformerError(
+                    f"rank = {self.rank} must be 1 or more, and temperature = {self.temperature:g} above 0."
+                )
+
+        def build(self, dim: int, num_heads: int, features: int) -> LowRank:
+            return LowRank(self, dim, num_heads, features)
+
+    def __init__(self, config: Config, dim: int, num_heads: int, features: int) -> None:
+        super().__init__()
+        self.num_heads, self.temperature = num_heads, config.temperature
+        self.down = nn.Linear(dim, config.rank, bias=False)
+        self.up = nn.Linear(config.rank, num_heads * features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.up(self.down(x)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        # log sigmoid(g)^(1 / temperature)
+        return functional.logsigmoid(gate.to(state_dtype(gate.dtype))) / self.temperature
+
+
+# The decay of softmax attention's scores (Lin et al. 2025, Forgetting Transformer: Softmax Attention with a Forget
+# Gate, arXiv 2503.02130, equation 4).
+#
+#     p_ij = softmax_j(s_ij + c_i - c_j),    c_t = log a_1 + ... + log a_t
+#
+# a_t is a ``decay`` by head. Sums are in float64: they only fall, and differences of near ones count.
+
+
+class Sums(NamedTuple):
+    """The sums c [batch, heads, time, 1] float64 of a chunk: ``going_on`` from what was before it, as pairs of its own
+    tokens and of the past need them; ``counted``, from where each token's sequence begins, as the state holds them."""
+
+    going_on: Tensor
+    counted: Tensor
+
+
+class ScoredConfig(Protocol):
+    """What is read of a mixer's config."""
+
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def score(self) -> ScoreConfig: ...
+    @property
+    def decay(self) -> DecayConfig | None: ...
+
+
+def build_score_decay(
+    config: ScoredConfig, dim: int, head_dim: int, score: Score, position: Position, lasting: bool
+) -> Decay | None:
+    """Return the module of a mixer's field ``decay``, or None for None; refuse what is none of scores, and scores that
+    it cannot be added to. ``lasting``: the pattern keeps the first tokens, or tokens have their own spans."""
+    if config.decay is None:
+        return None
+    kind, relative = config.decay.kind, position.relative(0, 1)
+    decay = config.decay.build(dim, config.num_heads, head_dim)
+    if decay.by_channel:
+        raise KinformerError(
+            f"the decay {kind!r} has a number for every feature, but a score has one for its head; use sigmoid with "
+            "coupled = false, softplus or fixed."
+        )
+    if decay.coupled:
+        raise KinformerError(
+            f"the decay {kind!r} is coupled, so that a key enters a state by it, but softmax attention has no such "
+            "state; set coupled = false."
+        )
+    if score.form != "dot":
+        raise KinformerError(
+            f"the score {config.score.kind!r} is no product of a query and a key, which a decay is added to; use one "
+            "that is (scaled_dot, dot, bilinear, sink_logit), or leave decay out."
+        )
+    if lasting or (relative is not None and relative.factor is not None):
+        raise KinformerError(
+            "a decay fades with all that lies between two tokens, but here positions multiply scores (distance_aware), "
+            "the pattern keeps the first tokens (sinks) or each token has a span (dynamic_span); leave one of them out."
+        )
+    return decay
+
+
+def sums_of(decay: Decay, x: Tensor, chunk: Chunk, positions: Tensor, last: Tensor) -> Sums:
+    """Return the sums of a chunk with inputs x [batch, time, dim]; ``last`` [batch, heads, 0 or 1, 1] is that before
+    it."""
+    logs = decay(x).double()
+    before = last[..., 0] if last.shape[2] else logs.new_zeros(*logs.shape[:2], 1)
+    going_on = before + logs.cumsum(-1)
+    if real_resets(chunk) is None:
+        return Sums(going_on[..., None], going_on[..., None])
+    # A sequence that begins at slot b of the chunk counts from there: without what was summed before b.
+    start = torch.arange(x.shape[1], device=x.device) - positions
+    index = start.clamp_min(0)[:, None].expand(-1, logs.shape[1], -1)
+    earlier = torch.cat([before, going_on[..., :-1]], -1).gather(-1, index)
+    counted = going_on - torch.where((start >= 0)[:, None], earlier, 0)
+    return Sums(going_on[..., None], counted[..., None])

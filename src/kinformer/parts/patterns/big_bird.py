@@ -1,0 +1,311 @@
+"""Random blocks (Zaheer et al. 2020, Big Bird, section 2): every block of queries sees a few others, drawn once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kinformer.core.parts import PatternConfig
+from kinformer.core.pattern import ALL, NONE, SOME, Boxes, Cover, Pattern
+from kinformer.parts.patterns.sequence import ChosenBlocks, Full, Numbers, Unsized, per_head
+from kinformer.runtime.errors import KinformerError, plural
+
+_LOW = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class RandomBlocks(ChosenBlocks):
+    """The pattern in which block b sees ``count`` distinct earlier blocks (all if there are no more), each equally
+    likely.
+
+    With ``total`` it sees ``count`` of the other blocks out of 0 .. total - 1, earlier or later. What is drawn depends
+    on ``seed``, ``head`` and b alone, so that it is the same at every length.
+    """
+
+    block: int
+    count: int
+    seed: int = 0
+    head: int = 0
+    total: int | None = None
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(PatternConfig):
+        """The config; ``num_heads``: a draw of its own for each of that many heads; None: all heads see the same."""
+
+        kind = "random_blocks"
+        block: int = 64
+        count: int = 3
+        seed: int = 0
+        num_heads: int | None = None
+        total: int | None = None
+
+        def __post_init__(self) -> None:
+            for name in ("block", "count"):
+                if getattr(self, name) < 1:
+                    raise KinformerError(f"{name} must be 1 or more, but is {getattr(self, name)}.")
+            if self.num_heads is not None and self.num_heads < 1:
+                raise KinformerError(f"num_heads must be 1 or more, or none, but is {self.num_heads}.")
+            if self.total is not None and self.total <= self.count:
+                raise KinformerError(
+                    f"total = {self.total} leaves a block fewer than {plural(self.count, 'other')} to draw; make "
+                    "total larger than count."
+                )
+
+        def build(self) -> Pattern:
+            heads = range(self.num_heads or 1)
+            return per_head([RandomBlocks(self.block, self.count, self.seed, head, self.total) for head in heads])
+
+    @property
+    def behind(self) -> int | None:  # type: ignore[override]
+        return None if self.total is None else self.total * self.block - 1
+
+    @property
+    def ahead(self) -> int:  # type: ignore[override]
+        return 0 if self.total is None else self.total * self.block - 1
+
+    def choices(self, blocks: Numbers) -> Sequence[Numbers]:
+        """Draw ``count`` distinct blocks of a pool by Floyd's method: the i-th of 0
+        .. last, or ``last`` if drawn before."""
+        pool = blocks if self.total is None else blocks * 0 + (self.total - 1)
+        drawn: list[Numbers] = []
+        for number in range(self.count):
+            last = pool - self.count + number
+            one = self._noise(blocks, number) % (last.clip(0) + 1)
+            again = one != one
+            for before in drawn:
+                again = again | (one == before)
+            one = one + (last - one) * again
+            drawn.append((one + 1) * (last >= 0) - 1)
+        if self.total is None:
+            return drawn
+        return [(one + (one >= blocks) + 1) * (blocks < self.total) - 1 for one in drawn]
+
+    def _noise(self, blocks: Numbers, number: int) -> Numbers:
+        """Return 32 well mixed bits from the seed, the head, the block and the number of the draw."""
+        key = (self.seed * 0x9E3779B1 + self.head * 0x85EBCA6B + number * 0xC2B2AE35) & _LOW
+        bits = (blocks * 0x27D4EB2F + key) & _LOW
+        for _ in range(2):
+            bits = (((bits >> 16) ^ bits) * 0x45D9F3B) & _LOW
+        return (bits >> 16) ^ bits
+
+
+@dataclass(frozen=True)
+class BigBird(Unsized):
+    """Big Bird (Zaheer et al. 2020, section 2): a window of blocks, the first and the last block for all, random
+    blocks.
+
+    The pattern of sequences of any length, which end in a block that may be shorter; ``head`` None means all heads.
+
+    A sequence of 5 + 2 * ``random`` blocks or fewer sees all of itself, as in the authors' code.
+    """
+
+    block: int
+    random: int
+    seed: int = 0
+    heads: int = 1
+    edges: bool = True
+    head: int | None = None
+
+    name = "big_bird"
+    option = "length"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(PatternConfig):
+        """The config: ``block`` tokens are a block; a query sees its own and the two beside it, and ``random`` others.
+
+        ``edges``: the first and the last block are global (the internal construction); without them something else
+        must be, as a global input (the extended one). ``seed`` gives the random blocks that the authors' code gives
+        layer number ``seed``, for each of ``num_heads`` heads its own (None: the same for all). A block that is drawn
+        twice, or that all see anyway, counts once.
+
+        ``length``: the pattern of a sequence of that many tokens for shorter ones too, as padded ones have it in the
+        authors' code; None: that of each sequence's length.
+        """
+
+        kind = "big_bird"
+        block: int = 64
+        random: int = 3
+        seed: int = 0
+        num_heads: int | None = None
+        edges: bool = True
+        length: int | None = None
+
+        def __post_init__(self) -> None:
+            if self.block < 1:
+                raise KinformerError(f"block must be 1 token or more, but is {self.block}.")
+            if self.random < 0:
+                raise KinformerError(f"random must be 0 blocks (none) or more, but is {self.random}.")
+            if not 0 <= self.seed < 2**32:
+                raise KinformerError(f"seed must be 0 or more and below 2**32, but is {self.seed}.")
+            for name in ("num_heads", "length"):
+                value = getattr(self, name)
+                if value is not None and value < 1:
+                    raise KinformerError(f"{name} must be 1 or more, or none, but is {value}.")
+
+        def build(self) -> Pattern:
+            pattern = BigBird(self.block, self.random, self.seed, self.num_heads or 1, self.edges)
+            return pattern if self.length is None else pattern.sized(self.length)
+
+    @property
+    def num_heads(self) -> int | None:  # type: ignore[override]
+        return self.heads if self.heads > 1 and self.head is None else None
+
+    def at(self, head: int) -> Pattern:
+        return replace(self, head=head)
+
+    def sized(self, length: int) -> Pattern:
+        return _sized(self, -(-length // self.block))
+
+    def of_blocks(self, blocks: int) -> Pattern:
+        """Return the pattern of a sequence of ``blocks`` blocks."""
+        if blocks <= 5 + 2 * self.random:
+            return Full(ahead=None)
+        heads = range(self.heads) if self.head is None else (self.head,)
+        if not self.random:
+            return self._of(blocks, np.empty((blocks, 0), np.int32))
+        tables = random_table(blocks, self.block, self.random, self.seed, self.heads)
+        return per_head([self._of(blocks, tables[head]) for head in heads])
+
+    def _of(self, blocks: int, table: Table) -> Pattern:
+        near = NearAndDrawn(self.block, blocks, tuple(map(tuple, table.tolist())))
+        return near | FirstAndLast(self.block, blocks) if self.edges else near
+
+
+@lru_cache(maxsize=1024)
+def _sized(pattern: BigBird, blocks: int) -> Pattern:
+    return pattern.of_blocks(blocks)
+
+
+@dataclass(frozen=True)
+class NearAndDrawn(ChosenBlocks):
+    """The part of near and random blocks: of ``blocks`` blocks, block i sees i - 1, i, i + 1
+    and those of ``drawn[i]`` (-1 is none)."""
+
+    block: int
+    blocks: int
+    drawn: tuple[tuple[int, ...], ...]
+
+    behind = None
+    ahead = None
+
+    def sized(self, length: int) -> Pattern:
+        if length > self.blocks * self.block:
+            raise KinformerError(
+                f"a text of {plural(length, 'token')} does not fit the pattern 'big_bird', which ends at "
+                f"{self.blocks * self.block}; raise its length, or set it to none."
+            )
+        return self
+
+    def choices(self, blocks: Numbers) -> Sequence[Numbers]:
+        inside = (blocks >= 0) & (blocks < self.blocks)
+        result: list[Numbers] = []
+        for step in (-1, 0, 1):
+            one = blocks + step
+            result.append((one + 1) * (inside & (one >= 0) & (one < self.blocks)) - 1)
+        rows = blocks.clip(0, self.blocks - 1)
+        if isinstance(rows, Tensor):
+            table = torch.tensor(self.drawn, dtype=torch.int64, device=rows.device)[rows]
+        else:
+            table = np.array(self.drawn, np.int64)[rows]
+        for number in range(table.shape[-1]):
+            result.append((table[..., number] + 1) * inside - 1)
+        return result
+
+
+@dataclass(frozen=True)
+class FirstAndLast(Pattern):
+    """The part of the global blocks: of ``blocks`` blocks the first and the last see all and are seen by all."""
+
+    block: int
+    blocks: int
+
+    behind = None
+    ahead = None
+
+    def allowed(self, q: Tensor, k: Tensor) -> Tensor:
+        query, key = q // self.block, k // self.block
+        last = self.blocks - 1
+        either = (query == 0) | (query == last) | (key == 0) | (key == last)
+        return either & (query >= 0) & (query <= last) & (key >= 0) & (key <= last)
+
+    def cover(self, boxes: Boxes) -> Cover:
+        end = self.blocks * self.block
+        some, every = np.zeros(boxes.q_low.shape, bool), np.zeros(boxes.q_low.shape, bool)
+        reached, inside = ~some, ~every
+        for low, high in ((boxes.q_low, boxes.q_high), (boxes.k_low, boxes.k_high)):
+            some |= (low < self.block) | (high >= end - self.block)
+            every |= (high < self.block) | (low >= end - self.block)
+            reached &= (high >= 0) & (low < end)
+            inside &= (low >= 0) & (high < end)
+        return np.where(every & inside, ALL, np.where(some & reached, SOME, NONE)).astype(np.int8)
+
+
+Table = NDArray[np.int32]
+
+PAPER_LENGTHS = (1024, 2048, 3072, 4096)
+"""Lengths in tokens with a plan of their own, that of the paper's experiments: it draws for the longest of them, and
+from the blocks of the shortest."""
+
+
+def random_table(blocks: int, block: int, random: int, seed: int, heads: int) -> Table:
+    """Return the random blocks that queries see in a sequence of ``blocks`` blocks of ``block`` tokens, as the authors'
+    code draws them; ``seed`` is a layer's number.
+
+    The table is [heads, blocks, random] int32: the key blocks of every query block, -1 where there are too few to draw
+    from. Draws are NumPy's (Mersenne Twister), so that a seed gives what it gives in the authors' code. The first and
+    the last row are those of blocks that see everything, and mean nothing.
+    """
+    if blocks * block in PAPER_LENGTHS:
+        shortest, longest = PAPER_LENGTHS[0], PAPER_LENGTHS[-1]
+        last = shortest // block - 1 if shortest > 2 * block else longest // block - 1
+        return paper_plan(longest // block, last, random, seed, heads)[:, :blocks]
+    rows = max(64, 1 << (blocks - 1).bit_length())  # a longer text's table begins with that of a shorter one
+    return general_plan(rows, random, seed, heads)[:, :blocks]
+
+
+@lru_cache(maxsize=64)
+def paper_plan(blocks: int, last: int, random: int, seed: int, heads: int) -> Table:
+    """Return the plan whose row i draws from the blocks 1 .. ``last`` except for i - 1, i and i + 1, one head after the
+    other.
+
+    As in the authors' code the last two rows but one leave nothing out.
+    """
+    state = np.random.RandomState(seed)
+    drawn = np.full((heads, blocks, random), -1, np.int32)
+    end = min(last, blocks - 2) + 1
+    for head in range(heads):
+        for row in range(1, blocks - 1):
+            if row >= max(3, blocks - 3):
+                pool = np.arange(1, end)
+            else:
+                pool = np.concatenate([np.arange(1, min(row - 1, end)), np.arange(row + 2, end)])
+            result = state.permutation(pool)[:random]
+            drawn[head, row, : len(result)] = result
+    drawn.flags.writeable = False
+    return drawn
+
+
+@lru_cache(maxsize=64)
+def general_plan(blocks: int, random: int, seed: int, heads: int) -> Table:
+    """Return the plan whose row i draws from the blocks 1 .. 2 * random + 3 except for i - 1, i and i + 1, head by head
+    in every row.
+
+    Nor does row 1 draw block 2 * random + 3, nor row 2 * random + 3 block 1.
+    """
+    width = 2 * random + 5
+    state = np.random.RandomState(seed)
+    orders = np.array([[state.permutation(width) for _ in range(heads)] for _ in range(1, blocks)])
+    rows = np.arange(1, blocks)[:, None, None]
+    barred = (abs(orders - rows) <= 1) | (orders == 0) | (orders == width - 1)
+    barred |= ((rows == 1) & (orders == width - 2)) | ((rows == width - 2) & (orders == 1))
+    first = np.argsort(barred, axis=-1, kind="stable")[..., :random]
+    drawn = np.full((heads, blocks, random), -1, np.int32)
+    drawn[:, 1:] = np.take_along_axis(orders, first, axis=-1).swapaxes(0, 1)
+    drawn.flags.writeable = False
+    return drawn
